@@ -1,0 +1,199 @@
+"""What a user may set: sampling of one request, speculation, the engine. Unknown keys are refused by name.
+
+Nothing here needs torch; the gateway, the command line and the library share these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+Method = Literal["none", "draft_model", "ngram", "custom"]
+Strategy = Literal["coupled", "greedy"]
+
+# Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
+# "not yet", not "no such thing".
+PLANNED_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "suffix", "mlp_speculator", "pard")
+PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
+METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "off": "none"}
+
+# Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
+SEED_BITS = 64
+
+
+class Settings(BaseModel):
+    """Base of all settings: immutable, and a key nobody knows is an error that names it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class SamplingParams(Settings):
+    """How the target turns logits into a token, and when a request ends. Names and defaults are vLLM's."""
+
+    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1, description="0 and -1 keep all")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
+    bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
+        (), description="token sequences that must not occur"
+    )
+    min_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(16, ge=1)
+    seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_is_zero(cls, value: int) -> int:
+        return max(value, 0)
+
+    @field_validator("seed")
+    @classmethod
+    def _unsigned(cls, value: int) -> int:
+        return value % 2**SEED_BITS
+
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_word(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if any(not word for word in value):
+            raise ValueError("a bad word needs at least one token")
+        return value
+
+    @model_validator(mode="after")
+    def _min_within_max(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the law of a token depends on which tokens came before, beyond the model itself."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class SpeculativeOptions(Settings):
+    """What one request asks of speculation: less than the deployment offers, never more."""
+
+    enabled: bool | None = None
+    num_speculative_tokens: int | None = Field(None, ge=0)
+    max_tree_nodes: int | None = Field(None, ge=0)
+    report: bool = False
+
+
+class SpeculativeConfig(Settings):
+    """How trees of guesses are grown and verified: `--speculative-config` on the command line.
+
+    Keys carry the names of vLLM, SGLang and MAX where those exist.
+    """
+
+    method: Method = Field("none", validation_alias=AliasChoices("method", "speculative_method"))
+    model: str | None = Field(None, validation_alias=AliasChoices("model", "draft_model_path"))
+    num_speculative_tokens: int = Field(
+        5,
+        ge=0,
+        le=64,
+        validation_alias=AliasChoices("num_speculative_tokens", "speculative_num_steps"),
+        description="deepest node verified in one step",
+    )
+    tree_width: int = Field(
+        3,
+        ge=1,
+        le=32,
+        validation_alias=AliasChoices("tree_width", "speculative_eagle_topk"),
+        description="most children a node may get; 1 makes a chain",
+    )
+    max_tree_nodes: int = Field(
+        32,
+        ge=0,
+        le=1024,
+        validation_alias=AliasChoices("max_tree_nodes", "speculative_num_draft_tokens"),
+        description="most nodes of one request verified in one step",
+    )
+    rejection_sampling_strategy: Strategy = "coupled"
+    prompt_lookup_min: int = Field(2, ge=1)
+    prompt_lookup_max: int = Field(5, ge=1)
+    draft_tensor_parallel_size: int = Field(1, ge=1)
+    draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
+    speculator: str | None = Field(None, description="with method custom: dotted path of a Speculator factory")
+    draft_placement: Literal["worker", "target"] = Field(
+        "worker", description="draft in a pool of draft workers, or inside the target's process"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        for key in ("method", "speculative_method"):
+            name = data.get(key)
+            if name is None and key in data:
+                data[key] = "none"
+            elif isinstance(name, str):
+                data[key] = METHOD_ALIASES.get(name, name)
+                _refuse_planned("method", data[key], PLANNED_METHODS, get_args(Method))
+        strategy = data.get("rejection_sampling_strategy")
+        _refuse_planned("rejection_sampling_strategy", strategy, PLANNED_STRATEGIES, get_args(Strategy))
+        if "prompt_lookup_max" in data and "prompt_lookup_min" not in data:
+            data["prompt_lookup_min"] = min(2, int(data["prompt_lookup_max"]))
+        if "prompt_lookup_min" in data and "prompt_lookup_max" not in data:
+            data["prompt_lookup_max"] = max(5, int(data["prompt_lookup_min"]))
+        return data
+
+    @model_validator(mode="after")
+    def _complete(self) -> SpeculativeConfig:
+        if self.method == "draft_model" and not self.model:
+            raise ValueError("method draft_model needs `model`: the path of the draft's checkpoint")
+        if self.method == "custom" and not self.speculator:
+            raise ValueError("method custom needs `speculator`: the dotted path of a factory")
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(
+                f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"
+            )
+        if self.draft_tensor_parallel_size != 1:
+            raise ValueError("draft_tensor_parallel_size above 1 is not built yet")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.method != "none" and self.num_speculative_tokens > 0 and self.max_tree_nodes > 0
+
+    def limits(self, options: SpeculativeOptions) -> tuple[int, int]:
+        """Deepest node and most nodes per step that a request with these options may have. (0, 0) is off."""
+        if not self.enabled or options.enabled is False:
+            return 0, 0
+        depth = _least(self.num_speculative_tokens, options.num_speculative_tokens)
+        nodes = _least(self.max_tree_nodes, options.max_tree_nodes)
+        return (depth, nodes) if depth and nodes else (0, 0)
+
+
+class EngineConfig(Settings):
+    """One target or draft worker's engine."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
+    device: str = "cpu"
+    threads: int = Field(1, ge=1, description="CPU threads for the model")
+    slots: int = Field(16384, ge=256, description="positions the KV cache holds, over all requests")
+    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output; None: the model's own")
+    max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
+    max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
+    enable_prefix_caching: bool = True
+
+
+def _least(configured: int, asked: int | None) -> int:
+    return configured if asked is None else min(configured, asked)
+
+
+def _refuse_planned(field: str, value: Any, planned: tuple[str, ...], built: tuple[str, ...]) -> None:
+    if value in planned:
+        raise ValueError(f"{field} {value!r} is planned but not built yet; this version has {', '.join(built)}")

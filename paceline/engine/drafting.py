@@ -1,0 +1,104 @@
+"""The engine's view of whoever grows trees: a speculator in this process, a pool of draft workers, or nobody.
+
+Called from the engine's thread only. Nothing here blocks, except `poll` for as long as it is told to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.tree import Growth
+
+
+@dataclass(slots=True)
+class News:
+    """What came from drafts since the last poll: growth as (request, growth), and requests that lost their draft."""
+
+    grown: list[tuple[int, Growth]] = field(default_factory=list)
+    lost: list[int] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.grown or self.lost)
+
+
+class Drafting(Protocol):
+    """How an engine reaches its drafts."""
+
+    hidden_state_layers: Sequence[int]
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        """Start drafting at the first of `drafts` that is reachable; return its name, or None: decode plainly.
+
+        Opening a request again after it was lost moves it to another draft.
+        """
+
+    def context(self, context: Context) -> None: ...
+
+    def commit(self, commit: Commit) -> None: ...
+
+    def close(self, request_id: int) -> None: ...
+
+    def flush(self) -> None:
+        """The step is over: send what it had to say."""
+
+    def poll(self, timeout_s: float) -> News:
+        """What has arrived. Waits up to `timeout_s` seconds if nothing has."""
+
+
+class NoDrafting:
+    """Nobody grows trees: plain decoding."""
+
+    hidden_state_layers: Sequence[int] = ()
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        return None
+
+    def context(self, context: Context) -> None: ...
+
+    def commit(self, commit: Commit) -> None: ...
+
+    def close(self, request_id: int) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def poll(self, timeout_s: float) -> News:
+        return News()
+
+
+class LocalDrafting:
+    """A speculator inside the target's process. Each poll is one round of drafting; patience decides how many."""
+
+    def __init__(self, speculator: Speculator) -> None:
+        self.hidden_state_layers = speculator.hidden_state_layers
+        self._speculator = speculator
+        self._lost: list[int] = []
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        try:
+            self._speculator.open(opening)
+        except DraftError:
+            return None
+        return "local"
+
+    def context(self, context: Context) -> None:
+        self._speculator.context(context)
+
+    def commit(self, commit: Commit) -> None:
+        try:
+            self._speculator.commit(commit)
+        except DraftError:
+            self._speculator.close(commit.request_id)
+            self._lost.append(commit.request_id)
+
+    def close(self, request_id: int) -> None:
+        self._speculator.close(request_id)
+
+    def flush(self) -> None: ...
+
+    def poll(self, timeout_s: float) -> News:
+        news = News(list(self._speculator.grow().items()), self._lost)
+        self._lost = []
+        return news

@@ -1,0 +1,118 @@
+"""One request on its way through a target.
+
+Its tokens are prompt and output; `len(lane)` of them are *computed*, with keys and values in slots. The last token
+is the root of its tree: once every token before it is computed, running it makes the target draw.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.config import SamplingParams
+from paceline.engine.slots import BLOCK, Block, SlotPool
+from paceline.messages import FinishReason, SpeculationStats, Submission, Usage
+from paceline.model.rows import Lane
+from paceline.sampling import History
+from paceline.speculators.base import Opening
+from paceline.tree import TokenTree
+
+
+@dataclass(slots=True)
+class Clock:
+    """When things happened, in `time.perf_counter` seconds."""
+
+    arrived: float = field(default_factory=time.perf_counter)
+    started: float | None = None
+    compute_s: float = 0.0
+
+
+class Request:
+    """State of one submission. The engine's thread alone touches it."""
+
+    def __init__(
+        self,
+        key: int,
+        submission: Submission,
+        law: SamplingParams,
+        max_tokens: int,
+        limits: tuple[int, int],
+        vocabulary_size: int,
+        tree: TokenTree,
+    ) -> None:
+        """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain."""
+        self.key = key
+        self.id = submission.request_id
+        self.submission = submission
+        self.law = law
+        self.max_tokens = max_tokens
+        self.max_depth, self.max_nodes = limits
+        self.tokens = [*submission.prompt, *submission.committed]
+        self.history = History(law, submission.prompt, submission.committed, vocabulary_size)
+        self.tree = tree
+        self.lane = Lane()
+        self.shared: list[Block] = []
+        self.cached_tokens = 0
+        self.stats = SpeculationStats()
+        self.clock = Clock()
+        self.draft: str | None = None
+        self.retry_draft_at = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.submission.prompt)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def missing(self) -> int:
+        """Tokens without keys and values yet. The root is one of them; if it is the only one, a draw is due."""
+        return len(self.tokens) - len(self.lane)
+
+    @property
+    def speculative(self) -> bool:
+        return self.max_depth > 0
+
+    def depth_allowed(self) -> int:
+        """Deepest node worth verifying: the bonus token after it must still be wanted."""
+        return min(self.max_depth, self.max_tokens - self.output_tokens - 1)
+
+    def attach(self, pool: SlotPool, reuse: bool) -> None:
+        """Start computing: take over what the cache has of this path. The root is always computed afresh."""
+        self.shared = pool.find(self.tokens[:-1]) if reuse else []
+        self.lane.slots = [slot for block in self.shared for slot in block.slots]
+        self.cached_tokens = max(self.cached_tokens, min(len(self.lane), self.prompt_tokens))
+
+    def detach(self, pool: SlotPool) -> None:
+        """Give up every slot; what is computed stays in the cache for as long as there is room."""
+        pool.publish(self.tokens, self.lane.slots, self.shared)
+        pool.release(self.lane.slots, self.shared)
+        self.shared = []
+        self.lane.clear()
+
+    def own_slots(self) -> Sequence[int]:
+        return self.lane.slots[len(self.shared) * BLOCK :]
+
+    def finish_reason_of(self, output_tokens: int, token: int) -> FinishReason | None:
+        """Whether the request ends with `token` as its `output_tokens`-th."""
+        if token in self.submission.sampling.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if output_tokens >= self.max_tokens else None
+
+    def opening(self, strategy: str) -> Opening:
+        """Twice the depth that one step verifies: a draft grows ahead while the target is busy."""
+        return Opening(
+            self.key,
+            list(self.tokens),
+            self.output_tokens,
+            self.submission.sampling,
+            2 * self.max_depth,
+            4 * self.max_nodes,
+            strategy,
+        )
+
+    def usage(self) -> Usage:
+        return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

@@ -1,0 +1,117 @@
+"""Who owns which slot of the KV cache.
+
+A slot is free, or owned by one request, or part of a *block*: `BLOCK` consecutive positions of some path that
+requests share. Blocks are found by content (their tokens, and the block before them), so equal prefixes are
+computed once; since a row's result does not depend on its company, sharing cannot change a token.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+BLOCK = 16
+"""Positions per shared block."""
+
+
+class OutOfSlots(Exception):  # noqa: N818 - reads as what happened, like StopIteration
+    """Nothing is free and nothing cached can be dropped."""
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """Slots of `BLOCK` positions. `key`: serial number of the block before it (0: none), and its tokens."""
+
+    serial: int
+    key: tuple[int, tuple[int, ...]]
+    slots: tuple[int, ...]
+    users: int = 1
+
+
+class SlotPool:
+    """Slots 1 to `slots`, free or taken, and the cache of shared blocks. Not thread-safe."""
+
+    def __init__(self, slots: int, caching: bool = True) -> None:
+        self.slots = slots
+        self._free = list(range(slots, 0, -1))
+        self._caching = caching
+        self._blocks: dict[tuple[int, tuple[int, ...]], Block] = {}
+        self._idle: OrderedDict[int, Block] = OrderedDict()  # without users, least recently used first
+        self._serial = 0
+
+    @property
+    def free(self) -> int:
+        """Slots that `take` can hand out, those of idle blocks among them."""
+        return len(self._free) + len(self._idle) * BLOCK
+
+    def take(self, count: int) -> list[int]:
+        """`count` slots, dropping idle blocks if need be. Raises `OutOfSlots`, and then takes none."""
+        if count > self.free:
+            raise OutOfSlots(f"{count} slots wanted, {self.free} of {self.slots} free")
+        while len(self._free) < count:
+            _, block = self._idle.popitem(last=False)
+            del self._blocks[block.key]
+            self._free.extend(block.slots)
+        taken = self._free[len(self._free) - count :]
+        del self._free[len(self._free) - count :]
+        return taken
+
+    def give(self, slots: Iterable[int]) -> None:
+        """These slots are not needed any more."""
+        self._free.extend(slots)
+
+    def find(self, tokens: Sequence[int]) -> list[Block]:
+        """The longest run of known blocks that `tokens` begins with. The caller becomes a user of each."""
+        found: list[Block] = []
+        serial = 0
+        for start in range(0, len(tokens) - BLOCK + 1, BLOCK) if self._caching else ():
+            block = self._blocks.get((serial, tuple(tokens[start : start + BLOCK])))
+            if block is None:
+                break
+            self._use(block)
+            found.append(block)
+            serial = block.serial
+        return found
+
+    def publish(self, tokens: Sequence[int], slots: Sequence[int], shared: list[Block]) -> None:
+        """Turn the full blocks of a path into shared ones, and extend `shared`, its blocks so far, by them.
+
+        The caller stays their user. A block that another request published meanwhile is left unshared.
+        """
+        full = len(slots) // BLOCK if self._caching else 0
+        while len(shared) < full:
+            start = len(shared) * BLOCK
+            key = (shared[-1].serial if shared else 0, tuple(tokens[start : start + BLOCK]))
+            if key in self._blocks:
+                return
+            self._serial += 1
+            self._blocks[key] = Block(self._serial, key, tuple(slots[start : start + BLOCK]))
+            shared.append(self._blocks[key])
+
+    def release(self, slots: Sequence[int], shared: Sequence[Block]) -> None:
+        """A path is given up: its first slots are those of its shared blocks, the rest are its own."""
+        self.give(slots[len(shared) * BLOCK :])
+        for block in reversed(shared):  # so that the ends of paths are dropped before their beginnings
+            block.users -= 1
+            if not block.users:
+                self._idle[block.serial] = block
+
+    def check_integrity(self, owned: Iterable[Sequence[int]], shared: Iterable[Sequence[Block]]) -> None:
+        """Prove that the books balance, given every path's own slots and its blocks. Raises AssertionError."""
+        users: dict[int, int] = {}
+        for blocks in shared:
+            for block in blocks:
+                users[block.serial] = users.get(block.serial, 0) + 1
+        held = [slot for block in self._blocks.values() for slot in block.slots]
+        everything = sorted([*self._free, *held, *(slot for slots in owned for slot in slots)])
+        if everything != list(range(1, self.slots + 1)):
+            raise AssertionError(f"{len(everything)} slots accounted for, {self.slots} exist, or some twice")
+        for block in self._blocks.values():
+            if block.users != users.get(block.serial, 0) or (block.users == 0) != (block.serial in self._idle):
+                raise AssertionError(f"block {block.serial} says {block.users} users")
+
+    def _use(self, block: Block) -> None:
+        if not block.users:
+            del self._idle[block.serial]
+        block.users += 1

@@ -1,0 +1,129 @@
+"""What a gateway and a target engine say to each other, as plain Python; `paceline.wire` puts it into frames."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from paceline.config import SamplingParams, SpeculativeOptions
+
+
+class FinishReason(StrEnum):
+    """Why a request ended; `stop` and `length` are OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as it reaches a target. `committed` is output that another target produced before it was lost."""
+
+    request_id: str
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+    committed: Sequence[int] = ()
+    drafts: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LogProbs:
+    """Natural-log probabilities of one drawn token, and of the most probable ones as (token, log-probability)."""
+
+    log_prob: float
+    top: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """The sender's own clock, in seconds."""
+
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    total_s: float = 0.0
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What speculation did for one request. Depth counts from 1; the bonus token is counted nowhere."""
+
+    drafted_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
+    drafted_tokens: int = 0
+    verifications: int = 0
+    steps: int = 0
+    drafts: list[str] = field(default_factory=list)
+
+    def record(self, depths: Sequence[int], accepted: int) -> None:
+        """One target step verified nodes at these depths, and accepted this many along one path."""
+        self.steps += 1
+        if not depths:
+            return
+        self.verifications += 1
+        self.drafted_tokens += len(depths)
+        reached = max(depths)
+        for counts in (self.drafted_by_depth, self.accepted_by_depth):
+            counts.extend([0] * (reached - len(counts)))
+        for depth in range(reached):
+            self.drafted_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < accepted
+
+    @property
+    def accepted_tokens(self) -> int:
+        return sum(self.accepted_by_depth)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Accepted tokens per verification, without the bonus token."""
+        return self.accepted_tokens / self.verifications if self.verifications else 0.0
+
+
+@dataclass(slots=True)
+class Delta:
+    """New tokens of one request. `accepted[i]`: token i was guessed, and not the target's bonus."""
+
+    request_id: str
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    log_probs: list[LogProbs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    usage: Usage | None = None
+    speculation: SpeculationStats | None = None
+    timings: Timings = Timings()
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy a target is."""
+
+    running: int
+    waiting: int
+    free_slots: int
+    rows: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDescription:
+    worker_id: str
+    model: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    max_model_len: int
+    slots: int
+    rows_invariant: bool
+    eos_token_ids: Sequence[int]
+    method: str

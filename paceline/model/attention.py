@@ -1,0 +1,223 @@
+"""Two-part attention over rows, the same for every row whatever its company (see `paceline.model.rows`).
+
+Shape suffixes: R rows, G groups, P rows of a call, K key-value heads, Q query heads per key-value
+head, D head size, C columns of a tile, N positions of a prefix.
+
+The query heads that share a key-value head are laid next to each other as if they were rows, so grouped-query
+attention needs no repeated keys, and every call works on P * Q query rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.rows import TILE, RowBatch, Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The shape of one model's attention."""
+
+    kv_heads: int
+    queries_per_kv: int
+    head_size: int
+
+
+class KVCache:
+    """Keys and values of every layer, by slot: [layers, slots, 2 * K, D], keys first."""
+
+    def __init__(self, layers: int, slots: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+        self.heads = heads
+        self.data = torch.zeros(layers, slots, 2 * heads.kv_heads, heads.head_size, dtype=dtype, device=device)
+
+    @property
+    def slots(self) -> int:
+        return self.data.shape[1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.data.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """Rows regrouped for attention calls, and back.
+
+    `take` picks from [R * K * Q, D]: call by call, and within a call by key-value head, then row, then query head.
+    `give` [R * K * Q] says where each row's heads stand in that order. A row that is in several places of a call
+    has the same result in each; a row in no call is said to stand at `absent`.
+    """
+
+    take: Tensor
+    give: Tensor
+
+    @classmethod
+    def of(cls, calls: Sequence[Tensor], rows: int, heads: Heads, absent: int) -> Arrangement:
+        """`calls`: int64 indices of rows, one tensor per call."""
+        per_row = heads.kv_heads * heads.queries_per_kv
+        head = torch.arange(per_row).view(heads.kv_heads, 1, heads.queries_per_kv)
+        take = torch.cat([(call.view(1, -1, 1) * per_row + head).flatten() for call in calls])
+        give = torch.full((rows * per_row,), absent)
+        give[take] = torch.arange(take.numel())
+        return cls(take, give)
+
+
+@dataclass(slots=True)
+class Pass:
+    """What one forward pass gives every attention layer: the cache, the layout, and its index tensors."""
+
+    cache: KVCache
+    batch: RowBatch
+    tails: Arrangement
+    prefixes: Arrangement | None
+    _masks: dict[int, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, cache: KVCache, batch: RowBatch) -> Pass:
+        rows, segments = batch.slots.numel(), [s.rows for s in batch.segments]
+        tails = Arrangement.of(list(batch.groups), rows, cache.heads, absent=0)
+        # The last place of all stands for "no prefix".
+        nowhere = sum(s.numel() for s in segments) * cache.heads.kv_heads * cache.heads.queries_per_kv
+        prefixes = Arrangement.of(segments, rows, cache.heads, nowhere) if segments else None
+        return cls(cache, batch, tails, prefixes)
+
+    def tail_mask(self, window: int) -> Tensor:
+        """Additive mask [G, 1, P * Q, C] of the tails under a sliding window; 0: no window."""
+        if window not in self._masks:
+            reach = self.batch.reach.unsqueeze(-1)
+            columns = torch.arange(TILE)
+            seen = columns <= reach
+            if window:
+                seen &= columns > reach - window
+            mask = torch.zeros(seen.shape, dtype=self.cache.dtype).masked_fill_(~seen, -math.inf)
+            self._masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
+        return self._masks[window]
+
+
+def attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: int,
+    this: Pass,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+) -> Tensor:
+    """Store this pass's keys and values, then attend every row to its own path.
+
+    query [R, K * Q, D], key and value [R, K, D], of the cache's dtype; the result is [R, K * Q * D].
+    `window`: a row sees this many positions, itself included; 0 sees all. `softcap`: scores are squashed to it.
+    """
+    heads, batch = this.cache.heads, this.batch
+    cache = this.cache.data[layer]
+    cache[:, : heads.kv_heads].index_copy_(0, batch.slots, key)
+    cache[:, heads.kv_heads :].index_copy_(0, batch.slots, value)
+
+    flat = query.reshape(-1, heads.head_size)
+    out, weight = _tails(flat, cache, this, scale, window, softcap)
+    if this.prefixes is not None:
+        prefix_out, prefix_weight = _prefixes(flat, cache, this, this.prefixes, scale, window, softcap)
+        share = torch.sigmoid(prefix_weight - weight).unsqueeze(-1)
+        out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
+    return out.view(query.shape[0], -1)
+
+
+def _tails(flat: Tensor, cache: Tensor, this: Pass, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+    """Every row over its last tile: results [R * K * Q, D] and log-sum-exp [R * K * Q]."""
+    heads, batch = this.cache.heads, this.batch
+    groups = batch.groups.shape[0]
+    query = flat.index_select(0, this.tails.take).view(groups, heads.kv_heads, -1, heads.head_size)
+    kv = cache.index_select(0, batch.tiles).view(groups, TILE, 2 * heads.kv_heads, heads.head_size)
+    out, weight = _partial(query, kv, this.tail_mask(window), scale, softcap)
+    give = this.tails.give
+    return out.reshape(-1, heads.head_size).index_select(0, give), weight.reshape(-1).index_select(0, give)
+
+
+def _prefixes(
+    flat: Tensor, cache: Tensor, this: Pass, arrangement: Arrangement, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Every row over its full tiles: as `_tails`; a row without any has log-sum-exp -inf."""
+    heads = this.cache.heads
+    query = flat.index_select(0, arrangement.take)
+    # One place past the end, for rows without a prefix.
+    out = query.new_zeros(query.shape[0] + 1, heads.head_size)
+    weight = torch.full((query.shape[0] + 1,), -math.inf, dtype=torch.float32, device=query.device)
+    start = 0
+    for segment in this.batch.segments:
+        stop = start + segment.rows.numel() * heads.kv_heads * heads.queries_per_kv
+        mask = _window_mask(this.batch, segment, window, heads, query.dtype)
+        kv = cache.index_select(0, segment.slots).unsqueeze(0)
+        part = _partial(query[start:stop].view(1, heads.kv_heads, -1, heads.head_size), kv, mask, scale, softcap)
+        out[start:stop] = part[0].reshape(-1, heads.head_size)
+        weight[start:stop] = part[1].reshape(-1)
+        start = stop
+    return out.index_select(0, arrangement.give), weight.index_select(0, arrangement.give)
+
+
+def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, dtype: torch.dtype) -> Tensor | None:
+    """Additive mask [1, 1, P * Q, N] of a prefix under a sliding window; None: everything is seen."""
+    if not window:
+        return None
+    newest_hidden = batch.positions.index_select(0, segment.rows).unsqueeze(-1) - window
+    hidden = torch.arange(segment.slots.numel()) <= newest_hidden
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+    return mask.repeat_interleave(heads.queries_per_kv, 0)[None, None]
+
+
+def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+    """Softmax attention and its log-sum-exp: query [G, K, M, D], kv [G, N, 2K, D] → [G, K, M, D], [G, K, M]."""
+    heads = query.shape[1]
+    key = kv[:, :, :heads].permute(0, 2, 1, 3)
+    value = kv[:, :, heads:].permute(0, 2, 1, 3)
+    if query.device.type == "cpu" and not softcap:
+        out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, attn_mask=mask, scale=scale
+        )
+    else:
+        out, weight = _by_formula(query, key, value, mask, scale, softcap)
+    if mask is not None and mask.shape[-1] != TILE:
+        # A window may hide the whole prefix from a row: its weight is then -inf, and its result must be finite.
+        out, weight = torch.nan_to_num(out), torch.nan_to_num(weight, nan=-math.inf)
+    return out, weight
+
+
+def _by_formula(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
+    if softcap:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    weight = torch.logsumexp(scores, -1)
+    return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), weight
+
+
+def attention_interface(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    paceline_pass: Pass | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """`attend` as transformers calls it: query [1, heads, R, D], key and value [1, K, R, D] → [1, R, heads, D]."""
+    if paceline_pass is None:
+        raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    window = sliding_window or 0
+    out = attend(q, k, v, layer, paceline_pass, scale, window, softcap or 0.0)
+    return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None

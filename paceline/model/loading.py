@@ -1,0 +1,90 @@
+"""From a checkpoint to a `Model`: any transformers causal language model, or a table (`table:4096`)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM
+
+from paceline.config import EngineConfig
+from paceline.model.attention import Heads, KVCache, attention_interface
+from paceline.model.decoder import make_decoder
+from paceline.model.model import Model, TransformersModel
+from paceline.model.probe import rows_invariant
+from paceline.model.rows import SPARE_SLOT
+from paceline.model.table import TableModel
+from paceline.models import resolve_model
+from paceline.text import vocabulary_fingerprint
+
+ATTENTION = "paceline"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+AttentionInterface.register(ATTENTION, attention_interface)
+
+
+def load(name: str, config: EngineConfig) -> Model:
+    """Load the model called `name`: a directory, a shipped model, or `table:SIZE`.
+
+    Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here.
+    """
+    if name.startswith(TableModel.SCHEME):
+        return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
+    folder = resolve_model(name)
+    path = Path(folder)
+    dtype: Any = DTYPES.get(config.dtype, "auto")
+    network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network))
+    model.rows_invariant = rows_invariant(model)
+    return model
+
+
+def build(
+    network: nn.Module, name: str, config: EngineConfig, fingerprint: str, eos_token_ids: list[int]
+) -> TransformersModel:
+    """Put a transformers network over a KV cache of its own. Its parameters are frozen and moved to the device."""
+    settings: Any = network.config
+    network = network.to(torch.device(config.device)).eval().requires_grad_(False)
+    network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
+    head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
+    heads = _heads(settings)
+    longest = int(settings.max_position_embeddings)
+    if config.max_model_len is not None and config.max_model_len > longest:
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}")
+    cache = KVCache(
+        settings.num_hidden_layers,
+        config.slots + 1 + SPARE_SLOT,
+        heads,
+        head.weight.dtype,
+        head.weight.device,
+    )
+    return TransformersModel(
+        name,
+        make_decoder(network, heads, longest),
+        cache,
+        vocabulary_size=head.out_features,
+        max_model_len=config.max_model_len or longest,
+        eos_token_ids=eos_token_ids,
+        fingerprint=fingerprint,
+    )
+
+
+def _heads(settings: Any) -> Heads:
+    heads = int(settings.num_attention_heads)
+    kv_heads = int(getattr(settings, "num_key_value_heads", None) or heads)
+    size = int(getattr(settings, "head_dim", None) or settings.hidden_size // heads)
+    return Heads(kv_heads, heads // kv_heads, size)
+
+
+def _eos_token_ids(path: Path, network: nn.Module) -> list[int]:
+    """As generation_config.json says, else as the model's own configuration does."""
+    generation = path / "generation_config.json"
+    eos: Any = json.loads(generation.read_text()).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = getattr(network.config, "eos_token_id", None)
+    if eos is None:
+        return []
+    return [int(e) for e in eos] if isinstance(eos, list) else [int(eos)]

@@ -1,0 +1,68 @@
+"""A loaded model: rows in, logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from paceline.model.attention import KVCache, Pass
+from paceline.model.decoder import Decoder
+from paceline.model.rows import GROUP, Row, lay_out
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """`logits` [wanted rows, vocabulary] in the model's dtype; `hidden` [rows, layers, hidden size] if asked for."""
+
+    logits: Tensor
+    hidden: Tensor | None = None
+
+
+class Model(Protocol):
+    """What the engine and the draft need of a model."""
+
+    name: str
+    vocabulary_size: int
+    max_model_len: int
+    slots: int
+    eos_token_ids: Sequence[int]
+    fingerprint: str
+    rows_invariant: bool
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        """One forward pass over `rows`. Logits are those of the rows indexed by `wanted`, in that order."""
+
+
+class TransformersModel:
+    """A transformers causal language model over its own KV cache. Its slots are 1 to `slots`; 0 is spare."""
+
+    def __init__(
+        self,
+        name: str,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        vocabulary_size: int,
+        max_model_len: int,
+        eos_token_ids: Sequence[int],
+        fingerprint: str,
+    ) -> None:
+        self.name = name
+        self.vocabulary_size = vocabulary_size
+        self.max_model_len = max_model_len
+        self.slots = cache.slots - 1
+        self.eos_token_ids: Sequence[int] = tuple(eos_token_ids)
+        self.fingerprint = fingerprint
+        self.rows_invariant = False
+        self._decoder, self._cache = decoder, cache
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        this = Pass.of(self._cache, lay_out(rows))
+        padding = -len(wanted) % GROUP if wanted else GROUP
+        logits, hidden = self._decoder(this, torch.tensor([*wanted, *[0] * padding]), hidden_layers)
+        return Output(logits[: len(wanted)], hidden[: len(rows)] if hidden is not None else None)

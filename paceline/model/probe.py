@@ -1,0 +1,69 @@
+"""What this machine does: whether rows are independent of their company, and what they cost."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from paceline.budget import RowCost
+from paceline.model.model import Model
+from paceline.model.rows import TILE, Lane, Row
+
+PROBE_CONTEXT = 2 * TILE - 5
+"""Committed positions of the probe: two tiles, the second of which is about to fill."""
+
+
+def rows_invariant(model: Model) -> bool:
+    """Whether a path gives the same logits, bit for bit, token by token and as a branch of a bushy tree.
+
+    Slots are scattered, the path crosses a tile border, and every node of it has decoys beside it.
+    """
+    length = min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4)
+    tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + 8)]
+    slots = iter(range(model.slots, 0, -1))
+    alone = _one_by_one(model, tokens, slots)[length:]
+    lane = Lane()
+    lane.slots = [next(slots) for _ in range(length)]
+    model.run([lane.row(token, i) for i, token in enumerate(tokens[:length])], [])
+    rows: list[Row] = []
+    wanted: list[int] = []
+    branch: list[int] = []
+    for token in tokens[length:]:
+        rows.append(lane.branch_row((token + 1) % model.vocabulary_size, [*branch, next(slots)]))
+        branch.append(next(slots))
+        wanted.append(len(rows))
+        rows.append(lane.branch_row(token, branch))
+    together = model.run(rows, wanted).logits
+    return all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+def _one_by_one(model: Model, tokens: Sequence[int], slots: Iterator[int]) -> list[torch.Tensor]:
+    lane = Lane()
+    logits = []
+    for i, token in enumerate(tokens):
+        lane.slots.append(next(slots))
+        logits.append(model.run([lane.row(token, i)], [0]).logits[0])
+    return logits
+
+
+def row_cost(model: Model, most: int, repeats: int = 5) -> RowCost:
+    """Measure seconds per pass for 8, 16, ... `most` rows on top of a context of a tile or two."""
+    lane = Lane()
+    context = min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
+    lane.slots = list(range(1, context + 1))
+    model.run([lane.row(0, i) for i in range(context)], [])
+    counts = [n for n in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if n <= min(most, model.slots // 4)]
+    seconds = []
+    for count in counts:
+        rows = [lane.branch_row(0, [context + 1 + i]) for i in range(count)]
+        seconds.append(statistics.median(_timed(model, rows) for _ in range(repeats)))
+    return RowCost(counts, seconds)
+
+
+def _timed(model: Model, rows: Sequence[Row]) -> float:
+    start = time.perf_counter()
+    model.run(rows, range(len(rows)))
+    return time.perf_counter() - start

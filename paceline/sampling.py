@@ -1,0 +1,268 @@
+"""From logits to the drawn token: the only place where temperature, filters, penalties and noise exist.
+
+A token is ``argmax(warp(logits) / T + gumbel(seed, position, token))``, the Gumbel-max form of sampling from
+``softmax(warp(logits) / T)``. The noise comes from no generator that could be ahead or behind: it is a hash
+of request seed, absolute position and token id. So the draw at a position is a function of the logits there,
+the tokens before, and the parameters. The target draws with these functions, and a draft predicts the draw
+with the same ones, noise included.
+
+What happens to a row of logits, in the order that vLLM's users know:
+
+1. bars: the last token of a bad word after the rest of it, stop tokens before `min_tokens`
+2. `logit_bias`
+3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
+4. temperature; 0 ends here, with the largest
+5. `min_p`, then `top_k`, then `top_p`, each on what the one before left. Equal logits stand or fall together.
+6. noise, and the largest wins; the lowest id among equals
+
+Steps 1 to 3 see the row's own prefix: the committed tokens and the guesses on the way to the row.
+
+A row's result does not depend on which rows share the call, bit for bit: that is part of the contract.
+
+Shapes: R rows, V vocabulary, K kept candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.messages import LogProbs
+
+BARRED = -math.inf
+LOWEST_TEMPERATURE = 0.01
+"""Lower ones, other than 0, are raised to this, as vLLM does: logits divided by less leave float32."""
+
+
+class History:
+    """What the rules that look back need to know of one request: its committed tokens, kept up to date.
+
+    Token ids outside the vocabulary are ignored in every rule: they can neither be drawn nor have been.
+    """
+
+    def __init__(
+        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocabulary_size: int
+    ) -> None:
+        self.params = params
+        self.vocabulary_size = vocabulary_size
+        self.output_tokens = 0
+        self._longest_prefix = max((len(word) for word in params.bad_words), default=1) - 1
+        self._tail: list[int] = []
+        bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
+        self._biased = self._ids(list(bias))
+        self._bias = torch.tensor(list(bias.values()))
+        self._counts = torch.zeros(vocabulary_size if params.penalised else 0)
+        self._seen = torch.zeros(self._counts.shape, dtype=torch.bool)
+        if params.penalised:
+            self._seen[self._ids(prompt)] = True
+        self.extend(output)
+
+    @property
+    def rules(self) -> bool:
+        """Whether any rule of this request can alter logits before temperature."""
+        params = self.params
+        return bool(params.bad_words or params.min_tokens or params.logit_bias or params.penalised)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed."""
+        self.output_tokens += len(tokens)
+        self._tail = self._last(tokens)
+        if self.params.penalised:
+            self._seen, self._counts = self._tally(tokens)
+
+    def apply(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        """Steps 1 to 3 for the token after the committed output and then `path`: a new float32 tensor [V]."""
+        logits_V = logits_V.index_fill(0, self._barred(path).to(logits_V.device), BARRED)
+        if len(self._biased):
+            logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
+        return self._penalised(logits_V, path) if self.params.penalised else logits_V
+
+    def _barred(self, path: Sequence[int]) -> Tensor:
+        last = self._last(path)
+        barred = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
+        if self.output_tokens + len(path) < self.params.min_tokens:
+            barred += self.params.stop_token_ids
+        return self._ids(barred)
+
+    def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        params = self.params
+        if self._counts.device != logits_V.device:  # once: from here on they live where the logits do
+            self._counts, self._seen = self._counts.to(logits_V.device), self._seen.to(logits_V.device)
+        seen_V, counts_V = self._tally(path)
+        repeated_V = torch.where(
+            logits_V > 0, logits_V / params.repetition_penalty, logits_V * params.repetition_penalty
+        )
+        logits_V = torch.where(seen_V, repeated_V, logits_V)
+        return logits_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
+
+    def _tally(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Which tokens occurred in prompt or output, and how often in the output, with `tokens` after it."""
+        if not tokens:
+            return self._seen, self._counts
+        ids = self._ids(tokens).to(self._counts.device)
+        ones = torch.ones(len(ids), device=ids.device)
+        return self._seen.index_fill(0, ids, True), self._counts.index_add(0, ids, ones)
+
+    def _last(self, tokens: Sequence[int]) -> list[int]:
+        """As much of the output with `tokens` after it as a bad word can look back on."""
+        return [*self._tail, *tokens][-self._longest_prefix :] if self._longest_prefix else []
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([token for token in tokens if token < self.vocabulary_size], dtype=torch.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What it takes to draw from one row of logits.
+
+    `position` is the absolute position of the token to be drawn. `path` holds the guesses between the
+    committed output in `history` and that position, so a row of plain decoding has none. `params` gives
+    temperature, filters and seed; bars, bias and penalties come from `history`.
+    """
+
+    params: SamplingParams
+    position: int
+    history: History
+    path: Sequence[int] = ()
+
+
+def draw(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The drawn tokens, int64 [R]. `logits_RV` may be of any float type and is left as it is."""
+    if any(row.history.rules or not row.params.greedy for row in rows):
+        return scores(logits_RV, rows).argmax(-1)
+    return logits_RV.float().argmax(-1)  # on CPUs argmax is several times faster in float32 than in bfloat16
+
+
+def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """What the draw takes the largest of, float32 [R, V]: steps 1 to 6 of the module's docstring.
+
+    A barred or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is
+    finest where the draw is decided; at T = 0 it holds the logits after step 3.
+    """
+    scores_RV = logits_RV.to(torch.float32, copy=True)
+    for i, row in enumerate(rows):
+        if row.history.rules:
+            scores_RV[i] = row.history.apply(scores_RV[i], row.path)
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if len(noisy) == len(rows):
+        return _perturbed(scores_RV, rows)
+    if noisy:
+        scores_RV[noisy] = _perturbed(scores_RV[noisy], [rows[i] for i in noisy])
+    return scores_RV
+
+
+def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
+    """Uniform 32-bit integers, int64 [R, V]: the same on every device and machine.
+
+    Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens` holds the ids, int64 [V] for all
+    rows or [R, V]; different ids in a row get different integers.
+    """
+    keys = [divmod(_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
+    first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
+    # The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round. Both factors are
+    # below 2^31, so that no product leaves int64: nothing here relies on how overflow behaves.
+    x = tokens ^ first_R1
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= _32_BITS
+    x ^= x >> 15
+    x ^= second_R1
+    x *= 0x735A2D97
+    x &= _32_BITS
+    x ^= x >> 15
+    return x
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise from `noise_bits`, float32, finite for every value of the bits.
+
+    It is -log(E) with E = -log(1 - u) exponential and u = (bits + 1/2) / 2^32. Large noise, which is what
+    wins draws, comes from u near 0, where float32 is finest; at the other end u is kept from rounding to 1.
+    """
+    exponential = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
+    """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
+
+    They are the model's own, before bars, penalties, temperature and filters: vLLM's `raw_logprobs`.
+    """
+    law_RV = logits_RV.float().log_softmax(-1)
+    values_RK, ids_RK = law_RV.topk(min(top, law_RV.shape[-1]))
+    drawn_R = law_RV.gather(-1, torch.tensor(tokens, device=law_RV.device)[:, None])[:, 0]
+    return [
+        LogProbs(drawn, sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
+        for drawn, ids, values in zip(drawn_R.tolist(), ids_RK.tolist(), values_RK.tolist(), strict=True)
+    ]
+
+
+_32_BITS = 0xFFFF_FFFF
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+_GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
+
+
+def _key(seed: int, position: int) -> int:
+    """64 bits for one position: that element of the splitmix64 stream which begins at the hashed seed."""
+    return _splitmix64(_splitmix64(seed) + position * _GOLDEN_GAMMA)
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + _GOLDEN_GAMMA) & _64_BITS
+    z = (z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9 & _64_BITS
+    z = (z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB & _64_BITS
+    return z ^ (z >> 31)
+
+
+def _perturbed(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Steps 4 to 6 for rows with a temperature above 0. Overwrites and returns `logits_RV`."""
+    temperatures = [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
+    logits_RV -= logits_RV.amax(-1, keepdim=True)
+    logits_RV /= torch.tensor(temperatures, device=logits_RV.device)[:, None]
+    _filter(logits_RV, rows)
+    tokens_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens_V)
+    return logits_RV.add_(gumbel(bits_RV))
+
+
+def _filter(logits_RV: Tensor, rows: Sequence[Row]) -> None:
+    """Step 5, in place, for rows whose largest logit is 0."""
+    alike: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        alike[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
+    for (min_p, top_k, top_p), members in alike.items():
+        if min_p > 0 or top_k > 0 or top_p < 1:
+            logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
+
+
+def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    if min_p > 0:  # relative to the largest, whose logit is 0
+        logits_RV = logits_RV.masked_fill(logits_RV < math.log(min_p), BARRED)
+    if 0 < top_k < logits_RV.shape[-1]:
+        logits_RV = logits_RV.masked_fill(logits_RV < logits_RV.topk(top_k).values[:, -1:], BARRED)
+    if top_p < 1:
+        logits_RV = logits_RV.masked_fill(logits_RV < _top_p_threshold(logits_RV, top_p), BARRED)
+    return logits_RV
+
+
+def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
+    """The smallest logit that top-p keeps, [R, 1]: before it, in falling order, stands less than `top_p`.
+
+    Sorting a vocabulary is slow and most laws are peaked, so a few of the largest are tried first. How many
+    makes no difference to the result: the sums run from the largest down.
+    """
+    # Not logsumexp: it sums a long row that is alone in its call by several threads, so in another order.
+    largest_R1 = logits_RV.log_softmax(-1).amax(-1, keepdim=True)
+    for candidates in (64, 512, logits_RV.shape[-1]):
+        values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values
+        mass_RK = (values_RK + largest_R1).exp().cumsum(-1, dtype=torch.float64)
+        if bool((mass_RK[:, -1] >= top_p).all()):
+            break
+    kept_R1 = (mass_RK < top_p).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
+    return values_RK.gather(-1, kept_R1)

@@ -1,0 +1,92 @@
+"""The interface of everything that grows trees.
+
+A speculator keeps a replica of each open request's tree. It is told what the target committed and is asked, as
+often as somebody has time, to grow: one round of drafting over the requests where a guess is worth most. It may
+run inside the target's process or in a draft worker; it cannot tell, and neither place can change a token.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.config import SamplingParams
+from paceline.tree import Growth
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """A request to draft for. The last of `tokens` is the root; the last `output_tokens` of them are output."""
+
+    request_id: int
+    tokens: Sequence[int]
+    output_tokens: int
+    sampling: SamplingParams
+    max_depth: int
+    max_nodes: int
+    strategy: str = "coupled"
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """Hidden states of positions `base_position` and on: [positions, layers, hidden size], the target's dtype."""
+
+    request_id: int
+    base_position: int
+    hidden_states: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Tokens that the target drew after the root at `base_position`; the last one is the new root.
+
+    The first `accepted` of them had been guessed. `hidden_states`, where the speculator asks for them, are
+    [tokens, layers, hidden size] of the positions `base_position` and on: those that the tokens were drawn from.
+    """
+
+    request_id: int
+    base_position: int
+    tokens: Sequence[int]
+    accepted: int
+    hidden_states: torch.Tensor | None = None
+
+
+class Speculator(ABC):
+    """Grows trees for many requests. Called from one thread."""
+
+    method: str
+    model: str = ""
+    vocabulary_fingerprint: str = ""
+    """Empty for speculators that know only ids."""
+    vocabulary_size: int = 0
+    """Token ids it can be told of are below this; 0: any."""
+    hidden_state_layers: Sequence[int] = ()
+    """Target layers whose output it wants: 0 is the embedding, n the output of layer n."""
+    position_limit: int = 0
+    """It drafts no position at or beyond this one; 0: no limit."""
+
+    @abstractmethod
+    def open(self, opening: Opening) -> None:
+        """Start drafting for a request. Raises `DraftError` if that cannot be."""
+
+    def context(self, context: Context) -> None:
+        """Take in hidden states. Only called if `hidden_state_layers` names some."""
+
+    @abstractmethod
+    def commit(self, commit: Commit) -> None:
+        """Move a request's root. Raises `DraftError` if its root is not at `commit.base_position`."""
+
+    @abstractmethod
+    def close(self, request_id: int) -> None:
+        """Forget a request. Unknown ids are ignored."""
+
+    @abstractmethod
+    def grow(self) -> dict[int, Growth]:
+        """One round of drafting: the new nodes by request, empty when no open request is worth another guess."""
+
+
+class DraftError(Exception):
+    """A speculator cannot draft for this request; the request itself goes on without."""

@@ -1,0 +1,244 @@
+"""The token tree: the one thing that a draft and a target share.
+
+A request's tree hangs from its *root*, the last committed token. Every other node is a guess. The draft side
+*grows* the tree with `add`, the target side takes growth in with `graft`; both *commit* the tokens that the
+target drew: the path through them survives, every other branch is forgotten.
+
+A draft grows ahead of the target, so growth may name parents that a commit has meanwhile passed. `graft`
+sorts that out without asking back: see its docstring. What comes late, twice or as nonsense is dropped.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+ROOT_ID = 0
+"""In growth, the parent id that names the committed token at the growth's base position. On a node: no id."""
+
+TRAIL = 512
+"""How many committed positions growth may still name. Older growth is too late to be of use."""
+
+LEAST_LOG_PROB = -1e4
+"""Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One token at one position; guessed, unless it is a root.
+
+    `log_prob` estimates the probability that the target draws this token given that it drew the parent's
+    path; `path_log_prob` is the sum of these from the root, and so falls along every path. Natural logs.
+    """
+
+    token: int
+    position: int
+    parent: Node | None
+    log_prob: float = 0.0
+    path_log_prob: float = 0.0
+    id: int = ROOT_ID
+    children: dict[int, Node] = field(default_factory=dict)
+
+    def path(self) -> list[Node]:
+        """The nodes below the root down to this one."""
+        nodes, node = [], self
+        while node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        return nodes[::-1]
+
+    def subtree(self) -> Iterator[Node]:
+        """This node's descendants, parents first."""
+        stack = list(self.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """New nodes as they travel from draft to target: parallel sequences, parents before children.
+
+    Raises ValueError if lengths differ, an id is not positive, or a log-probability is not a number. What
+    else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft` drops it.
+    """
+
+    base_position: int
+    node_ids: Sequence[int]
+    parent_ids: Sequence[int]
+    tokens: Sequence[int]
+    log_probs: Sequence[float]
+
+    def __post_init__(self) -> None:
+        lengths = {len(self.node_ids), len(self.parent_ids), len(self.tokens), len(self.log_probs)}
+        if len(lengths) > 1:
+            raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
+        if min(self.node_ids, default=1) <= ROOT_ID:
+            raise ValueError("growth with a node id that is not positive")
+        if any(map(math.isnan, self.log_probs)):
+            raise ValueError("growth with a log-probability that is not a number")
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """What a commit did to the tree. `path` holds the surviving guesses, now committed, in order.
+
+    `missed` is the first drawn token that no node had guessed, or None if all were.
+    """
+
+    path: list[Node]
+    missed: int | None
+
+
+class TokenTree:
+    """A replica of one request's tree. Not thread-safe; its owner's thread alone touches it."""
+
+    def __init__(self, position: int, token: int, weigh: Callable[[float], float] = float) -> None:
+        """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
+
+        It must give no positive value.
+        """
+        self.root = Node(token, position, None)
+        self.size = 0
+        self._weigh = weigh
+        self._next_id = ROOT_ID + 1
+        self._by_id: dict[int, Node] = {}
+        # Committed nodes by position, each with its successor as the only child: late growth may name them.
+        self._trail: dict[int, Node] = {position: self.root}
+
+    def add(self, parent: Node, token: int, log_prob: float) -> Node:
+        """Draft side: guess `token` after `parent`, under a fresh id.
+
+        Raises ValueError if the parent has that child already.
+        """
+        if token in parent.children:
+            raise ValueError(f"node {parent.id} already has a child for token {token}")
+        node = self._attach(parent, token, log_prob, self._next_id)
+        self._next_id += 1
+        return node
+
+    def growth(self, nodes: Sequence[Node]) -> Growth:
+        """Draft side: describe nodes just added, for the other replica."""
+        return Growth(
+            base_position=self.root.position,
+            node_ids=[n.id for n in nodes],
+            parent_ids=[ROOT_ID if n.parent is self.root else n.parent.id for n in nodes if n.parent],
+            tokens=[n.token for n in nodes],
+            log_probs=[n.log_prob for n in nodes],
+        )
+
+    def graft(self, growth: Growth, max_size: int) -> int:
+        """Target side: take in growth; return how many nodes were new.
+
+        A node whose parent is alive joins the tree. If the same guess is there already, or its parent was
+        committed and the next committed token is the one it guessed, then the node there goes by its id from
+        now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size`.
+        """
+        before = self.size
+        for id_, parent_id, token, log_prob in zip(
+            growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, strict=True
+        ):
+            parent = self._parent(parent_id, growth.base_position)
+            if parent is None or id_ in self._by_id:
+                continue
+            known = parent.children.get(token)
+            if known is not None:
+                self._name(known, id_)
+            elif parent.position >= self.root.position and self.size < max_size:  # not under committed ones
+                self._attach(parent, token, log_prob, id_)
+        return self.size - before
+
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """The target drew `tokens` after the root. The last one becomes the new root."""
+        path: list[Node] = []
+        missed: int | None = None
+        for token in tokens:
+            node = self.root.children.get(token)
+            if node is not None:
+                path.append(node)
+            elif missed is None:
+                missed = token
+            self._advance(node or Node(token, self.root.position + 1, None))
+        self._rebase()
+        return Committed(path, missed)
+
+    def forget_ids(self) -> None:
+        """Another draft takes over: its ids start afresh. The guesses stay."""
+        for node in self._by_id.values():
+            node.id = ROOT_ID
+        self._by_id.clear()
+
+    def nodes(self) -> Iterator[Node]:
+        """All guesses, parents before children."""
+        return self.root.subtree()
+
+    def best(self, count: int, max_depth: int) -> list[Node]:
+        """The `count` guesses with the largest path probability, best first, none deeper than `max_depth`.
+
+        Path probability falls along a path, so parents come before their children and the set is closed
+        under parents.
+        """
+        chosen: list[Node] = []
+        serial = 0  # breaks ties by age, so that nodes are never compared
+        frontier: list[tuple[float, int, Node]] = []
+
+        def offer(parent: Node) -> None:
+            nonlocal serial
+            if parent.position - self.root.position >= max_depth:
+                return
+            for child in parent.children.values():
+                serial += 1
+                heapq.heappush(frontier, (-child.path_log_prob, serial, child))
+
+        offer(self.root)
+        while frontier and len(chosen) < count:
+            _, _, node = heapq.heappop(frontier)
+            chosen.append(node)
+            offer(node)
+        return chosen
+
+    def _parent(self, id_: int, base_position: int) -> Node | None:
+        return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get(id_)
+
+    def _attach(self, parent: Node, token: int, log_prob: float, id_: int) -> Node:
+        log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
+        path_log_prob = parent.path_log_prob + self._weigh(log_prob)
+        node = Node(token, parent.position + 1, parent, log_prob, path_log_prob)
+        parent.children[token] = node
+        self.size += 1
+        self._name(node, id_)
+        return node
+
+    def _name(self, node: Node, id_: int) -> None:
+        """One id per node: a draft gives a place only one, and a hostile one cannot make us remember more."""
+        if node.id == ROOT_ID:
+            node.id = id_
+            self._by_id[id_] = node
+
+    def _advance(self, root: Node) -> None:
+        """Commit one token: its node becomes the root, its siblings and all below them are forgotten."""
+        for child in self.root.children.values():
+            self.size -= 1
+            if child is not root:
+                self._forget(child)
+        self.root.children = {root.token: root}
+        root.parent = None
+        self._trail[root.position] = self.root = root
+        passed = self._trail.pop(root.position - TRAIL, None)
+        if passed is not None:
+            self._by_id.pop(passed.id, None)
+
+    def _forget(self, node: Node) -> None:
+        self._by_id.pop(node.id, None)
+        for descendant in node.subtree():
+            self._by_id.pop(descendant.id, None)
+            self.size -= 1
+
+    def _rebase(self) -> None:
+        """Path probabilities count from the new root."""
+        passed = self.root.path_log_prob
+        for node in (self.root, *self.root.subtree()):
+            node.path_log_prob -= passed

@@ -1,0 +1,133 @@
+from paceline.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class DraftServiceDescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DraftServiceDescribeResponse(_message.Message):
+    __slots__ = ("worker_id", "method", "model", "vocabulary_fingerprint", "hidden_state_layers", "position_limit")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    METHOD_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    method: str
+    model: str
+    vocabulary_fingerprint: str
+    hidden_state_layers: _containers.RepeatedScalarFieldContainer[int]
+    position_limit: int
+    def __init__(self, worker_id: _Optional[str] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., position_limit: _Optional[int] = ...) -> None: ...
+
+class DraftFrame(_message.Message):
+    __slots__ = ("opens", "contexts", "commits", "closes")
+    class CloseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        CLOSE_REASON_UNSPECIFIED: _ClassVar[DraftFrame.CloseReason]
+        CLOSE_REASON_FINISHED: _ClassVar[DraftFrame.CloseReason]
+        CLOSE_REASON_CANCELLED: _ClassVar[DraftFrame.CloseReason]
+        CLOSE_REASON_MOVED: _ClassVar[DraftFrame.CloseReason]
+    CLOSE_REASON_UNSPECIFIED: DraftFrame.CloseReason
+    CLOSE_REASON_FINISHED: DraftFrame.CloseReason
+    CLOSE_REASON_CANCELLED: DraftFrame.CloseReason
+    CLOSE_REASON_MOVED: DraftFrame.CloseReason
+    class Open(_message.Message):
+        __slots__ = ("request_id", "token_ids", "output_tokens", "sampling", "max_depth", "max_nodes", "strategy")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        SAMPLING_FIELD_NUMBER: _ClassVar[int]
+        MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+        MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+        STRATEGY_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        output_tokens: int
+        sampling: _common_pb2.SamplingParams
+        max_depth: int
+        max_nodes: int
+        strategy: str
+        def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., strategy: _Optional[str] = ...) -> None: ...
+    class Context(_message.Message):
+        __slots__ = ("request_id", "base_position", "hidden_states")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+        HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        base_position: int
+        hidden_states: _common_pb2.Tensor
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class Commit(_message.Message):
+        __slots__ = ("request_id", "base_position", "token_ids", "accepted", "hidden_states")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        HIDDEN_STATES_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        base_position: int
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        accepted: int
+        hidden_states: _common_pb2.Tensor
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class Close(_message.Message):
+        __slots__ = ("request_id", "reason")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        reason: DraftFrame.CloseReason
+        def __init__(self, request_id: _Optional[int] = ..., reason: _Optional[_Union[DraftFrame.CloseReason, str]] = ...) -> None: ...
+    OPENS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXTS_FIELD_NUMBER: _ClassVar[int]
+    COMMITS_FIELD_NUMBER: _ClassVar[int]
+    CLOSES_FIELD_NUMBER: _ClassVar[int]
+    opens: _containers.RepeatedCompositeFieldContainer[DraftFrame.Open]
+    contexts: _containers.RepeatedCompositeFieldContainer[DraftFrame.Context]
+    commits: _containers.RepeatedCompositeFieldContainer[DraftFrame.Commit]
+    closes: _containers.RepeatedCompositeFieldContainer[DraftFrame.Close]
+    def __init__(self, opens: _Optional[_Iterable[_Union[DraftFrame.Open, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[DraftFrame.Context, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftFrame.Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftFrame.Close, _Mapping]]] = ...) -> None: ...
+
+class GrowthFrame(_message.Message):
+    __slots__ = ("growths", "dropped", "timings", "applied")
+    class Growth(_message.Message):
+        __slots__ = ("request_id", "base_position", "node_ids", "parent_ids", "token_ids", "log_probs", "draft_probs")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
+        NODE_IDS_FIELD_NUMBER: _ClassVar[int]
+        PARENT_IDS_FIELD_NUMBER: _ClassVar[int]
+        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+        DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        base_position: int
+        node_ids: _containers.RepeatedScalarFieldContainer[int]
+        parent_ids: _containers.RepeatedScalarFieldContainer[int]
+        token_ids: _containers.RepeatedScalarFieldContainer[int]
+        log_probs: _containers.RepeatedScalarFieldContainer[float]
+        draft_probs: _common_pb2.Tensor
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class Dropped(_message.Message):
+        __slots__ = ("request_id", "reason")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        REASON_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        reason: str
+        def __init__(self, request_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
+    GROWTHS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    APPLIED_FIELD_NUMBER: _ClassVar[int]
+    growths: _containers.RepeatedCompositeFieldContainer[GrowthFrame.Growth]
+    dropped: _containers.RepeatedCompositeFieldContainer[GrowthFrame.Dropped]
+    timings: _common_pb2.Timings
+    applied: int
+    def __init__(self, growths: _Optional[_Iterable[_Union[GrowthFrame.Growth, _Mapping]]] = ..., dropped: _Optional[_Iterable[_Union[GrowthFrame.Dropped, _Mapping]]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., applied: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,111 @@
+from paceline.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class GenerateRequest(_message.Message):
+    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative")
+    class Chat(_message.Message):
+        __slots__ = ("messages",)
+        class Message(_message.Message):
+            __slots__ = ("role", "content")
+            ROLE_FIELD_NUMBER: _ClassVar[int]
+            CONTENT_FIELD_NUMBER: _ClassVar[int]
+            role: str
+            content: str
+            def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+        MESSAGES_FIELD_NUMBER: _ClassVar[int]
+        messages: _containers.RepeatedCompositeFieldContainer[GenerateRequest.Chat.Message]
+        def __init__(self, messages: _Optional[_Iterable[_Union[GenerateRequest.Chat.Message, _Mapping]]] = ...) -> None: ...
+    class Sampling(_message.Message):
+        __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "max_tokens", "seed", "stop_token_ids", "ignore_eos", "logprobs")
+        class LogitBiasEntry(_message.Message):
+            __slots__ = ("key", "value")
+            KEY_FIELD_NUMBER: _ClassVar[int]
+            VALUE_FIELD_NUMBER: _ClassVar[int]
+            key: int
+            value: float
+            def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+        TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+        TOP_K_FIELD_NUMBER: _ClassVar[int]
+        TOP_P_FIELD_NUMBER: _ClassVar[int]
+        MIN_P_FIELD_NUMBER: _ClassVar[int]
+        REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+        PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+        FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+        LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+        MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+        SEED_FIELD_NUMBER: _ClassVar[int]
+        STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+        IGNORE_EOS_FIELD_NUMBER: _ClassVar[int]
+        LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+        temperature: float
+        top_k: int
+        top_p: float
+        min_p: float
+        repetition_penalty: float
+        presence_penalty: float
+        frequency_penalty: float
+        logit_bias: _containers.ScalarMap[int, float]
+        min_tokens: int
+        max_tokens: int
+        seed: int
+        stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+        ignore_eos: bool
+        logprobs: int
+        def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., min_tokens: _Optional[int] = ..., max_tokens: _Optional[int] = ..., seed: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., logprobs: _Optional[int] = ...) -> None: ...
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CHAT_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    text: str
+    tokens: _common_pb2.TokenSequence
+    chat: GenerateRequest.Chat
+    sampling: GenerateRequest.Sampling
+    stop: _containers.RepeatedScalarFieldContainer[str]
+    speculative: _common_pb2.SpeculativeOptions
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ...) -> None: ...
+
+class GenerateResponse(_message.Message):
+    __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings")
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    text: str
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    finish_reason: _common_pb2.FinishReason
+    prompt_tokens: int
+    completion_tokens: int
+    speculation: _common_pb2.SpeculationStats
+    timings: _common_pb2.Timings
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    class Model(_message.Message):
+        __slots__ = ("id", "max_model_len")
+        ID_FIELD_NUMBER: _ClassVar[int]
+        MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+        id: str
+        max_model_len: int
+        def __init__(self, id: _Optional[str] = ..., max_model_len: _Optional[int] = ...) -> None: ...
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ListModelsResponse.Model]
+    def __init__(self, models: _Optional[_Iterable[_Union[ListModelsResponse.Model, _Mapping]]] = ...) -> None: ...

@@ -1,0 +1,274 @@
+"""The same tokens with speculation on and off, whatever drafts, however requests are mixed, preempted, resumed."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.messages import Delta, FinishReason, Submission
+from paceline.model.loading import build
+from paceline.model.model import Model
+from paceline.model.table import TableModel
+from paceline.speculators.base import Commit, Opening, Speculator
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.ngram import NGram
+from paceline.tree import Growth, TokenTree
+
+VOCABULARY = 64
+FREE = RowCost([8, 256], [1.0, 1.001])
+"""Rows that cost nothing: every guess is verified."""
+
+
+def llama(dtype: torch.dtype, layers: int = 2, noise: float = 0.0, slots: int = 2048) -> Model:
+    """A peaked random Llama. `noise` disturbs its weights: a draft that mostly agrees."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+    )
+    torch.manual_seed(7)
+    network = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return build(network.to(dtype), "llama", EngineConfig(slots=slots), "", [])
+
+
+class Liar(Speculator):
+    """Guesses at random, is sure of itself, and never says the same twice."""
+
+    method = "custom"
+
+    def __init__(self) -> None:
+        self._trees: dict[int, TokenTree] = {}
+        self._random = random.Random(1)
+
+    def open(self, opening: Opening) -> None:
+        self._trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+
+    def commit(self, commit: Commit) -> None:
+        self._trees[commit.request_id].commit(commit.tokens)
+
+    def close(self, request_id: int) -> None:
+        self._trees.pop(request_id, None)
+
+    def grow(self) -> dict[int, Growth]:
+        grown = {}
+        for key, tree in self._trees.items():
+            parents = [tree.root, *tree.nodes()]
+            nodes = []
+            for parent in self._random.sample(parents, min(3, len(parents))):
+                token = self._random.randrange(VOCABULARY)
+                if token not in parent.children and tree.size < 40:
+                    nodes.append(tree.add(parent, token, -0.01))
+            grown[key] = tree.growth(nodes)
+        return grown
+
+
+def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> Drafting:
+    speculators = {
+        "draft_model": lambda: DraftModel(llama(dtype, noise=0.02), width),
+        "perfect": lambda: DraftModel(llama(dtype), width),
+        "ngram": lambda: NGram(1, 4, width),
+        "liar": Liar,
+    }
+    return LocalDrafting(speculators[method]())
+
+
+def engine(model: Model, source: Drafting, *, depth: int = 4, nodes: int = 16, **settings: int) -> Engine:
+    config = EngineConfig(slots=max(model.slots, 256), **settings)
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=depth, max_tree_nodes=nodes)
+    return Engine(model, config, speculation, source, FREE)
+
+
+LAWS = [
+    SamplingParams(temperature=0.0, max_tokens=90, logprobs=2),
+    SamplingParams(temperature=0.8, seed=11, max_tokens=80),
+    SamplingParams(temperature=1.0, seed=5, top_k=12, top_p=0.9, min_p=0.01, max_tokens=50),
+    SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=60),
+    SamplingParams(temperature=0.7, seed=3, frequency_penalty=0.5, logit_bias={5: 2.0, 9: -100}, max_tokens=60),
+    SamplingParams(temperature=1.0, seed=8, min_tokens=20, stop_token_ids=(1, 2, 3, 4), max_tokens=70),
+    SamplingParams(temperature=1.0, seed=9, bad_words=((7,), (8, 9)), max_tokens=40),
+    SamplingParams(temperature=1.3, seed=2**63 + 1, max_tokens=100),
+]
+
+
+def submissions() -> list[Submission]:
+    rng = random.Random(4)
+    loop = rng.choices(range(VOCABULARY), k=5) * 30  # something for n-grams to find
+    prompts = [rng.choices(range(VOCABULARY), k=n) for n in (1, 3, 63, 64, 65, 130)] + [loop, loop[:77]]
+    return [Submission(f"r{i}", prompt, law) for i, (prompt, law) in enumerate(zip(prompts, LAWS, strict=True))]
+
+
+def same(ours: dict[str, Delta], plain: dict[str, Delta]) -> bool:
+    """Tokens, log-probabilities, reason; all but how many prompt tokens the cache knew."""
+    return {k: (a.tokens, a.log_probs, a.finish_reason) for k, a in ours.items()} == {
+        k: (a.tokens, a.log_probs, a.finish_reason) for k, a in plain.items()
+    }
+
+
+def run(target: Engine, requests: Sequence[Submission], together: int = 100) -> dict[str, Delta]:
+    """Serve all requests, `together` at a time; the whole answers by request."""
+    answers = {request.request_id: Delta(request.request_id) for request in requests}
+    queue, live = list(requests), 0
+    while queue or target.busy:
+        while queue and live < together:
+            target.submit(queue.pop(0))
+            live += 1
+        for delta in target.step():
+            answer = answers[delta.request_id]
+            answer.tokens += delta.tokens
+            answer.log_probs += delta.log_probs
+            answer.finish_reason = delta.finish_reason or answer.finish_reason
+            answer.usage = delta.usage or answer.usage
+            answer.error = delta.error
+            live -= delta.finish_reason is not None
+        target.check_integrity()
+    return answers
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module")
+def plain(dtype: torch.dtype) -> dict[str, Delta]:
+    """One request at a time, no speculation: what everything else is compared with."""
+    answers = run(engine(llama(dtype), NoDrafting()), submissions(), together=1)
+    assert len({tuple(answer.tokens[:8]) for answer in answers.values()}) == len(answers)
+    return answers
+
+
+@pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "liar"])
+@pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 1, 1), (3, 3, 1), (4, 16, 3), (8, 40, 4)])
+def test_speculation_changes_no_token(
+    plain: dict[str, Delta], dtype: torch.dtype, method: str, depth: int, nodes: int, width: int
+) -> None:
+    source = drafting(method, dtype, width, depth)
+    assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), submissions()), plain)
+
+
+def test_company_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+    assert same(run(engine(llama(dtype), NoDrafting()), submissions(), together=5), plain)
+
+
+@pytest.mark.parametrize("rows", [8, 17, 64])
+def test_chunked_prefill_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, rows: int) -> None:
+    source = drafting("perfect", dtype, 2, 4)
+    assert same(run(engine(llama(dtype), source, max_num_batched_rows=rows), submissions()), plain)
+
+
+def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+    steps = []
+    config = EngineConfig(slots=256)
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
+    source = drafting("draft_model", dtype, 2, 4)
+    target = Engine(llama(dtype, slots=256), config, speculation, source, FREE, steps.append)
+    assert same(run(target, submissions()), plain)
+    assert sum(step.preemptions for step in steps) > 3
+
+
+def test_prefix_cache_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+    target = engine(llama(dtype), NoDrafting())
+    assert same(run(target, submissions(), together=1), plain)
+    again = run(target, submissions(), together=3)
+    assert same(again, plain)
+    assert sum(a.usage.cached_tokens for a in again.values() if a.usage) > 300
+
+
+@pytest.mark.parametrize("split", [1, 7, 33])
+def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, split: int) -> None:
+    resumed = [
+        Submission(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
+        for s in submissions()
+        if len(plain[s.request_id].tokens) > split
+    ]
+    answers = run(engine(llama(dtype), drafting("perfect", dtype, 2, 4)), resumed)
+    for s in resumed:
+        assert [*s.committed, *answers[s.request_id].tokens] == plain[s.request_id].tokens
+
+
+def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
+    requests = [Submission(s.request_id, s.prompt, s.sampling, SpeculativeOptions(report=True)) for s in submissions()]
+    target = engine(llama(dtype), drafting("perfect", dtype, 2, 6), depth=6, nodes=12)
+    finals = []
+    for request in requests:
+        target.submit(request)
+    while target.busy:
+        finals += [d for d in target.step() if d.finish_reason]
+    for delta in finals:
+        assert delta.speculation is not None
+        assert delta.speculation.acceptance_length > 0.8, delta.request_id
+        assert delta.speculation.drafts == ["local"]
+
+
+def test_a_request_may_ask_for_less(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+    target = engine(llama(dtype), drafting("perfect", dtype, 2, 6))
+    options = itertools.cycle(
+        [SpeculativeOptions(enabled=False), SpeculativeOptions(num_speculative_tokens=1), SpeculativeOptions()]
+    )
+    requests = [Submission(s.request_id, s.prompt, s.sampling, o) for s, o in zip(submissions(), options, strict=False)]
+    assert same(run(target, requests), plain)
+
+
+def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None:
+    for request in submissions():
+        answer = plain[request.request_id]
+        assert answer.usage is not None
+        assert answer.usage.completion_tokens == len(answer.tokens)
+        assert answer.usage.prompt_tokens == len(request.prompt)
+        stops = request.sampling.stop_token_ids
+        assert not any(t in stops for t in answer.tokens[:-1])
+        if answer.finish_reason is FinishReason.STOP:
+            assert answer.tokens[-1] in stops
+            assert len(answer.tokens) >= request.sampling.min_tokens
+        else:
+            assert answer.finish_reason is FinishReason.LENGTH
+            assert len(answer.tokens) == request.sampling.max_tokens
+
+
+def test_cancelling_frees_everything() -> None:
+    model = TableModel(VOCABULARY, 512, 512)
+    target = engine(model, LocalDrafting(DraftModel(TableModel(VOCABULARY, 512, 512), 2)))
+    for request in submissions():
+        target.submit(request)
+    for victim in submissions():
+        target.step()
+        target.cancel(victim.request_id)
+        target.check_integrity()
+    assert not target.busy
+    assert target._pool.free == 512
+
+
+@pytest.mark.parametrize(
+    ("submission", "word"),
+    [
+        (Submission("a", [], LAWS[0]), "empty"),
+        (Submission("b", [VOCABULARY], LAWS[0]), "vocabulary"),
+        (Submission("c", [1] * 600, LAWS[0]), "600"),
+        (Submission("d", [1], SamplingParams(max_tokens=2), committed=[1, 2]), "over already"),
+        (Submission("e", [1], SamplingParams(stop_token_ids=(2,)), committed=[1, 2]), "over already"),
+    ],
+)
+def test_a_bad_request_ends_alone(submission: Submission, word: str) -> None:
+    target = engine(TableModel(VOCABULARY, 512, 512), NoDrafting())
+    good = Submission("good", [1, 2], SamplingParams(max_tokens=3))
+    answers = run(target, [good, submission])
+    assert answers[submission.request_id].finish_reason is FinishReason.ERROR
+    assert word in answers[submission.request_id].error
+    assert len(answers["good"].tokens) == 3

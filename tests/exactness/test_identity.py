@@ -1,0 +1,85 @@
+"""Shared noise as algebra: for any two laws, what draft and target draw together, in closed form and exactly.
+
+A draw by Gumbel noise is a race: token i arrives at E_i / law_i, with E_i exponential, and the first wins. Draft and
+target run the same race with different speeds. No sampling here; `test_drawn_law` ties the code to these formulas.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+
+import pytest
+
+Law = Sequence[Fraction]
+
+
+def random_law(rng: random.Random, size: int) -> Law:
+    weights = [rng.choice([1, 2, 3, 10, 100]) * rng.randint(1, 9) for _ in range(size)]
+    return [Fraction(w, sum(weights)) for w in weights]
+
+
+def both_draw(target: Law, draft: Law, token: int) -> Fraction:
+    """The probability that both draw `token`."""
+    return 1 / sum(max(p / target[token], q / draft[token]) for p, q in zip(target, draft, strict=True))
+
+
+def draws_differ(target: Law, draft: Law, a: int, b: int) -> Fraction:
+    """The probability that the draft draws `a` and the target `b`, another token.
+
+    Given E_a = t and E_b = r t, the others must arrive later in both races, so their exponents are linear in t with
+    slope max(q_i / q_a, r p_i / p_b). Integrating t out leaves the integral of 1 / (slope(r))^2 over the ratios r for
+    which a beats b in the draft's race and loses in the target's; the slope is linear between its kinks.
+    """
+    low, high = draft[b] / draft[a], target[b] / target[a]
+    if low >= high:
+        return Fraction(0)
+    others = [i for i in range(len(target)) if i not in (a, b)]
+    meet = [(draft[i] / draft[a]) / (target[i] / target[b]) for i in others]
+    ends = sorted({low, high, *(r for r in meet if low < r < high)})
+
+    def slope(r: Fraction) -> Fraction:
+        return 1 + r + sum(max(draft[i] / draft[a], r * target[i] / target[b]) for i in others)
+
+    return sum(((s - r) / (slope(r) * slope(s)) for r, s in itertools.pairwise(ends)), Fraction(0))
+
+
+def joint(target: Law, draft: Law) -> list[list[Fraction]]:
+    """[draft's draw][target's draw]."""
+    size = range(len(target))
+    return [[both_draw(target, draft, a) if a == b else draws_differ(target, draft, a, b) for b in size] for a in size]
+
+
+@pytest.mark.parametrize("seed", range(40))
+class TestRandomLaws:
+    def laws(self, seed: int) -> tuple[Law, Law]:
+        rng = random.Random(seed)
+        size = rng.randint(2, 6)
+        return random_law(rng, size), random_law(rng, size)
+
+    def test_the_output_has_the_targets_law(self, seed: int) -> None:
+        """Accept if the draws agree, else commit the target's: either way the token is the target's draw."""
+        target, draft = self.laws(seed)
+        table = joint(target, draft)
+        for token, probability in enumerate(target):
+            accepted = table[token][token]
+            bonus = sum(row[token] for a, row in enumerate(table) if a != token)
+            assert accepted + bonus == probability
+
+    def test_the_draft_has_its_own_law(self, seed: int) -> None:
+        target, draft = self.laws(seed)
+        assert [sum(row) for row in joint(target, draft)] == list(draft)
+
+    def test_acceptance_is_within_the_known_bounds(self, seed: int) -> None:
+        """Between (1 - TV) / (1 + TV) and 1 - TV, the best that any rule can do with one guess."""
+        target, draft = self.laws(seed)
+        distance = sum(abs(p - q) for p, q in zip(target, draft, strict=True)) / 2
+        acceptance = sum(both_draw(target, draft, token) for token in range(len(target)))
+        assert (1 - distance) / (1 + distance) <= acceptance <= 1 - distance
+
+
+def test_equal_laws_always_agree() -> None:
+    law = random_law(random.Random(1), 5)
+    assert sum(both_draw(law, law, token) for token in range(5)) == 1

@@ -1,0 +1,196 @@
+"""A row's logits depend on its own path alone, bit for bit. Everything that is promised rests on this."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from paceline.config import EngineConfig
+from paceline.model.loading import build
+from paceline.model.model import TransformersModel
+from paceline.model.probe import rows_invariant
+from paceline.model.rows import TILE, Lane, Row
+
+VOCABULARY = 256
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=128,
+    num_hidden_layers=3,
+    intermediate_size=192,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+    pad_token_id=0,
+)
+FAMILIES = {
+    "llama": {},
+    "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
+        "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}},
+    "mistral": {"sliding_window": 96},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": {"sliding_window": 96},
+    "gemma3_text": {"sliding_window": 96},
+    "phi3": {"num_key_value_heads": 4},
+    "olmo2": {},
+}  # fmt: skip
+
+
+def network(family: str, dtype: torch.dtype) -> PreTrainedModel:
+    config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family]})
+    torch.manual_seed(5)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+
+
+def model(family: str, dtype: torch.dtype, slots: int = 1024) -> TransformersModel:
+    return build(network(family, dtype), family, EngineConfig(slots=slots), "", [])
+
+
+def tokens(count: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=count)
+
+
+def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tensor]:
+    lane, logits = Lane(), []
+    for position, token in enumerate(sequence):
+        lane.slots.append(position + 1)
+        logits.append(model.run([lane.row(token, position)], [0]).logits[0])
+    return logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_compute_what_transformers_computes(family: str) -> None:
+    sequence = tokens(200)
+    with torch.inference_mode():
+        expected = network(family, torch.float32)(torch.tensor([sequence])).logits[0]
+    ours = torch.stack(one_by_one(model(family, torch.float32), sequence))
+    assert (ours - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trees_of_guesses_equal_one_row_at_a_time(family: str, dtype: torch.dtype) -> None:
+    sequence = tokens(3 * TILE)
+    assert_same(random_trees(model(family, dtype), sequence), one_by_one(model(family, dtype), sequence))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [3, 8, 61, 150])
+def test_chunked_prefill_equals_one_row_at_a_time(dtype: torch.dtype, chunk: int) -> None:
+    sequence = tokens(3 * TILE + 11)
+    assert_same(chunks(model("llama", dtype), sequence, chunk), one_by_one(model("llama", dtype), sequence))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_company_of_other_requests_changes_nothing(dtype: torch.dtype) -> None:
+    sequences = [tokens(n, seed=n) for n in (20, TILE + 1, 150, 2 * TILE, 7)]
+    shared = model("llama", dtype, slots=2048)
+    together = lockstep(shared, sequences)
+    for sequence, logits in zip(sequences, together, strict=True):
+        assert_same(logits, one_by_one(model("llama", dtype), sequence))
+
+
+def test_the_probe_says_so() -> None:
+    assert rows_invariant(model("llama", torch.float32))
+
+
+def test_the_probe_notices_a_row_that_depends_on_its_company() -> None:
+    broken = model("llama", torch.float32)
+    run = broken.run
+
+    @torch.inference_mode()
+    def leaky(rows: list[Row], *rest: object) -> object:
+        output = run(rows, *rest)  # type: ignore[arg-type]
+        if len(rows) > 1:
+            output.logits[..., 0] = torch.nextafter(output.logits[..., 0], torch.tensor(torch.inf))
+        return output
+
+    broken.run = leaky  # type: ignore[method-assign, assignment]
+    assert not rows_invariant(broken)
+
+
+MUTANTS: dict[str, Callable[[Lane, int, list[int]], Row]] = {
+    # The key of a guess stands in the column of its place in the batch, not of its position.
+    "column by arrival": lambda lane, token, branch: shuffled(lane.branch_row(token, branch)),
+    # A branch sees another branch's node in place of its own.
+    "sibling visible": lambda lane, token, branch: lane.branch_row(token, [*(s + 1 for s in branch[:-1]), branch[-1]]),
+    # Position counted from the root instead of the prompt.
+    "relative position": lambda lane, token, branch: repositioned(lane.branch_row(token, branch), len(branch)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_mutants_are_caught(mutant: str) -> None:
+    sequence = tokens(2 * TILE)
+    exact = one_by_one(model("llama", torch.float32), sequence)
+    mutated = random_trees(model("llama", torch.float32), sequence, MUTANTS[mutant])
+    assert any(not torch.equal(a, b) for a, b in zip(exact, mutated, strict=True))
+
+
+def shuffled(row: Row) -> Row:
+    return Row(row.token, row.position, row.prefix, [*row.tile[:-1][::-1], row.tile[-1]])
+
+
+def repositioned(row: Row, depth: int) -> Row:
+    return Row(row.token, depth, row.prefix, row.tile)
+
+
+def random_trees(
+    model: TransformersModel,
+    sequence: list[int],
+    make: Callable[[Lane, int, list[int]], Row] = Lane.branch_row,
+) -> list[torch.Tensor]:
+    """Runs `sequence` in steps: each verifies part of it as a path among decoys, then commits the path."""
+    rng = random.Random(3)
+    lane, logits, free = Lane(), [], list(range(1000, 0, -1))
+    while len(logits) < len(sequence):
+        depth = min(rng.randint(1, 6), len(sequence) - len(logits))
+        rows, wanted, path, decoys = [], [], [], []
+        for token in sequence[len(logits) : len(logits) + depth]:
+            for _ in range(rng.randint(0, 2)):
+                decoys.append(free.pop())
+                rows.append(make(lane, rng.randrange(VOCABULARY), [*path, decoys[-1]]))
+            path.append(free.pop())
+            wanted.append(len(rows))
+            rows.append(make(lane, token, path.copy()))
+        logits += model.run(rows, wanted).logits.unbind()
+        lane.slots += path
+        free = decoys + free
+    return logits
+
+
+def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[torch.Tensor]:
+    lane, logits = Lane(), []
+    lane.slots = random.Random(9).sample(range(1, 1000), len(sequence))
+    slots, lane.slots = lane.slots, []
+    for start in range(0, len(sequence), size):
+        part = sequence[start : start + size]
+        lane.slots += slots[start : start + size]
+        rows = [lane.row(token, start + i) for i, token in enumerate(part)]
+        logits += model.run(rows, range(len(rows))).logits.unbind()
+    return logits
+
+
+def lockstep(model: TransformersModel, sequences: list[list[int]]) -> list[list[torch.Tensor]]:
+    """One token of every sequence that is not at its end, pass by pass."""
+    lanes = [Lane() for _ in sequences]
+    logits: list[list[torch.Tensor]] = [[] for _ in sequences]
+    free = list(range(2000, 0, -1))
+    for position in range(max(map(len, sequences))):
+        live = [i for i, sequence in enumerate(sequences) if position < len(sequence)]
+        for i in live:
+            lanes[i].slots.append(free.pop())
+        rows = [lanes[i].row(sequences[i][position], position) for i in live]
+        for i, row in zip(live, model.run(rows, range(len(rows))).logits, strict=True):
+            logits[i].append(row)
+    return logits
+
+
+def assert_same(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> None:
+    different = [i for i, (a, b) in enumerate(zip(ours, exact, strict=True)) if not torch.equal(a, b)]
+    assert not different, f"{len(different)} of {len(exact)} rows differ, first at {different[:5]}"
