@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from paceline.config import SamplingParams, SpeculativeOptions
@@ -78,6 +78,15 @@ class SpeculationStats:
         for depth in range(reached):
             self.drafted_by_depth[depth] += 1
             self.accepted_by_depth[depth] += depth < accepted
+
+    def snapshot(self) -> SpeculationStats:
+        """A copy that stays as it is."""
+        return replace(
+            self,
+            drafted_by_depth=self.drafted_by_depth.copy(),
+            accepted_by_depth=self.accepted_by_depth.copy(),
+            drafts=self.drafts.copy(),
+        )
 
     @property
     def accepted_tokens(self) -> int:

@@ -67,7 +67,7 @@ class Engine:
         self._hidden_layers = tuple(drafting.hidden_state_layers)
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
         reuse = config.enable_prefix_caching and not self._hidden_layers
-        self._pool = SlotPool(model.slots, reuse)
+        self._pool = SlotPool(model.slots, caching=reuse)
         self._scheduler = Scheduler(config, self._pool, cost, reuse)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
@@ -100,10 +100,12 @@ class Engine:
         self._drafting.flush()
 
     def cancel(self, request_id: str) -> None:
-        """End a request without another word. Unknown ids are ignored."""
+        """End a request: the next step gives its last delta, with what it came to. Unknown ids are ignored."""
         key = self._keys.get(request_id)
         if key is not None:
-            self._end(self._requests[key])
+            delta = Delta(request_id, finish_reason=FinishReason.CANCELLED)
+            self._close(self._requests[key], delta)
+            self._refused.append(delta)
             self._drafting.flush()
 
     def step(self) -> list[Delta]:
@@ -156,8 +158,7 @@ class Engine:
     def _end(self, request: Request) -> None:
         self._scheduler.finish(request)
         del self._requests[request.key], self._keys[request.id]
-        if request.draft is not None:
-            self._drafting.close(request.key)
+        self._drafting.close(request.key)
 
     # Guesses come in.
 
@@ -276,6 +277,7 @@ class Engine:
             [i < guessed for i in range(len(tokens))],
             self._log_probs(request, logits, places, tokens),
             reason,
+            speculation=request.stats,
         )
         if reason is not None:
             self._close(request, delta)
@@ -291,7 +293,7 @@ class Engine:
             stats.record([node.position - root.position for node in work.nodes], len(tokens) - 1)
         drawn = {id(root): tokens[0]}
         node = root
-        for token, after in zip(tokens, tokens[1:], strict=False):
+        for token, after in itertools.pairwise(tokens):
             node = node.children[token]
             drawn[id(node)] = after
         for node in work.nodes:
@@ -321,7 +323,6 @@ class Engine:
         now, clock = time.perf_counter(), request.clock
         delta.stop_token = delta.tokens[-1] if delta.finish_reason is FinishReason.STOP else None
         delta.usage = request.usage()
-        delta.speculation = request.stats if request.submission.speculative.report else None
         queued = (clock.started or now) - clock.arrived
         delta.timings = Timings(queued, clock.compute_s, now - clock.arrived)
         self._end(request)

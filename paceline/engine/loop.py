@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, Load, Submission
@@ -27,6 +28,8 @@ class EngineLoop:
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = threading.Event()
         self._draining = threading.Event()
+        self.ended: Future[None] = Future()
+        """Done when the thread is; with the exception if it failed."""
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -37,7 +40,7 @@ class EngineLoop:
         self._inbox.put(lambda: self._submit(submission))
 
     def cancel(self, request_id: str) -> None:
-        """End a request; nothing more about it is delivered after its current step. Unknown ids are ignored."""
+        """End a request; its last delta follows, unless it ended meanwhile. Unknown ids are ignored."""
         self._inbox.put(lambda: self._engine.cancel(request_id))
 
     def stop(self, drain_s: float) -> bool:
@@ -59,18 +62,23 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.is_set():
-                self._receive()
-                if self._engine.busy:
-                    deltas = self._engine.step()
-                    if deltas:
-                        self._deliver(deltas, self._engine.load)
-                elif self._draining.is_set():
-                    return
-        except Exception:
+            self._step_until_stopped()
+        except Exception as error:
             # The thread is all there is to a target: without it nothing is served, and somebody must restart it.
             log.critical("the engine failed", exc_info=True)
-            raise
+            self.ended.set_exception(error)
+        else:
+            self.ended.set_result(None)
+
+    def _step_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            self._receive()
+            if self._engine.busy:
+                deltas = self._engine.step()
+                if deltas:
+                    self._deliver(deltas, self._engine.load)
+            elif self._draining.is_set():
+                return
 
     def _receive(self) -> None:
         """Handle what has come in; wait for something if there is nothing to step."""

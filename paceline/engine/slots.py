@@ -15,7 +15,7 @@ BLOCK = 16
 """Positions per shared block."""
 
 
-class OutOfSlots(Exception):  # noqa: N818 - reads as what happened, like StopIteration
+class OutOfSlots(Exception):
     """Nothing is free and nothing cached can be dropped."""
 
 
@@ -32,7 +32,7 @@ class Block:
 class SlotPool:
     """Slots 1 to `slots`, free or taken, and the cache of shared blocks. Not thread-safe."""
 
-    def __init__(self, slots: int, caching: bool = True) -> None:
+    def __init__(self, slots: int, *, caching: bool = True) -> None:
         self.slots = slots
         self._free = list(range(slots, 0, -1))
         self._caching = caching

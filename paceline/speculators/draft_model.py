@@ -123,10 +123,9 @@ class DraftModel(Speculator):
         budget = PREFILL_ROWS
         for draft in self._drafts.values():
             budget -= self._compute_context(draft, rows, budget)
-            if draft.missing == 0 and not draft.tree.root.children:
-                if draft.tree.root.position + 1 < self.position_limit and self._last_row_is_root(draft, rows):
-                    expanded.append((draft, draft.tree.root))
-                    wanted.append(len(rows) - 1)
+            if rows and not draft.missing and rows[-1].slot == draft.lane.slots[-1]:  # the root is in this pass
+                expanded.append((draft, draft.tree.root))
+                wanted.append(len(rows) - 1)
         for draft, node in self._likeliest():
             slot = self._free.pop()
             branch = [draft.slots[n] for n in node.path()[:-1]] + [slot]
@@ -146,9 +145,6 @@ class DraftModel(Speculator):
         draft.lane.slots += [self._free.pop() for _ in range(count)]
         rows += [draft.lane.row(draft.tokens[i], i) for i in range(start, start + count)]
         return count
-
-    def _last_row_is_root(self, draft: _Draft, rows: Sequence[Row]) -> bool:
-        return bool(rows) and rows[-1].slot == draft.lane.slots[-1]
 
     def _likeliest(self) -> list[tuple[_Draft, Node]]:
         """The guesses to expand in this round, over all requests whose context is complete."""

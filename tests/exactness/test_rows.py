@@ -16,17 +16,17 @@ from paceline.model.probe import rows_invariant
 from paceline.model.rows import TILE, Lane, Row
 
 VOCABULARY = 256
-SIZES = dict(
-    vocab_size=VOCABULARY,
-    hidden_size=128,
-    num_hidden_layers=3,
-    intermediate_size=192,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=32,
-    max_position_embeddings=512,
-    pad_token_id=0,
-)
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 3,
+    "intermediate_size": 192,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": {},
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
