@@ -1,7 +1,7 @@
 """Model names: what a user may write where a model is asked for, and the place it stands for.
 
 A name is a folder in the layout that transformers writes, a member of the family that ships with the package,
-or `table:SIZE`: a model without weights over SIZE token ids, with which the rest of the system is measured.
+or `table:SIZE[:DISAGREEMENT]`: a model without weights over SIZE token ids, to measure everything else with.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def table_size(name: str) -> int | None:
     """The vocabulary size of a table model, None for others. Raises `ModelNotFoundError` if it is no size."""
     if not name.startswith(TABLE_PREFIX):
         return None
-    size = name.removeprefix(TABLE_PREFIX)
+    size = name.removeprefix(TABLE_PREFIX).partition(":")[0]
     if not size.isascii() or not size.isdigit() or int(size) < 2:
         raise ModelNotFoundError(
             f"{name!r} names no table model: write {TABLE_PREFIX} and a vocabulary size of 2 or more"

@@ -44,6 +44,10 @@ class KVCache:
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
 
 @dataclass(frozen=True, slots=True)
 class Arrangement:
@@ -61,10 +65,11 @@ class Arrangement:
     def of(cls, calls: Sequence[Tensor], rows: int, heads: Heads, absent: int) -> Arrangement:
         """`calls`: int64 indices of rows, one tensor per call."""
         per_row = heads.kv_heads * heads.queries_per_kv
-        head = torch.arange(per_row).view(heads.kv_heads, 1, heads.queries_per_kv)
+        device = calls[0].device
+        head = torch.arange(per_row, device=device).view(heads.kv_heads, 1, heads.queries_per_kv)
         take = torch.cat([(call.view(1, -1, 1) * per_row + head).flatten() for call in calls])
-        give = torch.full((rows * per_row,), absent)
-        give[take] = torch.arange(take.numel())
+        give = torch.full((rows * per_row,), absent, device=device)
+        give[take] = torch.arange(take.numel(), device=device)
         return cls(take, give)
 
 
@@ -91,11 +96,11 @@ class Pass:
         """Additive mask [G, 1, P * Q, C] of the tails under a sliding window; 0: no window."""
         if window not in self._masks:
             reach = self.batch.reach.unsqueeze(-1)
-            columns = torch.arange(TILE)
+            columns = torch.arange(TILE, device=reach.device)
             seen = columns <= reach
             if window:
                 seen &= columns > reach - window
-            mask = torch.zeros(seen.shape, dtype=self.cache.dtype).masked_fill_(~seen, -math.inf)
+            mask = torch.zeros(seen.shape, dtype=self.cache.dtype, device=reach.device).masked_fill_(~seen, -math.inf)
             self._masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
         return self._masks[window]
 
@@ -166,8 +171,8 @@ def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, d
     if not window:
         return None
     newest_hidden = batch.positions.index_select(0, segment.rows).unsqueeze(-1) - window
-    hidden = torch.arange(segment.slots.numel()) <= newest_hidden
-    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, -math.inf)
+    hidden = torch.arange(segment.slots.numel(), device=newest_hidden.device) <= newest_hidden
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -math.inf)
     return mask.repeat_interleave(heads.queries_per_kv, 0)[None, None]
 
 

@@ -62,7 +62,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
-        this = Pass.of(self._cache, lay_out(rows))
+        device = self._cache.device
+        this = Pass.of(self._cache, lay_out(rows, device))
         padding = -len(wanted) % GROUP if wanted else GROUP
-        logits, hidden = self._decoder(this, torch.tensor([*wanted, *[0] * padding]), hidden_layers)
+        logits, hidden = self._decoder(this, torch.tensor([*wanted, *[0] * padding], device=device), hidden_layers)
         return Output(logits[: len(wanted)], hidden[: len(rows)] if hidden is not None else None)

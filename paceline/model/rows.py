@@ -114,8 +114,12 @@ class RowBatch:
     segments: list[Segment]
 
 
-def lay_out(rows: Sequence[Row]) -> RowBatch:
+def lay_out(rows: Sequence[Row], device: torch.device) -> RowBatch:
     """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last."""
+
+    def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.tensor(values, device=device)
+
     padding = -len(rows) % GROUP
     tiles: list[int] = []
     groups: list[list[int]] = []
@@ -129,25 +133,26 @@ def lay_out(rows: Sequence[Row]) -> RowBatch:
         reach.append([len(rows[r].tile) - 1 for r in members])
     return RowBatch(
         count=len(rows),
-        tokens=torch.tensor([r.token for r in rows] + [0] * padding),
-        positions=torch.tensor([r.position for r in rows] + [0] * padding),
-        slots=torch.tensor([r.slot for r in rows] + [SPARE_SLOT] * padding),
-        tiles=torch.tensor(tiles),
-        groups=torch.tensor(groups),
-        reach=torch.tensor(reach),
-        segments=_segments(rows),
+        tokens=integers([r.token for r in rows] + [0] * padding),
+        positions=integers([r.position for r in rows] + [0] * padding),
+        slots=integers([r.slot for r in rows] + [SPARE_SLOT] * padding),
+        tiles=integers(tiles),
+        groups=integers(groups),
+        reach=integers(reach),
+        segments=[
+            Segment(integers(members + [members[0]] * (-len(members) % GROUP)), prefix.slots.to(device))
+            for prefix, members in _by_prefix(rows).items()
+        ],
     )
 
 
-def _segments(rows: Sequence[Row]) -> list[Segment]:
-    members: dict[int, list[int]] = {}
+def _by_prefix(rows: Sequence[Row]) -> dict[Prefix, list[int]]:
+    """Indices of the rows that share each prefix; rows without one are left out."""
+    members: dict[Prefix, list[int]] = {}
     for r, row in enumerate(rows):
         if row.prefix is not EMPTY_PREFIX:
-            members.setdefault(id(row.prefix), []).append(r)
-    return [
-        Segment(torch.tensor(indices + [indices[0]] * (-len(indices) % GROUP)), rows[indices[0]].prefix.slots)
-        for indices in members.values()
-    ]
+            members.setdefault(row.prefix, []).append(r)
+    return members
 
 
 def _groups(rows: Sequence[Row]) -> list[list[int]]:

@@ -15,6 +15,7 @@ Result = TypeVar("Result", bound=Hashable)
 
 NOISE_LEVELS = 6
 """The noise at one place takes this many values, all equally likely."""
+EVEN = [Fraction(1, NOISE_LEVELS)] * NOISE_LEVELS
 
 
 class Chance:
@@ -30,6 +31,15 @@ class Chance:
     def choose(self, law: Sequence[Fraction]) -> int:
         """An index, drawn afresh from a law."""
         assert sum(law) == 1
+        return self._choose(law)
+
+    def noise(self, key: Hashable) -> int:
+        """The noise filed under `key`: the same whoever asks, however often."""
+        if key not in self._noise:
+            self._noise[key] = self._choose(EVEN)
+        return self._noise[key]
+
+    def _choose(self, law: Sequence[Fraction]) -> int:
         if len(self._taken) < len(self._script):
             choice = self._script[len(self._taken)]
         else:
@@ -38,12 +48,6 @@ class Chance:
         self._taken.append(choice)
         self.probability *= law[choice]
         return choice
-
-    def noise(self, key: Hashable) -> int:
-        """The noise filed under `key`: the same whoever asks, however often."""
-        if key not in self._noise:
-            self._noise[key] = self.choose([Fraction(1, NOISE_LEVELS)] * NOISE_LEVELS)
-        return self._noise[key]
 
 
 def law_of(program: Callable[[Chance], Result]) -> dict[Result, Fraction]:

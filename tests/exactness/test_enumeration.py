@@ -20,7 +20,7 @@ from tests.exactness.rules import (
 )
 from tests.exactness.worlds import DRAFTERS, Tokens, World, nobody
 
-WORLDS = [World(vocabulary=3, length=3, seed=seed) for seed in range(3)] + [World(vocabulary=2, length=4, seed=3)]
+WORLDS = [World(vocabulary=3, length=3, seed=0), World(3, 3, seed=1), World(vocabulary=2, length=4, seed=3)]
 
 
 def test_the_counter_counts() -> None:

@@ -25,19 +25,22 @@ class World:
     vocabulary: int
     length: int
     seed: int = 0
-    _laws: dict[Hashable, Law] = field(default_factory=dict)
+    _laws: dict[Hashable, Law] = field(default_factory=dict, repr=False)
 
     def target(self, prefix: Tokens, history: Tokens | None = None) -> Law:
-        """The target's law after `prefix`, under a rule that looks back: a token is not drawn twice running.
+        """The target's law after `prefix`, under a rule that looks back: a repeated token loses two levels.
 
         `history` is what that rule is told of; None: the prefix, which is right.
         """
-        seen = prefix if history is None else history
-        law = list(self._random_law("target", prefix))
-        if seen:
-            law[(seen[-1] + 1) % self.vocabulary] += law[seen[-1]]
-            law[seen[-1]] = Fraction(0)
-        return law
+        last = (prefix if history is None else history)[-1:]
+        if (prefix, last) not in self._laws:
+            law = list(self._random_law("target", prefix))
+            for token in last:
+                loss = min(law[token], Fraction(2, NOISE_LEVELS))
+                law[token] -= loss
+                law[(token + 1) % self.vocabulary] += loss
+            self._laws[prefix, last] = law
+        return self._laws[prefix, last]
 
     def draft(self, prefix: Tokens) -> Law:
         return self._random_law("draft", prefix)
@@ -64,12 +67,8 @@ class World:
 
 def drawn(law: Law, noise: int) -> int:
     """The token that a law draws with this noise: over all values of the noise, exactly the law."""
-    left = noise
-    for token, p in enumerate(law):
-        left -= int(p * NOISE_LEVELS)
-        if left < 0:
-            return token
-    raise ValueError("not a law")
+    levels = itertools.accumulate(p.numerator * (NOISE_LEVELS // p.denominator) for p in law)
+    return next(token for token, level in enumerate(levels) if noise < level)
 
 
 @dataclass(frozen=True)
