@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache, attention_interface
@@ -24,6 +25,7 @@ ATTENTION = "paceline"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AttentionInterface.register(ATTENTION, attention_interface)
+disable_progress_bar()  # a service says in one line that it has loaded its model
 
 
 def load(name: str, config: EngineConfig) -> Model:

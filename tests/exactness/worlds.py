@@ -161,7 +161,9 @@ DRAFTERS: dict[str, Drafter] = {
     "predicts with the shared noise": chain(
         lambda s, prefix: drawn(s.world.draft(prefix), s.chance.noise(len(prefix)))
     ),
-    "samples by itself": chain(lambda s, prefix: s.chance.choose(s.world.draft(prefix))),
+    "samples by itself": chain(
+        lambda s, prefix: s.chance.choose(s.world.draft(prefix)) if len(prefix) < len(s.output) + 2 else None
+    ),
     "always right": chain(lambda s, prefix: s.true_draw(prefix)),
     "always wrong": chain(lambda s, prefix: (s.true_draw(prefix) + 1) % s.world.vocabulary),
     "right only where it likes the outcome": chain(lambda s, prefix: 0 if s.true_draw(prefix) == 0 else None),
