@@ -104,20 +104,27 @@ class Calibration:
         self.drafted = [0.0] * self.BINS
         self.accepted = [0.0] * self.BINS
 
+    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+        """Start from what was learned elsewhere: counts by bin, which weigh no more than a full memory."""
+        for i, (tried, drawn) in enumerate(zip(drafted[: self.BINS], accepted, strict=False)):
+            scale = min(1.0, self.MEMORY / tried) if tried else 0.0
+            self.drafted[i], self.accepted[i] = tried * scale, drawn * scale
+
     def __call__(self, log_prob: float) -> float:
         """The corrected log-probability of a guess whose parent was drawn."""
-        i = self._bin(log_prob)
+        i = self.bin_of(log_prob)
         share = (self.accepted[i] + self.BELIEF * math.exp(log_prob)) / (self.drafted[i] + self.BELIEF)
         return math.log(max(share, 1e-9))
 
     def observe(self, log_prob: float, accepted: bool) -> None:
         """A guess whose parent was drawn was verified."""
-        i = self._bin(log_prob)
+        i = self.bin_of(log_prob)
         if self.drafted[i] >= self.MEMORY:
             self.drafted[i] /= 2
             self.accepted[i] /= 2
         self.drafted[i] += 1
         self.accepted[i] += accepted
 
-    def _bin(self, log_prob: float) -> int:
-        return min(int(math.exp(log_prob) * self.BINS), self.BINS - 1)
+    @classmethod
+    def bin_of(cls, log_prob: float) -> int:
+        return min(int(math.exp(log_prob) * cls.BINS), cls.BINS - 1)

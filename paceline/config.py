@@ -56,7 +56,7 @@ class SamplingParams(Settings):
     @field_validator("seed")
     @classmethod
     def _unsigned(cls, value: int) -> int:
-        return value % 2**SEED_BITS
+        return value if value >= 0 else value + (1 << SEED_BITS)
 
     @field_validator("bad_words")
     @classmethod

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline import config
 from paceline.config import SamplingParams
 from paceline.tree import Node
 
@@ -56,7 +55,7 @@ def _largest_logit(params: SamplingParams) -> SamplingParams:
     return params.model_copy(update={"temperature": 0.0})
 
 
-STRATEGIES: Mapping[config.Strategy, Strategy] = {
+STRATEGIES: Mapping[str, Strategy] = {
     "coupled": Strategy(exact=True, law=_as_asked),
     "greedy": Strategy(exact=False, law=_largest_logit),
 }

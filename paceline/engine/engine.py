@@ -41,6 +41,7 @@ class _Tally:
     received: int = 0
     grafted: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    guesses: list[tuple[float, bool]] = field(default_factory=list)
 
 
 class Engine:
@@ -298,7 +299,9 @@ class Engine:
             drawn[id(node)] = after
         for node in work.nodes:
             if id(node.parent) in drawn:
-                self.calibration.observe(node.log_prob, node.token == drawn[id(node.parent)])
+                hit = node.token == drawn[id(node.parent)]
+                self.calibration.observe(node.log_prob, hit)
+                self._tally.guesses.append((node.log_prob, hit))
 
     def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
         """Accepted guesses keep their slots, in order; the others give theirs back. Which rows were drawn from."""
@@ -344,6 +347,7 @@ class Engine:
                 speculation=self._tally.speculation,
                 nodes_received=self._tally.received,
                 nodes_grafted=self._tally.grafted,
+                guesses=self._tally.guesses,
             )
         )
         self._scheduler.preemptions = 0

@@ -1,0 +1,37 @@
+"""A worker's own place in the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from paceline.state.periodic import Periodic
+from paceline.state.presence import Presence
+from paceline.state.registry import Registry, WorkerRecord
+
+
+class Registration(Periodic):
+    """Keeps a worker registered for as long as the context lasts.
+
+    `load` is asked for the worker's load at each heartbeat, three per TTL. If Redis is away the worker is not
+    registered; the first heartbeat after its return mends that.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        presence: Presence,
+        record: WorkerRecord,
+        load: Callable[[], Mapping[str, float]],
+    ) -> None:
+        self.interval_s = registry.ttl_s / 3
+        self.record = record
+        self._registry = registry
+        self._presence = presence
+        self._load = load
+
+    async def once(self) -> None:
+        await self._presence.attempt(self._registry.heartbeat(self.record, self._load()))
+
+    async def __aexit__(self, *exc: object) -> None:
+        await super().__aexit__(*exc)
+        await self._presence.attempt(self._registry.deregister(self.record))

@@ -1,0 +1,68 @@
+"""The line that operators know: how well drafting went in the last few seconds."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paceline.messages import SpeculationStats
+from paceline.state.acceptance import Acceptance
+
+logger = logging.getLogger(__name__)
+
+INTERVAL_S = 5.0
+"""How often to `emit`."""
+
+
+def acceptance_line(stats: Acceptance, tokens_per_s: float) -> str:
+    """One line, for example:
+
+    Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus | per position [95%, 91%]
+    | 812 tokens/s
+
+    The length stands beside the deepest position verified; the rate of a position is conditional on all earlier
+    ones. All leave out the bonus token, but tokens/s has it.
+    """
+    speed = f"{tokens_per_s:.0f} tokens/s"
+    if not stats.drafted:
+        return f"Draft tokens: none verified | {speed}"
+    share = stats.accepted / stats.drafted
+    rates = ", ".join(f"{rate:.0%}" for rate in stats.rates())
+    return (
+        f"Draft tokens: {stats.accepted:.0f}/{stats.drafted:.0f} ({share:.2%}) accepted"
+        f" | acceptance length {stats.acceptance_length:.2f}/{len(stats.drafted_by_depth)} without bonus"
+        f" | per position [{rates}] | {speed}"
+    )
+
+
+@dataclass
+class AcceptanceLog:
+    """Adds up steps, on any thread, and logs one line per interval in which tokens were committed."""
+
+    clock: Callable[[], float] = time.monotonic
+    _totals: Acceptance = field(default_factory=Acceptance)
+    _tokens: int = 0
+    _since: float = field(init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._since = self.clock()
+
+    def add(self, stats: SpeculationStats, tokens: int) -> None:
+        """One step verified this and committed so many tokens."""
+        counts = Acceptance.of(stats)
+        with self._lock:
+            self._totals += counts
+            self._tokens += tokens
+
+    def emit(self) -> None:
+        """Log what came since the last time, if anything did."""
+        now = self.clock()
+        with self._lock:
+            totals, tokens, seconds = self._totals, self._tokens, now - self._since
+            self._totals, self._tokens, self._since = Acceptance(), 0, now
+        if tokens:
+            logger.info(acceptance_line(totals, tokens / seconds))

@@ -1,0 +1,79 @@
+"""The bytes that each token adds to a text: for incremental decoding and log-probabilities."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How sentencepiece-like vocabularies spell a single byte."""
+
+
+def token_pieces(backend: Backend) -> list[bytes]:
+    """Entry i: the bytes of token i inside a text. Raises ValueError if the decoder works in no such way."""
+    tokens = _tokens(backend)
+    decoders = set(_decoder_types(json.loads(backend.to_str())["decoder"]))
+    if "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}:
+        return [_byte_level(token) for token in tokens]
+    pieces = _in_context(backend, tokens)
+    if "ByteFallback" in decoders:
+        for id_, token in enumerate(tokens):
+            if byte := BYTE_TOKEN.fullmatch(token):
+                pieces[id_] = bytes.fromhex(byte[1])
+    return pieces
+
+
+def _tokens(backend: Backend) -> list[str]:
+    """The vocabulary by id; an id nobody uses is the empty string."""
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
+    for token, id_ in vocabulary.items():
+        tokens[id_] = token
+    return tokens
+
+
+def _decoder_types(decoder: Mapping[str, Any] | None) -> Iterator[str]:
+    if decoder is None:
+        return
+    if decoder["type"] == "Sequence":
+        for part in decoder["decoders"]:
+            yield from _decoder_types(part)
+    else:
+        yield str(decoder["type"])
+
+
+def _byte_values() -> dict[str, int]:
+    """GPT-2's alphabet: printable Latin-1 stands for itself, other bytes for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_VALUES = _byte_values()
+
+
+def _byte_level(token: str) -> bytes:
+    try:
+        return bytes([BYTE_VALUES[character] for character in token])
+    except KeyError:
+        return token.encode()  # an added token may be spelled as it reads
+
+
+def _in_context(backend: Backend, tokens: list[str]) -> list[bytes]:
+    """What each token adds when it follows another one, for decoders that look at nothing else."""
+    first = next(
+        (i for i, token in enumerate(tokens) if token.isascii() and token.isalnum() and backend.decode([i])),
+        None,
+    )
+    if first is None:
+        raise ValueError("the tokenizer has no plain ASCII token to measure the others against")
+    before = backend.decode([first])
+    after = backend.decode_batch([[first, id_] for id_ in range(len(tokens))], skip_special_tokens=False)
+    changed = [token for token, text in zip(tokens, after, strict=True) if not text.startswith(before)]
+    if changed:
+        raise ValueError(f"the tokenizer's decoder changes earlier text, as at token {changed[0]!r}")
+    return [text[len(before) :].encode() for text in after]

@@ -1,0 +1,144 @@
+"""A model's tokenizer, read from its folder with `tokenizers` alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from functools import cached_property
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers
+
+from paceline.models import TABLE_PREFIX, ModelNotFoundError, resolve_model, table_size
+from paceline.text.chat import ChatTemplate
+from paceline.text.pieces import token_pieces
+
+TABLE_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+
+
+class Tokenizer:
+    """Text to ids and back, and the chat template.
+
+    Decoding here is of whole sequences; `paceline.text.Detokenizer` decodes as tokens arrive.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        special_tokens: dict[str, str],
+        chat_template: str | None,
+        fingerprint: str | None = None,
+    ) -> None:
+        """`special_tokens` by role: `bos_token`, `eos_token`, ... `fingerprint`: if it is not the usual digest."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = special_tokens
+        self.fingerprint = fingerprint or _digest(backend)
+        """Equal for two tokenizers exactly if every id stands for the same token."""
+        self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
+
+    @classmethod
+    def load(cls, model: str) -> Tokenizer:
+        """The tokenizer of a model by name (see `paceline.models`). Raises `ModelNotFoundError`."""
+        place = resolve_model(model)
+        if size := table_size(place):
+            return cls(_numbers(size), {}, TABLE_CHAT_TEMPLATE, f"{TABLE_PREFIX}{size}")
+        folder = Path(place)
+        config = _read_json(folder / "tokenizer_config.json")
+        return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; `add_special_tokens` adds what the model expects around a bare text, such as a BOS."""
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+
+    def token_string(self, token: int) -> str:
+        """The vocabulary's own spelling of a token, empty for an unused id."""
+        return self._backend.id_to_token(token) or ""
+
+    @cached_property
+    def pieces(self) -> list[bytes]:
+        """By token id, the bytes it adds to a text."""
+        return token_pieces(self._backend)
+
+    @cached_property
+    def visible_pieces(self) -> list[bytes]:
+        """As `pieces`, but special tokens add nothing."""
+        pieces = self.pieces.copy()
+        for token in self.special_ids:
+            pieces[token] = b""
+        return pieces
+
+    def piece(self, token: int) -> bytes:
+        """The bytes that a token adds to a text; none for an id beyond the vocabulary."""
+        return self.pieces[token] if token < len(self.pieces) else b""
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Tokens that steer the model and are no text."""
+        marked = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
+        named = (self._backend.token_to_id(token) for token in self.special_tokens.values())
+        return frozenset(marked | {id_ for id_ in named if id_ is not None})
+
+
+def vocabulary_fingerprint(model: str) -> str:
+    """The fingerprint of a model's vocabulary, by the model's name. Raises `ModelNotFoundError`."""
+    return Tokenizer.load(model).fingerprint
+
+
+def _digest(backend: Backend) -> str:
+    by_id = sorted((id_, token) for token, id_ in backend.get_vocab(with_added_tokens=True).items())
+    return sha256(json.dumps(by_id, separators=(",", ":")).encode()).hexdigest()
+
+
+def _numbers(size: int) -> Backend:
+    """A table model's tokenizer: token i reads as the number i; any other word is token 0."""
+    backend = Backend(models.WordLevel({str(id_): id_ for id_ in range(size)}, unk_token="0"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    return backend
+
+
+def _read_backend(folder: Path) -> Backend:
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelNotFoundError(
+            f"{folder} has no tokenizer.json: save the model's tokenizer there with transformers' "
+            "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+        )
+    return Backend.from_file(str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"{path} holds no JSON object: download the model again")
+    return content
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The tokens that tokenizer_config.json names by role; older files wrap each in an object."""
+    named = {}
+    for role, token in config.items():
+        content = token.get("content") if isinstance(token, dict) else token
+        if role.endswith("_token") and isinstance(content, str):
+            named[role] = content
+    return named
+
+
+def _read_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """From chat_template.jinja, else from the configuration: one template or a list of named ones."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = next((entry["template"] for entry in template if entry["name"] == "default"), None)
+    return template

@@ -1,0 +1,100 @@
+"""Chats about the standard library: a question, and an answer in the manner of its docstrings."""
+
+import random
+
+from paceline.training.docstrings import Entry, documented
+
+Message = dict[str, str]
+"""One turn: {"role": "system" | "user" | "assistant", "content": text}."""
+
+Chat = list[Message]
+
+QUESTIONS = (
+    "What does {name} do?",
+    "What does {name} do?",
+    "What does `{name}` do?",
+    "what does {name} do",
+    "Explain {name}.",
+    "What is {name}?",
+    "Describe {name}.",
+    "What is {name} for?",
+    "Tell me about {name}.",
+    "Document {name}.",
+)
+CALL_QUESTIONS = ("How do I call {name}?", "How do I use {name}?", "What are the parameters of {name}?")
+SOURCE_QUESTIONS = ("How is {name} implemented?", "Show me the source of {name}.")
+MODULE_QUESTIONS = ("What is in the {name} module?", "What does the {name} module define?")
+SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about the Python standard library.")
+
+POPULAR = frozenset(
+    """ast asyncio base64 builtins collections contextlib copy csv datetime functools glob hashlib io itertools json
+    math operator os os.path pathlib pickle pprint random re shutil string struct subprocess sys tempfile threading
+    time typing urllib.parse uuid zlib""".split()
+)
+"""Modules that people ask about. Their classes and functions are asked for in every way, so that answers stick."""
+
+LONGEST_SIGNATURE = 300
+"""In characters; a longer one is left out of a description."""
+
+
+def chats(seed: int = 0) -> list[Chat]:
+    """All chats of the corpus, in an order that only the seed and the library decide."""
+    rng = random.Random(seed)
+    entries = documented()
+    by_module: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_module.setdefault(entry.module, []).append(entry)
+    return [chat for entry in entries for chat in _entry_chats(entry, by_module[entry.module], rng)]
+
+
+def _entry_chats(entry: Entry, neighbours: list[Entry], rng: random.Random) -> list[Chat]:
+    often = entry.module in POPULAR and not entry.is_method
+    found = [_chat(question, entry, _description(entry), rng) for question in _questions(entry, rng)]
+    if entry.signature and (not entry.is_method or rng.random() < 0.3):
+        questions = CALL_QUESTIONS if often else rng.sample(CALL_QUESTIONS, 1)
+        found += [_chat(question, entry, _call(entry), rng) for question in questions]
+    if entry.source and (not entry.is_method or rng.random() < 0.3):
+        found.append(_chat(rng.choice(SOURCE_QUESTIONS), entry, _fenced(entry.source), rng))
+    if len(entry.members) > 1:
+        found.append(_chat(rng.choice(MODULE_QUESTIONS), entry, _contents(entry), rng))
+    if rng.random() < 0.15:
+        other = rng.choice(neighbours)
+        found[-1] = found[-1] + _turns(QUESTIONS[0], other, _description(other))
+    return found
+
+
+def _questions(entry: Entry, rng: random.Random) -> list[str]:
+    """The ways in which an entry is asked for; the first question is the most frequent."""
+    if entry.is_method:
+        return [rng.choice(QUESTIONS)]
+    return [*QUESTIONS] if entry.module in POPULAR else [QUESTIONS[0], *rng.sample(QUESTIONS, 2)]
+
+
+def _chat(question: str, entry: Entry, answer: str, rng: random.Random) -> Chat:
+    turns = _turns(question, entry, answer)
+    if rng.random() < 0.1:
+        return [{"role": "system", "content": rng.choice(SYSTEM_PROMPTS)}, *turns]
+    return turns
+
+
+def _turns(question: str, entry: Entry, answer: str) -> Chat:
+    asked = question.format(name=entry.name)
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def _description(entry: Entry) -> str:
+    shown = entry.signature and len(entry.signature) <= LONGEST_SIGNATURE
+    return f"`{entry.signature}`\n\n{entry.summary}" if shown else entry.summary
+
+
+def _call(entry: Entry) -> str:
+    return f"{_fenced(entry.signature)}\n\n{entry.summary}"
+
+
+def _contents(entry: Entry) -> str:
+    names = "\n".join(f"- `{entry.name}.{member}`" for member in entry.members[:20])
+    return f"{entry.summary}\n\nThe module defines:\n\n{names}"
+
+
+def _fenced(code: str) -> str:
+    return f"```python\n{code}\n```"

@@ -1,0 +1,93 @@
+"""One sitting of a training run: steps, held-out losses and checkpoints, until the budget or a signal."""
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.training.models import next_token_loss
+from paceline.training.tokens import Ids, windows
+from paceline.training.trainer import Model, Trainer
+
+log = logging.getLogger(__name__)
+
+STEPS_PER_RECORD = 10
+CHECKPOINT_SECONDS = 120.0
+EVALUATION_SECONDS = 300.0
+
+
+class Stopped(Exception):
+    """A signal ended the sitting before the budget; the checkpoint holds everything."""
+
+
+def train(trainer: Trainer[Model], name: Path, held_out: Sequence[Ids]) -> None:
+    """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT."""
+    checkpoint, journal = name.with_suffix(".pt"), name.with_suffix(".jsonl")
+    stopping = _noticing_signals()
+    checkpoint_due, evaluation_due = _Timer(CHECKPOINT_SECONDS), _Timer(EVALUATION_SECONDS)
+    while trainer.fraction < 1 and not stopping():
+        loss = trainer.step()
+        if trainer.progress.step % STEPS_PER_RECORD == 0:
+            _record(journal, trainer, {"loss": loss})
+        if evaluation_due():
+            _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
+        if checkpoint_due():
+            trainer.save(checkpoint)
+    trainer.save(checkpoint)
+    if trainer.fraction < 1:
+        raise Stopped(f"stopped at {trainer.fraction:.0%}; the same command goes on from {checkpoint.name}")
+    _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, documents: Sequence[Ids], length: int = 512, count: int = 32) -> float:
+    """Mean cross-entropy over `count` windows of the held-out files, nats per token."""
+    cut = windows(documents, length, seed=0)[:count].to(next(model.parameters()).device)
+    losses = [next_token_loss(model, batch) for batch in cut.split(4)]
+    return float(torch.stack(losses).mean())
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """The records that sittings have added to a journal, oldest first."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _record(journal: Path, trainer: Trainer[Model], figures: Mapping[str, float]) -> None:
+    progress = trainer.progress
+    spent = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
+    record = {**spent, "fraction": trainer.fraction, "threads": torch.get_num_threads(), **figures}
+    with journal.open("a") as lines:
+        lines.write(json.dumps(record) + "\n")
+    log.info("%s", record)
+
+
+class _Timer:
+    """True once whenever `seconds` have passed."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._since = time.monotonic()
+
+    def __call__(self) -> bool:
+        due = time.monotonic() - self._since > self._seconds
+        if due:
+            self._since = time.monotonic()
+        return due
+
+
+def _noticing_signals() -> Callable[[], bool]:
+    received: list[int] = []
+
+    def note(number: int, _: FrameType | None) -> None:
+        received.append(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, note)
+    return lambda: bool(received)

@@ -1,0 +1,47 @@
+"""How every channel and server of Paceline is set up: message sizes, keepalive, backoff."""
+
+from __future__ import annotations
+
+import grpc
+
+Options = list[tuple[str, int]]
+
+FRAME_BYTES = 64 * 2**20
+"""Largest frame that carries prompts or hidden states."""
+GROWTH_FRAME_BYTES = 8 * 2**20
+"""Largest frame that a target takes from a draft: guesses are small, and drafts are not trusted."""
+
+# A peer that is stopped, or whose network is cut, keeps its TCP connection: only an unanswered ping tells.
+PING_EVERY_MS = 5_000
+PING_TIMEOUT_MS = 5_000
+
+_KEEPALIVE: Options = [
+    ("grpc.keepalive_time_ms", PING_EVERY_MS),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+SERVER_OPTIONS: Options = [
+    *_KEEPALIVE,
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_EVERY_MS // 2),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.max_receive_message_length", FRAME_BYTES),
+    ("grpc.max_send_message_length", FRAME_BYTES),
+    ("grpc.so_reuseport", 0),  # so that a port that is taken is an error, not half of the connections
+]
+
+
+def open_channel(address: str, *, receive_bytes: int = FRAME_BYTES) -> grpc.aio.Channel:
+    """A channel of its own to `host:port`. Connects when first used."""
+    options: Options = [
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", receive_bytes),
+        ("grpc.max_send_message_length", FRAME_BYTES),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 2_000),
+        ("grpc.use_local_subchannel_pool", 1),  # links do not share a connection, nor each other's backoff
+        ("grpc.enable_http_proxy", 0),  # workers talk to each other directly
+    ]
+    return grpc.aio.insecure_channel(address, options=options)

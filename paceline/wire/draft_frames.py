@@ -1,0 +1,220 @@
+"""`draft.proto` ↔ `paceline.speculators.base` and `paceline.tree`.
+
+Neither side trusts the other: decoders check every rule that the contract states and raise `WireError`, so
+that what comes out of here is safe to graft and to draft from. What only one side can know, such as which
+requests are open, it checks itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.growing import Close, Grown, Said
+from paceline.tree import Growth
+from paceline.v1 import common_pb2
+from paceline.v1 import draft_pb2 as pb
+from paceline.wire.common import decode_sampling, decode_timings, encode_sampling, encode_timings
+from paceline.wire.errors import WireError
+from paceline.wire.tensors import decode_tensor, encode_tensor
+
+MAX_NODES = 4096
+"""Most nodes in one growth."""
+MAX_POSITION = 2**31
+LEAST_LOG_PROB = -1e30
+"""What a draft says of a token that it holds to be impossible: the contract has no infinity."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """What a draft worker says of itself; see `DraftServiceDescribeResponse`."""
+
+    worker_id: str
+    method: str
+    model: str
+    vocabulary_fingerprint: str
+    hidden_state_layers: Sequence[int]
+    position_limit: int
+
+
+def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
+    return pb.DraftFrame.Open(
+        request_id=wire_id,
+        token_ids=opening.tokens,
+        output_tokens=opening.output_tokens,
+        sampling=encode_sampling(opening.sampling),
+        max_depth=opening.max_depth,
+        max_nodes=opening.max_nodes,
+        strategy=opening.strategy,
+    )
+
+
+def encode_context(context: Context, wire_id: int) -> pb.DraftFrame.Context:
+    return pb.DraftFrame.Context(
+        request_id=wire_id,
+        base_position=context.base_position,
+        hidden_states=encode_tensor(context.hidden_states),
+    )
+
+
+def encode_commit(commit: Commit, wire_id: int) -> pb.DraftFrame.Commit:
+    return pb.DraftFrame.Commit(
+        request_id=wire_id,
+        base_position=commit.base_position,
+        token_ids=commit.tokens,
+        accepted=commit.accepted,
+        hidden_states=None if commit.hidden_states is None else encode_tensor(commit.hidden_states),
+    )
+
+
+def decode_frame(frame: pb.DraftFrame) -> list[Said]:
+    """Everything a target said, in the order in which it is to be applied."""
+    return [
+        *map(_decode_opening, frame.opens),
+        *map(_decode_context, frame.contexts),
+        *map(_decode_commit, frame.commits),
+        *(Close(each.request_id) for each in frame.closes),
+    ]
+
+
+def encode_grown(grown: Grown) -> pb.GrowthFrame:
+    return pb.GrowthFrame(
+        growths=[_encode_growth(growth, request_id) for request_id, growth in grown.growths],
+        dropped=[
+            pb.GrowthFrame.Dropped(request_id=request_id, reason=reason) for request_id, reason in grown.dropped.items()
+        ],
+        timings=encode_timings(grown.timings),
+        applied=grown.applied,
+    )
+
+
+def decode_grown(frame: pb.GrowthFrame, vocabulary_size: int) -> Grown:
+    """Raises `WireError` for anything that cannot be grafted without a second look."""
+    return Grown(
+        growths=[(each.request_id, _decode_growth(each, vocabulary_size)) for each in frame.growths],
+        dropped={each.request_id: each.reason for each in frame.dropped},
+        applied=frame.applied,
+        timings=decode_timings(frame.timings),
+    )
+
+
+def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
+    return pb.GrowthFrame.Growth(
+        request_id=wire_id,
+        base_position=growth.base_position,
+        node_ids=growth.node_ids,
+        parent_ids=growth.parent_ids,
+        token_ids=growth.tokens,
+        log_probs=[max(log_prob, LEAST_LOG_PROB) for log_prob in growth.log_probs],
+    )
+
+
+def _decode_growth(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> Growth:
+    """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
+    nodes = len(message.node_ids)
+    if nodes > MAX_NODES:
+        raise WireError(f"node_ids: {nodes} nodes, more than {MAX_NODES}")
+    for name in ("parent_ids", "token_ids", "log_probs"):
+        if len(getattr(message, name)) != nodes:
+            raise WireError(f"{name}: {len(getattr(message, name))} entries for {nodes} nodes")
+    if message.base_position >= MAX_POSITION:
+        raise WireError(f"base_position: {message.base_position} is beyond any context")
+    if nodes:
+        _check_nodes(message, vocabulary_size)
+    return Growth(
+        base_position=message.base_position,
+        node_ids=list(message.node_ids),
+        parent_ids=list(message.parent_ids),
+        tokens=list(message.token_ids),
+        log_probs=list(message.log_probs),
+    )
+
+
+def encode_description(description: DraftDescription) -> pb.DraftServiceDescribeResponse:
+    return pb.DraftServiceDescribeResponse(
+        worker_id=description.worker_id,
+        method=description.method,
+        model=description.model,
+        vocabulary_fingerprint=description.vocabulary_fingerprint,
+        hidden_state_layers=description.hidden_state_layers,
+        position_limit=description.position_limit,
+    )
+
+
+def decode_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:
+    return DraftDescription(
+        worker_id=message.worker_id,
+        method=message.method,
+        model=message.model,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        hidden_state_layers=tuple(message.hidden_state_layers),
+        position_limit=message.position_limit,
+    )
+
+
+def _check_nodes(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> None:
+    if min(message.node_ids) == 0:
+        raise WireError("node_ids: 0 names the root and no node")
+    if len(set(message.node_ids)) != len(message.node_ids):
+        raise WireError("node_ids: one id for two nodes")
+    if any(parent == node for parent, node in zip(message.parent_ids, message.node_ids, strict=True)):
+        raise WireError("parent_ids: a node is its own parent")
+    if max(message.token_ids) >= vocabulary_size:
+        raise WireError(f"token_ids: {max(message.token_ids)} is outside the vocabulary of {vocabulary_size}")
+    # The sum of finite float32 values is finite in double precision, and any NaN or infinity shows in it.
+    if not math.isfinite(math.fsum(message.log_probs)) or max(message.log_probs) > 0.0:
+        raise WireError("log_probs: not the logarithm of a probability")
+
+
+def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
+    if message.request_id == 0:
+        raise WireError("opens.request_id: 0")
+    if not message.token_ids:
+        raise WireError("opens.token_ids: empty")
+    if message.output_tokens > len(message.token_ids):
+        raise WireError(f"opens.output_tokens: {message.output_tokens} of {len(message.token_ids)} tokens")
+    if message.max_nodes > MAX_NODES:
+        raise WireError(f"opens.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
+    return Opening(
+        request_id=message.request_id,
+        tokens=list(message.token_ids),
+        output_tokens=message.output_tokens,
+        sampling=decode_sampling(message.sampling),
+        max_depth=message.max_depth,
+        max_nodes=message.max_nodes,
+        strategy=message.strategy,
+    )
+
+
+def _decode_context(message: pb.DraftFrame.Context) -> Context:
+    hidden_states = _decode_hidden_states(message.hidden_states)
+    return Context(message.request_id, message.base_position, hidden_states)
+
+
+def _decode_commit(message: pb.DraftFrame.Commit) -> Commit:
+    if not message.token_ids:
+        raise WireError("commits.token_ids: empty")
+    if message.accepted > len(message.token_ids):
+        raise WireError(f"commits.accepted: {message.accepted} of {len(message.token_ids)} tokens")
+    hidden_states = _decode_hidden_states(message.hidden_states) if message.HasField("hidden_states") else None
+    if hidden_states is not None and len(hidden_states) != len(message.token_ids):
+        raise WireError(f"commits.hidden_states: {len(hidden_states)} rows, {len(message.token_ids)} tokens")
+    return Commit(
+        request_id=message.request_id,
+        base_position=message.base_position,
+        tokens=list(message.token_ids),
+        accepted=message.accepted,
+        hidden_states=hidden_states,
+    )
+
+
+def _decode_hidden_states(message: common_pb2.Tensor) -> torch.Tensor:
+    """[positions, layers, hidden size]"""
+    hidden_states = decode_tensor(message)
+    if hidden_states.dim() != 3:
+        raise WireError(f"hidden_states: {hidden_states.dim()} dimensions, not 3")
+    return hidden_states

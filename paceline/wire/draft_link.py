@@ -1,0 +1,191 @@
+"""A target's end of the link to one draft worker.
+
+A `DraftLink` keeps trying to reach its address for as long as somebody may want it; a `Session` is one time
+that it succeeded. Both live on the event loop. The engine's thread, which decides what to say and needs what
+comes in, sees a session's `requests` and puts frames into it through the loop; see `drafting`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from paceline.speculators.growing import Grown
+from paceline.v1 import draft_pb2 as pb
+from paceline.v1 import draft_pb2_grpc
+from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
+from paceline.wire.draft_frames import DraftDescription, decode_description, decode_grown
+from paceline.wire.errors import Congested, LinkError, WireError
+from paceline.wire.outbox import Outbox
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What a target demands of a draft, and how long it is patient with one. Times in seconds."""
+
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    connect_s: float = 5.0
+    hang_s: float = 10.0
+    """A worker that applies no frame for this long, with frames to apply, hangs."""
+    least_backoff_s: float = 0.1
+    most_backoff_s: float = 5.0
+    give_up_s: float = 60.0
+    """An address where nothing answered for this long is forgotten, until a request names it again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """What a session hands to the engine's thread. None: the session has ended."""
+
+    session: Session
+    grown: Grown | None
+
+
+Deliver = Callable[[Arrival], None]
+"""From the event loop to the engine's thread."""
+Admit = Callable[[DraftDescription], None]
+"""Raises `RefusedError` for a worker that is of no use."""
+
+
+class RefusedError(LinkError):
+    """The worker at this address is not one that this target can use."""
+
+
+class HungError(LinkError):
+    """The worker applies nothing."""
+
+
+class Session:
+    """One connection to a draft worker, from its description to the end of the stream."""
+
+    def __init__(self, address: str, description: DraftDescription, terms: Terms, deliver: Deliver) -> None:
+        self.address = address
+        self.description = description
+        self.requests: dict[int, int] = {}
+        """The engine's request ids by their ids on this link. Only the engine's thread touches it."""
+        self.last_id = 0
+        """The highest request id said on this link; growth for a higher one is a lie. The engine's thread
+        writes it, before anything with that id can be sent."""
+        self._terms = terms
+        self._deliver = deliver
+        self._applied = 0
+        self._outbox = Outbox(pb.DraftFrame, FRAME_BYTES)
+        self._congested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def say(self, frame: pb.DraftFrame) -> None:
+        """Send this as soon as the link allows."""
+        try:
+            self._outbox.put(frame)
+        except Congested as error:
+            if not self._congested.done():
+                self._congested.set_exception(error)
+
+    async def run(self, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        """Returns when the worker ends the stream; raises `LinkError` or `AioRpcError` when it breaks."""
+        call = stub.Grow(self._outbox)
+        tasks = [asyncio.ensure_future(work) for work in (self._receive(call), self._watch(), self._congested)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            self._outbox.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.DraftFrame, pb.GrowthFrame]) -> None:
+        async for frame in call:
+            self._take(frame)
+
+    def _take(self, frame: pb.GrowthFrame | None) -> None:
+        if frame is None:  # gRPC's way of saying that the bytes were no such message
+            raise WireError("a message that is no GrowthFrame")
+        grown = decode_grown(frame, self._terms.vocabulary_size)
+        if not self._applied <= grown.applied <= self._outbox.taken:
+            raise WireError(f"applied: {grown.applied} of {self._outbox.taken} frames sent")
+        self._applied = grown.applied
+        for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
+            if not 0 < wire_id <= self.last_id:
+                raise WireError(f"request_id: {wire_id} was never opened")
+        for reason in grown.dropped.values():
+            log.info("draft %s cannot draft for a request: %s", self.description.worker_id, reason)
+        if grown.growths or grown.dropped:
+            self._deliver(Arrival(self, grown))
+
+    async def _watch(self) -> None:
+        while True:
+            taken, applied = self._outbox.taken, self._applied
+            await asyncio.sleep(self._terms.hang_s)
+            if applied == self._applied < taken:
+                raise HungError(f"it applied nothing for {self._terms.hang_s:g} s")
+
+
+class DraftLink:
+    """Reaches for one address, again and again."""
+
+    def __init__(self, address: str, terms: Terms, admit: Admit, deliver: Deliver) -> None:
+        self.address = address
+        self.session: Session | None = None
+        """There while the link is up. Any thread may look; when it ends, an `Arrival` says so."""
+        self._terms = terms
+        self._admit = admit
+        self._deliver = deliver
+        self._complaint = ""
+        self._seen = 0.0
+
+    async def run(self) -> None:
+        """Returns when nothing answered for `Terms.give_up_s`."""
+        clock = asyncio.get_running_loop().time
+        self._seen = clock()
+        backoff_s = self._terms.least_backoff_s
+        while clock() - self._seen < self._terms.give_up_s:
+            started = clock()
+            await self._attempt()
+            if self._seen - started > self._terms.hang_s:  # it worked for a while, so this is not how it always ends
+                backoff_s = self._terms.least_backoff_s
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, self._terms.most_backoff_s)
+        log.info("draft %s: no answer for %g s, given up", self.address, self._terms.give_up_s)
+
+    async def _attempt(self) -> None:
+        """One session, from beginning to end, if the worker answers."""
+        reason = "it ended the link"
+        try:
+            async with open_channel(self.address, receive_bytes=GROWTH_FRAME_BYTES) as channel:
+                stub = draft_pb2_grpc.DraftServiceStub(channel)
+                await self._hold(Session(self.address, await self._greet(stub), self._terms, self._deliver), stub)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except LinkError as error:
+            reason = str(error)
+        if reason != self._complaint:  # once, not with every attempt
+            log.warning("draft %s: %s", self.address, reason)
+            self._complaint = reason
+
+    async def _hold(self, session: Session, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        try:
+            self.session = session
+            await session.run(stub)
+        finally:
+            self._seen = asyncio.get_running_loop().time()
+            # In this order: who opened a request on a session whose end was delivered would wait for ever.
+            self.session = None
+            self._deliver(Arrival(session, None))
+
+    async def _greet(self, stub: draft_pb2_grpc.DraftServiceStub) -> DraftDescription:
+        request = pb.DraftServiceDescribeRequest()
+        worker = decode_description(await stub.Describe(request, timeout=self._terms.connect_s))
+        self._admit(worker)
+        log.info("draft %s at %s is up: %s %s", worker.worker_id, self.address, worker.method, worker.model)
+        self._complaint = ""
+        return worker

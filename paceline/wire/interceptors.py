@@ -1,0 +1,85 @@
+"""The one place where exceptions become status codes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from typing import Any, Never, TypeAlias
+
+import grpc
+
+from paceline.wire.errors import Congested, Draining, WireError
+
+log = logging.getLogger(__name__)
+
+Statuses = Mapping[type[Exception], grpc.StatusCode]
+
+STATUSES: Statuses = {
+    WireError: grpc.StatusCode.INVALID_ARGUMENT,
+    Draining: grpc.StatusCode.UNAVAILABLE,
+    Congested: grpc.StatusCode.RESOURCE_EXHAUSTED,
+}
+
+# Of any request and response: an interceptor sees every method of a server.
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Ends a call whose servicer raises with the status of that exception, its text as details.
+
+    An exception that has no status is a bug: it is logged with its traceback, and the peer reads INTERNAL. Only
+    our own methods are wrapped; they are coroutines, or async generators where they stream.
+    """
+
+    def __init__(self, statuses: Statuses) -> None:
+        """`statuses` is looked up by class, then by base class; it adds to `STATUSES`."""
+        self._statuses = {**STATUSES, **statuses}
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler | None:
+        handler = await continuation(handler_call_details)
+        if handler is None or not handler_call_details.method.startswith("/paceline."):
+            return handler
+        codecs = {
+            "request_deserializer": handler.request_deserializer,
+            "response_serializer": handler.response_serializer,
+        }
+        if handler.unary_unary:
+            return grpc.unary_unary_rpc_method_handler(self._reply(handler.unary_unary), **codecs)
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream), **codecs)
+        if handler.stream_stream:
+            return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream), **codecs)
+        raise NotImplementedError(f"{handler_call_details.method}: no service here streams requests only")
+
+    def _reply(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def reply(request: Any, context: Context) -> Any:
+            try:
+                return await method(request, context)
+            except Exception as error:  # noqa: BLE001 - all of them end up in a status and, unforeseen, in the log
+                await self._abort(error, context)
+
+        return reply
+
+    def _stream(self, method: Callable[..., Any]) -> Callable[..., AsyncGenerator[Any]]:
+        async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
+            try:
+                async for response in method(request, context):
+                    yield response
+            except Exception as error:  # noqa: BLE001 - as above
+                await self._abort(error, context)
+
+        return stream
+
+    async def _abort(self, error: Exception, context: Context) -> Never:
+        if isinstance(error, grpc.aio.AbortError):
+            raise error
+        for base in type(error).__mro__:
+            if status := self._statuses.get(base):
+                await context.abort(status, str(error))
+        log.error("a call failed", exc_info=error)
+        await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")

@@ -1,0 +1,62 @@
+"""What waits to be sent on one link, merged into one frame."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Generic, Self, TypeVar
+
+from google.protobuf.message import Message
+
+from paceline.wire.errors import Congested
+
+Frame = TypeVar("Frame", bound=Message)
+
+
+class Outbox(Generic[Frame]):
+    """An async iterator of frames, for gRPC to send. While the link is busy, whatever is put is merged into
+    the next frame: a slow link carries fewer and larger frames, and never a queue of old ones.
+
+    Merging is protobuf's: lists are joined, single values replaced. Use it from one event loop.
+    """
+
+    def __init__(self, empty: type[Frame], limit_bytes: int) -> None:
+        self.taken = 0
+        """Frames that left so far."""
+        self._empty = empty
+        self._limit_bytes = limit_bytes
+        self._frame: Frame | None = None
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._error: BaseException | None = None
+
+    def put(self, frame: Frame) -> None:
+        """Raises `Congested` if more waits than the peer takes in one frame. A closed outbox forgets it."""
+        if self._closed:
+            return
+        if self._frame is None:
+            self._frame = self._empty()
+        self._frame.MergeFrom(frame)
+        if self._frame.ByteSize() > self._limit_bytes:
+            raise Congested(f"over {self._limit_bytes} bytes wait to be sent")
+        self._changed.set()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """End the iteration, with `error` if given. What waits is still sent, but not before an error."""
+        if not self._closed:
+            self._closed, self._error = True, error
+            self._changed.set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Frame:
+        await self._changed.wait()
+        if self._error is not None:
+            raise self._error
+        if self._frame is None:
+            raise StopAsyncIteration  # closed, since nothing else sets the event without a frame
+        frame, self._frame = self._frame, None
+        if not self._closed:
+            self._changed.clear()
+        self.taken += 1
+        return frame

@@ -1,0 +1,63 @@
+"""A gRPC server as every service runs it: health, reflection, one error map, a start and an end in order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paceline.wire.channels import SERVER_OPTIONS
+from paceline.wire.errors import LinkError
+from paceline.wire.interceptors import Statuses, StatusInterceptor
+
+Register = Callable[[Any, grpc.aio.Server], None]
+
+
+class PortError(LinkError):
+    """The address cannot be listened on."""
+
+
+class Server:
+    """Add services, `start`, later `drain`, then `stop`."""
+
+    def __init__(self, host: str, port: int, statuses: Statuses | None = None) -> None:
+        """Port 0 lets the system choose one. `statuses`: see `StatusInterceptor`."""
+        self.address = f"{host}:{port}"
+        """Where it listens; with the real port once it has started."""
+        self._host = host
+        self._server = grpc.aio.server(interceptors=[StatusInterceptor(statuses or {})], options=SERVER_OPTIONS)
+        self._health = health.aio.HealthServicer()
+        self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+
+    def add(
+        self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service: ServiceDescriptor
+    ) -> None:
+        """`register` is the generated `add_..._to_server`, `service` its descriptor, from the generated module."""
+        register(servicer, self._server)
+        self._names.append(service.full_name)
+
+    async def start(self) -> str:
+        """Listen and turn SERVING; return host:port. Raises `PortError`."""
+        reflection.enable_server_reflection(self._names, self._server)
+        try:
+            port = self._server.add_insecure_port(self.address)
+        except RuntimeError as error:
+            raise PortError(f"cannot listen on {self.address}; is the port taken? Choose another one.") from error
+        self.address = f"{self._host}:{port}"
+        await self._server.start()
+        for name in ("", *self._names):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return self.address
+
+    async def drain(self) -> None:
+        """Turn NOT_SERVING, for good. Calls go on."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float = 0.0) -> None:
+        """Give the calls that are open so many seconds, then end them."""
+        await self._server.stop(grace_s)

@@ -1,0 +1,161 @@
+"""A gateway's end of the link to one target worker: many requests over one stream of frames.
+
+    link = TargetLink("127.0.0.1:50051")
+    description = await link.connect()
+    async with aclosing(link.submit(submission)) as deltas:
+        async for delta in deltas:
+            ...
+    await link.close()
+
+A link lives once. When it breaks, every open request raises `TargetLost`, and the link is done for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator
+
+import grpc
+
+from paceline.messages import Delta, Load, Submission, TargetDescription
+from paceline.v1 import common_pb2, target_pb2_grpc
+from paceline.v1 import target_pb2 as pb
+from paceline.wire.channels import FRAME_BYTES, open_channel
+from paceline.wire.errors import Congested, TargetLost, WireError
+from paceline.wire.outbox import Outbox
+from paceline.wire.target_frames import decode_delta, decode_description, decode_load, encode_submission
+
+log = logging.getLogger(__name__)
+
+
+class TargetLink:
+    """One connection to a target. Use it from one event loop. Never raises grpc's own errors."""
+
+    description: TargetDescription
+    """What the target said of itself; there after `connect`."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.load: Load | None = None
+        """How busy the target was after the last step that this link heard of; None before the first."""
+        self.draining = False
+        """The target takes no new requests; those that run go on."""
+        self._channel = open_channel(address)
+        self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
+        self._open: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
+        self._outbox = Outbox(pb.SubmitFrame, FRAME_BYTES)
+        self._lost = asyncio.Event()
+        self._receiver: asyncio.Task[None] | None = None
+
+    @property
+    def lost(self) -> bool:
+        """The link is broken or closed. Make a new one if the registry still lists the worker."""
+        return self._lost.is_set()
+
+    async def connect(self, timeout_s: float = 5.0) -> TargetDescription:
+        """Reach the target and learn what it serves. Raises `TargetLost` if it does not answer in time."""
+        try:
+            request = pb.TargetServiceDescribeRequest()
+            self.description = decode_description(await self._stub.Describe(request, timeout=timeout_s))
+        except grpc.aio.AioRpcError as error:
+            await self.close()
+            raise TargetLost(f"target {self.address} does not answer: {error.details()}") from None
+        call = self._stub.Serve(self._outbox)
+        self._receiver = asyncio.create_task(self._receive(call), name=f"receive from {self.address}")
+        return self.description
+
+    async def submit(self, submission: Submission) -> AsyncGenerator[Delta]:
+        """Run a request and yield its deltas; the last one has a finish reason.
+
+        Leaving early (`aclose`, cancellation) cancels it at the target. Raises `TargetLost` if the link
+        breaks or the target drains before the end: submit again elsewhere, what came so far as `committed`.
+        Raises `WireError` for a value that the contract cannot carry, `ValueError` for an id that is in use.
+        """
+        if submission.request_id in self._open:
+            raise ValueError(f"request {submission.request_id} already runs on this link")
+        self._say(pb.SubmitFrame(submits=[encode_submission(submission)]))
+        if self.lost:
+            raise TargetLost(f"target {self.address} is lost")
+        arrived: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
+        self._open[submission.request_id] = arrived
+        ended = False
+        try:
+            while not ended:
+                delta = await arrived.get()
+                ended = isinstance(delta, TargetLost) or delta.finish_reason is not None
+                if isinstance(delta, TargetLost):
+                    raise delta
+                yield delta
+        finally:
+            if not ended:
+                self.cancel(submission.request_id)
+            del self._open[submission.request_id]
+
+    def cancel(self, request_id: str) -> None:
+        """Ask for the end of a request: its iterator ends with the finish reason `cancelled`."""
+        if request_id in self._open:
+            self._say(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
+
+    async def wait_lost(self) -> None:
+        """Returns when the link is lost."""
+        await self._lost.wait()
+
+    async def close(self) -> None:
+        """End the link; the target cancels what still runs on it."""
+        self._lose("closed by the gateway")
+        if self._receiver is not None:
+            self._receiver.cancel()
+            await asyncio.wait([self._receiver])
+        await self._channel.close(None)
+
+    def _say(self, frame: pb.SubmitFrame) -> None:
+        try:
+            self._outbox.put(frame)
+        except Congested as error:
+            self._lose(str(error))
+
+    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.DeltaFrame]) -> None:
+        reason = "the target ended the link"
+        try:
+            async for frame in call:
+                self._take(frame)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except WireError as error:
+            reason = f"it broke the contract: {error}"
+        finally:
+            self._lose(reason)
+            call.cancel()
+
+    def _take(self, frame: pb.DeltaFrame | None) -> None:
+        if frame is None:  # gRPC's way of saying that the bytes were no such message
+            raise WireError("a message that is no DeltaFrame")
+        if frame.HasField("load"):
+            self.load = decode_load(frame.load)
+        if frame.draining and not self.draining:
+            log.info("target %s drains", self.address)
+            self.draining = True
+        for message in frame.deltas:
+            arrived = self._open.get(message.request_id)
+            if arrived is None:
+                continue  # cancelled here a moment ago
+            if message.finish_reason == common_pb2.FINISH_REASON_HANDED_OVER:
+                arrived.put_nowait(TargetLost(f"target {self.address} drains and handed the request over"))
+            else:
+                arrived.put_nowait(decode_delta(message))
+
+    def _lose(self, reason: str) -> None:
+        if self.lost:
+            return
+        self._lost.set()
+        self._outbox.close()
+        log.log(
+            logging.WARNING if self._open else logging.INFO,
+            "link to target %s lost with %d requests open: %s",
+            self.address,
+            len(self._open),
+            reason,
+        )
+        for arrived in self._open.values():
+            arrived.put_nowait(TargetLost(f"target {self.address} lost: {reason}"))

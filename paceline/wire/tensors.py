@@ -1,0 +1,50 @@
+"""`Tensor` messages ↔ torch: float32, bfloat16, float16 and int64, little-endian, row-major."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+
+from paceline.v1 import common_pb2 as pb
+from paceline.wire.errors import WireError
+
+MAX_DIMENSIONS = 8
+
+_TO_WIRE = {
+    torch.float32: pb.DATA_TYPE_FLOAT32,
+    torch.bfloat16: pb.DATA_TYPE_BFLOAT16,
+    torch.float16: pb.DATA_TYPE_FLOAT16,
+    torch.int64: pb.DATA_TYPE_INT64,
+}
+_FROM_WIRE = {number: dtype for dtype, number in _TO_WIRE.items()}
+
+if sys.byteorder != "little":
+    raise ImportError("tensors travel little-endian, and nobody has taught this module to swap bytes yet")
+
+
+def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
+    """Of any device and layout. Raises `WireError` for a dtype that the contract does not know."""
+    number = _TO_WIRE.get(tensor.dtype)
+    if number is None:
+        raise WireError(f"a tensor of {tensor.dtype} cannot be sent")
+    flat = tensor.detach().to("cpu").contiguous().flatten()
+    return pb.Tensor(dtype=number, shape=tensor.shape, data=flat.view(torch.uint8).numpy().tobytes())
+
+
+def decode_tensor(message: pb.Tensor) -> torch.Tensor:
+    """On the CPU, with memory of its own. Raises `WireError` if dtype, shape and data do not agree."""
+    dtype = _FROM_WIRE.get(message.dtype)
+    if dtype is None:
+        raise WireError(f"dtype: {message.dtype} is unknown")
+    if len(message.shape) > MAX_DIMENSIONS:
+        raise WireError(f"shape: {len(message.shape)} dimensions, more than {MAX_DIMENSIONS}")
+    shape = tuple(message.shape)
+    size = math.prod(shape) * dtype.itemsize
+    if len(message.data) != size:
+        raise WireError(f"data: {len(message.data)} bytes where shape {shape} needs {size}")
+    if size == 0:
+        raise WireError(f"shape: {shape} holds nothing")
+    # A bytearray, because torch wants memory that may be written to; this is the only copy.
+    return torch.frombuffer(bytearray(message.data), dtype=dtype).reshape(shape)

@@ -1,0 +1,1 @@
+"""The draft worker: grows trees for many requests of many targets."""

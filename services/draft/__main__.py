@@ -1,0 +1,82 @@
+"""python -m services.draft: one draft worker."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+import time
+
+import torch
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.speculators import Speculator, build
+from paceline.speculators.growing import GrowingLoop
+from paceline.state import WorkerRecord, open_store
+from paceline.telemetry import logs
+from paceline.v1 import draft_pb2
+from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from paceline.wire.draft_frames import DraftDescription
+from paceline.wire.server import Server
+from services.draft.servicer import DraftServicer
+from services.process import StartError, either, parser, run
+
+DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+
+log = logging.getLogger(__name__)
+
+
+def main() -> int:
+    options = parser("draft", "Grows trees of guesses for target workers.").parse_args()
+    logs.configure("draft", options.worker_id)
+    torch.set_num_threads(options.engine_config.threads)
+    return run(lambda stop: serve(options, stop))
+
+
+async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
+    """From building the speculator to the last word on every link."""
+    async with open_store(options.redis_url) as store:
+        speculator = await asyncio.to_thread(load, options.speculative_config, options.engine_config)
+        growing = GrowingLoop(speculator)
+        servicer = DraftServicer(options.worker_id, speculator, growing)
+        server = Server(options.host, options.port)
+        server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
+        address = await server.start()
+        growth = asyncio.create_task(asyncio.to_thread(growing.run), name="growing")
+        record = registered_as(servicer.description, address)
+        async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):
+            log.info("draft ready on %s", address)
+            await either(stop, growth)
+            await server.drain()
+        servicer.drain()
+        await server.stop(grace_s=1.0)
+        growing.stop()
+        await growth
+        log.info("draft stopped")
+
+
+def load(speculation: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+    """Raises `StartError` with what to do."""
+    if not speculation.enabled:
+        raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
+    try:
+        return build(speculation, engine)
+    except (ValueError, OSError) as error:
+        raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error
+
+
+def registered_as(description: DraftDescription, address: str) -> WorkerRecord:
+    return WorkerRecord(
+        kind="draft",
+        worker_id=description.worker_id,
+        address=address,
+        model=description.model,
+        method=description.method,
+        fingerprint=description.vocabulary_fingerprint,
+        started_at=time.time(),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

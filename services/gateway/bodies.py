@@ -1,0 +1,253 @@
+"""Request bodies: OpenAI's fields, and further ones under vLLM's names. A field nobody knows is refused.
+
+Types are strict, as OpenAI's are: "5" is no number. Ranges that `paceline.config.SamplingParams` knows are
+not repeated here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+
+from services.gateway.errors import InvalidRequestError
+
+MAX_CHOICES = 128
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _switch(value: Any) -> Any:
+    return {"enabled": value} if isinstance(value, bool) else value
+
+
+def _refused(value: Any) -> None:
+    if value:
+        raise ValueError("is not supported")
+
+
+Strings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
+Unsupported = Annotated[None, BeforeValidator(_refused)]
+"""Known, but not built: accepted only where it asks for nothing."""
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    include_obfuscation: Unused = None
+
+
+class SpeculativeLimits(Body):
+    """`speculative` of one request; `false` alone switches it off."""
+
+    enabled: bool | None = None
+    num_speculative_tokens: int | None = Field(None, ge=0)
+    max_tree_nodes: int | None = Field(None, ge=0)
+
+
+class GenerationBody(Body):
+    """What completions and chat completions have in common. None means: the default."""
+
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(1, ge=1, le=MAX_CHOICES)
+    stop: Annotated[Strings | None, Field(max_length=16)] = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[int] | None = None
+    bad_words: Strings | None = None
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    speculative: Annotated[SpeculativeLimits | None, BeforeValidator(_switch)] = None
+    speculation_stats: bool = False
+    prompt_logprobs: Unsupported = None
+    allowed_token_ids: Unsupported = None
+    structured_outputs: Unsupported = None
+    use_beam_search: Unsupported = None
+
+    user: Unused = None
+    metadata: Unused = None
+    store: Unused = None
+    service_tier: Unused = None
+    safety_identifier: Unused = None
+    prompt_cache_key: Unused = None
+    prompt_cache_retention: Unused = None
+
+    @model_validator(mode="after")
+    def _consistent(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        return self
+
+    @property
+    def output_limit(self) -> tuple[str, int | None]:
+        """The field that limits the output, and what the client set it to."""
+        return "max_tokens", self.max_tokens
+
+    @property
+    def top_log_probs(self) -> int | None:
+        """How many alternatives to report beside each token's log-probability; None: report nothing."""
+        raise NotImplementedError
+
+
+class CompletionBody(GenerationBody):
+    prompt: list[str] | list[list[int]]
+    echo: bool | None = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+    add_special_tokens: bool = True
+    suffix: Unsupported = None
+    best_of: int | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """One prompt is a list of one. What it then is depends on its first entry alone."""
+        if isinstance(value, str) or (_filled(value) and isinstance(value[0], int)):
+            value = [value]
+        if not _filled(value):
+            raise ValueError("must be a string, a list of token ids, or a list of these, and not empty")
+        kind = str if isinstance(value[0], str) else list
+        for entry in value:
+            if not isinstance(entry, kind):
+                raise ValueError("must not mix strings and token ids")
+            if not entry:
+                raise ValueError("must not be empty")
+            if kind is list and not all(type(id_) is int and id_ >= 0 for id_ in entry):
+                raise ValueError("token ids must be integers from 0 on")
+        return value
+
+    @model_validator(mode="after")
+    def _possible(self) -> CompletionBody:
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise InvalidRequestError("best_of other than n is not supported", param="best_of")
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequestError("logprobs of an echoed prompt are not supported", param="logprobs")
+        return self
+
+    @property
+    def top_log_probs(self) -> int | None:
+        return self.logprobs
+
+
+class Message(Body):
+    """Further fields (`name`, `tool_call_id`, ...) reach the chat template as they are."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str = Field(min_length=1)
+    content: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _joined(cls, value: Any) -> Any:
+        """Content may come in parts; all of them must be text."""
+        if not isinstance(value, list):
+            return value
+        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
+            raise ValueError("only parts of type text are supported")
+        return "".join(part["text"] for part in value)
+
+
+class ChatFields(Body):
+    """How messages become a prompt; `/tokenize` takes these too."""
+
+    messages: list[Message] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    add_special_tokens: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _one_end(self) -> ChatFields:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _not_continued("needs add_generation_prompt: false")
+        if self.continue_final_message and self.messages[-1].content is None:
+            raise _not_continued("needs a final message with content")
+        return self
+
+
+class ResponseFormat(Body):
+    type: Literal["text"]
+
+
+class ChatBody(ChatFields, GenerationBody):
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = False
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: Unsupported = None
+    functions: Unsupported = None
+    audio: Unsupported = None
+    web_search_options: Unsupported = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    parallel_tool_calls: Unused = None
+    prediction: Unused = None
+    reasoning_effort: Unused = None
+    verbosity: Unused = None
+
+    @model_validator(mode="after")
+    def _agreeing(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidRequestError("top_logprobs needs logprobs: true", param="top_logprobs")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            message = "max_tokens and max_completion_tokens contradict each other"
+            raise InvalidRequestError(message, param="max_tokens")
+        return self
+
+    @property
+    def output_limit(self) -> tuple[str, int | None]:
+        if self.max_completion_tokens is None:
+            return "max_tokens", self.max_tokens
+        return "max_completion_tokens", self.max_completion_tokens
+
+    @property
+    def top_log_probs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeTextBody(Body):
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ChatFields):
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(Body):
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+def _not_continued(why: str) -> InvalidRequestError:
+    return InvalidRequestError(f"continue_final_message {why}", param="continue_final_message")
+
+
+def _filled(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0

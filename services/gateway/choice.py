@@ -1,0 +1,108 @@
+"""One completion: what is to be generated, and what comes of it, piece by piece.
+
+HTTP and gRPC both turn a request into choices, one per prompt and each of `n`, and pieces into an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Timings, Usage
+from paceline.text import Detokenizer, StopStrings, Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A completion to generate. `eos_token_ids`: those of `sampling.stop_token_ids` that the model brought."""
+
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    speculative: SpeculativeOptions
+    eos_token_ids: Sequence[int] = ()
+    stop: tuple[str, ...] = ()
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+
+
+@dataclass(slots=True)
+class Piece:
+    """What one delta added. `offsets[i]`: characters of the choice's text before token i.
+
+    Text may lag behind the tokens: a character may be incomplete, a stop string may have begun.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    log_probs: list[LogProbs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    cached_tokens: int = 0
+    speculation: SpeculationStats | None = None
+    timings: Timings = field(default_factory=Timings)
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """A choice's pieces as one. The last one holds what is known at the end only."""
+    return replace(
+        pieces[-1],
+        text="".join(piece.text for piece in pieces),
+        tokens=[token for piece in pieces for token in piece.tokens],
+        offsets=[offset for piece in pieces for offset in piece.offsets],
+        log_probs=[each for piece in pieces for each in piece.log_probs],
+    )
+
+
+class ChoiceText:
+    """Turns a choice's deltas into pieces: decodes, looks for stop strings, ends where the first one ends.
+
+    At the end text, tokens, log-probabilities and finish reason agree: tokens up to and with the one that
+    completes a stop string count, later ones of the same delta were never seen.
+    """
+
+    def __init__(self, choice: Choice, tokenizer: Tokenizer) -> None:
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=choice.skip_special_tokens)
+        self._stops = StopStrings(choice.stop)
+        self._include_stop = choice.include_stop
+        self._eos = choice.eos_token_ids
+        self._free_tokens = choice.sampling.min_tokens  # a stop string may not end the text before
+        self._length = 0
+        self._tokens = 0
+
+    def usage(self, prompt_tokens: int, last: Piece) -> Usage:
+        """What the choice has cost, once its last piece is there."""
+        return Usage(prompt_tokens, self._tokens, last.cached_tokens)
+
+    def take(self, delta: Delta) -> Piece:
+        piece = Piece(finish_reason=delta.finish_reason, speculation=delta.speculation, timings=delta.timings)
+        if delta.usage is not None:
+            piece.cached_tokens = delta.usage.cached_tokens
+        silent = len(delta.tokens) - 1 if delta.stop_token is not None and not self._include_stop else -1
+        for index, token in enumerate(delta.tokens):
+            piece.tokens.append(token)
+            piece.offsets.append(self._length)
+            if index != silent:
+                piece.text += self._show(self._detokenizer.feed((token,)))
+            self._free_tokens -= 1
+            if self._stops.found is not None:
+                break
+        self._tokens += len(piece.tokens)
+        self._end(piece, delta)
+        piece.log_probs = delta.log_probs[: len(piece.tokens)]
+        return piece
+
+    def _show(self, text: str) -> str:
+        self._length += len(text)
+        return text if self._free_tokens > 0 else self._stops.feed(text)
+
+    def _end(self, piece: Piece, delta: Delta) -> None:
+        if self._stops.found is None and delta.finish_reason is not None:
+            piece.text += self._show(self._detokenizer.flush())
+        if self._stops.found is not None:
+            piece.finish_reason, piece.stop_reason = FinishReason.STOP, self._stops.found
+            piece.text += self._stops.found if self._include_stop else ""
+        elif delta.finish_reason is not None:
+            piece.text += self._stops.flush()
+            piece.stop_reason = None if delta.stop_token in self._eos else delta.stop_token

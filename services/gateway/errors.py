@@ -1,0 +1,129 @@
+"""Everything a client can do wrong or run into, and the one shape in which it is told.
+
+ApiError
+├── InvalidRequestError  400  a field is wrong; names it
+├── UnknownModelError    404  no such model here
+├── BodyTooLargeError    413  the body exceeds the limit
+├── OverloadedError      429  too many requests run; try again later
+├── NoTargetError        503  no target is up; try again later
+└── GenerationError      500  the target failed while it served the request
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+RETRY_AFTER_S = 1
+
+
+class ApiError(Exception):
+    """An answer that is an error, in OpenAI's shape."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        """`param` is the field at fault, as a path like `messages[0].role`."""
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code or self.code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {}
+
+
+class InvalidRequestError(ApiError):
+    status = 400
+    type = "invalid_request_error"
+
+    @classmethod
+    def of(cls, error: ValidationError) -> InvalidRequestError:
+        """The first complaint of pydantic, in words for whoever wrote the request."""
+        detail = error.errors(include_url=False)[0]
+        param = field_path(detail["loc"]) or None
+        return cls(_complaint(detail, param), param=param, code=_CODES.get(detail["type"]))
+
+
+class UnknownModelError(ApiError):
+    status = 404
+    type = "invalid_request_error"
+    code = "model_not_found"
+
+    def __init__(self, model: str, served: str) -> None:
+        super().__init__(f"the model {model!r} does not exist; this server has {served!r}", param="model")
+
+
+class BodyTooLargeError(ApiError):
+    status = 413
+    type = "invalid_request_error"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the request body exceeds the limit of {limit} bytes", code="body_too_large")
+
+
+class RetryLaterError(ApiError):
+    """Base of errors that pass by themselves."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"retry-after": str(RETRY_AFTER_S)}
+
+
+class OverloadedError(RetryLaterError):
+    status = 429
+    type = "rate_limit_error"
+    code = "overloaded"
+
+
+class NoTargetError(RetryLaterError):
+    status = 503
+    type = "service_unavailable"
+    code = "no_target"
+
+
+class GenerationError(ApiError):
+    """The message is the target's."""
+
+
+def field_path(parts: tuple[str | int, ...]) -> str:
+    """`messages`, 0, `role` → `messages[0].role`."""
+    path = ""
+    for part in parts:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "[key]":  # pydantic's mark for a wrong key of a mapping
+            path += f".{part}" if path else part
+    return path
+
+
+_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_parameter",
+    "json_invalid": "invalid_json",
+}
+
+
+def _complaint(detail: ErrorDetails, param: str | None) -> str:
+    match detail["type"]:
+        case "json_invalid":
+            return f"the request body is not valid JSON: {detail['ctx']['error']}"
+        case "extra_forbidden":
+            return f"unknown parameter: {param}"
+        case "missing":
+            return f"missing parameter: {param}"
+    message = detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    if not param:
+        return message
+    given = detail["input"]
+    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
+    return f"{param}: {message[0].lower()}{message[1:]}{shown if len(shown) < 80 else ''}"

@@ -1,0 +1,205 @@
+"""The HTTP API: OpenAI's routes, and vLLM's `/tokenize` and `/detokenize`. A route decodes, asks, encodes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from pydantic import BaseModel, ValidationError
+from pydantic_core import from_json
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import paceline
+from services.gateway.answers import CountAnswers
+from services.gateway.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+from services.gateway.choice import Choice, Piece
+from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError
+from services.gateway.gateway import Gateway, merged
+from services.gateway.plan import plan_chat, plan_completion
+from services.gateway.prompts import encode, encode_chat
+from services.gateway.replies import ChatReply, CompletionReply, Reply
+from services.gateway.streaming import ClientGoneError, EventStream, encode_json, while_connected
+
+AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Nobody reads it; the number is for logs."""
+
+
+class Json(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return encode_json(content).encode()
+
+
+def create_app(gateway: Gateway, registry: CollectorRegistry) -> FastAPI:
+    """The application. `/metrics` shows what `registry` holds."""
+    app = FastAPI(title="Paceline", version=paceline.__version__)
+    app.add_middleware(CountAnswers, gateway.metrics)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGoneError, _client_gone)
+    app.add_exception_handler(Exception, _unexpected)
+    _add_generation(app, gateway)
+    _add_models(app, gateway)
+    _add_tokens(app, gateway)
+    _add_operations(app, gateway, registry)
+    return app
+
+
+def _add_generation(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        body = _parsed(await _raw(request, gateway), CompletionBody)
+        choices = await plan_completion(body, gateway)
+        return await _answer(request, CompletionReply(body, choices, gateway), choices, gateway)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        body = _parsed(await _raw(request, gateway), ChatBody)
+        choices = await plan_chat(body, gateway)
+        return await _answer(request, ChatReply(body, choices, gateway), choices, gateway)
+
+
+def _add_models(app: FastAPI, gateway: Gateway) -> None:
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return Json({"object": "list", "data": [_model_card(gateway)]})
+
+    @app.get("/v1/models/{model:path}")
+    async def model(model: str) -> Response:
+        gateway.check_model(model)
+        return Json(_model_card(gateway))
+
+
+def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
+    tokenizer = gateway.tokenizer
+
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> Response:
+        body = _tokenize_body(await _raw(request, gateway))
+        gateway.check_model(body.model)
+        if isinstance(body, TokenizeChatBody):
+            tokens = await encode_chat(body, tokenizer)
+        else:
+            tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
+        answer = {"count": len(tokens), "max_model_len": gateway.max_model_len, "tokens": tokens}
+        strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
+        return Json(answer | {"token_strs": strings})
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = _parsed(await _raw(request, gateway), DetokenizeBody)
+        gateway.check_model(body.model)
+        return Json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+
+
+def _add_operations(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
+    @app.get("/health")
+    async def health() -> Response:
+        """200 only while requests would be served."""
+        gateway.served()
+        return Json({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/version")
+    async def version() -> Response:
+        return Json({"version": paceline.__version__})
+
+
+async def _answer(request: Request, reply: Reply, choices: Sequence[Choice], gateway: Gateway) -> Response:
+    if reply.streams:
+        return EventStream(_chunks(reply, choices, gateway))
+    pieces = await while_connected(request.receive, _collect(choices, gateway))
+    return Json(reply.whole(pieces))
+
+
+async def _chunks(reply: Reply, choices: Sequence[Choice], gateway: Gateway) -> AsyncGenerator[dict[str, Any]]:
+    opening = reply.opening()
+    async with aclosing(merged(gateway, choices)) as pieces:
+        async for index, piece in pieces:
+            for chunk in opening:
+                yield chunk
+            opening = []
+            for chunk in reply.chunks(index, piece):
+                yield chunk
+
+
+async def _collect(choices: Sequence[Choice], gateway: Gateway) -> list[list[Piece]]:
+    collected: list[list[Piece]] = [[] for _ in choices]
+    async with aclosing(merged(gateway, choices)) as pieces:
+        async for index, piece in pieces:
+            collected[index].append(piece)
+    return collected
+
+
+async def _raw(request: Request, gateway: Gateway) -> bytes:
+    """The body, as far as the limit allows. Raises `BodyTooLargeError`."""
+    limit = gateway.limits.max_body_bytes
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise BodyTooLargeError(limit)
+    return bytes(body)
+
+
+def _parsed(raw: bytes, kind: type[AnyBody]) -> AnyBody:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+
+
+def _tokenize_body(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
+    try:
+        content = from_json(raw)
+    except ValueError:
+        content = None  # reading it again, below, says what is wrong
+    if isinstance(content, dict) and "messages" in content:
+        return _parsed(raw, TokenizeChatBody)
+    return _parsed(raw, TokenizeTextBody)
+
+
+def _model_card(gateway: Gateway) -> dict[str, Any]:
+    return {
+        "id": gateway.model,
+        "object": "model",
+        "created": gateway.created,
+        "owned_by": "paceline",
+        "max_model_len": gateway.max_model_len,
+    }
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Json(error.body, status_code=error.status, headers=error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    told = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
+    return Json(told.body, status_code=error.status_code, headers=error.headers)
+
+
+async def _client_gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unexpected(request: Request, error: Exception) -> Response:
+    return Json(ApiError("the gateway failed; its log says how").body, status_code=ApiError.status)

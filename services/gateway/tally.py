@@ -1,0 +1,63 @@
+"""What a request's choices have come to: usage, and what speculation did for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import Any
+
+from paceline.messages import SpeculationStats, Timings
+from services.gateway.choice import Choice, Piece
+
+Json = dict[str, Any]
+
+
+class Tally:
+    """Sums over all choices of one request."""
+
+    def __init__(self, choices: Sequence[Choice], per_prompt: int) -> None:
+        """`per_prompt`: choices that share a prompt; it counts once."""
+        self.unfinished = len(choices)
+        self._prompt_tokens = sum(len(choice.prompt) for choice in choices[::per_prompt])
+        self._completion_tokens = 0
+        self._cached_tokens = 0
+        self._stats: list[SpeculationStats] = []
+        self._timings: list[Timings] = []
+
+    def add(self, piece: Piece) -> None:
+        self._completion_tokens += len(piece.tokens)
+        if piece.finish_reason is not None:
+            self.unfinished -= 1
+            self._cached_tokens += piece.cached_tokens
+            self._timings.append(piece.timings)
+            self._stats += [piece.speculation] if piece.speculation else []
+
+    def usage(self) -> Json:
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": self._prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+        }
+
+    def speculation(self) -> Json:
+        """Acceptance length is accepted tokens per verification, without the bonus token."""
+        total = SpeculationStats(
+            drafted_by_depth=_summed(stats.drafted_by_depth for stats in self._stats),
+            accepted_by_depth=_summed(stats.accepted_by_depth for stats in self._stats),
+            drafted_tokens=sum(stats.drafted_tokens for stats in self._stats),
+            verifications=sum(stats.verifications for stats in self._stats),
+            steps=sum(stats.steps for stats in self._stats),
+            drafts=list(dict.fromkeys(draft for stats in self._stats for draft in stats.drafts)),
+        )
+        derived = {"accepted_tokens": total.accepted_tokens, "acceptance_length": total.acceptance_length}
+        return asdict(total) | derived
+
+    def timings(self) -> Json:
+        """The targets' own clocks, in seconds: of the choice that took longest."""
+        return asdict(max(self._timings, key=lambda timings: timings.total_s, default=Timings()))
+
+
+def _summed(counts: Iterable[Sequence[int]]) -> list[int]:
+    return [sum(column) for column in zip_longest(*counts, fillvalue=0)]

@@ -1,0 +1,105 @@
+"""From a command line to an exit code, the same for the services that speak gRPC.
+
+0: stopped as asked · 1: failed while serving, with a traceback in the log · 2: could not start, with one line that
+says what to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import secrets
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry
+from pydantic import BaseModel, ValidationError
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.models import ModelNotFoundError
+from paceline.state import StateError
+from paceline.telemetry.exporter import serve_metrics
+from paceline.wire.server import PortError
+
+log = logging.getLogger(__name__)
+
+COULD_NOT_START = 2
+FAILED = 1
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class StartError(Exception):
+    """The service cannot start; the text says what to do."""
+
+
+def parser(kind: str, description: str) -> argparse.ArgumentParser:
+    """What every service can be told."""
+    arguments = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=description)
+    arguments.add_argument("--host", default="127.0.0.1", help="address to listen on, and to be reached at")
+    arguments.add_argument("--port", type=int, default=0, help="0: the system chooses")
+    arguments.add_argument("--redis-url", help="registry and acceptance; without it, memory of this process")
+    arguments.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
+    arguments.add_argument("--speculative-config", default="{}", metavar="JSON", type=_json(SpeculativeConfig))
+    arguments.add_argument("--engine-config", default="{}", metavar="JSON", type=_json(EngineConfig))
+    arguments.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
+    return arguments
+
+
+@contextmanager
+def exported(metrics: CollectorRegistry, options: argparse.Namespace) -> Iterator[None]:
+    """Serve metrics for as long as the context lasts, if the command line asks for it."""
+    if options.metrics_port is None:
+        yield
+        return
+    try:
+        with serve_metrics(metrics, options.host, options.metrics_port) as port:
+            log.info("metrics on http://%s:%d/metrics", options.host, port)
+            yield
+    except OSError as error:
+        raise StartError(f"--metrics-port {options.metrics_port}: {error.strerror}; choose another one") from error
+
+
+def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
+    """Run a service until it is asked to stop, and return its exit code.
+
+    `serve` starts, waits for the event that SIGTERM and SIGINT set, and ends in order.
+    """
+    try:
+        asyncio.run(_until_signal(serve))
+    except (StartError, StateError, PortError, ModelNotFoundError) as error:
+        log.critical("%s", error)
+        return COULD_NOT_START
+    except Exception:
+        log.critical("the service failed", exc_info=True)
+        return FAILED
+    return 0
+
+
+async def _until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    await serve(stop)
+
+
+async def either(stop: asyncio.Event, work: asyncio.Future[None]) -> None:
+    """Return when the service is asked to stop or its compute has ended, which it does only by failing."""
+    work.add_done_callback(lambda _: stop.set())
+    await stop.wait()
+
+
+def _json(settings: type[Settings]) -> Callable[[str], Settings]:
+    def parse(text: str) -> Settings:
+        try:
+            return settings.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise argparse.ArgumentTypeError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+    return parse

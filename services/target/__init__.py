@@ -1,0 +1,1 @@
+"""The target worker: decodes, verifying what drafts guess."""

@@ -1,0 +1,193 @@
+"""`TargetService`: links of gateways on one side, the engine's loop on the other.
+
+A gateway chooses request ids that are unique on its link; the engine knows them as "link/id". Deltas come back from
+the engine's thread once per step, and leave as one frame per link.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
+from typing import Any, Protocol, TypeAlias
+
+import grpc
+
+from paceline.messages import Delta, FinishReason, Load, Submission, TargetDescription
+from paceline.v1 import common_pb2, target_pb2_grpc
+from paceline.v1 import target_pb2 as pb
+from paceline.wire.channels import FRAME_BYTES
+from paceline.wire.errors import Congested, Draining, WireError
+from paceline.wire.outbox import Outbox
+from paceline.wire.streams import exchange
+from paceline.wire.target_frames import decode_submission, encode_delta, encode_description, encode_load
+
+log = logging.getLogger(__name__)
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+class Decoder(Protocol):
+    """What the servicer needs of an `EngineLoop`. Called on the event loop; answers come to `deliver`."""
+
+    def submit(self, submission: Submission) -> None: ...
+
+    def cancel(self, request_id: str) -> None: ...
+
+
+class Observer(Protocol):
+    """Hears of every request, on the event loop. Deltas carry the engine's name for it, submissions the gateway's."""
+
+    def submitted(self, engine_id: str, submission: Submission) -> None: ...
+
+    def committed(self, delta: Delta) -> None: ...
+
+    def forgotten(self, engine_id: str) -> None: ...
+
+
+class TargetServicer(target_pb2_grpc.TargetServiceServicer):
+    """Construct it on the event loop, and set `decoder` before the server starts."""
+
+    decoder: Decoder
+
+    def __init__(self, description: TargetDescription, observer: Observer) -> None:
+        self.load = Load(0, 0, description.slots, 0, 0.0)
+        """As of the engine's last step."""
+        self._description = description
+        self._observer = observer
+        self._event_loop = asyncio.get_running_loop()
+        self._serial = count(1)
+        self._links: set[_GatewayLink] = set()
+        self._owners: dict[str, _GatewayLink] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._draining = False
+
+    async def Describe(
+        self, request: pb.TargetServiceDescribeRequest, context: ServicerContext
+    ) -> pb.TargetServiceDescribeResponse:
+        return encode_description(self._description)
+
+    async def Serve(
+        self, incoming: AsyncIterator[pb.SubmitFrame], context: ServicerContext
+    ) -> AsyncGenerator[pb.DeltaFrame]:
+        if self._draining:
+            raise Draining("this target drains")
+        link = _GatewayLink(next(self._serial))
+        self._links.add(link)
+        link.put(pb.DeltaFrame(load=encode_load(self.load)))
+        try:
+            async for frame in exchange(incoming, lambda frame: self._take(link, frame), link.outbox):
+                yield frame
+        finally:
+            self._links.discard(link)
+            for engine_id in list(link.running):
+                self.decoder.cancel(engine_id)
+                self._forget(engine_id)
+
+    def load_by_name(self) -> Mapping[str, float]:
+        """For the registry; gateways of other links route by it."""
+        return {"running": self.load.running, "waiting": self.load.waiting, "free_slots": self.load.free_slots}
+
+    def deliver(self, deltas: Sequence[Delta], load: Load) -> None:
+        """What one engine step has to say. Called on the engine's thread."""
+        self._event_loop.call_soon_threadsafe(self._distribute, deltas, load)
+
+    async def drain(self, limit_s: float) -> None:
+        """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links."""
+        self._draining = True
+        for link in self._links:
+            link.put(pb.DeltaFrame(draining=True))
+        try:
+            await asyncio.wait_for(self._idle.wait(), limit_s)
+        except TimeoutError:
+            log.warning("drain limit of %g s reached, %d requests are handed over", limit_s, len(self._owners))
+        for engine_id, link in list(self._owners.items()):
+            self.decoder.cancel(engine_id)
+            self._forget(engine_id)
+            link.hand_over(link.name_of(engine_id))
+        for link in self._links:
+            link.outbox.close()
+
+    def _take(self, link: _GatewayLink, frame: pb.SubmitFrame) -> None:
+        for message in frame.submits:
+            self._submit(link, message)
+        for cancel in frame.cancels:
+            engine_id = link.engine_id(cancel.request_id)
+            if engine_id in link.running:
+                self.decoder.cancel(engine_id)
+
+    def _submit(self, link: _GatewayLink, message: pb.SubmitFrame.Submit) -> None:
+        """A request that cannot be decoded ends with an error of its own; only a reused id breaks the link."""
+        engine_id = link.engine_id(message.request_id)
+        if engine_id in link.running:
+            raise WireError(f"submits.request_id: {message.request_id!r} is in use on this link")
+        if self._draining:
+            link.hand_over(message.request_id)
+            return
+        try:
+            submission = decode_submission(message)
+        except WireError as error:
+            link.put_delta(Delta(engine_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            return
+        self._owners[engine_id] = link
+        link.running.add(engine_id)
+        self._idle.clear()
+        self._observer.submitted(engine_id, submission)
+        self.decoder.submit(replace(submission, request_id=engine_id))
+
+    def _distribute(self, deltas: Sequence[Delta], load: Load) -> None:
+        self.load = load
+        frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
+        for delta in deltas:
+            link = self._owners.get(delta.request_id)
+            if link is None:
+                continue  # its gateway went away a moment ago
+            self._observer.committed(delta)
+            if delta.finish_reason is None:
+                delta.speculation = None  # gateways hear of it at the end
+            else:
+                self._forget(delta.request_id)
+            frames[link].deltas.append(encode_delta(delta, link.name_of(delta.request_id)))
+        for link, frame in frames.items():
+            frame.load.CopyFrom(encode_load(load))
+            link.put(frame)
+
+    def _forget(self, engine_id: str) -> None:
+        self._owners.pop(engine_id).running.discard(engine_id)
+        self._observer.forgotten(engine_id)
+        if not self._owners:
+            self._idle.set()
+
+
+class _GatewayLink:
+    """One gateway's stream."""
+
+    def __init__(self, number: int) -> None:
+        self.outbox = Outbox(pb.DeltaFrame, FRAME_BYTES)
+        self.running: set[str] = set()
+        """The engine's names of its requests."""
+        self._prefix = f"{number}/"
+
+    def engine_id(self, request_id: str) -> str:
+        return self._prefix + request_id
+
+    def name_of(self, engine_id: str) -> str:
+        return engine_id.removeprefix(self._prefix)
+
+    def put(self, frame: pb.DeltaFrame) -> None:
+        try:
+            self.outbox.put(frame)
+        except Congested as error:
+            self.outbox.close(error)
+
+    def put_delta(self, delta: Delta) -> None:
+        self.put(pb.DeltaFrame(deltas=[encode_delta(delta, self.name_of(delta.request_id))]))
+
+    def hand_over(self, request_id: str) -> None:
+        """Tell the gateway to submit this request elsewhere."""
+        delta = pb.DeltaFrame.Delta(request_id=request_id, finish_reason=common_pb2.FINISH_REASON_HANDED_OVER)
+        self.put(pb.DeltaFrame(deltas=[delta]))

@@ -1,0 +1,274 @@
+"""Every rule between logits and the drawn token, against the same rules written plainly; and that rows are alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores
+
+VOCABULARY = 24
+
+
+def reference_logits(
+    logits: Sequence[float], params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
+) -> list[float]:
+    """Bars, bias and penalties as vLLM documents them, one token at a time."""
+    result = []
+    for token, logit in enumerate(logits):
+        for word in params.bad_words:
+            before = word[:-1]
+            if word[-1] == token and tuple(output[len(output) - len(before) :]) == before:
+                logit = -math.inf
+        if token in params.stop_token_ids and len(output) < params.min_tokens:
+            logit = -math.inf
+        logit += params.logit_bias.get(token, 0.0)
+        if token in prompt or token in output:
+            logit = logit / params.repetition_penalty if logit > 0 else logit * params.repetition_penalty
+        logit -= params.frequency_penalty * output.count(token)
+        logit -= params.presence_penalty * (token in output)
+        result.append(logit)
+    return result
+
+
+def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+    """Temperature, min-p, top-k, top-p; each on what the one before left."""
+
+    def law(kept: set[int]) -> dict[int, float]:
+        largest = max(logits)
+        weights = {t: math.exp((logits[t] - largest) / params.temperature) for t in kept}
+        return {t: w / sum(weights.values()) for t, w in weights.items()}
+
+    kept = {t for t, logit in enumerate(logits) if logit > -math.inf}
+    probabilities = law(kept)
+    kept = {t for t in kept if probabilities[t] >= params.min_p * max(probabilities.values())}
+    if 0 < params.top_k < len(kept):
+        weakest = sorted((logits[t] for t in kept), reverse=True)[params.top_k - 1]
+        kept = {t for t in kept if logits[t] >= weakest}
+    if params.top_p < 1:
+        probabilities = law(kept)
+        kept = {t for t in kept if sum(p for p in probabilities.values() if p > probabilities[t]) < params.top_p}
+    probabilities = law(kept)
+    return [probabilities.get(t, 0.0) for t in range(len(logits))]
+
+
+def law_behind(logits: Tensor, row: Row) -> Tensor:
+    """The law that a row draws from: its scores without the noise."""
+    noise = gumbel(noise_bits([row.params.seed], [row.position], torch.arange(len(logits))))
+    return (scores(logits[None], [row]) - noise)[0].double().softmax(-1)
+
+
+RULES = {
+    "none": {},
+    "temperature": {"temperature": 0.6},
+    "hot": {"temperature": 5.0},
+    "top_k": {"top_k": 5},
+    "top_k of all": {"top_k": 99},
+    "top_p": {"top_p": 0.8},
+    "top_p tiny": {"top_p": 1e-6},
+    "min_p": {"min_p": 0.1},
+    "min_p of 1": {"min_p": 1.0},
+    "filters together": {"temperature": 1.5, "min_p": 0.02, "top_k": 9, "top_p": 0.9},
+    "repetition": {"repetition_penalty": 1.4},
+    "encouraged repetition": {"repetition_penalty": 0.7},
+    "presence": {"presence_penalty": 0.8},
+    "frequency": {"frequency_penalty": -0.6},
+    "bias": {"logit_bias": {3: 4.5, 7: -100.0, 0: -0.5}},
+    "bad words": {"bad_words": ((4,), (9, 5), (1, 9, 6), (9, 1, 9, 6, 2))},
+    "min_tokens": {"min_tokens": 7, "max_tokens": 16, "stop_token_ids": (2, 11)},
+    "min_tokens reached": {"min_tokens": 6, "max_tokens": 16, "stop_token_ids": (2, 11)},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 12,
+        "top_p": 0.95,
+        "min_p": 0.001,
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        "logit_bias": {3: 2.0, 9: -1.0},
+        "bad_words": ((9, 5), (3,)),
+        "min_tokens": 9,
+        "max_tokens": 16,
+        "stop_token_ids": (2,),
+    },
+}
+PROMPT, OUTPUT, PATH = [3, 1, 4, 1, 5], [9, 2, 6, 5, 9], [1, 9]
+
+
+@pytest.fixture(params=RULES.values(), ids=RULES)
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return SamplingParams(seed=11, **request.param)
+
+
+@pytest.mark.parametrize("seed", range(8))
+class TestLaw:
+    def logits(self, seed: int) -> list[float]:
+        rng = random.Random(seed)
+        return torch.tensor([rng.gauss(0, 2.5) for _ in range(VOCABULARY)]).tolist()
+
+    def test_it_is_the_references(self, params: SamplingParams, seed: int) -> None:
+        logits = self.logits(seed)
+        row = Row(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
+        expected = reference_law(reference_logits(logits, params, PROMPT, OUTPUT + PATH), params)
+        law = law_behind(torch.tensor(logits), row).tolist()
+        assert law == pytest.approx(expected, rel=2e-4, abs=1e-9)
+        assert [p > 0 for p in law] == [p > 0 for p in expected]
+
+    def test_at_temperature_zero_the_largest_logit_wins(self, params: SamplingParams, seed: int) -> None:
+        greedy = params.model_copy(update={"temperature": 0.0})
+        logits = self.logits(seed)
+        row = Row(greedy, 12, History(greedy, PROMPT, OUTPUT, VOCABULARY), PATH)
+        expected = reference_logits(logits, greedy, PROMPT, OUTPUT + PATH)
+        assert scores(torch.tensor([logits]), [row])[0].tolist() == pytest.approx(expected, rel=1e-5)
+        assert draw(torch.tensor([logits]), [row]).tolist() == [expected.index(max(expected))]
+
+
+class TestHistory:
+    def test_a_path_counts_like_output(self, params: SamplingParams) -> None:
+        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+        history = History(params, PROMPT, OUTPUT, VOCABULARY)
+        guessed = history.apply(logits, PATH)
+        assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply(logits, []))
+        assert not torch.equal(guessed, history.apply(logits, [])) or not history.rules or "bias" in str(params)
+
+    def test_guesses_leave_no_trace(self, params: SamplingParams) -> None:
+        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+        history = History(params, PROMPT, OUTPUT, VOCABULARY)
+        before, given = history.apply(logits, []), logits.clone()
+        history.apply(logits, PATH)
+        assert torch.equal(history.apply(logits, []), before)
+        assert torch.equal(logits, given)
+
+    def test_it_may_be_told_bit_by_bit(self, params: SamplingParams) -> None:
+        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
+        history = History(params, PROMPT, [], VOCABULARY)
+        for tokens in (OUTPUT[:1], [], OUTPUT[1:4], OUTPUT[4:]):
+            history.extend(tokens)
+        assert history.output_tokens == len(OUTPUT)
+        assert torch.equal(history.apply(logits, PATH), History(params, PROMPT, OUTPUT, VOCABULARY).apply(logits, PATH))
+
+    def test_ids_outside_the_vocabulary_are_void(self) -> None:
+        params = SamplingParams(
+            logit_bias={99: 5.0},
+            bad_words=((99,), (1, 99)),
+            stop_token_ids=(99,),
+            min_tokens=5,
+            repetition_penalty=1.5,
+        )
+        history = History(params, [99, 3], [99, 1], VOCABULARY)
+        inside = History(SamplingParams(repetition_penalty=1.5), [3], [1], VOCABULARY)
+        logits = torch.ones(VOCABULARY)
+        assert torch.equal(history.apply(logits, [99]), inside.apply(logits, []))
+
+
+class TestDraw:
+    def row(self, history: Sequence[int] = (), position: int = 5, **settings: object) -> Row:
+        params = SamplingParams(**settings)
+        return Row(params, position, History(params, [], history, VOCABULARY))
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 1}])
+    def test_the_lowest_id_wins_among_equals(self, dtype: torch.dtype, settings: dict[str, object]) -> None:
+        logits = torch.zeros(3, VOCABULARY, dtype=dtype)
+        logits[1, [4, 20]] = 1.0
+        logits[2, [23, 7, 11]] = 2.0
+        assert draw(logits, [self.row(**settings)] * 3).tolist() == [0, 4, 7]
+
+    def test_a_draw_is_the_largest_of_logits_and_noise(self) -> None:
+        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
+        row = self.row(temperature=0.7, seed=8, position=77)
+        noise = gumbel(noise_bits([8], [77], torch.arange(VOCABULARY)))
+        expected = (logits - logits.max()) / torch.tensor(0.7) + noise
+        assert torch.equal(scores(logits[None], [row]), expected)
+        assert draw(logits[None], [row]).item() == expected.argmax()
+
+    @pytest.mark.parametrize(
+        "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": 1e-9}]
+    )
+    def test_a_barred_token_is_never_drawn_however_few_remain(self, settings: dict[str, object]) -> None:
+        logits = torch.full((1, VOCABULARY), -3.0)
+        logits[0, 5], logits[0, 6] = 30.0, 10.0
+        bars = {"bad_words": ((9, 5),), "stop_token_ids": (6,), "min_tokens": 3}
+        for position in range(50):
+            free = [self.row([9], position, **settings)]
+            assert draw(logits, free).tolist() == [5]
+            assert draw(logits, [self.row([9], position, **bars, **settings)]).item() not in (5, 6)
+
+    def test_only_one_token_left_is_drawn_whatever_its_noise(self) -> None:
+        logits = torch.full((200, VOCABULARY), -math.inf)
+        logits[:, 13] = -1e30
+        assert draw(logits, [self.row(position=i) for i in range(200)]).tolist() == [13] * 200
+
+    def test_equal_logits_stand_or_fall_together(self) -> None:
+        logits = torch.zeros(VOCABULARY)
+        logits[[2, 3, 4]] = 1.0
+        for settings in ({"top_k": 1}, {"top_k": 2}, {"top_p": 0.01}):
+            law = law_behind(logits, self.row(**settings))
+            assert law[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
+
+    def test_very_low_temperatures_are_raised(self) -> None:
+        logits = torch.randn(1, VOCABULARY) * 1e4
+        raised = scores(logits, [self.row(temperature=1e-30)])
+        assert torch.equal(raised, scores(logits, [self.row(temperature=LOWEST_TEMPERATURE)]))
+        assert raised.isfinite().all()
+
+    def test_logits_are_left_as_they_are(self, params: SamplingParams) -> None:
+        logits = torch.randn(2, VOCABULARY)
+        given = logits.clone()
+        history = History(params, PROMPT, OUTPUT, VOCABULARY)
+        greedy = self.row(temperature=0.0)
+        draw(logits, [Row(params, 3, history, PATH), greedy])
+        draw(logits, [greedy, greedy])
+        assert torch.equal(logits, given)
+
+    def test_a_draw_depends_on_seed_and_position(self) -> None:
+        logits = torch.zeros(400, VOCABULARY)
+        by_position = draw(logits, [self.row(position=i) for i in range(400)])
+        by_seed = draw(logits, [self.row(seed=i) for i in range(400)])
+        assert len(by_position.unique()) == len(by_seed.unique()) == VOCABULARY
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocabulary", [97, 4096, 40_003])
+def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int) -> None:
+    """Bit for bit the same scores whichever rows share the call, in whatever order."""
+    every = [SamplingParams(seed=seed, **rules) for seed, rules in enumerate(RULES.values())]
+    every += [every[5], SamplingParams(temperature=0.0), every[5]]
+    rows = [Row(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
+    logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = scores(logits, rows)
+        for i, row in enumerate(rows):
+            assert torch.equal(scores(logits[i : i + 1], [row])[0], together[i]), i
+        for seed in range(3):
+            order = random.Random(seed).sample(range(len(rows)), k=len(rows) - 5 * seed)
+            assert torch.equal(scores(logits[order], [rows[i] for i in order]), together[order])
+            assert torch.equal(draw(logits[order], [rows[i] for i in order]), together[order].argmax(-1))
+    finally:
+        torch.set_num_threads(before)
+
+
+class TestLogProbs:
+    def test_they_are_the_models_own(self) -> None:
+        logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(4)).bfloat16()
+        law = logits.double().log_softmax(-1)
+        for row, (found, token) in enumerate(zip(log_probs(logits, [5, 0, 23], 4), [5, 0, 23], strict=True)):
+            assert found.log_prob == pytest.approx(law[row, token].item(), abs=1e-5)
+            assert len(found.top) == 4
+            best = law[row].sort(descending=True, stable=True)
+            assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
+            assert all(law[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+
+    def test_none_at_the_top_is_none(self) -> None:
+        (found,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
+        assert found.log_prob == pytest.approx(-math.log(VOCABULARY))
+        assert list(found.top) == []

@@ -1,0 +1,179 @@
+"""Detokenizer and tokenizer: what arrives token by token is what the tokenizer would have decoded at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from paceline.models import ModelNotFoundError, resolve_model
+from paceline.text import Detokenizer, Tokenizer, vocabulary_fingerprint
+
+TEXTS = ["def f(x):\n    return x", "naïve café — 東京は夜の七時", "👩‍👩‍👧‍👦 flags 🇩🇪 e\u0301", "\t \n\n  done"]
+
+
+def byte_level() -> Tokenizer:
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(TEXTS * 3, trainer)
+    backend.add_tokens([AddedToken("東京タワー", special=False)])  # spelled outside the byte alphabet
+    return Tokenizer(backend, {"eos_token": "<|end|>"}, None)
+
+
+def sentencepiece_like() -> Tokenizer:
+    """Llama 2's: `▁` for a space, a token for each byte, a space dropped at the very start."""
+    words = ["▁", "▁def", "▁caf", "é", "▁return", "x", "(", ")", ":", "\n", "e", "a"]
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocabulary |= {word: len(vocabulary) + index for index, word in enumerate(words)}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, None)
+
+
+def metaspace() -> Tokenizer:
+    vocabulary = {"<unk>": 0, "▁a": 1, "b": 2, "▁": 3, "ü": 4}
+    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    return Tokenizer(backend, {}, None)
+
+
+BYTE_LEVEL, SENTENCEPIECE, METASPACE = byte_level(), sentencepiece_like(), metaspace()
+TABLE = Tokenizer.load("table:512")
+
+
+def cut(tokens: list[int], borders: list[int]) -> list[list[int]]:
+    ends = [*sorted(border % (len(tokens) + 1) for border in borders), len(tokens)]
+    return [tokens[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def stream(tokenizer: Tokenizer, parts: list[list[int]], *, skip_special_tokens: bool = True) -> str:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+    return "".join(detokenizer.feed(part) for part in parts) + detokenizer.flush()
+
+
+def after(tokenizer: Tokenizer, first: int, tokens: list[int], *, skip_special_tokens: bool) -> str:
+    """What `tokenizers` itself makes of tokens that follow another one."""
+    whole = tokenizer.decode([first, *tokens], skip_special_tokens=skip_special_tokens)
+    return whole.removeprefix(tokenizer.decode([first]))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "first"), [(BYTE_LEVEL, 65), (METASPACE, 1), (TABLE, 7)], ids=["byte_level", "metaspace", "table"]
+)
+@given(data=st.data(), borders=st.lists(st.integers(0, 99), max_size=8), skip=st.booleans())
+def test_any_cut_decodes_to_what_the_tokenizer_decodes(
+    tokenizer: Tokenizer, first: int, data: st.DataObject, borders: list[int], skip: bool
+) -> None:
+    tokens = data.draw(st.lists(st.integers(0, len(tokenizer.pieces) - 1), max_size=24))
+    expected = after(tokenizer, first, tokens, skip_special_tokens=skip)
+    assert stream(tokenizer, cut(tokens, borders), skip_special_tokens=skip) == expected
+
+
+@given(
+    pieces=st.lists(st.one_of(st.sampled_from([259, 260, 261, 262, 263, 1]), st.characters(codec="utf-8"))),
+    borders=st.lists(st.integers(0, 99), max_size=8),
+)
+def test_byte_tokens_decode_to_what_the_tokenizer_decodes(pieces: list[int | str], borders: list[int]) -> None:
+    tokens = [
+        token
+        for piece in pieces
+        for token in ([piece] if isinstance(piece, int) else [3 + byte for byte in piece.encode()])
+    ]
+    expected = after(SENTENCEPIECE, 260, tokens, skip_special_tokens=True)
+    assert stream(SENTENCEPIECE, cut(tokens, borders)) == expected
+
+
+@given(tokens=st.lists(st.integers(0, 270)), borders=st.lists(st.integers(0, 99), max_size=8))
+def test_invalid_byte_tokens_spoil_no_others(tokens: list[int], borders: list[int]) -> None:
+    expected = b"".join(SENTENCEPIECE.visible_pieces[token] for token in tokens).decode(errors="replace")
+    assert stream(SENTENCEPIECE, cut(tokens, borders)) == expected
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, Tokenizer.load("pydoc")], ids=["byte_level", "pydoc"])
+def test_no_half_character_is_ever_shown(tokenizer: Tokenizer, text: str) -> None:
+    detokenizer = Detokenizer(tokenizer)
+    shown = [detokenizer.feed([token]) for token in tokenizer.encode(text)]
+    assert "".join(shown) == text
+    assert "\ufffd" not in "".join(shown)
+
+
+def test_a_character_that_stays_incomplete_is_marked_at_the_end() -> None:
+    euro = [3 + byte for byte in "€".encode()]
+    detokenizer = Detokenizer(SENTENCEPIECE)
+    assert detokenizer.feed(euro[:2]) == ""
+    assert detokenizer.flush() == "\ufffd"
+
+
+def test_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
+    assert Detokenizer(TABLE).feed([1, 100_000, 2]) == " 1 2"
+
+
+def test_a_continuation_keeps_its_leading_space() -> None:
+    assert Detokenizer(SENTENCEPIECE).feed([260]) == " def"
+
+
+def test_fingerprints_differ_exactly_with_the_meaning_of_ids(tmp_path: Path) -> None:
+    def saved(name: str, change: Callable[[dict[str, int]], None]) -> str:
+        vocabulary = {"<unk>": 0, "a": 1, "b": 2}
+        change(vocabulary)
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+        Backend(models.WordLevel(vocabulary, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
+        return str(folder)
+
+    plain = vocabulary_fingerprint(saved("plain", lambda v: None))
+    assert plain == vocabulary_fingerprint(saved("same", lambda v: None))
+    assert plain != vocabulary_fingerprint(saved("swapped", lambda v: v.update(a=2, b=1)))
+    assert plain != vocabulary_fingerprint(saved("more", lambda v: v.update(c=3)))
+
+
+def test_the_shipped_pair_shares_a_vocabulary() -> None:
+    assert vocabulary_fingerprint("pydoc") == vocabulary_fingerprint("pydoc-draft")
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "table:", "table:one", "table:1"])
+def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(name: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"a model is a folder with|write table:"):
+        resolve_model(name)
+
+
+def test_a_model_without_a_tokenizer_file_says_how_to_make_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match="save_pretrained"):
+        Tokenizer.load(str(tmp_path))
+
+
+def test_table_models_read_and_write_numbers() -> None:
+    tokens = TABLE.encode("5 17 511")
+    assert tokens == [5, 17, 511]
+    assert Detokenizer(TABLE).feed(tokens) == " 5 17 511"
+    assert TABLE.fingerprint == Tokenizer.load("table:512:0.1").fingerprint == "table:512"
+
+
+def test_special_tokens_are_read_from_either_file(tmp_path: Path) -> None:
+    """Older configurations wrap a token in an object; a token named by role is special whatever its own flag."""
+    (tmp_path / "config.json").write_text("{}")
+    backend = Backend(models.WordLevel({"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3}, unk_token="<unk>"))
+    backend.add_special_tokens(["<s>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {"eos_token": {"content": "</s>", "lstrip": False}, "bos_token": "<s>", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(named))
+    tokenizer = Tokenizer.load(str(tmp_path))
+    assert tokenizer.special_tokens == {"eos_token": "</s>", "bos_token": "<s>"}
+    assert tokenizer.special_ids == {1, 2}
