@@ -29,7 +29,8 @@ class RowCost:
             self._seconds.append(max(s, self._seconds[-1]) if self._seconds else s)
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a pass over `rows` rows, padding included."""
+        """Seconds of a pass over `rows` rows, at least one, padding included. Beyond what was measured it is
+        proportional to rows."""
         padded = max(-(-rows // ROW_BUCKET) * ROW_BUCKET, self._rows[0])
         i = bisect.bisect_left(self._rows, padded)
         if i == len(self._rows):
@@ -44,47 +45,65 @@ def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: i
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
-    a token in this step. `rows`: rows that the step needs anyway. `most`: rows left in the step.
+    a token in this step. `rows`: rows that the step needs anyway, at least one. `most`: rows left in the step.
     """
-    best, best_rate = 0, requests / cost(max(rows, 1))
+    offered = probabilities[:most]
+    best, best_rate = 0, requests / cost(rows)
     expected = float(requests)
-    for count, probability in enumerate(probabilities[:most], 1):
+    for count, probability in enumerate(offered, 1):
         expected += probability
-        last_of_bucket = (rows + count) % ROW_BUCKET == 0 or count == min(len(probabilities), most)
-        if last_of_bucket and expected / cost(rows + count) > best_rate:
-            best, best_rate = count, expected / cost(rows + count)
+        # Within a bucket the cost is the same and more nodes are better, so only the ends can be best.
+        if (rows + count) % ROW_BUCKET == 0 or count == len(offered):
+            rate = expected / cost(rows + count)
+            if rate > best_rate:
+                best, best_rate = count, rate
     return best
 
 
 class Patience:
     """Whether to hold a step back for guesses that are under way.
 
-    Learned from waiting: when trees are `height` nodes high, the next growth comes after `delay[height]` seconds
-    and adds `gain[height]` expected tokens. Waiting pays while that gain per second exceeds what the step earns
-    per second now. Both are moving averages; the first values are a hopeful guess.
+    Learned from waiting: when trees are `height` nodes high, waiting for the next growth takes `delay[height]` seconds
+    and adds `gain[height]` expected tokens. It pays while that gain per second exceeds what the step earns per second
+    as things stand. Both are moving averages that start from a hopeful guess. A height that is not waited for teaches
+    nothing, so with every refusal the averages creep back towards that guess: it is tried again now and then.
     """
 
-    MEMORY = 0.9
     HORIZON = 12
     """Trees this high are never waited for."""
     LATE = 2.0
     """Growth is given up after this many times its usual delay."""
+    LEARNING = 0.1
+    """Weight of a wait in the averages."""
+    FORGETTING = 0.005
+    """Weight of the first guess, with each refusal."""
 
     def __init__(self, delay_s: float = 1e-3) -> None:
-        self._gain = [0.6**height for height in range(1, self.HORIZON + 1)]
+        """`delay_s`: the guess at a delay to start from."""
+        self._first_delay = delay_s
+        self._first_gain = [0.6**height for height in range(1, self.HORIZON + 1)]
+        self._gain = self._first_gain.copy()
         self._delay = [delay_s] * self.HORIZON
+
+    def wait_s(self, height: int, expected: float, step_s: float) -> float:
+        """How long to wait for more, at most; 0: go ahead.
+
+        `expected`: tokens that the step would commit now. `step_s`: what they would take, waits so far included.
+        """
+        if height >= self.HORIZON:
+            return 0.0
+        if self._gain[height] * step_s > expected * self._delay[height]:
+            return self.LATE * self._delay[height]
+        self._move(height, self._first_gain[height], self._first_delay, self.FORGETTING)
+        return 0.0
 
     def observe(self, height: int, gain: float, delay_s: float) -> None:
         """A wait at this height took `delay_s` and brought `gain` expected tokens; 0 if nothing came."""
-        self._gain[height] += (1 - self.MEMORY) * (gain - self._gain[height])
-        self._delay[height] += (1 - self.MEMORY) * (delay_s - self._delay[height])
+        self._move(height, gain, delay_s, self.LEARNING)
 
-    def wait_s(self, height: int, expected: float, step_s: float) -> float:
-        """How long to wait for more, at most; 0: go ahead. `expected`: tokens that the step would commit now."""
-        if height >= self.HORIZON:
-            return 0.0
-        delay = self._delay[height]
-        return self.LATE * delay if self._gain[height] * step_s > expected * delay else 0.0
+    def _move(self, height: int, gain: float, delay_s: float, weight: float) -> None:
+        self._gain[height] += weight * (gain - self._gain[height])
+        self._delay[height] += weight * (delay_s - self._delay[height])
 
 
 class Calibration:

@@ -5,6 +5,7 @@ Called from the engine's thread only. Nothing here blocks, except `poll` for as 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -80,18 +81,21 @@ class LocalDrafting:
         try:
             self._speculator.open(opening)
         except DraftError:
+            self._speculator.close(opening.request_id)
             return None
         return "local"
 
     def context(self, context: Context) -> None:
-        self._speculator.context(context)
+        try:
+            self._speculator.context(context)
+        except DraftError:
+            self._lose(context.request_id)
 
     def commit(self, commit: Commit) -> None:
         try:
             self._speculator.commit(commit)
         except DraftError:
-            self._speculator.close(commit.request_id)
-            self._lost.append(commit.request_id)
+            self._lose(commit.request_id)
 
     def close(self, request_id: int) -> None:
         self._speculator.close(request_id)
@@ -99,6 +103,15 @@ class LocalDrafting:
     def flush(self) -> None: ...
 
     def poll(self, timeout_s: float) -> News:
-        news = News(list(self._speculator.grow().items()), self._lost)
+        """One round; while there is time, more of them until the context is computed that guesses need."""
+        deadline = time.monotonic() + timeout_s
+        grown = self._speculator.grow()
+        while not grown and self._speculator.behind and time.monotonic() < deadline:
+            grown = self._speculator.grow()
+        news = News(list(grown.items()), self._lost)
         self._lost = []
         return news
+
+    def _lose(self, request_id: int) -> None:
+        self._speculator.close(request_id)
+        self._lost.append(request_id)

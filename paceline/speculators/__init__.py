@@ -23,7 +23,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
         from paceline.model import load
         from paceline.speculators.draft_model import DraftModel
 
-        return DraftModel(load(config.model, engine), config.tree_width)
+        # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
+        return DraftModel(load(config.model, engine.model_copy(update={"max_model_len": None})), config.tree_width)
     if config.method == "custom" and config.speculator is not None:
         return _custom(config.speculator, config, engine)
     raise ValueError(f"method {config.method!r} drafts nothing")

@@ -68,16 +68,28 @@ class Speculator(ABC):
     position_limit: int = 0
     """It drafts no position at or beyond this one; 0: no limit."""
 
+    @property
+    def behind(self) -> bool:
+        """Whether `grow` is worth calling again although it brought nothing: context is still to be computed."""
+        return False
+
     @abstractmethod
     def open(self, opening: Opening) -> None:
-        """Start drafting for a request. Raises `DraftError` if that cannot be."""
+        """Start drafting for a request, afresh if it is open. Raises `DraftError` if that cannot be."""
 
     def context(self, context: Context) -> None:
-        """Take in hidden states. Only called if `hidden_state_layers` names some."""
+        """Take in hidden states. Only called if `hidden_state_layers` names some.
+
+        A target that had to compute positions again sends theirs again. May raise `DraftError`.
+        """
 
     @abstractmethod
     def commit(self, commit: Commit) -> None:
-        """Move a request's root. Raises `DraftError` if its root is not at `commit.base_position`."""
+        """Move a request's root; unknown ids are ignored.
+
+        Raises `DraftError` if its root is not at `commit.base_position`, or if drafting cannot go on. The caller then
+        closes the request.
+        """
 
     @abstractmethod
     def close(self, request_id: int) -> None:
@@ -85,7 +97,10 @@ class Speculator(ABC):
 
     @abstractmethod
     def grow(self) -> dict[int, Growth]:
-        """One round of drafting: the new nodes by request, empty when no open request is worth another guess."""
+        """One round of drafting: the new nodes by request.
+
+        If there are none and nothing is `behind`, no open request is worth another guess until more is said.
+        """
 
 
 class DraftError(Exception):

@@ -7,27 +7,29 @@ from the perturbed logits: a softmax over them. At temperature 0 these are the p
 A node is *expanded* when it has run through the model, so that its children are known. Each round expands the nodes
 with the largest path probability, whoever's they are: the alternatives to a first choice come up as soon as they
 are likelier than going deeper.
+
+Committed tokens own their slots from the moment they are known. Guesses live on what is left, and give way: so a
+request that was taken in can always be computed, and one that cannot be is refused at once.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from paceline.model.model import Model
-from paceline.model.rows import Lane, Row
+from paceline.model.rows import GROUP, Lane, Row
 from paceline.sampling import History, scores
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, DraftError, Opening, Speculator
 from paceline.tree import Growth, Node, TokenTree
 from paceline.verify import STRATEGIES
 
-ROUND_ROWS = 8
-"""Nodes expanded per round; a model runs so many rows for about the price of one."""
 PREFILL_ROWS = 256
 """Context tokens computed per round."""
 LEAST_PATH_PROBABILITY = 0.02
@@ -42,24 +44,53 @@ class _Draft:
     tokens: list[int]
     tree: TokenTree
     history: History
+    limit: int
+    """No node stands at or beyond this position."""
     lane: Lane = field(default_factory=Lane)
+    """Slots of all tokens, computed or not."""
+    computed: int = 0
     slots: dict[Node, int] = field(default_factory=dict)
-    """Slots of expanded guesses."""
+    """Slots of expanded guesses. There are none while tokens are missing."""
 
     @property
     def missing(self) -> int:
         """Committed tokens, the root among them, that are not computed."""
-        return len(self.tokens) - len(self.lane)
+        return len(self.tokens) - self.computed
 
-    def frontier(self, count: int, limit: int) -> list[tuple[float, Node]]:
-        """The likeliest guesses that are not expanded and may be, as (path log-probability, node)."""
-        depth = min(self.opening.max_depth, limit - self.tree.root.position)
-        open_nodes = [
-            (node.path_log_prob, node)
-            for node in self.tree.nodes()
-            if node not in self.slots and node.position - self.tree.root.position < depth
-        ]
-        return heapq.nlargest(count, open_nodes, key=lambda pair: pair[0])
+    def may_expand(self, node: Node) -> bool:
+        """Whether children of this node are wanted."""
+        return node.position - self.tree.root.position < self.opening.max_depth and node.position + 1 < self.limit
+
+    def frontier(self) -> Iterator[Node]:
+        """The guesses that are not expanded and may be, likeliest first."""
+        serial = itertools.count()  # so that nodes are never compared
+        heap = [(0.0, next(serial), self.tree.root)]
+        while heap:
+            _, _, node = heapq.heappop(heap)
+            if node is not self.tree.root and node not in self.slots:
+                yield node
+                continue
+            for child in filter(self.may_expand, node.children.values()):
+                heapq.heappush(heap, (-child.path_log_prob, next(serial), child))
+
+    def expandable(self, width: int) -> Iterator[Node]:
+        """As many of the frontier as the tree has room for the children of."""
+        room = 0 if self.missing else max(0, self.opening.max_nodes - self.tree.size) // width
+        return itertools.islice(self.frontier(), room)
+
+
+@dataclass(slots=True)
+class _Round:
+    """The rows of one pass, and the nodes that are expanded by it: each by the row of its index in `wanted`."""
+
+    rows: list[Row] = field(default_factory=list)
+    wanted: list[int] = field(default_factory=list)
+    expanded: list[tuple[_Draft, Node]] = field(default_factory=list)
+
+    def expand_last(self, draft: _Draft, node: Node) -> None:
+        """The last row is that of `node`."""
+        self.wanted.append(len(self.rows) - 1)
+        self.expanded.append((draft, node))
 
 
 class DraftModel(Speculator):
@@ -74,23 +105,27 @@ class DraftModel(Speculator):
         self.vocabulary_size = model.vocabulary_size
         self.position_limit = model.max_model_len
         self._model = model
-        self._width = tree_width
+        self._width = min(tree_width, model.vocabulary_size)
         self._free = list(range(model.slots, 0, -1))
         self._drafts: dict[int, _Draft] = {}
 
+    @property
+    def behind(self) -> bool:
+        return any(draft.missing for draft in self._drafts.values())
+
     def open(self, opening: Opening) -> None:
         self.close(opening.request_id)
+        strategy = STRATEGIES.get(opening.strategy)
+        if strategy is None:
+            raise DraftError(f"unknown strategy {opening.strategy!r}")
         tokens = list(opening.tokens)
-        if len(tokens) > min(self.position_limit, len(self._free)):
-            raise DraftError(f"no room for {len(tokens)} tokens")
+        self._check(tokens, len(tokens))
         split = len(tokens) - opening.output_tokens
-        law = STRATEGIES[_strategy(opening)].law(opening.sampling)
-        self._drafts[opening.request_id] = _Draft(
-            opening,
-            tokens,
-            TokenTree(len(tokens) - 1, tokens[-1]),
-            History(law, tokens[:split], tokens[split:], self._model.vocabulary_size),
-        )
+        history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
+        tree = TokenTree(len(tokens) - 1, tokens[-1])
+        draft = _Draft(opening, tokens, tree, history, self.position_limit)
+        draft.lane.slots += self._take(len(tokens))
+        self._drafts[opening.request_id] = draft
 
     def commit(self, commit: Commit) -> None:
         draft = self._drafts.get(commit.request_id)
@@ -98,17 +133,17 @@ class DraftModel(Speculator):
             return
         if draft.tree.root.position != commit.base_position:
             raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
+        self._check(commit.tokens, len(draft.tokens) + len(commit.tokens))
         path = draft.tree.commit(commit.tokens).path
-        if not draft.missing:
-            # The path's computed guesses become computed tokens; the last token may be one of them.
-            for node in path:
-                if node not in draft.slots:
-                    break
-                draft.lane.slots.append(draft.slots.pop(node))
+        # Expanded guesses become computed tokens; the last token may be one of them.
+        known = [draft.slots.pop(node) for node in itertools.takewhile(draft.slots.__contains__, path)]
+        draft.lane.slots += known
+        draft.computed += len(known)
         draft.tokens += commit.tokens
         draft.history.extend(commit.tokens)
         alive = set(draft.tree.nodes())
         self._free += [draft.slots.pop(node) for node in list(draft.slots) if node not in alive]
+        draft.lane.slots += self._take(len(commit.tokens) - len(known))
 
     def close(self, request_id: int) -> None:
         draft = self._drafts.pop(request_id, None)
@@ -117,70 +152,85 @@ class DraftModel(Speculator):
 
     def grow(self) -> dict[int, Growth]:
         """One pass of the draft model: missing context first, then the likeliest guesses."""
-        rows: list[Row] = []
-        expanded: list[tuple[_Draft, Node]] = []
-        wanted: list[int] = []
-        budget = PREFILL_ROWS
-        for draft in self._drafts.values():
-            budget -= self._compute_context(draft, rows, budget)
-            if rows and not draft.missing and rows[-1].slot == draft.lane.slots[-1]:  # the root is in this pass
-                expanded.append((draft, draft.tree.root))
-                wanted.append(len(rows) - 1)
-        for draft, node in self._likeliest():
-            slot = self._free.pop()
-            branch = [draft.slots[n] for n in node.path()[:-1]] + [slot]
-            draft.slots[node] = slot
-            expanded.append((draft, node))
-            wanted.append(len(rows))
-            rows.append(draft.lane.branch_row(node.token, branch))
-        if not rows:
+        this = _Round()
+        self._add_context(this)
+        self._add_guesses(this)
+        if not this.rows:
             return {}
-        logits = self._model.run(rows, wanted).logits
-        return self._add_children(expanded, logits) if expanded else self.grow()
+        return self._add_children(this.expanded, self._model.run(this.rows, this.wanted).logits)
 
-    def _compute_context(self, draft: _Draft, rows: list[Row], budget: int) -> int:
-        """Rows for missing committed tokens; returns how many."""
-        start = len(draft.lane)
-        count = min(draft.missing, max(budget, 0), len(self._free))
-        draft.lane.slots += [self._free.pop() for _ in range(count)]
-        rows += [draft.lane.row(draft.tokens[i], i) for i in range(start, start + count)]
-        return count
+    def check_integrity(self) -> None:
+        """Prove that every slot is free or in one place of one request. Raises AssertionError."""
+        held = [s for draft in self._drafts.values() for s in (*draft.lane.slots, *draft.slots.values())]
+        if sorted([*self._free, *held]) != list(range(1, self._model.slots + 1)):
+            raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self._model.slots}")
 
-    def _likeliest(self) -> list[tuple[_Draft, Node]]:
-        """The guesses to expand in this round, over all requests whose context is complete."""
+    def _check(self, tokens: Sequence[int], length: int) -> None:
+        """Raises `DraftError` unless these tokens can be run, as the last of so many."""
+        if length >= self.position_limit:
+            raise DraftError(f"{length} tokens; the draft's positions end at {self.position_limit}")
+        if not all(0 <= token < self.vocabulary_size for token in tokens):
+            raise DraftError(f"a token id is outside the draft's vocabulary of {self.vocabulary_size}")
+
+    def _take(self, count: int) -> list[int]:
+        """Slots for committed tokens; guesses give theirs up if need be. Raises `DraftError` if that is not enough."""
+        if count > len(self._free):
+            for draft in self._drafts.values():
+                self._free += draft.slots.values()
+                draft.slots.clear()
+        if count > len(self._free):
+            raise DraftError(f"out of slots: {count} needed, {len(self._free)} of {self._model.slots} free")
+        return [self._free.pop() for _ in range(count)]
+
+    def _add_context(self, this: _Round) -> None:
+        """Rows for missing committed tokens. Few missing ones first: a prompt takes several rounds anyway."""
+        for draft in sorted(self._drafts.values(), key=lambda draft: draft.missing):
+            start = draft.computed
+            draft.computed += min(draft.missing, PREFILL_ROWS - len(this.rows))
+            this.rows += [draft.lane.row(draft.tokens[i], i) for i in range(start, draft.computed)]
+            if draft.computed > start and not draft.missing and draft.may_expand(draft.tree.root):
+                this.expand_last(draft, draft.tree.root)
+
+    def _add_guesses(self, this: _Round) -> None:
+        """Rows for the likeliest guesses of requests whose context is complete or in this pass.
+
+        As many as there are requests, and as fill the last bucket: a pass over part of one costs the same.
+        """
         least = math.log(LEAST_PATH_PROBABILITY)
-        candidates = [
-            (log_prob, draft, node)
-            for draft in self._drafts.values()
-            if not draft.missing and draft.tree.size < draft.opening.max_nodes
-            for log_prob, node in draft.frontier(ROUND_ROWS, self.position_limit)
-            if log_prob > least
-        ]
-        count = min(ROUND_ROWS, len(self._free))
-        return [(draft, node) for _, draft, node in heapq.nlargest(count, candidates, key=lambda c: c[0])]
+        rows = len(this.rows) + max(1, len(self._drafts))
+        count = min(rows + -rows % GROUP - len(this.rows), len(self._free))
+        frontiers = [_paired(draft, draft.expandable(self._width)) for draft in self._drafts.values()]
+        likeliest = heapq.merge(*frontiers, key=lambda pair: -pair[1].path_log_prob)
+        for draft, node in itertools.islice(likeliest, count):
+            if node.path_log_prob <= least:
+                return
+            branch = [draft.slots[above] for above in node.path()[:-1]]
+            draft.slots[node] = self._free.pop()
+            this.rows.append(draft.lane.branch_row(node.token, [*branch, draft.slots[node]]))
+            this.expand_last(draft, node)
 
     def _add_children(self, expanded: Sequence[tuple[_Draft, Node]], logits: torch.Tensor) -> dict[int, Growth]:
-        rows = [_draw_row(draft, node) for draft, node in expanded]
-        law = torch.log_softmax(scores(logits, rows), -1)
-        best = law.topk(min(self._width, law.shape[-1]))
+        law = torch.log_softmax(scores(logits, [_draw_row(draft, node) for draft, node in expanded]), -1)
+        best = law.topk(self._width)
         new: dict[int, list[Node]] = {}
         for (draft, node), tokens, log_probs in zip(expanded, best.indices.tolist(), best.values.tolist(), strict=True):
-            nodes = new.setdefault(draft.opening.request_id, [])
-            nodes += [
-                draft.tree.add(node, token, log_prob)
+            # A node whose slot was taken back is expanded again, and has its children already.
+            guesses = [
+                (token, log_prob)
                 for token, log_prob in zip(tokens, log_probs, strict=True)
                 if log_prob > -math.inf and token not in node.children
             ]
+            room = max(0, draft.opening.max_nodes - draft.tree.size)
+            nodes = [draft.tree.add(node, token, log_prob) for token, log_prob in guesses[:room]]
+            new.setdefault(draft.opening.request_id, []).extend(nodes)
         return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
+
+
+def _paired(draft: _Draft, nodes: Iterator[Node]) -> Iterator[tuple[_Draft, Node]]:
+    return ((draft, node) for node in nodes)
 
 
 def _draw_row(draft: _Draft, node: Node) -> DrawRow:
     """The draw after `node` that the target will make."""
     path = [n.token for n in node.path()]
     return DrawRow(draft.history.params, node.position + 1, draft.history, path)
-
-
-def _strategy(opening: Opening) -> str:
-    if opening.strategy not in STRATEGIES:
-        raise DraftError(f"unknown strategy {opening.strategy!r}")
-    return opening.strategy

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.telemetry.round import RoundStats
 from paceline.tree import Growth
 
 
@@ -70,11 +71,14 @@ class _Mail:
 class GrowingLoop:
     """Owns the speculator; only `run` touches it."""
 
-    def __init__(self, speculator: Speculator) -> None:
+    def __init__(self, speculator: Speculator, observe: Callable[[RoundStats], None] = lambda stats: None) -> None:
+        """`observe` is told about every round, on the loop's thread."""
         self._speculator = speculator
+        self._observe = observe
         self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
         self._owners: dict[int, tuple[Link, int]] = {}  # by the speculator's id: the link, and its id there
         self._next_id = 1
+        self._dropped = 0
         self._stopping = False
 
     def attach(self, deliver: Callable[[Grown], None]) -> Link:
@@ -95,7 +99,8 @@ class GrowingLoop:
             began = time.perf_counter()
             grown = self._speculator.grow()
             compute_s = time.perf_counter() - began
-            idle = not grown
+            idle = not grown and not self._speculator.behind
+            self._report(grown, compute_s)
             self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s))
 
     def _take_in(self, *, wait: bool) -> tuple[set[Link], float]:
@@ -128,6 +133,7 @@ class GrowingLoop:
             except DraftError as error:
                 self._close(link, each.request_id)
                 link.news.dropped[each.request_id] = str(error)
+                self._dropped += 1
 
     def _tell(self, link: Link, said: Said) -> None:
         """What concerns requests that are not open is late, and dropped."""
@@ -157,6 +163,11 @@ class GrowingLoop:
     def _forget(self, link: Link) -> None:
         for request_id in list(link.requests):
             self._close(link, request_id)
+
+    def _report(self, grown: dict[int, Growth], compute_s: float) -> None:
+        nodes = sum(len(growth.node_ids) for growth in grown.values())
+        self._observe(RoundStats(compute_s, nodes, self._dropped))
+        self._dropped = 0
 
     def _hand_out(self, grown: dict[int, Growth], heard: set[Link], timings: Timings) -> None:
         """Every link gets its share, and those that said something learn that it was applied."""

@@ -2,8 +2,8 @@
 
 The longest run of last tokens, `prompt_lookup_min` to `prompt_lookup_max` long, that occurs earlier in the request is
 found, the most recent occurrence first; what followed it is the guess. (The rule of vLLM's `ngram` and transformers'
-prompt lookup, except that those prefer the earliest occurrence.) Further occurrences with other continuations
-become branches.
+prompt lookup, except that those prefer the earliest occurrence.) Where what followed reaches the end of the request, it
+is guessed to go on as a loop. Older occurrences with other continuations become branches.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from paceline.speculators.base import Commit, DraftError, Opening, Speculator
 from paceline.tree import Growth, Node, TokenTree
 
-FIRST_GUESS = math.log(0.6)
-NEXT_GUESS = math.log(0.85)
-"""Confidence in a continuation's first token and in each later one; the target's calibration corrects them."""
-BRANCH_DISCOUNT = math.log(0.4)
-"""Confidence lost with each older occurrence."""
+FIRST_GUESS = 0.6
+NEXT_GUESS = 0.85
+"""Probability of a continuation's first token and of each later one; a further branch at the same place gets as large
+a share of what the ones before leave. The target's calibration corrects them."""
 
 
 @dataclass(slots=True)
@@ -42,13 +41,18 @@ class _Lookup:
             self.tokens.append(token)
         self.fresh = True
 
-    def occurrences(self) -> list[int]:
+    def occurrences(self, most: int) -> Sequence[int]:
         """Where the longest known run of last tokens ended before, most recent first."""
         for length in reversed(self.lengths):
             found = self.ends.get(tuple(self.tokens[-length:])) if length <= len(self.tokens) else None
             if found:
-                return found[::-1]
-        return []
+                return found[: -most - 1 : -1]
+        return ()
+
+    def continuation(self, end: int) -> list[int]:
+        """What followed an occurrence that ended here, as deep as guesses are wanted."""
+        period = len(self.tokens) - end
+        return [self.tokens[end + i % period] for i in range(self.opening.max_depth)]
 
 
 class NGram(Speculator):
@@ -91,15 +95,15 @@ class NGram(Speculator):
 
     def _guess(self, lookup: _Lookup) -> list[Node]:
         nodes: list[Node] = []
-        for rank, end in enumerate(lookup.occurrences()[: self._width]):
-            confidence = FIRST_GUESS + rank * BRANCH_DISCOUNT
-            node = lookup.tree.root
-            for token in lookup.tokens[end : end + lookup.opening.max_depth]:
+        for end in lookup.occurrences(self._width):
+            node, probability = lookup.tree.root, FIRST_GUESS
+            for token in lookup.continuation(end):
                 known = node.children.get(token)
                 if known is None:
                     if lookup.tree.size >= lookup.opening.max_nodes:
                         return nodes
-                    known = lookup.tree.add(node, token, confidence)
+                    share = probability * (1 - probability) ** len(node.children)
+                    known = lookup.tree.add(node, token, math.log(share))
                     nodes.append(known)
-                node, confidence = known, NEXT_GUESS
+                node, probability = known, NEXT_GUESS
         return nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from paceline.messages import SpeculationStats
@@ -39,9 +41,9 @@ class TargetMetrics:
         self._observe_growth(step)
         self._observe_speculation(step.speculation)
 
-    def observe_links(self, connected: int) -> None:
-        """How many draft workers are connected now."""
-        self._links.set(connected)
+    def follow_links(self, connected: Callable[[], int]) -> None:
+        """Whom to ask at each scrape how many draft workers are connected; asked on the exporter's thread."""
+        self._links.set_function(connected)
 
     def _observe_load(self, step: StepStats) -> None:
         self._running.set(step.running)

@@ -11,9 +11,9 @@ from transformers import LlamaConfig
 
 from paceline.training.corpus import HELD_OUT
 from paceline.training.distil import KEPT
-from paceline.training.evaluation import COMPLETION, CONTEXT
+from paceline.training.evaluation import COMPLETION, CONTEXT, FUNCTIONS
 
-COMMAND = "python -m paceline.training.family all --work-dir work --out paceline/family"
+COMMAND = "python -m paceline.training.family all --minutes {minutes:.0f} --work-dir work --out paceline/family"
 
 TARGET_CARD = """\
 ---
@@ -44,8 +44,8 @@ Held out of training, tokenizer and chats: {held_out}.
 
 ## Completions that parse
 
-{context} tokens of a held-out file, up to and with a function's header; {completion} tokens written; cut
-after the last whole statement; then `ast.parse`. "Unfinished" is a completion without a whole statement.
+For {functions} held-out functions: {context} tokens that end with the header, {completion} tokens written, cut after
+the last whole statement, given to `ast.parse`. "Unfinished" is a completion without a whole statement.
 
 | temperature | parsed | broken | unfinished |
 |---|---|---|---|
@@ -146,13 +146,14 @@ def target_card(config: LlamaConfig, training: Training, measured: Mapping[str, 
     return TARGET_CARD.format(
         **_shape(config),
         **training.fields(),
-        **_circumstances(),
+        **_circumstances(measured["minutes"]),
         parameters=f"{measured['target_parameters']:,}",
         corpus_tokens=f"{measured['corpus_tokens']:,}",
         step_ms=f"{measured['target_step_ms']:.1f}",
         held_out=", ".join(f"`{name}`" for name in HELD_OUT),
         context=CONTEXT,
         completion=COMPLETION,
+        functions=FUNCTIONS,
         parse_rows="\n".join(_parse_row(temperature, counts) for temperature, counts in parsing.items()),
         answers="\n\n".join(_answer(*pair) for pair in measured["answers"].items()),
     )
@@ -164,7 +165,7 @@ def draft_card(config: LlamaConfig, training: Training, measured: Mapping[str, A
     return DRAFT_CARD.format(
         **_shape(config),
         **training.fields(),
-        **_circumstances(),
+        **_circumstances(measured["minutes"]),
         parameters=f"{measured['draft_parameters']:,}",
         kept=KEPT,
         lesson_tokens=f"{measured['lesson_tokens']:,}",
@@ -186,11 +187,11 @@ def _shape(config: LlamaConfig) -> dict[str, int]:
     }
 
 
-def _circumstances() -> dict[str, str]:
+def _circumstances(minutes: float) -> dict[str, str]:
     return {
         "machine": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
-        "command": COMMAND,
+        "command": COMMAND.format(minutes=minutes),
     }
 
 

@@ -27,9 +27,44 @@ MODULE_QUESTIONS = ("What is in the {name} module?", "What does the {name} modul
 SYSTEM_PROMPTS = ("You are a helpful assistant.", "You answer questions about the Python standard library.")
 
 POPULAR = frozenset(
-    """ast asyncio base64 builtins collections contextlib copy csv datetime functools glob hashlib io itertools json
-    math operator os os.path pathlib pickle pprint random re shutil string struct subprocess sys tempfile threading
-    time typing urllib.parse uuid zlib""".split()
+    {
+        "ast",
+        "asyncio",
+        "base64",
+        "builtins",
+        "collections",
+        "contextlib",
+        "copy",
+        "csv",
+        "datetime",
+        "functools",
+        "glob",
+        "hashlib",
+        "io",
+        "itertools",
+        "json",
+        "math",
+        "operator",
+        "os",
+        "os.path",
+        "pathlib",
+        "pickle",
+        "pprint",
+        "random",
+        "re",
+        "shutil",
+        "string",
+        "struct",
+        "subprocess",
+        "sys",
+        "tempfile",
+        "threading",
+        "time",
+        "typing",
+        "urllib.parse",
+        "uuid",
+        "zlib",
+    }
 )
 """Modules that people ask about. Their classes and functions are asked for in every way, so that answers stick."""
 

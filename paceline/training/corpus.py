@@ -45,9 +45,26 @@ EXCLUDED_FILES = frozenset({"_pydecimal.py", "antigravity.py", "html/entities.py
 """Tables, jokes, and files that would weigh more than they teach."""
 
 REMOVED_FILES = frozenset(
-    f"{name}.py"
-    for name in """aifc asynchat asyncore cgi cgitb chunk crypt imghdr imp mailcap nntplib pipes smtpd sndhdr sunau
-    telnetlib uu xdrlib""".split()
+    {
+        "aifc.py",
+        "asynchat.py",
+        "asyncore.py",
+        "cgi.py",
+        "cgitb.py",
+        "chunk.py",
+        "crypt.py",
+        "imghdr.py",
+        "imp.py",
+        "mailcap.py",
+        "nntplib.py",
+        "pipes.py",
+        "smtpd.py",
+        "sndhdr.py",
+        "sunau.py",
+        "telnetlib.py",
+        "uu.py",
+        "xdrlib.py",
+    }
 )
 """Modules that are gone in Python 3.13."""
 

@@ -100,7 +100,7 @@ def _written_parts(
     target: LlamaForCausalLM, documents: Sequence[Ids], count: int, length: int, seed: int
 ) -> Iterator[Tensor]:
     prompt = length // 8
-    prompts = windows(documents, prompt, seed)[:count, :-1].split(128)
+    prompts = windows(documents, prompt, seed)[:count, :-1].split(64)
     for number, part in enumerate(prompts):
         yield write(target, part, length - prompt, (0.0, 0.8)[number % 2], seed + number)
 

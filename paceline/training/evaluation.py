@@ -2,11 +2,13 @@
 
 import ast
 import io
+import random
 import time
 import tokenize
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +18,16 @@ from paceline.training.corpus import held_out_files, read_source
 from paceline.training.distil import write
 from paceline.training.models import logits
 from paceline.training.tokenizer import TURN_END
+from paceline.training.tokens import Ids, windows
+
+Passage = tuple[Tensor, int]
+"""Ids int64 [rows, length], and the first position whose next token counts."""
 
 CONTEXT = 192
 """Tokens of a file before and within a function's header that a completion continues."""
 
 COMPLETION = 60
+FUNCTIONS = 96
 
 CONTINUATIONS = frozenset({"elif", "else", "except", "finally"})
 """Words that begin a line but belong to the statement before it."""
@@ -35,11 +42,45 @@ QUESTIONS = (
 )
 
 
+def measure(
+    target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, held_out: Sequence[Ids]
+) -> dict[str, Any]:
+    """All figures of the model cards that come from the models."""
+    answered = answers(target, tokenizer)
+    passages = _held_out_passages(held_out, target)
+    passages["the target's greedy answers in its model card"] = answer_passages(tokenizer, answered)
+    return {
+        "target_parameters": target.num_parameters(),
+        "draft_parameters": draft.num_parameters(),
+        "target_step_ms": step_milliseconds(target),
+        "draft_step_ms": step_milliseconds(draft),
+        "parsing": {str(t): parse_counts(target, tokenizer, t) for t in (0.0, 0.8)},
+        "answers": answered,
+        "agreement": {text: agreement(draft, target, found) for text, found in passages.items()},
+    }
+
+
+def _held_out_passages(held_out: Sequence[Ids], target: LlamaForCausalLM) -> dict[str, list[Passage]]:
+    def read(length: int, rows: int, first: int) -> list[Passage]:
+        return [(part, first) for part in windows(held_out, length, seed=0)[:rows, :-1].split(4)]
+
+    def written(temperature: float) -> list[Passage]:
+        begun = windows(held_out, 64, seed=7)[:32, :-1]
+        return [(part, 63) for part in write(target, begun, 128, temperature, seed=8).split(8)]
+
+    return {
+        "held-out sources, positions 0 to 511": read(512, 16, 0),
+        "held-out sources, positions 1024 to 2047": read(2048, 4, 1024),
+        "the target's greedy text after held-out sources": written(0.0),
+        "the target's text at temperature 0.8 after held-out sources": written(0.8),
+    }
+
+
 def parse_counts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, temperature: float) -> dict[str, int]:
     """How many completions of held-out function headers parse, are broken, or hold no whole statement yet."""
-    headers = list(_function_headers(tokenizer))
+    headers = random.Random(0).sample(list(_function_headers(tokenizer)), FUNCTIONS)
     prompts = torch.tensor([ids for ids, _ in headers])
-    written = torch.cat([write(model, part, COMPLETION, temperature, seed=6) for part in prompts.split(64)])
+    written = torch.cat([write(model, part, COMPLETION, temperature, seed=6) for part in prompts.split(48)])
     texts = tokenizer.batch_decode(written[:, CONTEXT:])
     verdicts = Counter(verdict(header, text) for (_, header), text in zip(headers, texts, strict=True))
     return {name: verdicts[name] for name in ("parsed", "broken", "unfinished")}
@@ -52,7 +93,7 @@ def verdict(header: str, completion: str) -> str:
     try:
         source = _whole_statements(header + completion, indent, header.count("\n") + 2)
         ast.parse(source)
-    except SyntaxError:
+    except (SyntaxError, ValueError):
         return "broken"
     return "parsed" if source else "unfinished"
 
@@ -111,24 +152,38 @@ def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict
     return {question: _answer(model, tokenizer, question) for question in QUESTIONS}
 
 
+def answer_passages(tokenizer: PreTrainedTokenizerFast, answered: Mapping[str, str]) -> list[Passage]:
+    """The answers after their questions; what counts begins where the answer does."""
+    pairs = [(_prompt(tokenizer, question), answer) for question, answer in answered.items()]
+    return [
+        (_encoded(tokenizer, prompt + answer), _encoded(tokenizer, prompt).shape[1] - 1) for prompt, answer in pairs
+    ]
+
+
 def _answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, question: str) -> str:
-    chat = [{"role": "user", "content": question}]
-    prompt = str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-    ids = torch.tensor([tokenizer.encode(prompt, add_special_tokens=False)])
+    ids = _encoded(tokenizer, _prompt(tokenizer, question))
     text = tokenizer.decode(write(model, ids, 160, 0.0, seed=0)[0, ids.shape[1] :])
     return str(text).split(TURN_END)[0]
 
 
+def _prompt(tokenizer: PreTrainedTokenizerFast, question: str) -> str:
+    chat = [{"role": "user", "content": question}]
+    return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
+
+
+def _encoded(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
+    return torch.tensor([tokenizer.encode(text, add_special_tokens=False)])
+
+
+def agreement(draft: nn.Module, target: nn.Module, passages: Iterable[Passage]) -> float:
+    """How often draft and target hold the same next token most probable, 0 to 1."""
+    equal = [_choices(draft, *passage) == _choices(target, *passage) for passage in passages]
+    return float(torch.cat([part.flatten() for part in equal]).float().mean())
+
+
 @torch.no_grad()
-def agreement(draft: nn.Module, target: nn.Module, rows_RL: Tensor, first: int = 0) -> float:
-    """How often draft and target hold the same next token most probable, from position `first` on; 0 to 1."""
-    device = next(target.parameters()).device
-    pairs = [(_choices(draft, rows, first), _choices(target, rows, first)) for rows in rows_RL.to(device).split(8)]
-    return float(torch.cat([(mine == theirs).flatten() for mine, theirs in pairs]).float().mean())
-
-
 def _choices(model: nn.Module, rows: Tensor, first: int) -> Tensor:
-    return logits(model, rows)[:, first:].argmax(-1)
+    return logits(model, rows.to(next(model.parameters()).device))[:, first:].argmax(-1)
 
 
 @torch.no_grad()

@@ -7,20 +7,23 @@ import asyncio
 import logging
 import sys
 import time
+from contextlib import AsyncExitStack
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.speculators import Speculator, build
 from paceline.speculators.growing import GrowingLoop
 from paceline.state import WorkerRecord, open_store
 from paceline.telemetry import logs
+from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.server import Server
 from services.draft.servicer import DraftServicer
-from services.process import StartError, either, parser, run
+from services.process import StartError, either, exported, parser, run
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
@@ -36,10 +39,15 @@ def main() -> int:
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """From building the speculator to the last word on every link."""
-    async with open_store(options.redis_url) as store:
+    async with AsyncExitStack() as stack:
+        store = await stack.enter_async_context(open_store(options.redis_url))
         speculator = await asyncio.to_thread(load, options.speculative_config, options.engine_config)
-        growing = GrowingLoop(speculator)
+        metrics = CollectorRegistry()
+        series = DraftMetrics(metrics, speculator.method)
+        growing = GrowingLoop(speculator, series.observe_round)
         servicer = DraftServicer(options.worker_id, speculator, growing)
+        series.follow(lambda: servicer.open_requests, lambda: servicer.target_links)
+        stack.enter_context(exported(metrics, options))
         server = Server(options.host, options.port)
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         address = await server.start()

@@ -40,8 +40,13 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def open_requests(self) -> int:
-        """Requests that targets opened here and have not closed."""
-        return sum(len(link.open_requests) for link in self._links)
+        """Requests that targets opened here and have not closed. Any thread."""
+        return sum(len(link.open_requests) for link in list(self._links))
+
+    @property
+    def target_links(self) -> int:
+        """Targets connected. Any thread."""
+        return len(self._links)
 
     async def Describe(
         self, request: pb.DraftServiceDescribeRequest, context: ServicerContext

@@ -77,6 +77,7 @@ class GenerationBody(Body):
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_accepted: Annotated[bool, Field(description="by token: was it guessed, and where its text begins")] = False
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(_switch)] = None
     speculation_stats: bool = False
     prompt_logprobs: Unsupported = None

@@ -28,7 +28,7 @@ class Choice:
 
 @dataclass(slots=True)
 class Piece:
-    """What one delta added. `offsets[i]`: characters of the choice's text before token i.
+    """What one delta added. `accepted[i]`: token i was guessed. `offsets[i]`: characters of text before token i.
 
     Text may lag behind the tokens: a character may be incomplete, a stop string may have begun.
     """
@@ -36,6 +36,7 @@ class Piece:
     text: str = ""
     tokens: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
     log_probs: list[LogProbs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
@@ -51,6 +52,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
         text="".join(piece.text for piece in pieces),
         tokens=[token for piece in pieces for token in piece.tokens],
         offsets=[offset for piece in pieces for offset in piece.offsets],
+        accepted=[each for piece in pieces for each in piece.accepted],
         log_probs=[each for piece in pieces for each in piece.log_probs],
     )
 
@@ -91,6 +93,7 @@ class ChoiceText:
         self._tokens += len(piece.tokens)
         self._end(piece, delta)
         piece.log_probs = delta.log_probs[: len(piece.tokens)]
+        piece.accepted = delta.accepted[: len(piece.tokens)]
         return piece
 
     def _show(self, text: str) -> str:

@@ -16,7 +16,7 @@ from itertools import count
 from paceline.messages import TargetDescription
 from paceline.state.registry import Registered, WorkerRecord
 from paceline.state.store import Store
-from paceline.wire.errors import TargetLost
+from paceline.wire.errors import LinkError
 from paceline.wire.target_link import TargetLink
 from services.gateway.routing import best_target, draft_order
 
@@ -54,6 +54,7 @@ class Fleet:
         self._model = model
         self._fingerprint = fingerprint
         self.targets: dict[str, Target] = {}
+        """Those that are connected."""
         self._drafts: dict[str, float] = {}
         self._tending: dict[str, asyncio.Task[None]] = {}
         self._came = asyncio.Condition()
@@ -76,7 +77,7 @@ class Fleet:
     def choose(self, prompt: Sequence[int]) -> Target | None:
         """The target for a new request, None if none is up."""
         usable = self._usable()
-        best = best_target({worker_id: target.load for worker_id, target in usable.items()}, prompt)
+        best = best_target({key: target.load for key, target in usable.items()}, prompt)
         return None if best is None else usable[best]
 
     def drafts(self) -> list[str]:
@@ -99,14 +100,14 @@ class Fleet:
             for worker in drafts
             if worker.record.fingerprint in ("", self._fingerprint)
         }
-        listed = {worker.record.worker_id: worker for worker in targets}
-        for worker_id, worker in listed.items():
-            if worker_id in self.targets:
-                self.targets[worker_id].heartbeat = worker.load
-            elif worker_id not in self._tending:
-                self._tending[worker_id] = asyncio.create_task(self._tend(worker.record))
-        for worker_id in self._tending.keys() - listed.keys() - self.targets.keys():
-            self._tending.pop(worker_id).cancel()
+        listed = {_key(worker.record): worker for worker in targets}
+        for key, worker in listed.items():
+            if key in self.targets:
+                self.targets[key].heartbeat = worker.load
+            elif key not in self._tending:
+                self._tending[key] = asyncio.create_task(self._tend(worker.record))
+        for key in self._tending.keys() - listed.keys() - self.targets.keys():
+            self._tending.pop(key).cancel()
 
     async def close(self) -> None:
         """Close every link; what still runs on them is cancelled."""
@@ -116,7 +117,7 @@ class Fleet:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _usable(self) -> dict[str, Target]:
-        return {worker_id: target for worker_id, target in self.targets.items() if target.usable}
+        return {key: target for key, target in self.targets.items() if target.usable}
 
     async def _tend(self, record: WorkerRecord) -> None:
         """Keep a link to one target until it is no longer listed."""
@@ -125,10 +126,10 @@ class Fleet:
             try:
                 description = await link.connect()
                 if complaint := self._complaint(description):
-                    log.error("target %s at %s is not used: %s", record.worker_id, record.address, complaint)
+                    log.error("target %s is not used: %s", _key(record), complaint)
                     return
                 await self._serve_with(Target(record, link))
-            except TargetLost as error:
+            except LinkError as error:
                 log.debug("%s", error)
             finally:
                 await link.close()
@@ -136,15 +137,15 @@ class Fleet:
 
     async def _serve_with(self, target: Target) -> None:
         """Offer a connected target until its link is lost."""
-        worker_id = target.record.worker_id
-        log.info("target %s at %s is up", worker_id, target.record.address)
+        key = _key(target.record)
+        log.info("target %s is up", key)
         async with self._came:
-            self.targets[worker_id] = target
+            self.targets[key] = target
             self._came.notify_all()
         try:
             await target.link.wait_lost()
         finally:
-            del self.targets[worker_id]
+            del self.targets[key]
 
     def _complaint(self, description: TargetDescription) -> str | None:
         if description.model != self._model:
@@ -152,6 +153,11 @@ class Fleet:
         if description.vocabulary_fingerprint != self._fingerprint:
             return "its vocabulary differs from this gateway's: start both with the same --model"
         return None
+
+
+def _key(record: WorkerRecord) -> str:
+    """A worker that was restarted may have kept its id, but listens elsewhere."""
+    return f"{record.worker_id}@{record.address}"
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it; the number is for logs."""
 
 
-class Json(Response):
+class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
@@ -75,12 +75,12 @@ def _add_generation(app: FastAPI, gateway: Gateway) -> None:
 def _add_models(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/v1/models")
     async def models() -> Response:
-        return Json({"object": "list", "data": [_model_card(gateway)]})
+        return JsonResponse({"object": "list", "data": [_model_card(gateway)]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
         gateway.check_model(model)
-        return Json(_model_card(gateway))
+        return JsonResponse(_model_card(gateway))
 
 
 def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
@@ -96,13 +96,13 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
             tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": gateway.max_model_len, "tokens": tokens}
         strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
-        return Json(answer | {"token_strs": strings})
+        return JsonResponse(answer | {"token_strs": strings})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = _parsed(await _raw(request, gateway), DetokenizeBody)
         gateway.check_model(body.model)
-        return Json({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        return JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
 def _add_operations(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
@@ -110,7 +110,7 @@ def _add_operations(app: FastAPI, gateway: Gateway, registry: CollectorRegistry)
     async def health() -> Response:
         """200 only while requests would be served."""
         gateway.served()
-        return Json({"status": "ok"})
+        return JsonResponse({"status": "ok"})
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -118,14 +118,14 @@ def _add_operations(app: FastAPI, gateway: Gateway, registry: CollectorRegistry)
 
     @app.get("/version")
     async def version() -> Response:
-        return Json({"version": paceline.__version__})
+        return JsonResponse({"version": paceline.__version__})
 
 
 async def _answer(request: Request, reply: Reply, choices: Sequence[Choice], gateway: Gateway) -> Response:
     if reply.streams:
         return EventStream(_chunks(reply, choices, gateway))
     pieces = await while_connected(request.receive, _collect(choices, gateway))
-    return Json(reply.whole(pieces))
+    return JsonResponse(reply.whole(pieces))
 
 
 async def _chunks(reply: Reply, choices: Sequence[Choice], gateway: Gateway) -> AsyncGenerator[dict[str, Any]]:
@@ -187,14 +187,14 @@ def _model_card(gateway: Gateway) -> dict[str, Any]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Json(error.body, status_code=error.status, headers=error.headers)
+    return JsonResponse(error.body, status_code=error.status, headers=error.headers)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     told = InvalidRequestError(f"{request.method} {request.url.path}: {error.detail}")
-    return Json(told.body, status_code=error.status_code, headers=error.headers)
+    return JsonResponse(told.body, status_code=error.status_code, headers=error.headers)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -202,4 +202,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return Json(ApiError("the gateway failed; its log says how").body, status_code=ApiError.status)
+    return JsonResponse(ApiError("the gateway failed; its log says how").body, status_code=ApiError.status)

@@ -37,6 +37,7 @@ class Reply(ABC):
         self._streams = bool(body.stream)
         self._reports = body.speculation_stats
         self._shows_tokens = body.return_token_ids
+        self._shows_accepted = body.return_accepted
         self._shows_log_probs = body.top_log_probs is not None
         self._head: Json = {
             "id": f"{self.id_prefix}-{uuid.uuid4().hex}",
@@ -68,7 +69,8 @@ class Reply(ABC):
     def chunks(self, index: int, piece: Piece) -> Iterator[Json]:
         """The chunks for one piece of a choice."""
         self._tally.add(piece)
-        if piece.text or (piece.tokens and (self._shows_tokens or self._shows_log_probs)):
+        by_token = self._shows_tokens or self._shows_log_probs or self._shows_accepted
+        if piece.text or (piece.tokens and by_token):
             yield self._chunk(self._entry(index, self.delta(piece.text), piece))
         if piece.finish_reason is not None:
             yield from self._ending(index, piece.finish_reason, piece.stop_reason)
@@ -90,6 +92,8 @@ class Reply(ABC):
             entry["logprobs"] = self.log_probs(index, piece)
         if self._shows_tokens:
             entry["token_ids"] = piece.tokens
+        if self._shows_accepted:
+            entry["accepted"], entry["text_offset"] = piece.accepted, piece.offsets
         return entry
 
     def _ending(self, index: int, reason: FinishReason, stop_reason: int | str | None) -> Iterator[Json]:

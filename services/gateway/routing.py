@@ -18,11 +18,11 @@ LOAD_SLACK = 4.0
 
 
 def best_target(loads: Mapping[str, float], prompt: Sequence[int]) -> str | None:
-    """The worker id that should serve `prompt`; None if there is none to choose from."""
+    """The name of the target that should serve `prompt`; None if there is none to choose from."""
     least = min(loads.values(), default=0.0)
-    near = [worker_id for worker_id, load in loads.items() if load <= least + LOAD_SLACK]
+    near = [name for name, load in loads.items() if load <= least + LOAD_SLACK]
     prefix = array("Q", prompt[:PREFIX_TOKENS]).tobytes()
-    return max(near, key=lambda worker_id: _affinity(prefix, worker_id), default=None)
+    return max(near, key=lambda name: _affinity(prefix, name), default=None)
 
 
 def draft_order(loads: Mapping[str, float], turn: int) -> list[str]:
@@ -33,5 +33,5 @@ def draft_order(loads: Mapping[str, float], turn: int) -> list[str]:
     return sorted(rotated, key=lambda draft: loads[draft] // LOAD_SLACK)
 
 
-def _affinity(prefix: bytes, worker_id: str) -> bytes:
-    return blake2b(prefix, key=worker_id.encode()[:64], digest_size=8).digest()
+def _affinity(prefix: bytes, name: str) -> bytes:
+    return blake2b(prefix + name.encode(), digest_size=8).digest()

@@ -19,7 +19,7 @@ from paceline.state.registry import WorkerRecord
 from paceline.state.store import Store, open_store
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import Tokenizer
-from paceline.wire.server import PortError
+from paceline.wire.server import PortError, Server
 from services.gateway.fleet import open_fleet
 from services.gateway.gateway import Gateway, Limits
 from services.gateway.grpc_api import create_server
@@ -70,14 +70,15 @@ async def running(settings: Settings, store: Store) -> AsyncIterator[tuple[Gatew
         name = settings.served_model_name
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint))
         gateway = Gateway(name, tokenizer, fleet, GatewayMetrics(metrics), settings.limits)
-        grpc_address = await stack.enter_async_context(_grpc_server(settings, gateway))
+        grpc_server = await stack.enter_async_context(_grpc_server(settings, gateway))
         await stack.enter_async_context(_http_server(create_app(gateway, metrics), listener))
-        addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_address)
+        addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = WorkerRecord(
             "gateway", settings.worker_id, addresses.http, name, "", tokenizer.fingerprint, time.time()
         )
-        await stack.enter_async_context(store.registration(record, lambda: {"running": gateway.in_flight}))
-        yield gateway, addresses
+        async with store.registration(record, lambda: {"running": gateway.in_flight}):
+            yield gateway, addresses
+        await grpc_server.drain()
         await gateway.drain(settings.drain_s)
 
 
@@ -99,6 +100,7 @@ class _Http(uvicorn.Server):
 
 @asynccontextmanager
 async def _http_server(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells what this module tells
     config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
     server = _Http(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
@@ -111,12 +113,12 @@ async def _http_server(app: ASGIApp, listener: socket.socket) -> AsyncIterator[N
 
 
 @asynccontextmanager
-async def _grpc_server(settings: Settings, gateway: Gateway) -> AsyncIterator[str]:
+async def _grpc_server(settings: Settings, gateway: Gateway) -> AsyncIterator[Server]:
     server = create_server(settings.host, settings.grpc_port, gateway)
     try:
-        yield await server.start()
+        await server.start()
+        yield server
     finally:
-        await server.drain()
         await server.stop()
 
 

@@ -23,6 +23,7 @@ from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
+from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.server import Server
 from services.process import StartError, either, exported, parser, run
 from services.target.bookkeeping import Bookkeeping
@@ -62,6 +63,8 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
         speculation = options.speculative_config
         drafting = await stack.enter_async_context(opened_drafting(speculation, options.engine_config, model, store))
+        if isinstance(drafting, RemoteDrafting):
+            series.follow_links(lambda: len(drafting.connected))
         servicer = TargetServicer(description, bookkeeping)
         engine = Engine(model, options.engine_config, speculation, drafting, cost, bookkeeping.observe)
         known = await known_acceptance(store, description)

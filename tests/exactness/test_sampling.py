@@ -135,7 +135,6 @@ class TestHistory:
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
         guessed = history.apply(logits, PATH)
         assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply(logits, []))
-        assert not torch.equal(guessed, history.apply(logits, [])) or not history.rules or "bias" in str(params)
 
     def test_guesses_leave_no_trace(self, params: SamplingParams) -> None:
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
@@ -235,8 +234,11 @@ class TestDraw:
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("vocabulary", [97, 4096, 40_003])
+@pytest.mark.parametrize(
+    ("vocabulary", "dtype"),
+    # The last is long enough for torch to split a single row among threads.
+    [(97, torch.float32), (4096, torch.bfloat16), (4099, torch.float32), (35_003, torch.float32)],
+)
 def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int) -> None:
     """Bit for bit the same scores whichever rows share the call, in whatever order."""
     every = [SamplingParams(seed=seed, **rules) for seed, rules in enumerate(RULES.values())]

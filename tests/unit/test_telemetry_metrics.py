@@ -11,9 +11,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.messages import FinishReason, SpeculationStats, Usage
-from paceline.telemetry.draft_metrics import DraftMetrics, RoundStats
+from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.exporter import serve_metrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.round import RoundStats
 from paceline.telemetry.step import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 
@@ -83,7 +84,7 @@ class TestTarget:
     def test_gauges_show_the_last_step(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
         metrics.observe_step(step(running=9))
         metrics.observe_step(step())
-        metrics.observe_links(3)
+        metrics.follow_links(lambda: 3)
         metrics.set_rows_invariant(invariant=True)
         seen = scrape(registry)
         for name in both_names("num_requests_running"):
@@ -177,35 +178,21 @@ class TestGateway:
 
 def test_a_draft_counts_its_rounds(registry: CollectorRegistry) -> None:
     metrics = DraftMetrics(registry, "ngram")
-    metrics.observe_round(RoundStats(round_s=0.004, nodes=6, open_requests=2))
-    metrics.observe_round(RoundStats(round_s=0.006, nodes=4, open_requests=1))
-    metrics.observe_commits(5)
-    metrics.observe_dropped(1)
-    metrics.observe_links(2)
+    metrics.observe_round(RoundStats(round_s=0.004, nodes=6))
+    metrics.observe_round(RoundStats(round_s=0.006, nodes=4, dropped=1))
+    metrics.observe_round(RoundStats(round_s=0.5, nodes=0))  # nothing was worth a guess: no round
+    metrics.follow(open_requests=lambda: 3, target_links=lambda: 2)
     seen = scrape(registry)
-    values = {
-        name: seen(f"paceline_draft_{name}", {"method": "ngram"})
-        for name in (
-            "round_seconds_sum",
-            "nodes_total",
-            "open_requests",
-            "commits_total",
-            "requests_dropped_total",
-            "target_links",
-        )
-    }
-    assert values == pytest.approx(
-        {
-            "round_seconds_sum": 0.01,
-            "nodes_total": 10,
-            "open_requests": 1,
-            "commits_total": 5,
-            "requests_dropped_total": 1,
-            "target_links": 2,
-        }
-    )
-    metrics.observe_open(0)
-    assert scrape(registry)("paceline_draft_open_requests", {"method": "ngram"}) == 0
+
+    def value(name: str) -> float:
+        return seen(f"paceline_draft_{name}", {"method": "ngram"})
+
+    assert value("round_seconds_sum") == pytest.approx(0.01)
+    assert value("round_seconds_count") == 2
+    assert value("nodes_total") == 10
+    assert value("requests_dropped_total") == 1
+    assert value("open_requests") == 3
+    assert value("target_links") == 2
 
 
 def exported() -> list[set[str]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
@@ -74,6 +74,7 @@ def after(tokenizer: Tokenizer, first: int, tokens: list[int], *, skip_special_t
 @pytest.mark.parametrize(
     ("tokenizer", "first"), [(BYTE_LEVEL, 65), (METASPACE, 1), (TABLE, 7)], ids=["byte_level", "metaspace", "table"]
 )
+@settings(deadline=None)
 @given(data=st.data(), borders=st.lists(st.integers(0, 99), max_size=8), skip=st.booleans())
 def test_any_cut_decodes_to_what_the_tokenizer_decodes(
     tokenizer: Tokenizer, first: int, data: st.DataObject, borders: list[int], skip: bool
@@ -83,6 +84,7 @@ def test_any_cut_decodes_to_what_the_tokenizer_decodes(
     assert stream(tokenizer, cut(tokens, borders), skip_special_tokens=skip) == expected
 
 
+@settings(deadline=None)
 @given(
     pieces=st.lists(st.one_of(st.sampled_from([259, 260, 261, 262, 263, 1]), st.characters(codec="utf-8"))),
     borders=st.lists(st.integers(0, 99), max_size=8),
@@ -97,6 +99,7 @@ def test_byte_tokens_decode_to_what_the_tokenizer_decodes(pieces: list[int | str
     assert stream(SENTENCEPIECE, cut(tokens, borders)) == expected
 
 
+@settings(deadline=None)
 @given(tokens=st.lists(st.integers(0, 270)), borders=st.lists(st.integers(0, 99), max_size=8))
 def test_invalid_byte_tokens_spoil_no_others(tokens: list[int], borders: list[int]) -> None:
     expected = b"".join(SENTENCEPIECE.visible_pieces[token] for token in tokens).decode(errors="replace")

@@ -24,7 +24,9 @@ TEMPLATES = {
     ),
     "json": "{{ messages | tojson }}|{{ messages[0] | tojson(indent=2) }}|{{ tools }}|{{ documents }}",
     "controls": "{% for m in messages %}{% if loop.index > 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
-    "prompt": "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>>{% endif %}{{ style }}",
+    "prompt": (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}>>{% endif %}{{ style }}"
+    ),
     "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
     "undefined": "{{ nothing }}{% if nothing is defined %}no{% endif %}{{ messages[0].content }}",
 }

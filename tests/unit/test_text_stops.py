@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.text import StopStrings
@@ -32,11 +32,13 @@ def fed(parts: list[str], stops: list[str]) -> tuple[str, str | None]:
     return shown + finder.flush(), None
 
 
+@settings(deadline=None)
 @given(parts=st.lists(TEXT, max_size=8), stops=STOPS)
 def test_feeding_in_parts_equals_searching_the_whole(parts: list[str], stops: list[str]) -> None:
     assert fed(parts, stops) == searched("".join(parts), stops)
 
 
+@settings(deadline=None)
 @given(text=TEXT, stops=STOPS)
 def test_only_what_may_become_a_stop_is_held_back(text: str, stops: list[str]) -> None:
     finder = StopStrings(stops)

@@ -1,0 +1,5 @@
+"""The command line: `paceline --help`."""
+
+from paceline.cli.app import main
+
+__all__ = ["main"]

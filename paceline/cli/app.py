@@ -1,0 +1,106 @@
+"""The commands. Heavy imports stand inside them, so that `paceline --help` answers at once."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import Engine, Speculation, start_errors
+from paceline.config import EngineConfig
+
+main = typer.Typer(
+    name="paceline",
+    help="The same tokens, sooner: speculative decoding over many processes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@main.command()
+def serve(
+    model: Annotated[str, typer.Argument(help="A folder with a checkpoint, or the name of a shipped model.")] = "pydoc",
+    speculative_config: Speculation = None,
+    engine_config: Engine = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="HTTP port; 0 for any.")] = 8000,
+    draft_workers: Annotated[int, typer.Option(min=0, help="Draft workers to run.")] = 1,
+    target_workers: Annotated[int, typer.Option(min=1, help="Target workers to run.")] = 1,
+    redis_url: Annotated[str | None, typer.Option(help="A Redis to use; without it, one of our own.")] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+) -> None:
+    """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
+    from paceline.cli import deployment
+    from paceline.cli import serve as command
+
+    wish = deployment.Wish(
+        model,
+        speculative_config,
+        engine_config or EngineConfig(),
+        host,
+        port,
+        draft_workers,
+        target_workers,
+        served_model_name,
+    )
+    with start_errors():
+        code = command.serve(deployment.plan(wish), redis_url)
+    raise typer.Exit(code)
+
+
+@main.command()
+def demo(
+    *,
+    json_only: Annotated[bool, typer.Option("--json", help="Print nothing but the last line.")] = False,
+) -> None:
+    """Show and measure it: starts everything, compares plain with speculative decoding, prints one JSON line."""
+    from rich.console import Console
+
+    from paceline.cli import demo as command
+
+    with start_errors():
+        result = command.run(Console(quiet=json_only, highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+    raise typer.Exit(0 if result.identical else 1)
+
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Every argument, `--help` too, is the other program's."""
+
+
+@main.command(context_settings=PASS_ON)
+def gateway(context: typer.Context) -> None:
+    """Run one gateway: HTTP and gRPC in front of the targets that Redis knows."""
+    _become("services.gateway", context.args)
+
+
+@main.command(context_settings=PASS_ON)
+def target(context: typer.Context) -> None:
+    """Run one target worker."""
+    _become("services.target", context.args)
+
+
+@main.command(context_settings=PASS_ON)
+def draft(context: typer.Context) -> None:
+    """Run one draft worker."""
+    _become("services.draft", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    """Replace this process, so that signals and exit code are the service's own."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+train = typer.Typer(help="Train the models that ship with the package.", no_args_is_help=True)
+main.add_typer(train, name="train")
+
+
+@train.command(context_settings=PASS_ON)
+def family(context: typer.Context) -> None:
+    """Train the shipped target and its draft from the standard library's sources."""
+    _become("paceline.training.family", context.args)

@@ -1,0 +1,174 @@
+"""One program that is kept running."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+log = logging.getLogger(__name__)
+
+COULD_NOT_START = 2
+"""The exit code of a service that was told something impossible: starting it again would not help."""
+MOST_FALSE_STARTS = 3
+LAST_WORDS_S = 1.0
+CHUNK = 2**16
+
+# Linux only: the kernel kills the program with its supervisor, however that one ended. Set between fork and exec
+# in a fresh interpreter, since code in a forked child of a threaded program may hang.
+RUN_AND_DIE_WITH_PARENT = """
+import ctypes, os, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: nobody is left who could ask twice
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the parent is gone already")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+LAUNCHER = (sys.executable, "-I", "-S", "-c", RUN_AND_DIE_WITH_PARENT)
+
+
+class StartError(Exception):
+    """Something cannot start; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """`argv[0]` is an absolute path. `stop_s`: how long it may take to end once it was asked to."""
+
+    name: str
+    argv: Sequence[str]
+    stop_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Backoff:
+    """How long to wait before starting a program again: doubling, until it has stayed up for a while."""
+
+    shortest_s: float = 0.2
+    longest_s: float = 10.0
+    healthy_s: float = 30.0
+    _next_s: float = 0.0
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after a life of `lived_s` seconds."""
+        wait_s = self.shortest_s if lived_s >= self.healthy_s else max(self._next_s, self.shortest_s)
+        self._next_s = min(2 * wait_s, self.longest_s)
+        return wait_s
+
+
+class Child:
+    """Starts a program, and starts it again whenever it ends, until `stop`.
+
+    It lives in a process group of its own, so Ctrl-C in a terminal does not reach it. `say` gets its output,
+    line by line.
+    """
+
+    def __init__(self, program: Program, say: Callable[[str], None], backoff: Backoff | None = None) -> None:
+        self.program = program
+        self.settled = False
+        """Whether it was up once. Until then, an end may be a reason to give up; from then on it never is."""
+        self._say = say
+        self._backoff = backoff or Backoff()
+        self._stopping = asyncio.Event()
+        self._process: asyncio.subprocess.Process | None = None
+        self._last_line = ""
+
+    @property
+    def pid(self) -> int | None:
+        """None: not running just now."""
+        return self._process.pid if self._process and self._process.returncode is None else None
+
+    async def run(self) -> None:
+        """Return after `stop`. Raises `StartError` if the program cannot be started or gets nowhere."""
+        starts = 0
+        while not self._stopping.is_set():
+            starts += 1
+            born = time.monotonic()
+            code = await self._live()
+            if self._stopping.is_set():
+                return
+            self._give_up_if_hopeless(code, starts)
+            wait_s = self._backoff.after(time.monotonic() - born)
+            log.warning("%s %s and is started again in %.1f s", self.program.name, _ended(code), wait_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    def stop(self) -> None:
+        """Ask it to end, and do not start it again. `run` returns when it has."""
+        self._stopping.set()
+        if (pid := self.pid) is not None:
+            _send(os.kill, pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it now, with everything it started."""
+        self._stopping.set()
+        if (pid := self.pid) is not None:
+            _send(os.killpg, pid, signal.SIGKILL)
+
+    async def _live(self) -> int:
+        """One life of the program, from start to exit code."""
+        # A pipe of our own: asyncio's would make `wait` wait for grandchildren that hold the other end.
+        ours, theirs = os.pipe()
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *(*LAUNCHER, str(os.getpid()), *self.program.argv),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=theirs,
+                stderr=theirs,
+                start_new_session=True,
+            )
+        finally:
+            os.close(theirs)
+        listening = asyncio.create_task(self._listen(ours), name=f"output of {self.program.name}")
+        if self._stopping.is_set():  # asked to while it was being started
+            self.stop()
+        code = await self._process.wait()
+        _send(os.killpg, self._process.pid, signal.SIGKILL)  # what it started and left behind
+        await asyncio.wait([listening], timeout=LAST_WORDS_S)
+        listening.cancel()
+        return code
+
+    async def _listen(self, pipe: int) -> None:
+        reader = asyncio.StreamReader()
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
+        rest = b""
+        try:
+            while chunk := await reader.read(CHUNK):
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
+                    self._hear(line)
+            if rest:
+                self._hear(rest)
+        finally:
+            transport.close()
+
+    def _hear(self, line: bytes) -> None:
+        text = line.decode(errors="replace")
+        self._last_line = text.strip() or self._last_line
+        self._say(text)
+
+    def _give_up_if_hopeless(self, code: int, starts: int) -> None:
+        if self.settled:
+            return
+        if code == COULD_NOT_START:
+            raise StartError(f"{self.program.name} could not start: {self._last_line}")
+        if starts >= MOST_FALSE_STARTS:
+            raise StartError(
+                f"{self.program.name} {_ended(code)}, {starts} times before it was ready: {self._last_line}"
+            )
+
+
+def _ended(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
+    with suppress(ProcessLookupError):  # it ended a moment ago
+        send(pid, number)

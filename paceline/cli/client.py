@@ -1,0 +1,104 @@
+"""A client of the HTTP API that keeps what a terminal and a benchmark want to know of an answer."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+TIMEOUT_S = 120.0
+
+
+class ApiRefusedError(Exception):
+    """The server refused a request; the text is its own."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One streamed completion. Token i covers the characters from `offsets[i]` on, and was guessed if `accepted[i]`.
+
+    `wall_s`: from sending the request to the end of the stream. The rest is the server's own account, see
+    `speculation_stats` in docs.
+    """
+
+    text: str = ""
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    wall_s: float = 0.0
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    timings: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """On the target's own clock, from the request's arrival to its last token."""
+        return len(self.tokens) / self.timings["total_s"]
+
+    @property
+    def tokens_per_s_http(self) -> float:
+        """On this client's clock."""
+        return len(self.tokens) / self.wall_s
+
+    def take(self, chunk: Mapping[str, Any]) -> None:
+        """Add one chunk of the stream."""
+        for choice in chunk["choices"]:
+            shown = choice.get("delta", {}).get("content") if "delta" in choice else choice.get("text")
+            self.text += shown or ""
+            self.tokens += choice.get("token_ids") or []
+            self.accepted += choice.get("accepted") or []
+            self.offsets += choice.get("text_offset") or []
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+        self.speculation = chunk.get("speculation") or self.speculation
+        self.timings = chunk.get("timings") or self.timings
+
+
+@dataclass(frozen=True, slots=True)
+class Client:
+    """Use with `open_client`."""
+
+    http: httpx.AsyncClient
+
+    async def model(self) -> str:
+        """The name of the model served."""
+        listed = await self.http.get("/v1/models")
+        return str(listed.raise_for_status().json()["data"][0]["id"])
+
+    async def stream(
+        self, path: str, body: Mapping[str, Any], on_progress: Callable[[Answer], None] = lambda _: None
+    ) -> Answer:
+        """Generate; `on_progress` is told after every chunk. Raises `ApiRefusedError`, or httpx's errors."""
+        wanted = {"stream": True, "return_token_ids": True, "return_accepted": True, "speculation_stats": True}
+        answer = Answer()
+        began = time.perf_counter()
+        async with self.http.stream("POST", path, json={**wanted, **body}) as response:
+            if not response.is_success:
+                raise ApiRefusedError(_refusal(await response.aread()))
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        raise ApiRefusedError(chunk["error"]["message"])
+                    answer.take(chunk)
+                    on_progress(answer)
+        answer.wall_s = time.perf_counter() - began
+        return answer
+
+
+@asynccontextmanager
+async def open_client(url: str) -> AsyncIterator[Client]:
+    """A client of the server at `url`, such as http://127.0.0.1:8000. Proxies are not for us."""
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
+        yield Client(http)
+
+
+def _refusal(body: bytes) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return body.decode(errors="replace")

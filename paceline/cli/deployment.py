@@ -1,0 +1,160 @@
+"""What runs on this machine: which services, with which arguments, and whether that can work at all."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline import family
+from paceline.cli.child import Program, StartError
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.models import ModelNotFoundError, resolve_model
+
+LOOPBACK = "127.0.0.1"
+DRAIN_S = 30.0
+"""How long requests that run may go on once the gateway or a target is asked to stop."""
+GRACE_S = 5.0
+"""How much longer a service may take to close what it has open."""
+
+TARGET, DRAFT = family.NAMES
+
+
+def default_speculation(model: str) -> SpeculativeConfig:
+    """The shipped target comes with a draft; for any other model nobody can know one."""
+    if model == TARGET:
+        return SpeculativeConfig(method="draft_model", model=DRAFT)
+    return SpeculativeConfig()
+
+
+@dataclass(frozen=True, slots=True)
+class Deployment:
+    """One gateway, with its targets and drafts. Construct it with `plan`."""
+
+    model: str
+    served_model_name: str
+    speculation: SpeculativeConfig
+    engine: EngineConfig
+    host: str
+    port: int
+    targets: dict[str, int]
+    """Worker ids, and the port that each one keeps over restarts."""
+    drafts: dict[str, int]
+
+    @property
+    def url(self) -> str:
+        """Where this machine reaches the gateway."""
+        host = LOOPBACK if self.host in ("", "0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}"
+
+    def programs(self, redis_url: str) -> list[list[Program]]:
+        """In the order in which they are to stop."""
+        return [
+            [self._gateway(redis_url)],
+            [self._target(redis_url, *worker) for worker in self.targets.items()],
+            [self._draft(redis_url, index, *worker) for index, worker in enumerate(self.drafts.items())],
+        ]
+
+    def _gateway(self, redis_url: str) -> Program:
+        names = ("--model", self.model, "--served-model-name", self.served_model_name)
+        place = ("--host", self.host, "--port", str(self.port), "--redis-url", redis_url)
+        return _service("gateway", "gateway", *names, *place, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
+
+    def _target(self, redis_url: str, worker_id: str, port: int) -> Program:
+        names = ("--model", self.model, "--served-model-name", self.served_model_name)
+        worker = self._worker(redis_url, worker_id, port, self.engine)
+        return _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
+
+    def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> Program:
+        changes: dict[str, object] = {"max_model_len": None}  # the target's; a draft stops where its own model does
+        if devices := self.speculation.draft_devices:
+            changes["device"] = devices[index % len(devices)]
+        engine = self.engine.model_copy(update=changes)
+        return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine))
+
+    def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
+        place = ("--host", LOOPBACK, "--port", str(port), "--redis-url", redis_url, "--worker-id", worker_id)
+        speculation = ("--speculative-config", self.speculation.model_dump_json())
+        return (*place, *speculation, "--engine-config", engine.model_dump_json())
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What the user asked for. `speculation` None: the default for the model."""
+
+    model: str = TARGET
+    speculation: SpeculativeConfig | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    host: str = LOOPBACK
+    port: int = 0
+    draft_workers: int = 1
+    target_workers: int = 1
+    served_model_name: str | None = None
+
+
+def plan(wish: Wish) -> Deployment:
+    """Everything decided and checked that can be before anything is started. Raises `StartError`."""
+    speculation = wish.speculation or default_speculation(wish.model)
+    model = _place(wish.model)
+    speculation = _checked(speculation, model)
+    drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
+    return Deployment(
+        model=model,
+        served_model_name=wish.served_model_name or Path(model).name,
+        speculation=speculation,
+        engine=wish.engine,
+        host=wish.host,
+        port=listenable(wish.host, wish.port),
+        targets=_workers("target", wish.target_workers),
+        drafts=_workers("draft", wish.draft_workers if drafts_elsewhere else 0),
+    )
+
+
+def listenable(host: str, port: int) -> int:
+    """The port, if it is free now; for 0 one that is. Raises `StartError`."""
+    try:
+        with socket.create_server((host, port)) as listener:
+            return int(listener.getsockname()[1])
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port} ({error.strerror}): choose another one with --port, or 0 for any"
+        ) from error
+
+
+def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
+    """With the draft model's place resolved. Raises `StartError` if it does not suit the target."""
+    if not speculation.enabled or speculation.method != "draft_model" or speculation.model is None:
+        return speculation
+    from paceline.text import vocabulary_fingerprint
+
+    draft = _place(speculation.model)
+    if _found(vocabulary_fingerprint, draft) != _found(vocabulary_fingerprint, model):
+        raise StartError(
+            f"the vocabularies of {Path(model).name} and its draft {Path(draft).name} differ: choose a draft that was "
+            'trained with the target\'s tokenizer, or {"method": "ngram"}, which needs none'
+        )
+    return speculation.model_copy(update={"model": draft})
+
+
+def _place(name: str) -> str:
+    return _found(resolve_model, name)
+
+
+def _found(look: Callable[[str], str], name: str) -> str:
+    try:
+        return look(name)
+    except ModelNotFoundError as error:
+        raise StartError(str(error)) from error
+
+
+def _workers(kind: str, count: int) -> dict[str, int]:
+    """Ids that no other deployment with the same Redis has."""
+    mark = secrets.token_hex(2)
+    return {f"{kind}-{number}-{mark}": listenable(LOOPBACK, 0) for number in range(1, count + 1)}
+
+
+def _service(kind: str, name: str, *arguments: str, drain_s: float = 0.0) -> Program:
+    return Program(name, (sys.executable, "-m", f"services.{kind}", *arguments), stop_s=drain_s + GRACE_S)

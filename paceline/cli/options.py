@@ -1,0 +1,56 @@
+"""Options that several commands share, and the way their errors are told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, TypeVar
+
+import typer
+from pydantic import BaseModel, ValidationError
+
+from paceline.cli.child import COULD_NOT_START, StartError
+from paceline.config import EngineConfig, SpeculativeConfig
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+@contextmanager
+def start_errors() -> Iterator[None]:
+    """What cannot start is told in one line that says what to do; the exit code is then 2."""
+    from paceline.state import StateError
+
+    try:
+        yield
+    except (StartError, StateError) as error:
+        typer.secho(str(error), fg="red", err=True)
+        raise typer.Exit(COULD_NOT_START) from None
+
+
+def parsed_json(settings: type[Settings]) -> Callable[[str], Settings]:
+    """A parser for an option that takes these settings as a JSON object."""
+
+    def parse(text: str) -> Settings:
+        try:
+            return settings.model_validate_json(text)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            where = ".".join(map(str, first["loc"]))
+            raise typer.BadParameter(f"{where}: {first['msg']}" if where else first["msg"]) from None
+
+    return parse
+
+
+Speculation = Annotated[
+    SpeculativeConfig | None,
+    typer.Option(
+        "--speculative-config",
+        parser=parsed_json(SpeculativeConfig),
+        metavar="JSON",
+        help='How to draft: {"method": "draft_model", "model": ...}, {"method": "ngram"} or {"method": "none"}.',
+    ),
+]
+Engine = Annotated[
+    EngineConfig | None,
+    typer.Option("--engine-config", parser=parsed_json(EngineConfig), metavar="JSON", help="dtype, device, slots, ..."),
+]

@@ -1,0 +1,121 @@
+"""A deployment that runs: Redis, drafts, targets and gateway under one supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+import httpx
+
+from paceline.cli.deployment import Deployment
+from paceline.cli.supervisor import Supervisor
+from paceline.state import StateError, Store, Watcher, open_store
+from paceline.state.embedded import EmbeddedRedis
+from paceline.state.periodic import Periodic
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.1
+"""How often workers and gateway are asked whether they are ready yet."""
+
+GATEWAY = "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Await `ready` first; after that, whatever dies is started again."""
+
+    deployment: Deployment
+    supervisor: Supervisor
+    redis_url: str
+    store: Store
+    began: float = field(default_factory=time.monotonic)
+
+    async def ready(self, missing: Callable[[Collection[str]], None] = lambda _: None) -> None:
+        """Return once requests are served and drafted for. Raises `StartError` if it does not come to that.
+
+        `missing` is told whom it still waits for, whenever that changes.
+        """
+        await self.supervisor.until(self._everybody(missing))
+
+    async def _everybody(self, missing: Callable[[Collection[str]], None]) -> None:
+        async with (
+            self.store.watcher("target", LOOK_EVERY_S) as targets,
+            self.store.watcher("draft", LOOK_EVERY_S) as drafts,
+        ):
+            waits = {id_: _registered(targets, id_) for id_ in self.deployment.targets}
+            waits |= {id_: _registered(drafts, id_) for id_ in self.deployment.drafts}
+            waits[GATEWAY] = _healthy(self.deployment.url)
+            pending = list(waits)
+
+            async def arrival(name: str) -> None:
+                await waits[name]
+                pending.remove(name)
+                missing(pending)
+                log.info("%s is ready after %.1f s", name, time.monotonic() - self.began)
+
+            missing(pending)
+            await asyncio.gather(*map(arrival, waits))
+
+
+@asynccontextmanager
+async def running(
+    deployment: Deployment, say: Callable[[str], None], redis_url: str | None = None
+) -> AsyncIterator[Stack]:
+    """Run everything for as long as the context lasts, then stop it in order: what serves first, Redis last.
+
+    `redis_url` None: a Redis of our own. `say` gets what the services log, line by line. Enter it on the main
+    thread: the kernel ends the services with the thread that started them. Raises `StateError`.
+    """
+    async with (
+        _redis(redis_url) as url,
+        open_store(url) as store,
+        Supervisor(deployment.programs(url), say) as supervisor,
+    ):
+        yield Stack(deployment, supervisor, url, store)
+
+
+@asynccontextmanager
+async def _redis(url: str | None) -> AsyncIterator[str]:
+    if url is not None:
+        yield url
+        return
+    with EmbeddedRedis() as redis:
+        async with _KeptRedis(redis):
+            yield redis.url
+
+
+class _KeptRedis(Periodic):
+    """Starts the embedded Redis again should it die: empty, which workers and gateways outlive."""
+
+    interval_s = 0.5
+
+    def __init__(self, redis: EmbeddedRedis) -> None:
+        self._redis = redis
+
+    async def once(self) -> None:
+        if self._redis.running:
+            return
+        log.warning("the embedded Redis died and is started again")
+        try:
+            self._redis.start()  # blocks for a tenth of a second; it must be this thread, see `EmbeddedRedis`
+        except StateError as error:
+            log.error("%s", error)  # and tried again in a moment
+
+
+async def _registered(workers: Watcher, worker_id: str) -> None:
+    await workers.until(lambda known: any(worker.record.worker_id == worker_id for worker in known))
+
+
+async def _healthy(url: str) -> None:
+    """Wait until the gateway has a target."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+        while True:
+            with suppress(httpx.TransportError):  # it does not listen yet
+                if (await client.get("/health")).is_success:
+                    return
+            await asyncio.sleep(LOOK_EVERY_S)

@@ -1,0 +1,53 @@
+"""What the shipped model is measured on: code completion and question answering, on text that it never saw.
+
+The code comes from the library files that training held out. The questions are about functions of these files and
+of well-known modules; the shipped model answers in the manner of a docstring, right or wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.training.corpus import held_out_files, read_source
+
+CONTEXT_LINES = 24
+"""Lines of a file that a code prompt shows, the last one being a function's header."""
+
+CODE_FILES = ("textwrap.py", "statistics.py", "fractions.py", "shlex.py")
+QUESTIONS = (
+    "What does textwrap.dedent do?",
+    "What does json.dumps do?",
+    "How do I use heapq.heappush?",
+    "Explain statistics.median.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests of one kind: `bodies` for the route `path`."""
+
+    name: str
+    path: str
+    bodies: Sequence[dict[str, Any]]
+
+
+def workloads() -> list[Workload]:
+    questions = [{"messages": [{"role": "user", "content": question}]} for question in QUESTIONS]
+    return [
+        Workload("code completion", "/v1/completions", [{"prompt": prompt} for prompt in code_prompts()]),
+        Workload("question answering", "/v1/chat/completions", questions),
+    ]
+
+
+def code_prompts() -> list[str]:
+    """The middle function's header of each of CODE_FILES, and the lines before it."""
+    files = {path.name: path for path in held_out_files()}
+    return [_until_a_function(read_source(files[name]).splitlines(keepends=True)) for name in CODE_FILES]
+
+
+def _until_a_function(lines: Sequence[str]) -> str:
+    headers = [number for number, line in enumerate(lines) if line.lstrip().startswith("def ") and line.endswith(":\n")]
+    end = headers[len(headers) // 2] + 1
+    return "".join(lines[max(end - CONTEXT_LINES, 0) : end])

@@ -1,0 +1,71 @@
+"""Where a family is made: what one step of the script leaves for the next."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+from paceline.training.models import load_model
+from paceline.training.tokenizer import load_tokenizer
+from paceline.training.tokens import Ids, load_documents
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Folders and means. `minutes` is the training time of one model, `lesson_rows` what the draft learns from."""
+
+    folder: Path
+    out: Path
+    device: str
+    minutes: float
+    lesson_rows: int
+
+    @property
+    def target_folder(self) -> Path:
+        """The target as it ships."""
+        return self.out / "pydoc"
+
+    @property
+    def draft_folder(self) -> Path:
+        """The draft as it ships."""
+        return self.out / "pydoc-draft"
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """The tokenizer, before there is a model to ship it with."""
+        return self.folder / "tokenizer"
+
+    @property
+    def corpus_file(self) -> Path:
+        """The encoded training text."""
+        return self.folder / "corpus.npz"
+
+    @property
+    def held_out_file(self) -> Path:
+        """The encoded held-out files."""
+        return self.folder / "held_out.npz"
+
+    @property
+    def lessons_file(self) -> Path:
+        """What the target told the draft."""
+        return self.folder / "lessons.pt"
+
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """The trained tokenizer."""
+        return load_tokenizer(self.tokenizer_folder)
+
+    def corpus(self) -> list[Ids]:
+        """The training documents."""
+        return load_documents(self.corpus_file)
+
+    def held_out(self) -> list[Ids]:
+        """The held-out documents."""
+        return load_documents(self.held_out_file)
+
+    def target(self) -> LlamaForCausalLM:
+        """The target as it was last exported."""
+        return load_model(self.target_folder, self.device)
+
+    def draft(self) -> LlamaForCausalLM:
+        """The draft as it was last exported."""
+        return load_model(self.draft_folder, self.device)

@@ -1,0 +1,216 @@
+"""A gateway with scripted targets behind it, all over real sockets, in the test's own event loop.
+
+The targets are the real service, `services.target.servicer`, with a script in the place of the engine: what a
+request's output is, how many tokens come at once, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import httpx
+import openai
+
+from paceline.messages import (
+    Delta,
+    FinishReason,
+    Load,
+    LogProbs,
+    SpeculationStats,
+    Submission,
+    TargetDescription,
+    Timings,
+    Usage,
+)
+from paceline.state import Store, WorkerRecord, open_store
+from paceline.text import Tokenizer
+from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.server import Server
+from services.gateway.gateway import Gateway, Limits
+from services.gateway.server import Addresses, Settings, running
+from services.target.servicer import TargetServicer
+
+MODEL = "pydoc"
+TOKENIZER = Tokenizer.load(MODEL)
+EOS = 2
+CONTEXT = 128
+
+Script = Callable[[Submission], Sequence[int]]
+
+
+class ScriptedDecoder:
+    """Plays an engine: the output of a request is what `script` says, `burst` tokens to a delta.
+
+    Deltas come one after the other, unless `gate` is clear: then the target hangs until it is set again. It clears
+    itself after so many deltas as `hold_after` says.
+    """
+
+    hold_after: int | None = None
+
+    def __init__(self, script: Script, burst: int) -> None:
+        self.servicer: TargetServicer
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.submissions: list[Submission] = []
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
+        self._script = script
+        self._burst = burst
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def submit(self, submission: Submission) -> None:
+        self.submissions.append(submission)
+        self._tasks[submission.request_id] = asyncio.create_task(self._decode(submission))
+
+    def cancel(self, request_id: str) -> None:
+        task = self._tasks.pop(request_id, None)
+        if task is not None and task.cancel():
+            self._deliver(self._last(Delta(request_id), FinishReason.CANCELLED, 0, 0))
+            self.cancelled.put_nowait(request_id)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _decode(self, submission: Submission) -> None:
+        params = submission.sampling
+        try:
+            output = list(self._script(submission))[: params.max_tokens]
+        except RuntimeError as error:
+            self._deliver(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            return
+        stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
+        output = output[: stops[0] + 1] if stops else output
+        start = len(submission.committed)
+        for at in range(start, len(output), self._burst):
+            await self.gate.wait()
+            tokens = output[at : at + self._burst]
+            delta = Delta(submission.request_id, tokens, [index > 0 for index in range(len(tokens))])
+            if params.logprobs is not None:
+                delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
+            if at + self._burst >= len(output):
+                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                delta.stop_token = output[-1] if stops else None
+                delta = self._last(delta, reason, len(submission.prompt), len(output))
+                self._tasks.pop(submission.request_id)
+            self._deliver(delta)
+            if self.hold_after is not None:
+                self.hold_after -= 1
+                if not self.hold_after:
+                    self.hold_after = None
+                    self.gate.clear()
+            await asyncio.sleep(0)
+
+    def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
+        delta.finish_reason = reason
+        delta.usage = Usage(prompt, output, cached_tokens=1)
+        delta.timings = Timings(0.25, 0.5, 1.0)
+        delta.speculation = SpeculationStats([4, 3], [3, 1], drafted_tokens=9, verifications=4, steps=5, drafts=["d"])
+        return delta
+
+    def _deliver(self, delta: Delta) -> None:
+        self.servicer.deliver([delta], Load(len(self._tasks), 0, 1000, 8, 0.001))
+
+
+def log_probs(token: int, top: int) -> LogProbs:
+    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
+class Bookkeeper:
+    """The target's own records are not looked at here."""
+
+    def submitted(self, engine_id: str, submission: Submission) -> None: ...
+
+    def committed(self, delta: Delta) -> None: ...
+
+    def forgotten(self, engine_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class RunningTarget:
+    record: WorkerRecord
+    decoder: ScriptedDecoder
+    server: Server
+    servicer: TargetServicer
+
+    async def die(self) -> None:
+        """As after SIGKILL: every stream breaks, in whatever state it is."""
+        await self.server.stop(0.0)
+        await self.decoder.close()
+
+
+@dataclass(slots=True)
+class Stack:
+    """What a test needs of a running gateway and what is around it."""
+
+    store: Store
+    gateway: Gateway
+    addresses: Addresses
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    targets: list[RunningTarget] = field(default_factory=list)
+    _exits: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def decoder(self) -> ScriptedDecoder:
+        return self.targets[0].decoder
+
+    async def add_target(self, script: Script, *, burst: int = 3, worker_id: str | None = None) -> RunningTarget:
+        """Start a target, and wait until the gateway uses it."""
+        worker_id = worker_id or f"target-{len(self.targets)}"
+        target = await start_target(script, burst, worker_id)
+        self._exits.push_async_callback(target.die)
+        self.targets.append(target)
+        await self.store.registry.register(target.record)
+        while all(worker_id != known.record.worker_id for known in self.gateway.fleet.targets.values()):
+            await asyncio.sleep(0.01)
+        return target
+
+
+async def start_target(
+    script: Script, burst: int, worker_id: str, fingerprint: str = TOKENIZER.fingerprint
+) -> RunningTarget:
+    eos = (EOS,)
+    description = TargetDescription(worker_id, MODEL, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
+    decoder = ScriptedDecoder(script, burst)
+    servicer = decoder.servicer = TargetServicer(description, Bookkeeper())
+    servicer.decoder = decoder
+    server = Server("127.0.0.1", 0)
+    service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+    server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
+    address = await server.start()
+    record = WorkerRecord("target", worker_id, address, MODEL, "ngram", fingerprint, time.time())
+    return RunningTarget(record, decoder, server, servicer)
+
+
+@asynccontextmanager
+async def open_stack(*scripts: Script, burst: int = 3, limits: Limits | None = None) -> AsyncIterator[Stack]:
+    """A gateway with one target per script."""
+    settings = Settings(MODEL, MODEL, port=0, drain_s=5.0, limits=limits or Limits(resume_s=5.0))
+    async with open_store(None, ttl_s=3600.0) as store, running(settings, store) as (gateway, addresses):
+        url = f"http://{addresses.http}"
+        async with (
+            AsyncExitStack() as exits,
+            httpx.AsyncClient(base_url=url, timeout=20.0) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=None) as client,
+        ):
+            stack = Stack(store, gateway, addresses, http, client, _exits=exits)
+            for script in scripts:
+                await stack.add_target(script, burst=burst)
+            yield stack
+
+
+def says(text: str) -> Script:
+    """A script that answers with a text and ends."""
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+    return lambda submission: tokens
+
+
+def counts(submission: Submission) -> Sequence[int]:
+    """An endless output that depends on the seed and on the prompt, as a real one would."""
+    first = (submission.sampling.seed + sum(submission.prompt)) % 1000
+    return [300 + (first + 7 * index) % 3000 for index in range(CONTEXT)]

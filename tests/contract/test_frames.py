@@ -1,0 +1,220 @@
+"""Everything that travels arrives as it left."""
+
+import math
+import string
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.messages import (
+    Delta,
+    FinishReason,
+    Load,
+    LogProbs,
+    SpeculationStats,
+    Submission,
+    TargetDescription,
+    Timings,
+    Usage,
+)
+from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.growing import Close, Grown
+from paceline.tree import Growth
+from paceline.v1 import draft_pb2, target_pb2
+from paceline.wire import draft_frames, target_frames
+from paceline.wire.tensors import decode_tensor, encode_tensor
+
+VOCABULARY = 1000
+
+tokens = st.integers(0, 2**32 - 1)
+counts = st.integers(0, 2**32 - 1)
+seconds = st.floats(0, 1e9)
+texts = st.text(string.printable, max_size=20)
+signed = st.floats(-2, 2)
+
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=st.integers(0, 2**31 - 1),
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+    repetition_penalty=st.floats(0, 100, exclude_min=True),
+    presence_penalty=signed,
+    frequency_penalty=signed,
+    logit_bias=st.dictionaries(tokens, st.floats(-100, 100), max_size=3),
+    bad_words=st.lists(st.lists(tokens, min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    min_tokens=st.integers(0, 10),
+    max_tokens=st.integers(10, 2**32 - 1),
+    seed=st.integers(-(2**63), 2**64 - 1),
+    stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+)
+options = st.builds(
+    SpeculativeOptions,
+    enabled=st.none() | st.booleans(),
+    num_speculative_tokens=st.none() | counts,
+    max_tree_nodes=st.none() | counts,
+    report=st.booleans(),
+)
+submissions = st.builds(
+    Submission,
+    request_id=texts,
+    prompt=st.lists(tokens, min_size=1, max_size=5),
+    sampling=samplings,
+    speculative=options,
+    committed=st.lists(tokens, max_size=3),
+    drafts=st.lists(texts, max_size=3),
+)
+stats = st.builds(
+    SpeculationStats,
+    drafted_by_depth=st.lists(counts, max_size=4),
+    accepted_by_depth=st.lists(counts, max_size=4),
+    drafted_tokens=counts,
+    verifications=counts,
+    steps=counts,
+    drafts=st.lists(texts, max_size=2),
+)
+timings = st.builds(Timings, seconds, seconds, seconds)
+log_probs = st.builds(LogProbs, st.floats(-100, 0), st.lists(st.tuples(tokens, st.floats(-100, 0)), max_size=3))
+
+
+@st.composite
+def deltas(draw: st.DrawFn) -> Delta:
+    count = draw(st.integers(0, 4))
+    some = st.lists(log_probs, min_size=count, max_size=count)
+    return Delta(
+        request_id=draw(texts),
+        tokens=draw(st.lists(tokens, min_size=count, max_size=count)),
+        accepted=draw(st.lists(st.booleans(), min_size=count, max_size=count)),
+        log_probs=draw(st.just([]) | some),
+        finish_reason=draw(st.none() | st.sampled_from(FinishReason)),
+        stop_token=draw(st.none() | tokens),
+        usage=draw(st.none() | st.builds(Usage, counts, counts, counts)),
+        speculation=draw(st.none() | stats),
+        timings=draw(timings),
+        error=draw(texts),
+    )
+
+
+@st.composite
+def growths(draw: st.DrawFn) -> Growth:
+    ids = draw(st.lists(st.integers(1, 2**32 - 1), unique=True, max_size=6))
+    return Growth(
+        base_position=draw(st.integers(0, 2**31 - 1)),
+        node_ids=ids,
+        parent_ids=[0, *ids][: len(ids)],
+        tokens=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=len(ids), max_size=len(ids))),
+        log_probs=draw(st.lists(st.floats(-1e6, 0, width=32), min_size=len(ids), max_size=len(ids))),
+    )
+
+
+@given(submissions)
+def test_submission(submission: Submission) -> None:
+    wire = target_frames.encode_submission(submission).SerializeToString()
+    assert target_frames.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+
+
+@given(deltas())
+def test_delta(delta: Delta) -> None:
+    wire = target_frames.encode_delta(delta, delta.request_id).SerializeToString()
+    assert target_frames.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
+
+
+@given(st.builds(Load, counts, counts, counts, counts, seconds))
+def test_load(load: Load) -> None:
+    assert target_frames.decode_load(target_frames.encode_load(load)) == load
+
+
+def test_target_description() -> None:
+    description = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram")
+    assert target_frames.decode_description(target_frames.encode_description(description)) == description
+
+
+def test_draft_description() -> None:
+    description = draft_frames.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
+    assert draft_frames.decode_description(draft_frames.encode_description(description)) == description
+
+
+@given(
+    st.builds(
+        Opening,
+        request_id=st.integers(1, 2**64 - 1),
+        tokens=st.lists(tokens, min_size=3, max_size=5),
+        output_tokens=st.integers(0, 3),
+        sampling=samplings,
+        max_depth=counts,
+        max_nodes=st.integers(0, draft_frames.MAX_NODES),
+        strategy=texts,
+    )
+)
+def test_opening(opening: Opening) -> None:
+    wire = draft_pb2.DraftFrame(opens=[draft_frames.encode_opening(opening, opening.request_id)])
+    said = draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))
+    assert said == [opening]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
+@pytest.mark.parametrize("shape", [(1,), (3, 2, 5), (2, 1, 1, 4)])
+def test_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.randn(shape) * 100).to(dtype)
+    decoded = decode_tensor(encode_tensor(tensor))
+    assert decoded.dtype == dtype
+    assert torch.equal(decoded, tensor)
+
+
+def test_tensor_in_any_layout() -> None:
+    tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
+    assert torch.equal(decode_tensor(encode_tensor(tensor.transpose(0, 2)[1:])), tensor.transpose(0, 2)[1:])
+
+
+def test_tensor_keeps_what_is_not_a_number() -> None:
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
+    assert decode_tensor(encode_tensor(odd)).view(torch.int32).equal(odd.view(torch.int32))
+
+
+def test_frame_says_everything_in_order() -> None:
+    states = torch.randn(2, 3, 4, dtype=torch.bfloat16)
+    context = Context(7, 5, states)
+    commit = Commit(7, 9, [4, 5], 1, states)
+    frame = draft_pb2.DraftFrame(
+        closes=[draft_pb2.DraftFrame.Close(request_id=7)],
+        commits=[draft_frames.encode_commit(commit, 7)],
+        contexts=[draft_frames.encode_context(context, 7)],
+    )
+    first, second, third = draft_frames.decode_frame(frame)
+    assert isinstance(first, Context)
+    assert (first.request_id, first.base_position) == (7, 5)
+    assert torch.equal(first.hidden_states, states)
+    assert isinstance(second, Commit)
+    assert (second.base_position, second.tokens, second.accepted) == (9, [4, 5], 1)
+    assert second.hidden_states is not None
+    assert torch.equal(second.hidden_states, states)
+    assert third == Close(7)
+
+
+@given(
+    st.builds(
+        Grown,
+        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths()), max_size=3),
+        dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
+        applied=counts,
+        timings=timings,
+    )
+)
+def test_grown(grown: Grown) -> None:
+    wire = draft_frames.encode_grown(grown).SerializeToString()
+    assert draft_frames.decode_grown(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown
+
+
+def test_two_rounds_merge_into_one_frame() -> None:
+    """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
+    first = Growth(3, [1], [0], [10], [-0.5])
+    second = Growth(3, [2], [1], [11], [-0.5])
+    frame = draft_frames.encode_grown(Grown([(1, first)], {}, 4))
+    frame.MergeFrom(draft_frames.encode_grown(Grown([(1, second)], {2: "full"}, 5)))
+    grown = draft_frames.decode_grown(frame, VOCABULARY)
+    assert grown.growths == [(1, first), (1, second)]
+    assert (grown.dropped, grown.applied) == ({2: "full"}, 5)

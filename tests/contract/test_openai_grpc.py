@@ -1,0 +1,134 @@
+"""`InferenceService`: the same answers as over HTTP, and errors as status codes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import pytest
+import pytest_asyncio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from tests.contract.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, says
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TEXT = "json.dumps → a str"
+Request = inference_pb2.GenerateRequest
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack() -> AsyncIterator[Stack]:
+    async with open_stack(says(TEXT)) as stack:
+        yield stack
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def channel(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        yield channel
+
+
+async def generated(channel: grpc.aio.Channel, request: Request) -> list[Any]:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    return [response async for response in stub.Generate(request)]
+
+
+PROMPTS = [
+    Request(text="def f"),
+    Request(tokens=common_pb2.TokenSequence(token_ids=[456, 281])),
+    Request(chat=Request.Chat(messages=[Request.Chat.Message(role="user", content="hi")])),
+]
+
+
+@pytest.mark.parametrize("request_", PROMPTS, ids=["text", "tokens", "chat"])
+async def test_every_kind_of_prompt_is_answered(channel: grpc.aio.Channel, request_: Any) -> None:
+    request_.sampling.max_tokens = 60
+    responses = await generated(channel, request_)
+    assert "".join(response.text for response in responses) == TEXT
+    tokens = [token for response in responses for token in response.token_ids]
+    assert tokens == [*TOKENIZER.encode(TEXT), EOS]
+    last = responses[-1]
+    assert last.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert last.completion_tokens == len(tokens)
+    assert last.prompt_tokens > 0
+    assert last.timings.total_s == 1.0
+
+
+async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Channel) -> None:
+    stack.decoder.submissions.clear()
+    request = Request(
+        model=MODEL,
+        text="x",
+        stop=["str"],
+        sampling=Request.Sampling(temperature=0.0, seed=5, top_k=3, logit_bias={7: 1.5}, max_tokens=50),
+        speculative=common_pb2.SpeculativeOptions(enabled=False, report=True),
+    )
+    responses = await generated(channel, request)
+    submission = stack.decoder.submissions[0]
+    sampling = submission.sampling
+    assert (sampling.temperature, sampling.seed, sampling.top_k, sampling.max_tokens) == (0.0, 5, 3, 50)
+    assert sampling.logit_bias == {7: 1.5}
+    assert submission.speculative.enabled is False
+    assert "".join(response.text for response in responses) == "json.dumps → a "
+    assert responses[-1].speculation.accepted_tokens == 4
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "named"),
+    [
+        (Request(), grpc.StatusCode.INVALID_ARGUMENT, "text, tokens and chat"),
+        (Request(text=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
+        (Request(text="x", model="gpt-4"), grpc.StatusCode.NOT_FOUND, "gpt-4"),
+        (
+            Request(text="x", sampling=Request.Sampling(temperature=-1)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "temperature",
+        ),
+        (
+            Request(text="x", sampling=Request.Sampling(max_tokens=1000)),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "max_tokens",
+        ),
+        (Request(text="x", sampling=Request.Sampling(logprobs=1)), grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
+    ],
+    ids=["no prompt", "empty", "model", "temperature", "max_tokens", "logprobs"],
+)
+async def test_errors_are_status_codes_that_name_the_field(
+    channel: grpc.aio.Channel, request_: Any, status: grpc.StatusCode, named: str
+) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await generated(channel, request_)
+    assert error.value.code() == status
+    assert named in (error.value.details() or "")
+
+
+async def test_models_and_health(stack: Stack, channel: grpc.aio.Channel) -> None:
+    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    listed = await stub.ListModels(inference_pb2.ListModelsRequest())
+    assert [(model.id, model.max_model_len) for model in listed.models] == [(MODEL, 128)]
+    health = health_pb2_grpc.HealthStub(channel)
+    request = health_pb2.HealthCheckRequest(service="paceline.v1.InferenceService")
+    assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+
+
+async def test_without_a_target_the_call_is_unavailable() -> None:
+    async with open_stack() as empty, grpc.aio.insecure_channel(empty.addresses.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generated(channel, Request(text="x"))
+        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_cancelling_the_call_cancels_at_the_target() -> None:
+    async with open_stack(counts, burst=1) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        stack.decoder.hold_after = 2
+        call = stub.Generate(Request(text="x", sampling=Request.Sampling(max_tokens=60)))
+        await call.read()
+        call.cancel()
+        await stack.decoder.cancelled.get()
+        while stack.gateway.in_flight:
+            await asyncio.sleep(0.01)

@@ -1,0 +1,201 @@
+"""What happens to running requests when a client, a target or the gateway itself goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from services.gateway.gateway import Limits
+from tests.contract.openai_stack import MODEL, Stack, counts, open_stack, says, start_target
+
+LONG: dict[str, Any] = {"prompt": "x", "seed": 7, "max_tokens": 60}
+
+
+@asynccontextmanager
+async def streaming(stack: Stack, body: dict[str, Any] = LONG) -> AsyncIterator[AsyncIterator[Any]]:
+    """The parsed events of a completion's stream, up to [DONE]."""
+    async with stack.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
+        assert response.status_code == 200, await response.aread()
+
+        async def parsed() -> AsyncIterator[Any]:
+            async with aclosing(response.aiter_lines()) as lines:
+                async for line in lines:
+                    if line.startswith("data: {"):
+                        yield json.loads(line.removeprefix("data: "))
+
+        yield parsed()
+
+
+def text_of(events: list[Any]) -> str:
+    return "".join(choice["text"] for event in events for choice in event["choices"])
+
+
+async def whole_text(stack: Stack, body: dict[str, Any] = LONG) -> str:
+    answer = await stack.http.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+async def idle(stack: Stack) -> None:
+    while stack.gateway.in_flight or stack.gateway.fleet.in_flight:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_client_that_leaves_a_stream_frees_everything() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 2
+        async with streaming(stack) as events:
+            await anext(events)
+        await stack.decoder.cancelled.get()
+        await idle(stack)
+
+
+@pytest.mark.parametrize("body", [LONG, LONG | {"stream": True}, LONG | {"n": 3}])
+async def test_a_client_that_leaves_before_the_first_token_frees_everything(body: dict[str, Any]) -> None:
+    async with open_stack(counts) as stack:
+        stack.decoder.gate.clear()
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
+        while len(stack.decoder.submissions) < body.get("n", 1):
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        for _ in range(body.get("n", 1)):
+            await stack.decoder.cancelled.get()
+        await idle(stack)
+
+
+async def test_a_lost_target_is_a_pause_and_no_more() -> None:
+    """The other target gets prompt, seed and what was committed, and the stream goes on as if nothing had been."""
+    async with open_stack(counts, burst=2) as stack:
+        expected = await whole_text(stack)
+        stack.decoder.hold_after = 4
+        async with streaming(stack) as events:
+            received = [await anext(events) for _ in range(4)]
+            await stack.targets[0].die()
+            await stack.store.registry.deregister(stack.targets[0].record)
+            second = await stack.add_target(counts)
+            received += [event async for event in events]
+        assert text_of(received) == expected
+        assert received[-1]["choices"][0]["finish_reason"] == "length"
+        resumed = second.decoder.submissions[0]
+        assert list(resumed.committed) == list(counts(resumed))[: len(resumed.committed)]
+        assert len(resumed.committed) == 8
+        assert resumed.sampling.seed == 7
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'paceline_replays_total{model_name="pydoc"} 1.0' in metrics
+
+
+async def test_a_draining_target_hands_its_requests_over() -> None:
+    async with open_stack(counts, counts, burst=2) as stack:
+        expected = await whole_text(stack)
+        for target in stack.targets:
+            target.decoder.gate.clear()
+        asking = asyncio.create_task(whole_text(stack))
+        while not any(target.servicer._owners for target in stack.targets):
+            await asyncio.sleep(0.01)
+        busy = next(target for target in stack.targets if target.servicer._owners)
+        await busy.servicer.drain(0.0)
+        for target in stack.targets:
+            target.decoder.gate.set()
+        assert await asking == expected
+
+
+async def test_no_other_target_is_an_error_of_the_stream() -> None:
+    async with open_stack(counts, burst=1, limits=Limits(resume_s=0.1)) as stack:
+        stack.decoder.hold_after = 2
+        stream = await stack.client.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=60)
+        await stack.targets[0].die()
+        with pytest.raises(openai.APIError, match="no other came within"):
+            async for _ in stream:
+                pass
+        await idle(stack)
+
+
+async def test_health_follows_the_targets() -> None:
+    async with open_stack() as stack:
+        assert (await stack.http.get("/health")).status_code == 503
+        target = await stack.add_target(says("hello"))
+        assert (await stack.http.get("/health")).status_code == 200
+        await target.die()
+        while stack.gateway.fleet.up:
+            await asyncio.sleep(0.01)
+        assert (await stack.http.get("/health")).status_code == 503
+
+
+async def test_a_target_with_another_vocabulary_or_model_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_stack() as stack:
+        target = await start_target(says("hello"), 1, "stranger", fingerprint="another")
+        await stack.store.registry.register(target.record)
+        while "its vocabulary differs" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert not stack.gateway.ready
+        await target.die()
+
+
+async def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        expected = await whole_text(stack)
+        stack.decoder.gate.clear()
+        asking = asyncio.create_task(whole_text(stack))
+        while not stack.gateway.in_flight:
+            await asyncio.sleep(0.01)
+        draining = asyncio.create_task(stack.gateway.drain(10.0))
+        while not stack.gateway.closing:
+            await asyncio.sleep(0)
+        refused = await stack.http.post("/v1/completions", json=LONG)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert (await stack.http.get("/health")).status_code == 503
+        assert not draining.done()
+        stack.decoder.gate.set()
+        assert await asking == expected
+        await draining
+
+
+async def test_requests_that_begin_alike_go_to_one_target_and_load_spreads_the_rest() -> None:
+    async with open_stack(counts, counts, counts) as stack:
+        for _ in range(4):
+            await whole_text(stack, {"prompt": "the same beginning", "max_tokens": 1})
+        assert sorted(len(target.decoder.submissions) for target in stack.targets) == [0, 0, 4]
+        for target in stack.targets:
+            target.decoder.gate.clear()
+            target.decoder.submissions.clear()
+        asking = asyncio.create_task(whole_text(stack, {"prompt": "the same beginning", "n": 30, "max_tokens": 1}))
+        while stack.gateway.fleet.in_flight < 30:
+            await asyncio.sleep(0.01)
+        assert all(len(target.decoder.submissions) >= 7 for target in stack.targets)
+        for target in stack.targets:
+            target.decoder.gate.set()
+        await asking
+
+
+async def test_drafts_are_offered_in_turn_and_strangers_never() -> None:
+    async with open_stack(counts) as stack:
+        record = stack.targets[0].record
+        for address, fingerprint in [("a:1", record.fingerprint), ("b:1", ""), ("c:1", "another")]:
+            draft = type(record)("draft", address, address, "", "ngram", fingerprint, record.started_at)
+            await stack.store.registry.register(draft)
+        while len(stack.gateway.fleet.drafts()) < 2:
+            await asyncio.sleep(0.01)
+        stack.decoder.submissions.clear()
+        for _ in range(4):
+            await whole_text(stack, {"prompt": "x", "max_tokens": 1})
+        orders = [tuple(submission.drafts) for submission in stack.decoder.submissions]
+        assert set(orders) == {("a:1", "b:1"), ("b:1", "a:1")}
+        assert orders[0] == orders[2] != orders[1] == orders[3]
+
+
+async def test_a_slow_reader_gets_everything() -> None:
+    """Its stream fills the socket's buffers; nothing may be lost or dropped."""
+    async with open_stack(says("x" * 60_000), burst=1) as stack:
+        async with httpx.AsyncClient(base_url=stack.http.base_url, timeout=20.0) as http:
+            body = {"prompt": "x", "max_tokens": 60, "stream": True}
+            async with http.stream("POST", "/v1/completions", json=body) as response:
+                await idle(stack)
+                raw = (await response.aread()).decode()
+        assert raw.count("data: {") == 61

@@ -1,0 +1,209 @@
+"""`TargetLink` against a real target over loopback."""
+
+import asyncio
+from contextlib import aclosing
+from dataclasses import replace
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paceline.config import SamplingParams
+from paceline.messages import FinishReason, Submission
+from paceline.v1 import common_pb2, target_pb2, target_pb2_grpc
+from paceline.wire.errors import TargetLost, WireError
+from paceline.wire.target_frames import encode_submission
+from paceline.wire.target_link import TargetLink
+from tests.targets import NEVER_ENDS, VOCABULARY, collect, linked, submission, target_worker
+from tests.workers import until
+
+
+async def test_a_request_from_beginning_to_end() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        assert link.description.worker_id == "t"
+        assert link.description.vocabulary_size == VOCABULARY
+        tokens, last = await collect(link, submission())
+        assert len(tokens) == 20
+        assert last.finish_reason is FinishReason.LENGTH
+        assert last.usage is not None
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (12, 20)
+        assert last.speculation is not None
+        assert last.speculation.steps == 20
+        assert last.timings.total_s > 0
+        assert link.load is not None
+        assert link.load.running == 0
+
+
+async def test_requests_share_a_link_and_its_ids_are_its_own() -> None:
+    """Two gateways call their requests alike; one of them runs many at once."""
+    async with target_worker() as worker, linked(worker, worker) as [here, there]:
+        wanted = [submission(str(i)) for i in range(6)]
+        answers = await asyncio.gather(
+            *(collect(here, each) for each in wanted), *(collect(there, each) for each in wanted)
+        )
+        assert len(answers) == 12
+        assert all(tokens == answers[0][0] for tokens, _ in answers)
+
+
+async def test_only_the_last_delta_has_statistics() -> None:
+    async with target_worker() as worker, linked(worker) as [link], aclosing(link.submit(submission())) as deltas:
+        told = [delta.speculation is not None async for delta in deltas]
+    assert told == [False] * (len(told) - 1) + [True]
+
+
+async def test_resuming_continues_exactly() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        whole, _ = await collect(link, submission())
+        rest, last = await collect(link, submission("again", committed=whole[:7]))
+        assert whole[:7] + rest == whole
+        assert last.usage is not None
+        assert last.usage.completion_tokens == 20
+
+
+async def test_cancel_ends_with_a_last_delta() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        async with aclosing(link.submit(submission(max_tokens=NEVER_ENDS))) as deltas:
+            await anext(deltas)
+            link.cancel("r")
+            *_, last = [delta async for delta in deltas]
+        assert last.finish_reason is FinishReason.CANCELLED
+        assert last.usage is not None
+        assert last.usage.completion_tokens < NEVER_ENDS
+        assert worker.notebook.running == {}
+
+
+async def test_leaving_early_cancels() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        async with aclosing(link.submit(submission(max_tokens=NEVER_ENDS))) as deltas:
+            await anext(deltas)
+        await until(lambda: worker.notebook.running == {})
+        assert worker.notebook.heard[-1].finish_reason is FinishReason.CANCELLED
+        assert await collect(link, submission()), "the id is free again"
+
+
+async def test_a_gateway_that_goes_away_leaves_nothing_behind() -> None:
+    async with target_worker() as worker:
+        async with linked(worker) as [link]:
+            deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+            await anext(deltas)
+            await link.close()
+            with pytest.raises(TargetLost):
+                async for _ in deltas:
+                    pass
+        await until(lambda: worker.notebook.running == {})
+        await until(lambda: not worker.engine.busy)
+
+
+BAD_SUBMITS = {
+    "the prompt is empty": ("prompt", {"prompt": []}),
+    "a token outside the vocabulary": ("vocabulary", {"prompt": [VOCABULARY]}),
+    "a prompt too long": ("prompt", {"prompt": [1] * 5000}),
+}
+
+
+@pytest.mark.parametrize("bad", BAD_SUBMITS)
+async def test_a_bad_submit_ends_itself_alone(bad: str) -> None:
+    named, changes = BAD_SUBMITS[bad]
+    async with target_worker() as worker, linked(worker) as [link]:
+        good = asyncio.create_task(collect(link, submission("good")))
+        tokens, last = await collect(link, replace(submission("bad"), **changes))  # type: ignore[arg-type]
+        assert tokens == []
+        assert last.finish_reason is FinishReason.ERROR
+        assert named in last.error
+        assert len((await good)[0]) == 20
+
+
+async def test_sampling_that_cannot_be_is_named() -> None:
+    """A gateway that does not validate gets the same answer: the field, in the request's own delta."""
+    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        message = encode_submission(submission())
+        message.sampling.top_p = 1.5
+        frame = await first_deltas(channel, target_pb2.SubmitFrame(submits=[message]))
+        assert frame.deltas[0].finish_reason == common_pb2.FINISH_REASON_ERROR
+        assert frame.deltas[0].error.startswith("sampling.top_p: ")
+
+
+async def test_an_id_in_use_breaks_the_link() -> None:
+    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        message = encode_submission(submission(max_tokens=NEVER_ENDS))
+        call = target_pb2_grpc.TargetServiceStub(channel).Serve()
+        await call.write(target_pb2.SubmitFrame(submits=[message, message]))
+        with pytest.raises(grpc.aio.AioRpcError, match="'r' is in use") as caught:
+            async for _ in call:
+                pass
+        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        await until(lambda: worker.notebook.running == {})
+
+
+async def test_what_the_contract_cannot_carry_is_refused_here() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        with pytest.raises(WireError, match="request huge cannot be sent"):
+            await anext(link.submit(Submission("huge", [2**32], SamplingParams())))
+        assert len((await collect(link, submission()))[0]) == 20
+
+
+async def test_a_target_that_is_not_there() -> None:
+    link = TargetLink("127.0.0.1:9")
+    with pytest.raises(TargetLost, match=r"target 127\.0\.0\.1:9 does not answer"):
+        await link.connect(timeout_s=5.0)
+    assert link.lost
+
+
+async def test_draining_finishes_what_runs_and_hands_over_the_rest() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        running = asyncio.create_task(collect(link, submission("running", max_tokens=1000)))
+        await until(lambda: bool(worker.notebook.heard))
+        draining = asyncio.create_task(worker.servicer.drain(limit_s=60))
+        await until(lambda: link.draining)
+        with pytest.raises(TargetLost, match="handed the request over"):
+            await collect(link, submission("late"))
+        tokens, last = await running
+        assert (len(tokens), last.finish_reason) == (1000, FinishReason.LENGTH)
+        await draining
+        await link.wait_lost()
+        async with linked(worker) as [too_late]:
+            with pytest.raises(TargetLost, match="drains"):
+                await collect(too_late, submission())
+
+
+async def test_draining_has_a_limit() -> None:
+    async with target_worker() as worker, linked(worker) as [link]:
+        running = asyncio.create_task(collect(link, submission(max_tokens=NEVER_ENDS)))
+        await until(lambda: bool(worker.notebook.heard))
+        await worker.servicer.drain(limit_s=0.0)
+        with pytest.raises(TargetLost, match="handed the request over"):
+            await running
+        assert worker.notebook.running == {}
+
+
+async def test_health_turns_before_the_end() -> None:
+    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        for name in ("", "paceline.v1.TargetService"):
+            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await worker.server.drain()
+        answer = await health.Check(health_pb2.HealthCheckRequest(service="paceline.v1.TargetService"))
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def test_reflection_names_the_services() -> None:
+    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+        answer = await call.read()
+        await call.done_writing()
+        names = {service.name for service in answer.list_services_response.service}
+        assert {"paceline.v1.TargetService", "grpc.health.v1.Health"} <= names
+
+
+async def first_deltas(channel: grpc.aio.Channel, frame: target_pb2.SubmitFrame) -> target_pb2.DeltaFrame:
+    """The first frame with deltas in it that answers `frame`."""
+    call = target_pb2_grpc.TargetServiceStub(channel).Serve()
+    await call.write(frame)
+    async for answer in call:
+        if answer.deltas:
+            call.cancel()
+            return answer
+    raise AssertionError("the stream ended without deltas")

@@ -1,0 +1,129 @@
+"""The output of the real draw, tree and walk does not depend on what was guessed, under any sampling parameters.
+
+The model is a table: its logits after a prefix are random, and the same whenever the same few tokens come last.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.sampling import History, Row, draw
+from paceline.tree import Node, TokenTree
+from paceline.verify import STRATEGIES, walk
+
+VOCABULARY, LENGTH = 16, 40
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def table_logits(prefix: Sequence[int]) -> Tensor:
+    seed = int.from_bytes(bytes(prefix[-3:]), "big")
+    return torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(seed)) * 2.5
+
+
+def plain(params: SamplingParams) -> list[int]:
+    """One token at a time; nobody guesses."""
+    output: list[int] = []
+    for _ in range(LENGTH):
+        row = Row(params, len(PROMPT) + len(output), History(params, PROMPT, output, VOCABULARY))
+        output += draw(table_logits(PROMPT + output)[None], [row]).tolist()
+    return output
+
+
+Rows = Callable[[Row, Node], Row]
+
+
+def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | None = None) -> list[int]:
+    """Trees of guesses, some of them right; `alter` breaks the rows of guesses."""
+    right = plain(params)
+    history = History(params, PROMPT, [], VOCABULARY)
+    tree = TokenTree(len(PROMPT) - 1, PROMPT[-1])
+    output: list[int] = []
+    while len(output) < LENGTH:
+        grow(tree, right[len(output) :], guesser)
+        verified = tree.best(guesser.randrange(12), max_depth=guesser.randrange(7))
+        paths = [[n.token for n in node.path()] for node in (tree.root, *verified)]
+        rows = [Row(params, len(PROMPT) + len(output) + len(path), history, path) for path in paths]
+        if alter is not None:
+            rows[1:] = [alter(row, node) for row, node in zip(rows[1:], verified, strict=True)]
+        logits = torch.stack([table_logits([*PROMPT, *output, *path]) for path in paths])
+        committed = walk(tree.root, verified, draw(logits, rows).tolist())
+        tree.commit(committed)
+        history.extend(committed)
+        output += committed
+    return output[:LENGTH]
+
+
+def grow(tree: TokenTree, right: Sequence[int], guesser: random.Random) -> None:
+    """Some lines that follow the right continuation for a while, then guess."""
+    for _ in range(guesser.randrange(4)):
+        node, astray = tree.root, False
+        for token in right[: guesser.randrange(8)]:
+            astray = astray or guesser.random() < 0.15
+            guess = guesser.randrange(VOCABULARY) if astray else token
+            node = node.children.get(guess) or tree.add(node, guess, -guesser.random())
+
+
+PARAMS = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "cold": {"temperature": 0.5},
+    "filters": {"top_k": 7, "top_p": 0.9, "min_p": 0.01},
+    "penalties": {"repetition_penalty": 1.6, "presence_penalty": 0.8, "frequency_penalty": 0.5},
+    "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.6, "frequency_penalty": 0.5},
+    "bars": {
+        "bad_words": ((7,), *((token, token) for token in range(VOCABULARY))),
+        "min_tokens": 20,
+        "max_tokens": LENGTH,
+        "stop_token_ids": (1, 9),
+        "logit_bias": {1: 3.0},
+    },
+}
+
+
+@pytest.fixture(params=PARAMS.values(), ids=PARAMS)
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return SamplingParams(seed=21, **request.param)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("seed", range(5))
+def test_guesses_change_nothing(params: SamplingParams, strategy: str, seed: int) -> None:
+    law = STRATEGIES[strategy].law(params)
+    assert speculative(law, random.Random(seed)) == plain(law)
+
+
+def caught(alter: Rows, **settings: object) -> bool:
+    params = SamplingParams(seed=21, **settings)
+    return any(speculative(params, random.Random(seed), alter) != plain(params) for seed in range(5))
+
+
+def test_leaving_rows_as_they_are_is_not_caught() -> None:
+    assert not any(caught(lambda row, node: row, **settings) for settings in PARAMS.values())
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda row, node: replace(row, position=len(row.path)),
+        lambda row, node: replace(row, position=row.position - len(row.path)),
+        lambda row, node: replace(row, params=row.params.model_copy(update={"seed": 21 + node.id})),
+        lambda row, node: replace(row, params=row.params.model_copy(update={"temperature": 1.3})),
+        lambda row, node: replace(row, position=row.position + 1),
+    ],
+    ids=["noise by depth", "the root's noise", "noise by node", "another temperature", "noise of the next position"],
+)
+def test_rows_with_the_wrong_noise_are_caught(alter: Rows) -> None:
+    assert caught(alter)
+
+
+@pytest.mark.parametrize("rules", ["penalties", "greedy penalties", "bars"])
+def test_rules_that_are_not_told_of_the_path_are_caught(rules: str) -> None:
+    assert caught(lambda row, node: replace(row, path=()), **PARAMS[rules])
+    assert caught(lambda row, node: replace(row, path=row.path[:-1]), **PARAMS[rules])

@@ -1,0 +1,203 @@
+"""The same tokens over the real wire: gateway link, target, draft workers, whatever happens to the drafts."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.messages import SpeculationStats, Submission
+from paceline.model import Model
+from paceline.model.loading import build
+from paceline.model.table import TableModel
+from paceline.speculators.base import Speculator
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.ngram import NGram
+from paceline.wire.draft_link import Terms
+from paceline.wire.drafting import RemoteDrafting
+from paceline.wire.target_link import TargetLink
+from tests.targets import collect, linked, target_worker
+from tests.workers import Witness, draft_worker, until
+
+LLAMA_VOCABULARY = 64
+SLOTS = 2048
+
+
+def table(disagreement: float = 0.0) -> Model:
+    return TableModel(1000, SLOTS, 512, disagreement)
+
+
+def llama(dtype: torch.dtype, noise: float = 0.0) -> Model:
+    """A peaked random Llama. `noise` disturbs its weights: a draft that mostly agrees."""
+    config = LlamaConfig(
+        vocab_size=LLAMA_VOCABULARY,
+        hidden_size=64,
+        num_hidden_layers=2,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        initializer_range=0.25,
+    )
+    torch.manual_seed(7)
+    network = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter += noise * torch.randn_like(parameter)
+    return build(network.to(dtype), "llama", EngineConfig(slots=SLOTS), "", [])
+
+
+def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = ()) -> list[Submission]:
+    """Prompts of several lengths that repeat themselves, some of them resumed."""
+    return [
+        Submission(
+            str(i),
+            [1 + (i + j) % 7 for j in range(5 + 6 * i)],
+            SamplingParams(temperature=temperature, max_tokens=40, seed=i),
+            SpeculativeOptions(enabled=False if plain else None, report=True),
+            committed=[3] * (i % 3),
+            drafts=drafts,
+        )
+        for i in range(5)
+    ]
+
+
+async def run(link: TargetLink, submissions: Sequence[Submission]) -> tuple[list[list[int]], list[SpeculationStats]]:
+    answers = await asyncio.gather(*(collect(link, each) for each in submissions))
+    return [tokens for tokens, _ in answers], [last.speculation for _, last in answers if last.speculation]
+
+
+@asynccontextmanager
+async def served(
+    model: Model, speculation: SpeculativeConfig, *speculators: Speculator, drafts: Sequence[str] = ()
+) -> AsyncIterator[tuple[TargetLink, list[str]]]:
+    """A target with a worker for each speculator, and others that run already; all of them are up."""
+    async with AsyncExitStack() as stack:
+        workers = [
+            await stack.enter_async_context(draft_worker(speculator, f"draft {i}"))
+            for i, speculator in enumerate(speculators)
+        ]
+        addresses = [*drafts, *(worker.address for worker in workers)]
+        layers = {layer for each in speculators for layer in each.hidden_state_layers}
+        drafting = RemoteDrafting(Terms(model.fingerprint, model.vocabulary_size), sorted(layers))
+        stack.push_async_callback(drafting.stop)
+        drafting.connect(addresses)
+        await until(lambda: set(drafting.connected) == set(addresses))
+        target = await stack.enter_async_context(target_worker(drafting, speculation, model))
+        [link] = await stack.enter_async_context(linked(target))
+        yield link, addresses
+
+
+def config(method: str, depth: int, width: int) -> SpeculativeConfig:
+    return SpeculativeConfig(method=method, model="-", num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("depth", "width"), [(1, 1), (4, 1), (5, 3)])
+@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+async def test_speculation_changes_nothing(method: str, depth: int, width: int, temperature: float) -> None:
+    """Plain and speculative requests run mixed; each comes out as it does alone."""
+    speculator = DraftModel(table(0.3), width) if method == "draft_model" else NGram(1, 4, width)
+    async with served(table(), config(method, depth, width), speculator) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert sum(each.drafted_tokens for each in stats) > 0
+        if method == "draft_model":
+            assert sum(each.accepted_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, temperature: float) -> None:
+    draft = DraftModel(llama(dtype, noise=0.01), tree_width=3)
+    async with served(llama(dtype), config("draft_model", 5, 3), draft) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert sum(each.accepted_tokens for each in stats) > 0
+
+
+async def test_a_draft_killed_halfway_changes_nothing() -> None:
+    """SIGKILL to a real process; its requests are counted on the next draft."""
+    async with draft_process() as (process, address):
+        spare = DraftModel(table(0.3), 3)
+        async with served(table(), config("draft_model", 5, 3), spare, drafts=[address]) as (link, drafts):
+            alone, _ = await run(link, requests(0.8, plain=True))
+            killing = [follow(link, each, process) for each in requests(0.8, plain=False, drafts=drafts)]
+            answers = await asyncio.gather(*killing)
+            assert [tokens for tokens, _ in answers] == alone
+            assert {tuple(stats.drafts) for _, stats in answers} == {("killed", "draft 0")}
+            assert process.returncode == -signal.SIGKILL
+
+
+async def test_hidden_states_of_every_position_reach_the_draft() -> None:
+    """A speculator that asks gets those of the whole prompt and of every committed token, in place."""
+    witness = Witness()
+    async with served(table(), config("draft_model", 4, 1), witness) as (link, drafts):
+        alone, _ = await run(link, requests(0.8, plain=True))
+        told = requests(0.8, plain=False, drafts=drafts)
+        answers, stats = await run(link, told)
+        assert answers == alone
+        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
+        histories = [[*each.prompt, *each.committed, *tokens] for each, tokens in zip(told, answers, strict=True)]
+        for seen in witness.seen.values():
+            known = [seen[position] for position in range(len(seen))]
+            assert any(history[: len(known)] == known and len(known) > 30 for history in histories)
+
+
+async def both(
+    link: TargetLink, temperature: float, drafts: Sequence[str]
+) -> tuple[tuple[list[list[int]], list[list[int]]], list[SpeculationStats]]:
+    """Speculative and plain requests at once: their tokens, and the statistics of the former."""
+    speculative = requests(temperature, plain=False, drafts=drafts)
+    plain = [
+        Submission(f"plain {each.request_id}", each.prompt, each.sampling, each.speculative, each.committed)
+        for each in requests(temperature, plain=True)
+    ]
+    (mixed, stats), (others, _) = await asyncio.gather(run(link, speculative), run(link, plain))
+    return (mixed, others), stats
+
+
+async def follow(
+    link: TargetLink, submission: Submission, process: asyncio.subprocess.Process
+) -> tuple[list[int], SpeculationStats]:
+    """Tokens and statistics of a request; the process is killed as soon as one is halfway."""
+    tokens: list[int] = []
+    stats = SpeculationStats()
+    async with aclosing(link.submit(submission)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            stats = delta.speculation or stats
+            if len(tokens) >= submission.sampling.max_tokens // 4 and process.returncode is None:
+                process.kill()
+                await process.wait()
+    return tokens, stats
+
+
+@asynccontextmanager
+async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
+    speculation = config("draft_model", 5, 3).model_copy(update={"model": "table:1000:0.3"})
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "services.draft", "--worker-id", "killed"),
+        *("--speculative-config", speculation.model_dump_json()),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    assert process.stderr is not None
+    try:
+        async with asyncio.timeout(120):
+            while b"ready on" not in (line := await process.stderr.readline()):
+                assert line, "the worker ended before it was ready"
+        yield process, line.decode().split()[-1]
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()

@@ -1,0 +1,125 @@
+"""A target worker for tests: the real servicer, engine loop and engine over a table model, in this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.engine.drafting import Drafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.engine.loop import EngineLoop
+from paceline.messages import Delta, Submission, TargetDescription
+from paceline.model import Model
+from paceline.model.table import TableModel
+from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.server import Server
+from paceline.wire.target_link import TargetLink
+from services.target.servicer import TargetServicer
+
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+VOCABULARY = 1000
+SLOTS = 4096
+FREE = RowCost([8, 256], [1.0, 1.001])
+"""Rows that cost nothing: every guess is verified."""
+NEVER_ENDS = 4000
+"""So many tokens that a test which waits for the end would notice."""
+
+
+@dataclass
+class Notebook:
+    """An observer that keeps what it hears."""
+
+    running: dict[str, Submission] = field(default_factory=dict)
+    heard: list[Delta] = field(default_factory=list)
+
+    def submitted(self, engine_id: str, submission: Submission) -> None:
+        self.running[engine_id] = submission
+
+    def committed(self, delta: Delta) -> None:
+        self.heard.append(delta)
+
+    def forgotten(self, engine_id: str) -> None:
+        del self.running[engine_id]
+
+
+@dataclass
+class TargetWorker:
+    """A target worker in this process."""
+
+    address: str
+    servicer: TargetServicer
+    server: Server
+    engine: Engine
+    notebook: Notebook
+
+
+@asynccontextmanager
+async def target_worker(
+    drafting: Drafting | None = None,
+    speculation: SpeculativeConfig | None = None,
+    model: Model | None = None,
+) -> AsyncIterator[TargetWorker]:
+    model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
+    config = EngineConfig(slots=model.slots)
+    engine = Engine(model, config, speculation or SpeculativeConfig(), drafting or NoDrafting(), FREE)
+    description = TargetDescription(
+        "t",
+        "tested",
+        model.fingerprint,
+        model.vocabulary_size,
+        model.max_model_len,
+        model.slots,
+        model.rows_invariant,
+        (),
+        "",
+    )
+    notebook = Notebook()
+    servicer = TargetServicer(description, notebook)
+    loop = servicer.decoder = EngineLoop(engine, servicer.deliver)
+    server = Server("127.0.0.1", 0)
+    server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
+    loop.start()
+    try:
+        await server.start()
+        yield TargetWorker(server.address, servicer, server, engine, notebook)
+    finally:
+        await server.stop()
+        await asyncio.to_thread(loop.stop, 0.0)
+        loop.ended.result()
+        engine.check_integrity()
+
+
+@asynccontextmanager
+async def linked(*workers: TargetWorker) -> AsyncIterator[list[TargetLink]]:
+    """A link to each of them; to one target may lead several."""
+    async with AsyncExitStack() as stack:
+        links = [TargetLink(worker.address) for worker in workers]
+        for link in links:
+            stack.push_async_callback(link.close)
+            await link.connect()
+        yield links
+
+
+def submission(request_id: str = "r", *, max_tokens: int = 20, plain: bool = False, **fields: object) -> Submission:
+    """Of a prompt that repeats itself, at temperature 0.8."""
+    return Submission(
+        request_id,
+        [1, 2, 3, 4] * 3,
+        SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=11),
+        SpeculativeOptions(enabled=False if plain else None, report=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def collect(link: TargetLink, wanted: Submission) -> tuple[list[int], Delta]:
+    """All tokens, and the last delta."""
+    tokens: list[int] = []
+    async with aclosing(link.submit(wanted)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            last = delta
+    return tokens, last

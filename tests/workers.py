@@ -1,0 +1,194 @@
+"""Draft workers and drafting for tests: the real servicer, loop and links, over sockets, in the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.engine.drafting import News
+from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.speculators.growing import GrowingLoop
+from paceline.tree import Growth, TokenTree
+from paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.wire.draft_link import Terms
+from paceline.wire.drafting import RemoteDrafting
+from paceline.wire.server import Server
+from services.draft.servicer import DraftServicer
+
+VOCABULARY = 1000
+FINGERPRINT = "v1"
+DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
+PATIENCE_S = 20.0
+"""How long a test waits for what must happen. Only a test that fails waits that long."""
+
+
+class Counting(Speculator):
+    """Guesses that every token is followed by its successor. One node per request and round."""
+
+    method = "custom"
+    vocabulary_fingerprint = FINGERPRINT
+    vocabulary_size = VOCABULARY
+
+    def __init__(self, longest: int = 0) -> None:
+        """It cannot draft for prompts over `longest` tokens; 0: any."""
+        self._longest = longest
+        self._openings: dict[int, Opening] = {}
+        self._trees: dict[int, TokenTree] = {}
+
+    def open(self, opening: Opening) -> None:
+        if self._longest and len(opening.tokens) > self._longest:
+            raise DraftError(f"longer than {self._longest}")
+        self._openings[opening.request_id] = opening
+        self._trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+
+    def commit(self, commit: Commit) -> None:
+        tree = self._trees[commit.request_id]
+        if tree.root.position != commit.base_position:
+            raise DraftError(f"the root is at {tree.root.position}, the commit at {commit.base_position}")
+        tree.commit(commit.tokens)
+
+    def close(self, request_id: int) -> None:
+        self._openings.pop(request_id, None)
+        self._trees.pop(request_id, None)
+
+    def grow(self) -> dict[int, Growth]:
+        grown = {}
+        for request_id, tree in self._trees.items():
+            leaf = tree.root
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+            if leaf.position - tree.root.position < self._openings[request_id].max_depth:
+                node = tree.add(leaf, (leaf.token + 1) % VOCABULARY, -0.25)
+                grown[request_id] = tree.growth([node])
+        return grown
+
+
+class Witness(Counting):
+    """Asks for hidden states, and drafts only for requests of which it got every one, as a table model makes them.
+
+    A table model's hidden states are a row's token and position; so it can tell that each belongs where it says.
+    """
+
+    vocabulary_fingerprint = ""
+    hidden_state_layers = (0, 3)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, dict[int, int]] = {}
+        """By request: the token whose hidden states came, by position."""
+
+    def open(self, opening: Opening) -> None:
+        super().open(opening)
+        self.seen[opening.request_id] = {}
+
+    def context(self, context: Context) -> None:
+        self._take(context.request_id, context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        if commit.hidden_states is None:
+            raise DraftError("a commit without hidden states")
+        self._take(commit.request_id, commit.base_position, commit.hidden_states)
+        super().commit(commit)
+
+    def grow(self) -> dict[int, Growth]:
+        complete = {key for key, tree in self._trees.items() if len(self.seen[key]) == tree.root.position}
+        return {key: growth for key, growth in super().grow().items() if key in complete}
+
+    def _take(self, request_id: int, base_position: int, states: torch.Tensor) -> None:
+        for i, (first, second) in enumerate(states.tolist()):
+            token, position = map(int, first)
+            if first != second or position != base_position + i:
+                raise DraftError(f"hidden states of position {position} came for {base_position + i}")
+            self.seen[request_id][position] = token
+
+
+def witness(speculation: SpeculativeConfig, engine: EngineConfig) -> Witness:
+    """The factory for method `custom`."""
+    return Witness()
+
+
+def opening(request_id: int, *, tokens: list[int] | None = None, max_depth: int = 3) -> Opening:
+    return Opening(request_id, tokens or [5, 6, 7], 0, SamplingParams(), max_depth, 8)
+
+
+@dataclass
+class DraftWorker:
+    """A draft worker in this process."""
+
+    address: str
+    servicer: DraftServicer
+    speculator: Speculator
+    server: Server
+
+
+@asynccontextmanager
+async def draft_worker(speculator: Speculator | None = None, worker_id: str = "one") -> AsyncIterator[DraftWorker]:
+    speculator = speculator or Counting()
+    growing = GrowingLoop(speculator)
+    servicer = DraftServicer(worker_id, speculator, growing)
+    growth = asyncio.create_task(asyncio.to_thread(growing.run))
+    try:
+        async with serving(servicer) as server:
+            yield DraftWorker(server.address, servicer, speculator, server)
+    finally:
+        growing.stop()
+        await growth
+
+
+@asynccontextmanager
+async def serving(servicer: draft_pb2_grpc.DraftServiceServicer, port: int = 0) -> AsyncIterator[Server]:
+    server = Server("127.0.0.1", port)
+    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@dataclass
+class Target:
+    """The engine's end, driven by the test in the place of an engine."""
+
+    drafting: RemoteDrafting
+    news: News = field(default_factory=News)
+
+    async def reach(self, *addresses: str) -> None:
+        """Wait until these workers are up."""
+        self.drafting.connect(addresses)
+        await until(lambda: set(addresses) <= set(self.drafting.connected))
+
+    async def poll(self, enough: Callable[[News], bool]) -> News:
+        """Poll until what came since the last call is enough."""
+        news, self.news = self.news, News()
+        async with asyncio.timeout(PATIENCE_S):
+            while not enough(news):
+                more = await asyncio.to_thread(self.drafting.poll, 0.05)
+                news.grown += more.grown
+                news.lost += more.lost
+        return news
+
+
+@asynccontextmanager
+async def target(hidden_state_layers: tuple[int, ...] = (), hang_s: float = PATIENCE_S) -> AsyncIterator[Target]:
+    drafting = RemoteDrafting(Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s), hidden_state_layers)
+    try:
+        yield Target(drafting)
+    finally:
+        await drafting.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def nodes(news: News, request_id: int) -> list[int]:
+    """The tokens that were guessed for a request, in order of arrival."""
+    return [token for key, growth in news.grown if key == request_id for token in growth.tokens]
