@@ -18,6 +18,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 
 CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+WHAT_TEMPLATES_RAISE = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""Beside jinja2's own errors: what Python's operations on the wrong operands raise."""
 
 
 class ChatTemplateError(Exception):
@@ -41,19 +43,20 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **variables: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The text the model reads. `continue_final_message`: it ends where the last message's content ends.
 
-        Raises `ChatTemplateError`.
+        `variables` are further ones for the template, such as `tools`. Raises `ChatTemplateError`.
         """
         if continue_final_message:
             final = {**messages[-1], "content": messages[-1]["content"] + CONTINUE_HERE}
             messages = [*messages[:-1], final]
-        context = {"tools": None, "documents": None} | self._special_tokens | variables
+        context = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=add_generation_prompt, **context)
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+            text = self._template.render(context)
+        except (TemplateError, *WHAT_TEMPLATES_RAISE) as error:
             raise ChatTemplateError(str(error)) from error
         return _cut_at_mark(text) if continue_final_message else text
 

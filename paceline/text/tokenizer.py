@@ -75,6 +75,10 @@ class Tokenizer:
             pieces[token] = b""
         return pieces
 
+    def prepare(self) -> None:
+        """Work out now what decoding needs. Raises ValueError if the tokenizer cannot decode piece by piece."""
+        _ = self.visible_pieces
+
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text; none for an id beyond the vocabulary."""
         return self.pieces[token] if token < len(self.pieces) else b""
@@ -111,7 +115,10 @@ def _read_backend(folder: Path) -> Backend:
             f"{folder} has no tokenizer.json: save the model's tokenizer there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
         )
-    return Backend.from_file(str(path))
+    try:
+        return Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises nothing more specific
+        raise ModelNotFoundError(f"{path} cannot be read, download it again: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from services.gateway.errors import InvalidRequestError
 
 MAX_CHOICES = 128
+LARGEST = 2**31 - 1
 
 
 def _listed(value: Any) -> Any:
@@ -48,8 +49,8 @@ class SpeculativeLimits(Body):
     """`speculative` of one request; `false` alone switches it off."""
 
     enabled: bool | None = None
-    num_speculative_tokens: int | None = Field(None, ge=0)
-    max_tree_nodes: int | None = Field(None, ge=0)
+    num_speculative_tokens: int | None = Field(None, ge=0, le=LARGEST)
+    max_tree_nodes: int | None = Field(None, ge=0, le=LARGEST)
 
 
 class GenerationBody(Body):
@@ -64,7 +65,7 @@ class GenerationBody(Body):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: int | None = Field(None, le=LARGEST)
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None

@@ -85,7 +85,7 @@ class Gateway:
     async def generate(self, choice: Choice) -> AsyncGenerator[Piece]:
         """The pieces of one completion; the last one has a finish reason. Closing it cancels everywhere.
 
-        Raises `NoTargetError` or `GenerationError`.
+        Raises an `ApiError` if the target is lost for good, or cannot serve it.
         """
         submission = Submission(uuid.uuid4().hex, choice.prompt, choice.sampling, choice.speculative)
         text = ChoiceText(choice, self.tokenizer)

@@ -29,7 +29,7 @@ async def encode_chat(fields: ChatFields, tokenizer: Tokenizer) -> list[int]:
             [message.model_dump(exclude_unset=True) for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
-            **(fields.chat_template_kwargs or {}),
+            variables=fields.chat_template_kwargs,
         )
     except ChatTemplateError as error:
         raise InvalidRequestError(f"the chat template refused it: {error}", param="messages") from error

@@ -8,8 +8,8 @@ from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.messages import Delta, FinishReason, Submission
-from paceline.wire.errors import TargetLost
-from services.gateway.errors import GenerationError, NoTargetError
+from paceline.wire.errors import TargetLost, WireError
+from services.gateway.errors import GenerationError, InvalidRequestError, NoTargetError
 from services.gateway.fleet import Fleet, Target
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Run:
         self._cancelled = False
 
     async def deltas(self) -> AsyncGenerator[Delta]:
-        """Raises `NoTargetError` or `GenerationError`. Closing it cancels the request at its target."""
+        """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
         if not self._fleet.up:
             raise NoTargetError("no target is up; try again in a moment")
         for _ in range(MOST_MOVES + 1):
@@ -44,6 +44,8 @@ class Run:
                     async for delta in deltas:
                         yield delta
                 return
+            except WireError as error:
+                raise InvalidRequestError(str(error)) from error
             except TargetLost as error:
                 log.warning("request %s moves on: %s", self._submission.request_id, error)
             if self._cancelled:

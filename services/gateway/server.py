@@ -18,12 +18,13 @@ from starlette.types import ASGIApp
 from paceline.state.registry import WorkerRecord
 from paceline.state.store import Store, open_store
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from paceline.text import Tokenizer
+from paceline.text import ChatTemplateError, Tokenizer
 from paceline.wire.server import PortError, Server
 from services.gateway.fleet import open_fleet
 from services.gateway.gateway import Gateway, Limits
 from services.gateway.grpc_api import create_server
 from services.gateway.http import create_app
+from services.process import StartError
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Addresses:
 
 
 async def serve(settings: Settings, redis_url: str | None, stop: asyncio.Event) -> None:
-    """Run until `stop` is set. Raises `ModelNotFoundError`, `PortError`, `StateError`: each says what to do."""
+    """Run until `stop` is set. Raises what `services.process.run` tells in one line."""
     async with open_store(redis_url) as store, running(settings, store) as (gateway, addresses):
         log.info("gateway ready on http://%s", addresses.http, extra={"grpc": addresses.grpc})
         await stop.wait()
@@ -63,7 +64,7 @@ async def serve(settings: Settings, redis_url: str | None, stop: asyncio.Event) 
 @asynccontextmanager
 async def running(settings: Settings, store: Store) -> AsyncIterator[tuple[Gateway, Addresses]]:
     """A gateway that serves for as long as the context lasts; at its end, requests that run are finished."""
-    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+    tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model)
     metrics = CollectorRegistry()
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(settings.host, settings.port))
@@ -120,6 +121,16 @@ async def _grpc_server(settings: Settings, gateway: Gateway) -> AsyncIterator[Se
         yield server
     finally:
         await server.stop()
+
+
+def _load_tokenizer(model: str) -> Tokenizer:
+    """Ready for its first request: what it would work out then is worked out now."""
+    try:
+        tokenizer = Tokenizer.load(model)
+        tokenizer.prepare()
+    except (ChatTemplateError, ValueError) as error:
+        raise StartError(f"--model {model}: {error}") from error
+    return tokenizer
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -188,10 +188,12 @@ async def start_target(
 
 
 @asynccontextmanager
-async def open_stack(*scripts: Script, burst: int = 3, limits: Limits | None = None) -> AsyncIterator[Stack]:
-    """A gateway with one target per script."""
+async def open_stack(
+    *scripts: Script, burst: int = 3, limits: Limits | None = None, redis_url: str | None = None
+) -> AsyncIterator[Stack]:
+    """A gateway with one target per script. Without `redis_url` the registry is this process's memory."""
     settings = Settings(MODEL, MODEL, port=0, drain_s=5.0, limits=limits or Limits(resume_s=5.0))
-    async with open_store(None, ttl_s=3600.0) as store, running(settings, store) as (gateway, addresses):
+    async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (gateway, addresses):
         url = f"http://{addresses.http}"
         async with (
             AsyncExitStack() as exits,

@@ -214,6 +214,12 @@ async def test_log_probs_of_chat_carry_bytes(speaking: Stack) -> None:
     assert [entry.logprob for entry in entries[0].top_logprobs] == [-0.5, -1.5]
 
 
+def offsets(tokens: list[int]) -> list[int]:
+    """Whole characters before each token."""
+    pieces = [TOKENIZER.piece(token) for token in tokens]
+    return [len(b"".join(pieces[:index]).decode(errors="ignore")) for index in range(len(pieces))]
+
+
 async def test_log_probs_of_completions_carry_offsets(speaking: Stack) -> None:
     body = {"prompt": "x", "max_tokens": 40, "logprobs": 1}
     choice = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
@@ -221,9 +227,7 @@ async def test_log_probs_of_completions_carry_offsets(speaking: Stack) -> None:
     pieces = [TOKENIZER.piece(token) for token in OUTPUT[:40]]
     assert told["tokens"] == [piece.decode(errors="replace") for piece in pieces]
     assert told["token_logprobs"] == [-0.5] * len(pieces)
-    assert told["text_offset"] == [
-        len(b"".join(pieces[:index]).decode(errors="ignore")) for index in range(len(pieces))
-    ]
+    assert told["text_offset"] == offsets(OUTPUT[:40])
     expected = log_probs(OUTPUT[0], 1).top[0]
     assert told["top_logprobs"][0] == {pieces[0].decode(): expected[1]}
 
@@ -288,7 +292,7 @@ async def test_each_token_says_whether_it_was_guessed_if_asked_for(speaking: Sta
     body = {"prompt": "x", "max_tokens": 7, "return_accepted": True}
     whole = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
     assert whole["accepted"] == [False, True, True, False, True, True, False], "the script says so, three to a delta"
-    assert whole["text_offset"] == [len(TOKENIZER.decode(OUTPUT[:index])) for index in range(7)]
+    assert whole["text_offset"] == offsets(OUTPUT[:7])
     parts = [chunk["choices"][0] for chunk in await events(speaking, "/v1/completions", body)]
     assert [each for part in parts for each in part.get("accepted", [])] == whole["accepted"]
 

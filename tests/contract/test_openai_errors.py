@@ -115,13 +115,17 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
         ({"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": CHAT, "chat_template_kwargs": {"messages": 3, "tools": 4}, "temperature": -1}, "temperature"),
     ],
 )
 async def test_chat_names_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:
     assert told(await stack.http.post("/v1/chat/completions", json=body), 400)["param"] == param
 
 
-@pytest.mark.parametrize("content", [b"{", b"", b"[1]", b'"text"', b"\xff"])
+@pytest.mark.parametrize(
+    "content", [b"{", b"", b"[1]", b'"text"', b"\xff", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}']
+)
 async def test_broken_json_is_refused(stack: Stack, content: bytes) -> None:
     told(await stack.http.post("/v1/completions", content=content), 400)
 

@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from paceline.state.embedded import EmbeddedRedis
 from services.gateway.gateway import Limits
 from tests.contract.openai_stack import MODEL, Stack, counts, open_stack, says, start_target
 
@@ -188,6 +189,27 @@ async def test_drafts_are_offered_in_turn_and_strangers_never() -> None:
         orders = [tuple(submission.drafts) for submission in stack.decoder.submissions]
         assert set(orders) == {("a:1", "b:1"), ("b:1", "a:1")}
         assert orders[0] == orders[2] != orders[1] == orders[3]
+
+
+async def test_the_loss_of_redis_disturbs_nobody() -> None:
+    """Running and new requests go on, without it and with one that has forgotten everything."""
+    with EmbeddedRedis() as redis:
+        async with open_stack(counts, burst=1, redis_url=redis.url) as stack:
+            expected = await whole_text(stack)
+            stack.decoder.hold_after = 2
+            async with streaming(stack) as events:
+                received = [await anext(events)]
+                redis.kill()
+                while not stack.store.presence.away:
+                    await asyncio.sleep(0.01)
+                stack.decoder.gate.set()
+                received += [event async for event in events]
+            assert text_of(received) == expected
+            assert await whole_text(stack) == expected
+            redis.start()
+            while stack.store.presence.away:
+                await asyncio.sleep(0.01)
+            assert await whole_text(stack) == expected
 
 
 async def test_a_slow_reader_gets_everything() -> None:

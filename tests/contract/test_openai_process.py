@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from urllib.error import HTTPError
 
 import pytest
 
+from paceline.models import resolve_model
 from paceline.state.embedded import EmbeddedRedis
 
 DEAD_REDIS = "redis://127.0.0.1:1/0"
@@ -51,6 +54,13 @@ def test_a_taken_port_is_told_in_one_line(redis: EmbeddedRedis) -> None:
 
 def test_a_missing_model_is_told_in_one_line(redis: EmbeddedRedis) -> None:
     assert_refused("no model at", "--model", "/no/such/model", "--port", "0", "--redis-url", redis.url)
+
+
+def test_a_broken_chat_template_is_told_in_one_line(tmp_path: Path, redis: EmbeddedRedis) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path(resolve_model("pydoc")) / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("{% for %}")
+    assert_refused("chat template", "--model", str(tmp_path), "--port", "0", "--redis-url", redis.url)
 
 
 def test_an_unreachable_redis_is_told_in_one_line() -> None:

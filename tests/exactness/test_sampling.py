@@ -72,6 +72,7 @@ RULES = {
     "top_k of all": {"top_k": 99},
     "top_p": {"top_p": 0.8},
     "top_p tiny": {"top_p": 1e-6},
+    "top_p nearly all": {"top_p": 1 - 1e-12},
     "min_p": {"min_p": 0.1},
     "min_p of 1": {"min_p": 1.0},
     "filters together": {"temperature": 1.5, "min_p": 0.02, "top_k": 9, "top_p": 0.9},
@@ -80,7 +81,7 @@ RULES = {
     "presence": {"presence_penalty": 0.8},
     "frequency": {"frequency_penalty": -0.6},
     "bias": {"logit_bias": {3: 4.5, 7: -100.0, 0: -0.5}},
-    "bad words": {"bad_words": ((4,), (9, 5), (1, 9, 6), (9, 1, 9, 6, 2))},
+    "bad words": {"bad_words": ((4,), (9, 5), (1, 9, 6), (5, 9, 1, 9, 8), (9, 1, 9, 6, 2))},
     "min_tokens": {"min_tokens": 7, "max_tokens": 16, "stop_token_ids": (2, 11)},
     "min_tokens reached": {"min_tokens": 6, "max_tokens": 16, "stop_token_ids": (2, 11)},
     "everything": {
@@ -211,6 +212,16 @@ class TestDraw:
             law = law_behind(logits, self.row(**settings))
             assert law[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
 
+    @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+    @pytest.mark.parametrize("top_p", [0.1, 0.6, 0.95, 0.999])
+    def test_top_p_keeps_just_enough_of_a_large_vocabulary(self, spread: float, top_p: float) -> None:
+        logits = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * spread
+        params = SamplingParams(top_p=top_p)
+        kept = law_behind(logits, Row(params, 5, History(params, [], [], 3000))) > 0
+        law = logits.double().softmax(-1)
+        assert law[kept].min() > law[~kept].max()
+        assert law[kept].sum() >= top_p > law[kept].sum() - law[kept].min()
+
     def test_very_low_temperatures_are_raised(self) -> None:
         logits = torch.randn(1, VOCABULARY) * 1e4
         raised = scores(logits, [self.row(temperature=1e-30)])
@@ -233,16 +244,19 @@ class TestDraw:
         assert len(by_position.unique()) == len(by_seed.unique()) == VOCABULARY
 
 
-@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(
-    ("vocabulary", "dtype"),
-    # The last is long enough for torch to split a single row among threads.
-    [(97, torch.float32), (4096, torch.bfloat16), (4099, torch.float32), (35_003, torch.float32)],
+    ("vocabulary", "dtype", "threads", "rules"),
+    [
+        (97, torch.float32, 1, [*RULES]),
+        (4096, torch.bfloat16, 1, [*RULES]),
+        (4099, torch.float32, 1, [*RULES]),
+        (33_001, torch.float32, 2, ["top_p", "everything"]),  # so long that torch splits a row among threads
+    ],
 )
-def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int) -> None:
+def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules: Sequence[str]) -> None:
     """Bit for bit the same scores whichever rows share the call, in whatever order."""
-    every = [SamplingParams(seed=seed, **rules) for seed, rules in enumerate(RULES.values())]
-    every += [every[5], SamplingParams(temperature=0.0), every[5]]
+    every = [SamplingParams(seed=seed, **RULES[rule]) for seed, rule in enumerate(rules)]
+    every += [every[-1], SamplingParams(temperature=0.0), every[0], SamplingParams(top_p=0.4)]
     rows = [Row(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
     logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
     before = torch.get_num_threads()
@@ -252,7 +266,7 @@ def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int) -> No
         for i, row in enumerate(rows):
             assert torch.equal(scores(logits[i : i + 1], [row])[0], together[i]), i
         for seed in range(3):
-            order = random.Random(seed).sample(range(len(rows)), k=len(rows) - 5 * seed)
+            order = random.Random(seed).sample(range(len(rows)), k=len(rows) - 2 * seed)
             assert torch.equal(scores(logits[order], [rows[i] for i in order]), together[order])
             assert torch.equal(draw(logits[order], [rows[i] for i in order]), together[order].argmax(-1))
     finally:

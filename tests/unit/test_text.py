@@ -162,6 +162,13 @@ def test_a_model_without_a_tokenizer_file_says_how_to_make_one(tmp_path: Path) -
         Tokenizer.load(str(tmp_path))
 
 
+def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ModelNotFoundError, match=r"tokenizer.json cannot be read"):
+        Tokenizer.load(str(tmp_path))
+
+
 def test_table_models_read_and_write_numbers() -> None:
     tokens = TABLE.encode("5 17 511")
     assert tokens == [5, 17, 511]

@@ -35,7 +35,9 @@ TEMPLATES = {
 @pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES.keys())
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 def test_renders_as_transformers_does(source: str, add_generation_prompt: bool) -> None:
-    ours = ChatTemplate(source, SPECIAL).render(CHAT, add_generation_prompt=add_generation_prompt, style="dry")
+    ours = ChatTemplate(source, SPECIAL).render(
+        CHAT, add_generation_prompt=add_generation_prompt, variables={"style": "dry"}
+    )
     theirs, _ = render_jinja_template(
         [CHAT], chat_template=source, add_generation_prompt=add_generation_prompt, style="dry", **SPECIAL
     )

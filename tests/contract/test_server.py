@@ -1,0 +1,83 @@
+"""Exceptions become status codes in one place, and one call's failure is nobody else's."""
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc
+import pytest
+
+from paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.wire.errors import Congested, Draining, WireError
+from paceline.wire.server import PortError, Server
+from tests.workers import DRAFT_SERVICE
+
+
+class FullError(Exception):
+    """An error of the service's own."""
+
+
+class Failing(draft_pb2_grpc.DraftServiceServicer):
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    async def Describe(self, request: Any, context: Any) -> draft_pb2.DraftServiceDescribeResponse:  # noqa: N802
+        raise self._error
+
+    async def Grow(self, incoming: Any, context: Any) -> AsyncIterator[draft_pb2.GrowthFrame]:  # noqa: N802
+        yield draft_pb2.GrowthFrame()
+        raise self._error
+
+
+@asynccontextmanager
+async def failing(error: Exception) -> AsyncIterator[draft_pb2_grpc.DraftServiceStub]:
+    server = Server("127.0.0.1", 0, {FullError: grpc.StatusCode.ALREADY_EXISTS})
+    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Failing(error), DRAFT_SERVICE)
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            yield draft_pb2_grpc.DraftServiceStub(channel)
+    finally:
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "details"),
+    [
+        (WireError("tokens: empty"), grpc.StatusCode.INVALID_ARGUMENT, "tokens: empty"),
+        (Draining("leaving"), grpc.StatusCode.UNAVAILABLE, "leaving"),
+        (Congested("slow"), grpc.StatusCode.RESOURCE_EXHAUSTED, "slow"),
+        (FullError("own"), grpc.StatusCode.ALREADY_EXISTS, "own"),
+        (KeyError("secret"), grpc.StatusCode.INTERNAL, "internal error: KeyError"),
+    ],
+)
+async def test_status_of_an_exception(error: Exception, status: grpc.StatusCode, details: str) -> None:
+    async with failing(error) as stub:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(draft_pb2.DraftServiceDescribeRequest())
+        assert (caught.value.code(), caught.value.details()) == (status, details)
+        frames = []
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for frame in stub.Grow():
+                frames.append(frame)
+        assert len(frames) == 1
+        assert (caught.value.code(), caught.value.details()) == (status, details)
+
+
+async def test_a_bug_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    async with failing(KeyError("secret")) as stub:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Describe(draft_pb2.DraftServiceDescribeRequest())
+    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
+    assert record.exc_info is not None
+    assert isinstance(record.exc_info[1], KeyError)
+
+
+async def test_a_taken_port_is_an_error() -> None:
+    first = Server("127.0.0.1", 0)
+    await first.start()
+    port = int(first.address.rpartition(":")[2])
+    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await Server("127.0.0.1", port).start()
+    await first.stop()
