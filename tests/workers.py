@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -32,10 +33,10 @@ class Counting(Speculator):
 
     method = "custom"
     vocabulary_fingerprint = FINGERPRINT
-    vocabulary_size = VOCABULARY
 
-    def __init__(self, longest: int = 0) -> None:
+    def __init__(self, longest: int = 0, vocabulary_size: int = VOCABULARY) -> None:
         """It cannot draft for prompts over `longest` tokens; 0: any."""
+        self.vocabulary_size = vocabulary_size
         self._longest = longest
         self._openings: dict[int, Opening] = {}
         self._trees: dict[int, TokenTree] = {}
@@ -63,7 +64,7 @@ class Counting(Speculator):
             while leaf.children:
                 leaf = next(iter(leaf.children.values()))
             if leaf.position - tree.root.position < self._openings[request_id].max_depth:
-                node = tree.add(leaf, (leaf.token + 1) % VOCABULARY, -0.25)
+                node = tree.add(leaf, (leaf.token + 1) % self.vocabulary_size, -0.25)
                 grown[request_id] = tree.growth([node])
         return grown
 
@@ -76,9 +77,12 @@ class Witness(Counting):
 
     vocabulary_fingerprint = ""
     hidden_state_layers = (0, 3)
+    made: ClassVar[list[Witness]] = []
+    """All of them: a service makes its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, vocabulary_size: int = VOCABULARY) -> None:
+        super().__init__(vocabulary_size=vocabulary_size)
+        Witness.made.append(self)
         self.seen: dict[int, dict[int, int]] = {}
         """By request: the token whose hidden states came, by position."""
 

@@ -24,6 +24,7 @@ from paceline.wire.tensors import decode_tensor, encode_tensor
 
 MAX_NODES = 4096
 """Most nodes in one growth."""
+MAX_NAME = 1024
 MAX_POSITION = 2**31
 LEAST_LOG_PROB = -1e30
 """What a draft says of a token that it holds to be impossible: the contract has no infinity."""
@@ -146,6 +147,9 @@ def encode_description(description: DraftDescription) -> pb.DraftServiceDescribe
 
 
 def decode_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:
+    for name in ("worker_id", "method", "model", "vocabulary_fingerprint"):
+        if len(getattr(message, name)) > MAX_NAME:
+            raise WireError(f"{name}: over {MAX_NAME} characters")
     return DraftDescription(
         worker_id=message.worker_id,
         method=message.method,

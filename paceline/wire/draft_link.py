@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import grpc
 
 from paceline.speculators.growing import Grown
+from paceline.tree import Growth
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
@@ -38,7 +39,7 @@ class Terms:
     least_backoff_s: float = 0.1
     most_backoff_s: float = 5.0
     give_up_s: float = 60.0
-    """An address where nothing answered for this long is forgotten, until a request names it again."""
+    """An address that was of no use for this long is forgotten, until a request names it again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,14 +64,38 @@ class HungError(LinkError):
     """The worker applies nothing."""
 
 
+@dataclass(slots=True)
+class OpenRequest:
+    """A request that is open on a session, and how much growth it may still bring.
+
+    The worker keeps to `max_nodes` in a tree, so after n commits it has sent no more than n + 1 times as many.
+    One that sends more would have the engine drown in news.
+    """
+
+    request_id: int
+    max_nodes: int
+    commits: int = 0
+    """Said so far. The engine's thread counts, before the commit is sent."""
+    heard: int = 0
+    """Nodes received. The event loop counts."""
+    dropped: bool = False
+    """The worker gave it up, and the engine's thread is told. The event loop notes it."""
+
+    def hear(self, nodes: int) -> None:
+        """Raises `WireError` if that is more than was asked for."""
+        self.heard += max(nodes, 1)
+        if self.heard > self.max_nodes * (self.commits + 1):
+            raise WireError(f"growths: {self.heard} nodes, where a tree has {self.max_nodes}")
+
+
 class Session:
     """One connection to a draft worker, from its description to the end of the stream."""
 
     def __init__(self, address: str, description: DraftDescription, terms: Terms, deliver: Deliver) -> None:
         self.address = address
         self.description = description
-        self.requests: dict[int, int] = {}
-        """The engine's request ids by their ids on this link. Only the engine's thread touches it."""
+        self.requests: dict[int, OpenRequest] = {}
+        """By their ids on this link. The engine's thread writes; the event loop only looks up."""
         self.last_id = 0
         """The highest request id said on this link; growth for a higher one is a lie. The engine's thread
         writes it, before anything with that id can be sent."""
@@ -117,10 +142,28 @@ class Session:
         for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
             if not 0 < wire_id <= self.last_id:
                 raise WireError(f"request_id: {wire_id} was never opened")
-        for reason in grown.dropped.values():
-            log.info("draft %s cannot draft for a request: %s", self.description.worker_id, reason)
-        if grown.growths or grown.dropped:
-            self._deliver(Arrival(self, grown))
+        news = Grown(
+            growths=[each for each in grown.growths if self._wants(*each)],
+            dropped={wire_id: reason for wire_id, reason in grown.dropped.items() if self._loses(wire_id, reason)},
+        )
+        if news.growths or news.dropped:
+            self._deliver(Arrival(self, news))
+
+    def _wants(self, wire_id: int, growth: Growth) -> bool:
+        """Growth of a request that was closed is late, which is nobody's fault."""
+        request = self.requests.get(wire_id)
+        if request is None:
+            return False
+        request.hear(len(growth.node_ids))
+        return True
+
+    def _loses(self, wire_id: int, reason: str) -> bool:
+        request = self.requests.get(wire_id)
+        if request is None or request.dropped:
+            return False
+        log.info("draft %s cannot draft for a request: %.200s", self.description.worker_id, reason)
+        request.dropped = True
+        return True
 
     async def _watch(self) -> None:
         while True:
@@ -144,7 +187,7 @@ class DraftLink:
         self._seen = 0.0
 
     async def run(self) -> None:
-        """Returns when nothing answered for `Terms.give_up_s`."""
+        """Returns when there was no session for `Terms.give_up_s`."""
         clock = asyncio.get_running_loop().time
         self._seen = clock()
         backoff_s = self._terms.least_backoff_s
@@ -155,7 +198,7 @@ class DraftLink:
                 backoff_s = self._terms.least_backoff_s
             await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
             backoff_s = min(2 * backoff_s, self._terms.most_backoff_s)
-        log.info("draft %s: no answer for %g s, given up", self.address, self._terms.give_up_s)
+        log.info("draft %s: given up after %g s", self.address, self._terms.give_up_s)
 
     async def _attempt(self) -> None:
         """One session, from beginning to end, if the worker answers."""

@@ -18,7 +18,7 @@ from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_frames import DraftDescription, encode_commit, encode_context, encode_opening
-from paceline.wire.draft_link import Arrival, DraftLink, RefusedError, Session, Terms
+from paceline.wire.draft_link import Arrival, DraftLink, OpenRequest, RefusedError, Session, Terms
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class RemoteDrafting:
         route = _Route(session, self._next_id)
         self._next_id += 1
         session.last_id = route.wire_id
-        session.requests[route.wire_id] = opening.request_id
+        session.requests[route.wire_id] = OpenRequest(opening.request_id, opening.max_nodes)
         self._routes[opening.request_id] = route
         self._frame(session).opens.append(encode_opening(opening, route.wire_id))
         return session.description.worker_id
@@ -115,6 +115,7 @@ class RemoteDrafting:
 
     def commit(self, commit: Commit) -> None:
         if route := self._routes.get(commit.request_id):
+            route.session.requests[route.wire_id].commits += 1
             if not route.session.description.hidden_state_layers:
                 commit = replace(commit, hidden_states=None)
             self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
@@ -146,14 +147,14 @@ class RemoteDrafting:
         requests = arrival.session.requests
         grown = arrival.grown
         for wire_id, growth in grown.growths if grown else ():
-            if (request_id := requests.get(wire_id)) is not None:
-                news.grown.append((request_id, growth))
+            if request := requests.get(wire_id):
+                news.grown.append((request.request_id, growth))
         for wire_id in grown.dropped if grown else requests.copy():
-            if (request_id := requests.pop(wire_id, None)) is not None:
-                del self._routes[request_id]
-                news.lost.append(request_id)
+            if request := requests.pop(wire_id, None):
+                del self._routes[request.request_id]
+                news.lost.append(request.request_id)
                 if grown:
-                    self._dropped_by[request_id].add(arrival.session.address)
+                    self._dropped_by[request.request_id].add(arrival.session.address)
 
     def _pick(self, drafts: Sequence[str], unwanted: Collection[str]) -> Session | None:
         links = {address: self._links.get(address) for address in drafts}

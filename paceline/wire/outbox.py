@@ -16,7 +16,7 @@ class Outbox(Generic[Frame]):
     """An async iterator of frames, for gRPC to send. While the link is busy, whatever is put is merged into
     the next frame: a slow link carries fewer and larger frames, and never a queue of old ones.
 
-    Merging is protobuf's: lists are joined, single values replaced. Use it from one event loop.
+    Lists are joined, single messages replaced as a whole. Use it from one event loop.
     """
 
     def __init__(self, empty: type[Frame], limit_bytes: int) -> None:
@@ -35,6 +35,9 @@ class Outbox(Generic[Frame]):
             return
         if self._frame is None:
             self._frame = self._empty()
+        for field, _ in frame.ListFields():
+            if field.message_type is not None and not field.is_repeated:
+                self._frame.ClearField(field.name)  # merging would keep an old value where the new one is zero
         self._frame.MergeFrom(frame)
         if self._frame.ByteSize() > self._limit_bytes:
             raise Congested(f"over {self._limit_bytes} bytes wait to be sent")

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import torch
@@ -31,10 +32,14 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    options = parser("draft", "Grows trees of guesses for target workers.").parse_args()
+    options = parse(sys.argv[1:])
     logs.configure("draft", options.worker_id)
     torch.set_num_threads(options.engine_config.threads)
     return run(lambda stop: serve(options, stop))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    return parser("draft", "Grows trees of guesses for target workers.").parse_args(arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -52,6 +57,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         address = await server.start()
         growth = asyncio.create_task(asyncio.to_thread(growing.run), name="growing")
+        stack.callback(growing.stop)  # however this ends: a thread that runs would keep the process alive
         record = registered_as(servicer.description, address)
         async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):
             log.info("draft ready on %s", address)

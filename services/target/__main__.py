@@ -7,6 +7,7 @@ import asyncio
 import logging
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 import torch
@@ -36,14 +37,18 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    arguments = parser("target", "Decodes, and verifies what draft workers guess.")
-    arguments.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
-    arguments.add_argument("--served-model-name", help="what clients call it; default: --model")
-    arguments.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
-    options = arguments.parse_args()
+    options = parse(sys.argv[1:])
     logs.configure("target", options.worker_id)
     torch.set_num_threads(options.engine_config.threads)
     return run(lambda stop: serve(options, stop))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    known = parser("target", "Decodes, and verifies what draft workers guess.")
+    known.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
+    known.add_argument("--served-model-name", help="what clients call it; default: --model")
+    known.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
+    return known.parse_args(arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -51,29 +56,15 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_store(options.redis_url))
         model = await asyncio.to_thread(load_model, options.model, options.engine_config)
-        cost = await asyncio.to_thread(row_cost, model, options.engine_config.max_num_batched_rows)
         description = describe(model, options)
-
-        metrics = CollectorRegistry()
-        series = TargetMetrics(metrics, description.model, model.slots)
-        series.set_rows_invariant(invariant=model.rows_invariant)
-        stack.enter_context(exported(metrics, options))
-        recorder = await stack.enter_async_context(store.recorder())
-        bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))
-
-        speculation = options.speculative_config
-        drafting = await stack.enter_async_context(opened_drafting(speculation, options.engine_config, model, store))
-        if isinstance(drafting, RemoteDrafting):
-            series.follow_links(lambda: len(drafting.connected))
+        engine, bookkeeping = await assemble(model, description, options, store, stack)
         servicer = TargetServicer(description, bookkeeping)
-        engine = Engine(model, options.engine_config, speculation, drafting, cost, bookkeeping.observe)
-        known = await known_acceptance(store, description)
-        engine.calibration.seed(known.bin_drafted, known.bin_accepted)
         decoder = servicer.decoder = EngineLoop(engine, servicer.deliver)
         server = Server(options.host, options.port)
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         address = await server.start()
         decoder.start()
+        stack.push_async_callback(asyncio.to_thread, decoder.stop, 0.0)
         ended = asyncio.wrap_future(decoder.ended)
         async with store.registration(registered_as(description, address), servicer.load_by_name):
             log.info("target ready on %s", address)
@@ -81,9 +72,30 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
             await server.drain()
         await servicer.drain(0.0 if ended.done() else options.drain_s)
         await server.stop(grace_s=1.0)
-        await asyncio.to_thread(decoder.stop, 0.0)
-        await ended  # raises what ended the engine, if it was not us
+        if ended.done():
+            ended.result()  # raises what ended the engine
         log.info("target stopped")
+
+
+async def assemble(
+    model: Model, description: TargetDescription, options: argparse.Namespace, store: Store, stack: AsyncExitStack
+) -> tuple[Engine, Bookkeeping]:
+    """The engine, who drafts for it, and who keeps its books. What has to be closed is left on `stack`."""
+    config, speculation = options.engine_config, options.speculative_config
+    metrics = CollectorRegistry()
+    series = TargetMetrics(metrics, description.model, model.slots)
+    series.set_rows_invariant(invariant=model.rows_invariant)
+    stack.enter_context(exported(metrics, options))
+    recorder = await stack.enter_async_context(store.recorder())
+    bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))
+    drafting = await stack.enter_async_context(opened_drafting(speculation, config, model, store))
+    if isinstance(drafting, RemoteDrafting):
+        series.follow_links(lambda: len(drafting.connected))
+    cost = await asyncio.to_thread(row_cost, model, config.max_num_batched_rows)
+    engine = Engine(model, config, speculation, drafting, cost, bookkeeping.observe)
+    known = await known_acceptance(store, description)
+    engine.calibration.seed(known.bin_drafted, known.bin_accepted)
+    return engine, bookkeeping
 
 
 def load_model(name: str, config: EngineConfig) -> Model:

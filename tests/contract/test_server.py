@@ -57,11 +57,10 @@ async def test_status_of_an_exception(error: Exception, status: grpc.StatusCode,
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.Describe(draft_pb2.DraftServiceDescribeRequest())
         assert (caught.value.code(), caught.value.details()) == (status, details)
-        frames = []
+        call = stub.Grow()
+        assert await call.read() == draft_pb2.GrowthFrame()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for frame in stub.Grow():
-                frames.append(frame)
-        assert len(frames) == 1
+            await call.read()
         assert (caught.value.code(), caught.value.details()) == (status, details)
 
 

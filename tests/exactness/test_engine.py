@@ -251,8 +251,10 @@ def test_cancelling_frees_everything() -> None:
         target.step()
         target.cancel(victim.request_id)
         target.check_integrity()
+    [last] = target.step()
+    assert last.finish_reason is FinishReason.CANCELLED
     assert not target.busy
-    assert target._pool.free == 512
+    assert target.load.free_slots == 512
 
 
 @pytest.mark.parametrize(

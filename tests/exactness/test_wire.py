@@ -26,12 +26,13 @@ from paceline.wire.target_link import TargetLink
 from tests.targets import collect, linked, target_worker
 from tests.workers import Witness, draft_worker, until
 
+TABLE_VOCABULARY = 24  # small, so that what was said before is said again, and n-grams have something to find
 LLAMA_VOCABULARY = 64
 SLOTS = 2048
 
 
 def table(disagreement: float = 0.0) -> Model:
-    return TableModel(1000, SLOTS, 512, disagreement)
+    return TableModel(TABLE_VOCABULARY, SLOTS, 512, disagreement)
 
 
 def llama(dtype: torch.dtype, noise: float = 0.0) -> Model:
@@ -140,7 +141,7 @@ async def test_a_draft_killed_halfway_changes_nothing() -> None:
 
 async def test_hidden_states_of_every_position_reach_the_draft() -> None:
     """A speculator that asks gets those of the whole prompt and of every committed token, in place."""
-    witness = Witness()
+    witness = Witness(TABLE_VOCABULARY)
     async with served(table(), config("draft_model", 4, 1), witness) as (link, drafts):
         alone, _ = await run(link, requests(0.8, plain=True))
         told = requests(0.8, plain=False, drafts=drafts)
@@ -184,7 +185,7 @@ async def follow(
 
 @asynccontextmanager
 async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    speculation = config("draft_model", 5, 3).model_copy(update={"model": "table:1000:0.3"})
+    speculation = config("draft_model", 5, 3).model_copy(update={"model": f"table:{TABLE_VOCABULARY}:0.3"})
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         *("-m", "services.draft", "--worker-id", "killed"),

@@ -87,6 +87,7 @@ LIES = {
         token_ids=[1] * (MAX_NODES + 1),
         log_probs=[-1.0] * (MAX_NODES + 1),
     ),
+    "more nodes than a tree may have": lambda frame: Frame(growths=list(grown()(frame).growths) * 5, applied=1),
     "a request that was never opened": grown(request_id=99),
     "request 0": grown(request_id=0),
     "drops what was never opened": lambda frame: Frame(dropped=[Frame.Dropped(request_id=99)], applied=1),

@@ -111,7 +111,7 @@ async def test_a_mistake_of_the_user_ends_the_start_with_the_programs_own_words(
 
 async def test_a_program_that_never_comes_up_ends_the_start() -> None:
     async with Supervisor([[program("target", "raise SystemExit('broken')")]], Log(), AT_ONCE) as supervisor:
-        with pytest.raises(StartError, match="target ended with exit code 1, 3 times before it was ready: broken"):
+        with pytest.raises(StartError, match="gave up after 3 starts: target ended with exit code 1: broken"):
             await supervisor.until(asyncio.Event().wait())
 
 

@@ -3,6 +3,7 @@
 import ast
 import copy
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from paceline.training.chats import Chat, chats
 from paceline.training.distil import ask
 from paceline.training.docstrings import first_paragraph
 from paceline.training.models import ATTENTION, logits, new_model, next_token_loss, target_config
+from paceline.training.session import Stopped, read_journal, train
 from paceline.training.tokenizer import END_OF_TEXT, SPECIAL, TURN_END
 from paceline.training.tokens import Ids, corpus_stream, encode_documents, windows
 from paceline.training.trainer import Phase, Schedule, Trainer
@@ -189,6 +191,31 @@ def test_a_resumed_run_is_bit_exact(documents: list[Ids], tmp_path: Path) -> Non
     assert whole.progress == resumed.progress
     assert whole.progress.position.length == 32
     assert all(torch.equal(p, resumed.masters[name]) for name, p in whole.masters.items())
+
+
+def test_a_sitting_ends_with_its_budget(documents: list[Ids], tmp_path: Path) -> None:
+    trainer = micro_trainer(documents, count().__next__)
+    train(trainer, tmp_path / "micro", documents[:1])
+    last = read_journal(tmp_path / "micro.jsonl")[-1]
+    assert last["fraction"] == 1
+    assert 0 < last["held_out_loss"] < 9
+
+
+def test_a_sitting_that_is_told_to_stop_keeps_everything(documents: list[Ids], tmp_path: Path) -> None:
+    ticks = count()
+
+    def clock() -> float:
+        now = next(ticks)
+        if now == 5:
+            signal.raise_signal(signal.SIGTERM)
+        return now
+
+    trainer, resumed = micro_trainer(documents, clock), micro_trainer(documents)
+    with pytest.raises(Stopped, match=r"micro\.pt"):
+        train(trainer, tmp_path / "micro", documents[:1])
+    resumed.load(tmp_path / "micro.pt")
+    assert resumed.progress == trainer.progress
+    assert resumed.progress.step == 3
 
 
 def test_training_attention_is_plain_causal_attention() -> None:

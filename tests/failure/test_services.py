@@ -1,0 +1,242 @@
+"""How the target and draft services start, refuse to start, and stop."""
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from paceline.messages import FinishReason
+from paceline.model.table import TableModel
+from paceline.speculators.ngram import NGram
+from paceline.wire.errors import TargetLost
+from paceline.wire.target_link import TargetLink
+from services.draft import __main__ as draft
+from services.target import __main__ as target
+from tests.targets import collect, submission
+from tests.workers import Witness, opening, until
+from tests.workers import target as drafted
+
+MAINS = {"target": target.main, "draft": draft.main}
+TABLE = ("--model", "table:1000")
+NGRAM = ("--speculative-config", '{"method": "ngram"}')
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A service takes over the root logger of its process, which here is the test's."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", [service, *arguments])
+    return MAINS[service]()
+
+
+@pytest.mark.parametrize(
+    ("service", "arguments", "advice"),
+    [
+        ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a folder"),
+        ("target", ("--model", "table:none"), "'table:none'"),
+        ("target", (*TABLE, "--redis-url", "redis://127.0.0.1:9"), "127.0.0.1:9"),
+        (
+            "target",
+            (
+                *TABLE,
+                "--speculative-config",
+                '{"method": "draft_model", "model": "table:999", "draft_placement": "target"}',
+            ),
+            "table:999 and table:1000 have different vocabularies",
+        ),
+        ("draft", (), "a draft worker needs a method"),
+        (
+            "draft",
+            ("--speculative-config", '{"method": "custom", "speculator": "no.such.factory"}'),
+            "speculator 'no.such.factory' cannot be imported",
+        ),
+    ],
+)
+def test_a_service_that_cannot_start_says_what_to_do(
+    service: str,
+    arguments: tuple[str, ...],
+    advice: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert start(monkeypatch, service, *arguments) == 2
+    said = capsys.readouterr().err
+    assert advice in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("service", MAINS)
+@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+def test_a_port_that_is_taken(
+    service: str,
+    option: str,
+    taken_port: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = TABLE if service == "target" else NGRAM
+    assert start(monkeypatch, service, *arguments, option, str(taken_port)) == 2
+    assert f"{taken_port}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("json", "complaint"),
+    [
+        ('{"method": "nope"}', "method: Input should be"),
+        ('{"metod": "ngram"}', "metod: Extra inputs are not permitted"),
+        ("{", "Invalid JSON"),
+    ],
+)
+def test_settings_are_refused_by_name(
+    json: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        start(monkeypatch, "draft", "--speculative-config", json)
+    assert complaint in capsys.readouterr().err
+
+
+async def test_sigterm_lets_a_running_request_finish() -> None:
+    """Real processes without a registry: the target reaches the draft that the request names. Both exit with 0."""
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", f"services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
+        )
+        for service, arguments in (("target", (*TABLE, *NGRAM)), ("draft", NGRAM))
+    ]
+    try:
+        async with asyncio.timeout(120):
+            target_at, draft_at = [await ready(process) for process in processes]
+        link = TargetLink(target_at)
+        await link.connect()
+        deltas = link.submit(submission(max_tokens=2000, drafts=[draft_at]))
+        first = await anext(deltas)
+        for process in processes:
+            process.send_signal(signal.SIGTERM)
+        await until(lambda: link.draining)
+        rest = [delta async for delta in deltas]
+        assert len(first.tokens) + sum(len(delta.tokens) for delta in rest) == 2000
+        assert rest[-1].finish_reason is FinishReason.LENGTH
+        assert [await process.wait() for process in processes] == [0, 0]
+        await link.wait_lost()
+        await link.close()
+    finally:
+        for process in processes:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+
+
+async def test_an_engine_that_fails_hands_its_requests_over(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The service ends with what ended the engine, so that it is started again; gateways replay elsewhere."""
+    async with served(target.serve(target.parse(TABLE), asyncio.Event()), caplog) as (service, address):
+        async with linked_to(address) as link:
+            deltas = link.submit(submission(max_tokens=4000))
+            await anext(deltas)
+            monkeypatch.setattr(TableModel, "run", broken)
+            with pytest.raises(TargetLost):
+                async for _ in deltas:
+                    pass
+        with pytest.raises(ZeroDivisionError):
+            await service
+        assert "the engine failed" in caplog.text
+
+
+async def test_a_speculator_that_fails_ends_its_worker(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with (
+        served(draft.serve(draft.parse(NGRAM), asyncio.Event()), caplog) as (service, address),
+        drafted() as here,
+    ):
+        monkeypatch.setattr(NGram, "open", broken)
+        await here.reach(address)
+        here.drafting.open(opening(1), [address])
+        here.drafting.flush()
+        assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
+        with pytest.raises(ZeroDivisionError):
+            await service
+
+
+async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest.LogCaptureFixture) -> None:
+    """Both services, from the same --speculative-config: the target learns there what to send."""
+    stop = asyncio.Event()
+    custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.witness"}')
+    async with (
+        served(draft.serve(draft.parse(custom), stop), caplog) as (drafting, draft_at),
+        served(target.serve(target.parse([*TABLE, *custom]), stop), caplog) as (decoding, target_at),
+        linked_to(target_at) as link,
+    ):
+        plain, _ = await collect(link, submission("plain", plain=True))
+        await collect(link, submission("so that the draft is reached", drafts=[draft_at]))
+        await until(lambda: f"at {draft_at} is up" in caplog.text)
+        tokens, last = await collect(link, submission("drafted", drafts=[draft_at]))
+        assert tokens == plain
+        assert last.speculation is not None
+        assert len(last.speculation.drafts) == 1
+        stop.set()
+        await asyncio.gather(drafting, decoding)
+    whole = [*submission().prompt, *tokens]
+    assert any(
+        len(seen) > len(submission().prompt) and [seen[i] for i in range(len(seen))] == whole[: len(seen)]
+        for witness in Witness.made
+        for seen in witness.seen.values()
+    )
+
+
+def broken(*arguments: object) -> None:
+    raise ZeroDivisionError
+
+
+@asynccontextmanager
+async def served(
+    serving: Coroutine[Any, Any, None], caplog: pytest.LogCaptureFixture
+) -> AsyncIterator[tuple[asyncio.Task[None], str]]:
+    """A service in this process, and its address."""
+    caplog.set_level(logging.INFO)
+    said = len(caplog.messages)
+    service = asyncio.create_task(serving)
+    try:
+        await until(lambda: service.done() or any("ready on" in line for line in caplog.messages[said:]))
+        yield service, next(line.split()[-1] for line in caplog.messages[said:] if "ready on" in line)
+    finally:
+        service.cancel()
+        await asyncio.wait([service])
+
+
+@asynccontextmanager
+async def linked_to(address: str) -> AsyncIterator[TargetLink]:
+    link = TargetLink(address)
+    await link.connect()
+    try:
+        yield link
+    finally:
+        await link.close()
+
+
+async def ready(process: asyncio.subprocess.Process) -> str:
+    """The address of a service, once it is there."""
+    assert process.stderr is not None
+    while b"ready on" not in (line := await process.stderr.readline()):
+        assert line, "the service ended before it was ready"
+    return line.decode().split()[-1]

@@ -1,0 +1,85 @@
+"""Whatever a body holds: it is refused by naming a field, or becomes choices that can be sent to a target."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
+
+from paceline.messages import Submission
+from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.text import Tokenizer
+from paceline.wire.target_frames import decode_submission, encode_submission
+from services.gateway.bodies import CompletionBody
+from services.gateway.choice import Choice
+from services.gateway.errors import InvalidRequestError
+from services.gateway.fleet import Fleet
+from services.gateway.gateway import Gateway, Served
+from services.gateway.plan import Planner
+
+TOKENIZER = Tokenizer.load("table:512")
+GATEWAY = Gateway("m", TOKENIZER, Fleet("m", TOKENIZER.fingerprint), GatewayMetrics(CollectorRegistry()))
+SERVED = Served(max_model_len=64, vocabulary_size=512, eos_token_ids=(2,))
+
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 600),
+    st.sampled_from([2**31, 2**63, 2**64, -(2**63), 10**30]),
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.text(max_size=5),
+)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(max_size=5), SCALARS, max_size=3))
+FIELDS = st.sampled_from(sorted(CompletionBody.model_fields))
+
+
+def planned(body: dict[str, Any]) -> list[Choice]:
+    try:
+        parsed = CompletionBody.model_validate_json(json.dumps(body))
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+    prompt = parsed.prompt[0]
+    tokens = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
+    return Planner(parsed, GATEWAY, SERVED, "prompt", default_tokens=16).choices(tokens)
+
+
+@settings(deadline=None, max_examples=500)
+@given(body=st.dictionaries(FIELDS, VALUES, max_size=4), with_prompt=st.booleans())
+def test_any_body_is_refused_by_name_or_can_be_sent(body: dict[str, Any], with_prompt: bool) -> None:
+    if with_prompt:
+        body["prompt"] = "1 2 3"
+    blamed, choices = None, []
+    try:
+        choices = planned(body)
+    except InvalidRequestError as error:
+        blamed = (error.param or "no field").split(".")[0].split("[")[0]
+    assert blamed is None or blamed in {*body, "prompt"}
+    for choice in choices:
+        submission = Submission("r", choice.prompt, choice.sampling, choice.speculative)
+        sent = decode_submission(encode_submission(submission))
+        assert (sent.prompt, sent.sampling, sent.speculative) == (
+            choice.prompt,
+            choice.sampling,
+            choice.speculative,
+        )
+        assert len(choice.prompt) + choice.sampling.max_tokens <= SERVED.max_model_len
+
+
+@pytest.mark.parametrize("wanted", [{"prompt": [1] * 60}, {"prompt": [1] * 60, "min_tokens": 4}])
+def test_the_default_length_is_cut_to_the_context(wanted: dict[str, Any]) -> None:
+    assert planned(wanted)[0].sampling.max_tokens == 4
+
+
+def test_a_minimum_lifts_the_default_length() -> None:
+    assert planned({"prompt": "1", "min_tokens": 20})[0].sampling.max_tokens == 20
+
+
+def test_a_stop_token_that_the_client_names_is_its_own() -> None:
+    choice = planned({"prompt": "1", "stop_token_ids": [2, 7]})[0]
+    assert choice.sampling.stop_token_ids == (2, 7)
+    assert choice.eos_token_ids == []
