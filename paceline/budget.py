@@ -116,6 +116,8 @@ class Calibration:
     BINS = 20
     BELIEF = 8.0
     """Weight of the draft's own word, in guesses."""
+    HEARSAY = 100.0
+    """Guesses that a bin may start with."""
     MEMORY = 2000.0
     """Guesses after which a bin's older counts weigh half."""
 
@@ -124,9 +126,9 @@ class Calibration:
         self.accepted = [0.0] * self.BINS
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: counts by bin, which weigh no more than a full memory."""
+        """Start from what was learned elsewhere: counts by bin, of which no more than `HEARSAY` are believed."""
         for i, (tried, drawn) in enumerate(zip(drafted[: self.BINS], accepted, strict=False)):
-            scale = min(1.0, self.MEMORY / tried) if tried else 0.0
+            scale = min(1.0, self.HEARSAY / tried) if tried else 0.0
             self.drafted[i], self.accepted[i] = tried * scale, drawn * scale
 
     def __call__(self, log_prob: float) -> float:

@@ -94,7 +94,8 @@ async def assemble(
     cost = await asyncio.to_thread(row_cost, model, config.max_num_batched_rows)
     engine = Engine(model, config, speculation, drafting, cost, bookkeeping.observe)
     known = await known_acceptance(store, description)
-    engine.calibration.seed(known.bin_drafted, known.bin_accepted)
+    for calibration in engine.calibrations.values():
+        calibration.seed(known.bin_drafted, known.bin_accepted)
     return engine, bookkeeping
 
 

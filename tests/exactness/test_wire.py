@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.messages import SpeculationStats, Submission
@@ -23,11 +22,11 @@ from paceline.speculators.ngram import NGram
 from paceline.wire.draft_link import Terms
 from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.target_link import TargetLink
+from tests.llamas import peaked_llama
 from tests.targets import collect, linked, target_worker
 from tests.workers import Witness, draft_worker, until
 
 TABLE_VOCABULARY = 24  # small, so that what was said before is said again, and n-grams have something to find
-LLAMA_VOCABULARY = 64
 SLOTS = 2048
 
 
@@ -36,23 +35,7 @@ def table(disagreement: float = 0.0) -> Model:
 
 
 def llama(dtype: torch.dtype, noise: float = 0.0) -> Model:
-    """A peaked random Llama. `noise` disturbs its weights: a draft that mostly agrees."""
-    config = LlamaConfig(
-        vocab_size=LLAMA_VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=2,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-    )
-    torch.manual_seed(7)
-    network = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += noise * torch.randn_like(parameter)
-    return build(network.to(dtype), "llama", EngineConfig(slots=SLOTS), "", [])
+    return build(peaked_llama(noise).to(dtype), "llama", EngineConfig(slots=SLOTS), "", [])
 
 
 def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = ()) -> list[Submission]:

@@ -1,0 +1,146 @@
+"""Which nodes are worth a row: against brute force; what rows cost; what a draft's confidence is worth."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.budget import ROW_BUCKET, Calibration, RowCost, worthwhile
+
+COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
+FLAT = RowCost([8, 256], [1.0, 1.0])
+
+
+class TestRowCost:
+    @pytest.mark.parametrize(
+        ("rows", "seconds"),
+        [
+            (1, 1.0),  # a pass is never smaller than a bucket
+            (8, 1.0),
+            (9, 1.5),  # padded to 16
+            (16, 1.5),
+            (24, 2.75),  # half-way between 16 and 32
+            (32, 4.0),
+            (33, 5.0),  # beyond what was measured: proportional
+            (64, 8.0),
+        ],
+    )
+    def test_between_and_beyond_the_measured_points(self, rows: int, seconds: float) -> None:
+        assert COST(rows) == pytest.approx(seconds)
+
+    def test_noise_cannot_make_more_rows_cheaper(self) -> None:
+        noisy = RowCost([8, 16, 24, 32], [1.0, 3.0, 2.0, 4.0])
+        assert [noisy(rows) for rows in (8, 16, 24, 32)] == [1.0, 3.0, 3.0, 4.0]
+
+    @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=6), st.lists(st.integers(1, 400), min_size=2))
+    def test_it_never_falls(self, seconds: list[float], rows: list[int]) -> None:
+        cost = RowCost([ROW_BUCKET * (i + 1) ** 2 for i in range(len(seconds))], seconds)
+        times = [cost(r) for r in sorted(rows)]
+        assert all(b >= a * (1 - 1e-12) for a, b in itertools.pairwise(times))
+
+    @pytest.mark.parametrize(
+        ("rows", "seconds"),
+        [([], []), ([8], [1.0, 2.0]), ([8, 8], [1.0, 1.0]), ([16, 8], [1.0, 2.0]), ([8], [0.0]), ([8], [-1.0])],
+    )
+    def test_nonsense_is_refused(self, rows: list[int], seconds: list[float]) -> None:
+        with pytest.raises(ValueError, match="rising row counts"):
+            RowCost(rows, seconds)
+
+
+probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda ps: sorted(ps, reverse=True))
+costs = st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6).map(
+    lambda seconds: RowCost([8, 16, 24, 32, 48, 64], seconds)
+)
+
+
+class TestWorthwhile:
+    @given(probabilities, st.integers(0, 20), st.integers(0, 60), st.integers(0, 50), costs)
+    def test_no_other_number_of_nodes_earns_more(
+        self, offers: list[float], requests: int, prompt_rows: int, most: int, cost: RowCost
+    ) -> None:
+        rows = max(requests + prompt_rows, 1)
+
+        def rate(count: int) -> float:
+            return (requests + sum(offers[:count])) / cost(rows + count)
+
+        chosen = worthwhile(offers, requests, rows, most, cost)
+        assert 0 <= chosen <= min(most, len(offers))
+        assert rate(chosen) >= max(rate(n) for n in range(min(most, len(offers)) + 1)) * (1 - 1e-12)
+
+    @given(st.lists(st.floats(0.0, 1.0), max_size=7), st.integers(1, 3), st.integers(1, 7), costs)
+    def test_no_other_set_of_nodes_earns_more(
+        self, offers: list[float], requests: int, most: int, cost: RowCost
+    ) -> None:
+        falling = sorted(offers, reverse=True)
+        chosen = falling[: worthwhile(falling, requests, requests, most, cost)]
+        earned = (requests + sum(chosen)) / cost(requests + len(chosen))
+        for size in range(min(most, len(offers)) + 1):
+            for nodes in itertools.combinations(offers, size):
+                assert earned >= (requests + sum(nodes)) / cost(requests + size) * (1 - 1e-12)
+
+    def test_rows_of_a_bucket_that_is_paid_for_are_free(self) -> None:
+        steep = RowCost([8, 16], [1.0, 100.0])
+        assert worthwhile([0.01] * 20, 1, 1, 20, steep) == 7
+        assert worthwhile([0.01] * 20, 1, 9, 20, steep) == 7
+
+    def test_hopeless_nodes_are_not_worth_another_bucket(self) -> None:
+        assert worthwhile([0.9] * 7 + [0.01] * 8, 1, 1, 50, COST) == 7
+        assert worthwhile([0.9] * 7 + [0.9] * 8, 1, 1, 50, COST) == 15
+
+    def test_high_load_backs_off(self) -> None:
+        """The same guesses, worth a bucket to one request, are not to 32 that pay for it by their own delay."""
+        offers = [0.6] * 16
+        assert worthwhile(offers, 1, 1, 50, COST) == 15
+        assert worthwhile(offers, 32, 32, 50, COST) == 0
+
+    def test_the_rows_that_are_left_bound_it(self) -> None:
+        assert worthwhile([1.0] * 20, 1, 1, 3, FLAT) == 3
+        assert worthwhile([1.0] * 20, 1, 1, 0, FLAT) == 0
+        assert worthwhile([], 1, 1, 10, FLAT) == 0
+
+
+class TestCalibration:
+    def test_at_first_it_believes_the_draft(self) -> None:
+        calibration = Calibration()
+        for probability in (0.01, 0.3, 0.99, 1.0):
+            assert calibration(math.log(probability)) == pytest.approx(math.log(probability))
+
+    @pytest.mark.parametrize("claimed", [0.95, 0.3])
+    def test_it_learns_what_a_claim_is_worth(self, claimed: float) -> None:
+        calibration = Calibration()
+        rng = random.Random(1)
+        for _ in range(3000):
+            calibration.observe(math.log(claimed), rng.random() < 0.6)
+        assert math.exp(calibration(math.log(claimed))) == pytest.approx(0.6, abs=0.05)
+        assert math.exp(calibration(math.log(0.05))) == pytest.approx(0.05), "other claims are another matter"
+
+    def test_it_follows_a_draft_that_changes(self) -> None:
+        calibration = Calibration()
+        for _ in range(100_000):
+            calibration.observe(math.log(0.7), accepted=True)
+        for _ in range(5_000):
+            calibration.observe(math.log(0.7), accepted=False)
+        assert math.exp(calibration(math.log(0.7))) < 0.15
+
+    @given(st.floats(-2e4, 0.0), st.lists(st.booleans(), max_size=30))
+    def test_it_stays_a_probability(self, log_prob: float, outcomes: list[bool]) -> None:
+        calibration = Calibration()
+        for outcome in outcomes:
+            calibration.observe(log_prob, outcome)
+        assert -math.inf < calibration(log_prob) <= 0.0
+
+    def test_bins_cover_every_probability(self) -> None:
+        assert Calibration.bin_of(0.0) == Calibration.BINS - 1
+        assert Calibration.bin_of(-1e4) == 0
+        assert [Calibration.bin_of(math.log(i / 20 + 0.01)) for i in range(20)] == list(range(20))
+
+    def test_a_seed_weighs_no_more_than_a_memory(self) -> None:
+        calibration = Calibration()
+        calibration.seed([0.0, 10.0, 1e6], [0.0, 5.0, 9e5])
+        assert calibration.drafted[:4] == [0.0, 10.0, Calibration.MEMORY, 0.0]
+        assert calibration.accepted[1:3] == [5.0, pytest.approx(0.9 * Calibration.MEMORY)]

@@ -1,0 +1,77 @@
+"""Patience waits where it learned that waiting pays, and never stops learning."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.budget import Patience
+
+DELAY_S = 1e-3
+STEP_S = 10e-3
+
+
+def pays(patience: Patience, height: int = 0) -> bool:
+    """Whether it waits with a step of one sure token ahead."""
+    return patience.wait_s(height, 1.0, STEP_S) > 0
+
+
+def disappoint(patience: Patience, height: int = 0, times: int = 50) -> None:
+    for _ in range(times):
+        patience.observe(height, 0.0, DELAY_S)
+
+
+def test_it_starts_hopeful_and_less_so_with_height() -> None:
+    patience = Patience(DELAY_S)
+    assert pays(patience)
+    worth = [patience.wait_s(h, 2.0, STEP_S) > 0 for h in range(Patience.HORIZON + 5)]
+    assert worth == sorted(worth, reverse=True)
+    assert not worth[Patience.HORIZON]
+
+
+def test_a_wait_is_bounded_by_what_is_usual() -> None:
+    patience = Patience(DELAY_S)
+    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(Patience.LATE * DELAY_S)
+    for _ in range(100):
+        patience.observe(0, 0.9, 3 * DELAY_S)
+    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(Patience.LATE * 3 * DELAY_S, rel=1e-3)
+
+
+def test_it_waits_exactly_while_the_gain_per_second_exceeds_the_step_s() -> None:
+    patience = Patience(DELAY_S)
+    for _ in range(200):
+        patience.observe(2, 0.5, DELAY_S)  # 500 tokens per second
+    assert patience.wait_s(2, expected=4.9, step_s=STEP_S) > 0  # 490 per second without waiting
+    assert patience.wait_s(2, expected=5.1, step_s=STEP_S) == 0
+
+
+def test_waiting_in_vain_ends_it() -> None:
+    patience = Patience(DELAY_S)
+    disappoint(patience)
+    assert not pays(patience)
+    assert pays(patience, height=1), "another height has its own experience"
+
+
+def test_what_was_given_up_is_tried_again() -> None:
+    """A height that is never waited for would never be learned about again."""
+    patience = Patience(DELAY_S)
+    disappoint(patience)
+    assert any(pays(patience) for _ in range(500))
+
+
+def test_trying_again_is_rare_while_it_stays_in_vain() -> None:
+    patience = Patience(DELAY_S)
+    tries = 0
+    for _ in range(2000):
+        if pays(patience):
+            tries += 1
+            patience.observe(0, 0.0, Patience.LATE * DELAY_S)
+    assert tries < 100
+
+
+def test_a_draft_that_hung_is_waited_for_again() -> None:
+    """Waits in vain lengthen the usual delay; if that never shrank, there would never be another wait."""
+    patience = Patience(DELAY_S)
+    for _ in range(100):
+        patience.observe(0, 0.0, 1.0)
+    assert not pays(patience)
+    assert any(pays(patience) for _ in range(5000))
