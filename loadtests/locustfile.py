@@ -85,9 +85,7 @@ class Chatter(HttpUser):
             self.report("first token", started, first_token)
             self.report("answer", started, time.perf_counter(), tokens)
 
-    def report(
-        self, row: str, started: float, ended: float, size: int = 0, error: Exception | None = None
-    ) -> None:
+    def report(self, row: str, started: float, ended: float, size: int = 0, error: Exception | None = None) -> None:
         self.environment.events.request.fire(
             request_type="CHAT",
             name=row,

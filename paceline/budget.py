@@ -75,7 +75,7 @@ class Patience:
     """Growth is given up after this many times its usual delay."""
     LEARNING = 0.1
     """Weight of a wait in the averages."""
-    FORGETTING = 0.005
+    FORGETTING = 0.001
     """Weight of the first guess, with each refusal."""
 
     def __init__(self, delay_s: float = 1e-3) -> None:
@@ -135,7 +135,7 @@ class Calibration:
         """The corrected log-probability of a guess whose parent was drawn."""
         i = self.bin_of(log_prob)
         share = (self.accepted[i] + self.BELIEF * math.exp(log_prob)) / (self.drafted[i] + self.BELIEF)
-        return math.log(max(share, 1e-9))
+        return math.log(min(max(share, 1e-9), 1.0))
 
     def observe(self, log_prob: float, accepted: bool) -> None:
         """A guess whose parent was drawn was verified."""

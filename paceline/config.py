@@ -131,24 +131,36 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _known_names(cls, data: Any) -> Any:
+    def _lookup_range(cls, data: Any) -> Any:
+        """Of the two bounds, one that is left out makes way for the other."""
         if not isinstance(data, dict):
             return data
-        data = dict(data)
-        for key in ("method", "speculative_method"):
-            name = data.get(key)
-            if name is None and key in data:
-                data[key] = "none"
-            elif isinstance(name, str):
-                data[key] = METHOD_ALIASES.get(name, name)
-                _refuse_planned("method", data[key], PLANNED_METHODS, get_args(Method))
-        strategy = data.get("rejection_sampling_strategy")
-        _refuse_planned("rejection_sampling_strategy", strategy, PLANNED_STRATEGIES, get_args(Strategy))
-        if "prompt_lookup_max" in data and "prompt_lookup_min" not in data:
-            data["prompt_lookup_min"] = min(2, int(data["prompt_lookup_max"]))
-        if "prompt_lookup_min" in data and "prompt_lookup_max" not in data:
-            data["prompt_lookup_max"] = max(5, int(data["prompt_lookup_min"]))
+        least, most = data.get("prompt_lookup_min"), data.get("prompt_lookup_max")
+        if isinstance(most, int) and least is None:
+            return {"prompt_lookup_min": max(1, min(2, most))} | data
+        if isinstance(least, int) and most is None:
+            return {"prompt_lookup_max": max(5, least)} | data
         return data
+
+    @field_validator("method", mode="before")
+    @classmethod
+    def _known_method(cls, value: Any) -> Any:
+        if value is None:
+            return "none"
+        name = METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
+        return _not_planned(name, PLANNED_METHODS, get_args(Method))
+
+    @field_validator("rejection_sampling_strategy", mode="before")
+    @classmethod
+    def _known_strategy(cls, value: Any) -> Any:
+        return _not_planned(value, PLANNED_STRATEGIES, get_args(Strategy))
+
+    @field_validator("draft_tensor_parallel_size")
+    @classmethod
+    def _one_rank(cls, value: int) -> int:
+        if value != 1:
+            raise ValueError("more than 1 is planned but not built yet")
+        return value
 
     @model_validator(mode="after")
     def _complete(self) -> SpeculativeConfig:
@@ -160,8 +172,6 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"
             )
-        if self.draft_tensor_parallel_size != 1:
-            raise ValueError("draft_tensor_parallel_size above 1 is not built yet")
         return self
 
     @property
@@ -194,6 +204,7 @@ def _least(configured: int, asked: int | None) -> int:
     return configured if asked is None else min(configured, asked)
 
 
-def _refuse_planned(field: str, value: Any, planned: tuple[str, ...], built: tuple[str, ...]) -> None:
-    if value in planned:
-        raise ValueError(f"{field} {value!r} is planned but not built yet; this version has {', '.join(built)}")
+def _not_planned(name: Any, planned: tuple[str, ...], built: tuple[str, ...]) -> Any:
+    if name in planned:
+        raise ValueError(f"{name!r} is planned but not built yet; this version has {', '.join(built)}")
+    return name

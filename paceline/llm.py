@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +16,10 @@ from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, S
 from paceline.model import load
 from paceline.model.probe import row_cost
 from paceline.speculators import build
-from paceline.text import Tokenizer
+from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
+Conversation = Sequence[Mapping[str, Any]]
 
 
 class VocabularyMismatchError(ValueError):
@@ -27,7 +28,10 @@ class VocabularyMismatchError(ValueError):
 
 @dataclass(slots=True)
 class Completion:
-    """One finished request. `text` ends before a stop string; `tokens` and counts include the stop token."""
+    """One finished request.
+
+    `text` ends before what stopped it; `tokens` include the stop token, or all up to the end of the stop string.
+    """
 
     text: str
     tokens: list[int]
@@ -61,25 +65,61 @@ class LLM:
         self._serial = itertools.count()
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None = None, *, speculative: bool = True
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        speculative: bool = True,
     ) -> list[Completion]:
         """Complete every prompt (text, or token ids); the answers stand in the order of the prompts.
 
-        End-of-text tokens of the model end a completion, beside `sampling.stop_token_ids`. Raises ValueError for
-        a prompt that cannot be served.
+        A completion ends before the first of the strings in `stop` (which count from `min_tokens` on), or with one of
+        `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError for what cannot be served;
+        no prompt is completed then.
         """
+        return self._complete(self._encode(prompts), sampling, stop, speculative=speculative)
+
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        sampling: SamplingParams | None = None,
+        *,
+        stop: str | Sequence[str] = (),
+        speculative: bool = True,
+    ) -> list[Completion]:
+        """As `generate`, for one conversation or several, written out by the model's chat template.
+
+        A message is a mapping with "role" and "content". Raises `ChatTemplateError` if the template refuses them.
+        """
+        single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations = [messages] if single else messages
+        prompts = [self._write(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        return self._complete(prompts, sampling, stop, speculative=speculative)
+
+    def _complete(
+        self, prompts: list[list[int]], sampling: SamplingParams | None, stop: str | Sequence[str], *, speculative: bool
+    ) -> list[Completion]:
         params = sampling or SamplingParams()
         params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *self._model.eos_token_ids)})
-        answers: dict[str, Delta] = {}
-        for ids in self._encode(prompts):
-            request_id = f"llm-{next(self._serial)}"
-            answers[request_id] = Delta(request_id)
-            options = SpeculativeOptions(enabled=None if speculative else False, report=True)
-            self._engine.submit(Submission(request_id, ids, params, options))
-        while self._engine.busy:
-            for delta in self._engine.step():
-                _extend(answers[delta.request_id], delta)
-        return [self._completion(answer) for answer in answers.values()]
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if "" in stops:
+            raise ValueError("a stop string needs at least one character")
+        options = SpeculativeOptions(enabled=None if speculative else False, report=True)
+        answers: dict[str, _Answer] = {}
+        try:
+            for ids in prompts:
+                submission = Submission(f"llm-{next(self._serial)}", ids, params, options)
+                answers[submission.request_id] = _Answer(submission, self._tokenizer, stops)
+                self._engine.submit(submission)
+            while self._engine.busy:
+                for delta in self._engine.step():
+                    if answers[delta.request_id].take(delta):
+                        self._engine.cancel(delta.request_id)
+        except BaseException:
+            self._engine.abandon()
+            raise
+        return [answer.completion() for answer in answers.values()]
 
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> Drafting:
         if not speculation.enabled:
@@ -102,24 +142,65 @@ class LLM:
             for prompt in prompts
         ]
 
-    def _completion(self, answer: Delta) -> Completion:
-        if answer.finish_reason is FinishReason.ERROR or answer.usage is None or answer.finish_reason is None:
-            raise ValueError(answer.error)
-        shown = answer.tokens[:-1] if answer.stop_token is not None else answer.tokens
+    def _write(self, conversation: Conversation) -> list[int]:
+        template = self._tokenizer.chat_template
+        if template is None:
+            raise ValueError(f"{self._model.name} has no chat template: use generate")
+        return self._tokenizer.encode(template.render(conversation), add_special_tokens=False)
+
+
+class _Answer:
+    """One request's deltas as they come together. A stop string ends it wherever it stands in them."""
+
+    def __init__(self, submission: Submission, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._submission = submission
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = StopStrings(stops)
+        self._text = ""
+        self._whole = Delta(submission.request_id)
+
+    def take(self, delta: Delta) -> bool:
+        """Whether a stop string was met, so that the rest is not wanted. Raises ValueError if the request failed."""
+        if delta.finish_reason is FinishReason.ERROR:
+            raise ValueError(delta.error)
+        whole = self._whole
+        if self._stops.found is None:
+            self._read(delta)
+        whole.finish_reason, whole.speculation, whole.timings = delta.finish_reason, delta.speculation, delta.timings
+        return self._stops.found is not None
+
+    def completion(self) -> Completion:
+        """Once the last delta was taken."""
+        whole = self._whole
+        reason = whole.finish_reason if self._stops.found is None else FinishReason.STOP
+        assert reason is not None
         return Completion(
-            self._tokenizer.decode(shown),
-            answer.tokens,
-            answer.finish_reason,
-            answer.log_probs,
-            answer.usage.prompt_tokens,
-            answer.speculation or SpeculationStats(),
-            answer.timings,
+            self._text,
+            whole.tokens,
+            reason,
+            whole.log_probs,
+            len(self._submission.prompt),
+            whole.speculation or SpeculationStats(),
+            whole.timings,
         )
 
+    def _read(self, delta: Delta) -> None:
+        """Take tokens up to the one that completes a stop string, and their text up to it."""
+        whole = self._whole
+        shown = delta.tokens[:-1] if delta.stop_token is not None else delta.tokens
+        taken = len(delta.tokens)
+        for count, token in enumerate(shown, 1):
+            self._show(self._detokenizer.feed([token]), len(whole.tokens) + count)
+            if self._stops.found is not None:
+                taken = count
+                break
+        whole.tokens += delta.tokens[:taken]
+        whole.log_probs += delta.log_probs[:taken]
+        if delta.finish_reason is not None and self._stops.found is None:
+            self._show(self._detokenizer.flush(), len(whole.tokens))
+            self._text += self._stops.flush()
 
-def _extend(answer: Delta, delta: Delta) -> None:
-    answer.tokens += delta.tokens
-    answer.log_probs += delta.log_probs
-    answer.finish_reason, answer.error = delta.finish_reason, delta.error
-    answer.stop_token, answer.usage = delta.stop_token, delta.usage
-    answer.speculation, answer.timings = delta.speculation, delta.timings
+    def _show(self, text: str, tokens: int) -> None:
+        """`text` was completed by the so-many-th token."""
+        free = tokens <= self._submission.sampling.min_tokens
+        self._text += text if free else self._stops.feed(text)

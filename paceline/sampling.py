@@ -150,7 +150,7 @@ def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
         if row.history.rules:
             scores_RV[i] = row.history.apply(scores_RV[i], row.path)
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if len(noisy) == len(rows):
+    if noisy and len(noisy) == len(rows):
         return _perturbed(scores_RV, rows)
     if noisy:
         scores_RV[noisy] = _perturbed(scores_RV[noisy], [rows[i] for i in noisy])

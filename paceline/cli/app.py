@@ -104,3 +104,46 @@ main.add_typer(train, name="train")
 def family(context: typer.Context) -> None:
     """Train the shipped target and its draft from the standard library's sources."""
     _become("paceline.training.family", context.args)
+
+
+bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)
+main.add_typer(bench, name="bench")
+
+
+@bench.command()
+def baseline() -> None:
+    """This engine beside transformers: generate, assisted generation, prompt lookup."""
+    from rich.console import Console
+
+    from paceline.cli import bench_baseline
+
+    typer.echo(json.dumps(bench_baseline.run(Console(highlight=False))))
+
+
+@bench.command()
+def control_plane(
+    streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
+) -> None:
+    """Gateway, target and draft with the model's compute taken out."""
+    from rich.console import Console
+
+    from paceline.cli import bench_control_plane
+
+    with start_errors():
+        result = bench_control_plane.run(Console(highlight=False), streams)
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@main.command()
+def chat(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+) -> None:
+    """Talk to a running server, and see which tokens were guessed."""
+    from rich.console import Console
+
+    from paceline.cli import chat as command
+
+    with start_errors():
+        command.run(Console(highlight=False), url, {"temperature": temperature, "max_tokens": max_tokens})

@@ -95,7 +95,7 @@ class Child:
                 return
             self._give_up_if_hopeless(code, starts)
             wait_s = self._backoff.after(time.monotonic() - born)
-            log.warning("%s %s and is started again in %.1f s", self.program.name, _ended(code), wait_s)
+            log.warning("started again in %.1f s: %s", wait_s, self._end(code))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
 
@@ -160,13 +160,13 @@ class Child:
         if code == COULD_NOT_START:
             raise StartError(f"{self.program.name} could not start: {self._last_line}")
         if starts >= MOST_FALSE_STARTS:
-            raise StartError(
-                f"{self.program.name} {_ended(code)}, {starts} times before it was ready: {self._last_line}"
-            )
+            raise StartError(f"gave up after {starts} starts: {self._end(code)}")
 
-
-def _ended(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    def _end(self, code: int) -> str:
+        """How a life ended."""
+        if code < 0:
+            return f"{self.program.name} was ended by {signal.Signals(-code).name}"
+        return f"{self.program.name} ended with exit code {code}: {self._last_line}"
 
 
 def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:

@@ -22,8 +22,7 @@ class ApiRefusedError(Exception):
 class Answer:
     """One streamed completion. Token i covers the characters from `offsets[i]` on, and was guessed if `accepted[i]`.
 
-    `wall_s`: from sending the request to the end of the stream. The rest is the server's own account, see
-    `speculation_stats` in docs.
+    `wall_s`: from sending the request to the end of the stream. `speculation` and `timings` are the target's account.
     """
 
     text: str = ""

@@ -36,10 +36,8 @@ def summary(answer: Answer) -> str:
     speed = f"{len(answer.tokens)} tokens, {answer.tokens_per_s:.0f} tokens/s"
     if not stats.get("verifications"):
         return f"{speed}, decoded plainly"
-    return (
-        f"{speed}, {stats['accepted_tokens']} of them drafted; acceptance length {stats['acceptance_length']:.2f} "
-        f"(accepted per verification, without the bonus token)"
-    )
+    length = f"acceptance length {stats['acceptance_length']:.2f} without the bonus token"
+    return f"{speed} · {stats['accepted_tokens']} accepted, {length}"
 
 
 def _style(answer: Answer, place: int) -> str:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -28,16 +27,15 @@ from rich.rule import Rule
 
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
-from paceline.cli.deployment import Wish, plan
+from paceline.cli.deployment import Wish
 from paceline.cli.memory import tree_pss_mb
-from paceline.cli.stack import running
+from paceline.cli.stack import ready_stack
 from paceline.cli.workloads import Workload, workloads
 
 TEMPERATURES = (0.0, 0.8)
 SEED = 7
 MAX_TOKENS = 96
 REPETITIONS = 3
-LAST_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,20 +98,13 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
 
 async def demo(console: Console, began: float) -> Result:
     """Start, show, measure and stop everything. `began`: when the command did. Raises `StartError`, `StateError`."""
-    log: deque[str] = deque(maxlen=LAST_LINES)
-    try:
-        async with running(plan(Wish()), log.append) as stack, open_client(stack.deployment.url) as client:
-            with console.status("starting") as status:
-                await stack.ready(lambda missing: status.update(f"loading: {', '.join(missing)}"))
-            ready_s = time.monotonic() - began
-            console.print(f"ready after {ready_s:.1f} s · ", LEGEND)
-            runs = [await _run(client, console, *case) for case in _cases()]
-            return Result(
-                all(run.identical for run in runs), [run.measured() for run in runs], *_rounded(ready_s, tree_pss_mb())
-            )
-    except BaseException:
-        console.print(*log, sep="\n", markup=False)  # what the services said last
-        raise
+    async with ready_stack(Wish(), console) as stack, open_client(stack.deployment.url) as client:
+        ready_s = time.monotonic() - began
+        console.print(f"ready after {ready_s:.1f} s ·", LEGEND)
+        runs = [await _run(client, console, *case) for case in _cases()]
+        rss_mb = tree_pss_mb()
+    identical = all(run.identical for run in runs)
+    return Result(identical, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
 
 
 def _cases() -> list[tuple[Workload, float]]:

@@ -76,9 +76,10 @@ class Deployment:
         return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine))
 
     def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
-        place = ("--host", LOOPBACK, "--port", str(port), "--redis-url", redis_url, "--worker-id", worker_id)
+        place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", "0")  # both are logged
+        name = ("--redis-url", redis_url, "--worker-id", worker_id)
         speculation = ("--speculative-config", self.speculation.model_dump_json())
-        return (*place, *speculation, "--engine-config", engine.model_dump_json())
+        return (*place, *name, *speculation, "--engine-config", engine.model_dump_json())
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from paceline.telemetry.logs import LineFormatter
 
 log = logging.getLogger(__name__)
 
+LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 CUT_SHORT = 1
 """Exit code: a second Ctrl-C ended everything at once."""
 
@@ -38,10 +39,7 @@ def serve(deployment: Deployment, redis_url: str | None) -> int:
 async def _serve(deployment: Deployment, redis_url: str | None, console: Console) -> int:
     signals = _Signals()
 
-    def say(line: str) -> None:
-        console.print(Text.from_ansi(line))
-
-    async with running(deployment, say, redis_url) as stack:
+    async with running(deployment, lambda line: console.print(_coloured(line)), redis_url) as stack:
         signals.supervisor = stack.supervisor
         with _progress(console) as missing:
             came_up = await _unless(signals.stop, stack.ready(missing))
@@ -108,7 +106,7 @@ def _announce(stack: Stack) -> None:
 def _log_to(console: Console) -> None:
     """Our own lines go the way of the services' lines: past the progress line, not through it."""
     handler = _ConsoleHandler(console)
-    handler.setFormatter(LineFormatter("serve", "", colour=False))
+    handler.setFormatter(LineFormatter("serve", "", colour=False))  # `_coloured` does it
     logging.basicConfig(handlers=[handler], level="INFO", force=True)
     logging.getLogger("httpx").setLevel("WARNING")  # it logs every look at /health
 
@@ -119,4 +117,10 @@ class _ConsoleHandler(logging.Handler):
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._console.print(Text(self.format(record)))
+        self._console.print(_coloured(self.format(record)))
+
+
+def _coloured(line: str) -> Text:
+    """A log line by its level, which is its second word; anything else as it is."""
+    words = line.split(maxsplit=2)
+    return Text(line, LEVEL_STYLES.get(words[1], "") if len(words) > 1 else "")

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
 
-from paceline.cli.deployment import Deployment
+from rich.console import Console
+
+from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, Store, Watcher, open_store
 from paceline.state.embedded import EmbeddedRedis
@@ -23,6 +26,7 @@ LOOK_EVERY_S = 0.1
 """How often workers and gateway are asked whether they are ready yet."""
 
 GATEWAY = "gateway"
+LAST_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,23 @@ async def running(
         Supervisor(deployment.programs(url), say) as supervisor,
     ):
         yield Stack(deployment, supervisor, url, store)
+
+
+@asynccontextmanager
+async def ready_stack(wish: Wish, console: Console) -> AsyncIterator[Stack]:
+    """A stack to measure: ready, and silent. If something fails, the last lines of its log go to stderr.
+
+    `console` shows who is still loading. Raises `StartError` or `StateError`.
+    """
+    said: deque[str] = deque(maxlen=LAST_LINES)
+    try:
+        async with running(plan(wish), said.append) as stack:
+            with console.status("starting") as status:
+                await stack.ready(lambda missing: status.update(f"loading: {', '.join(missing)}"))
+            yield stack
+    except Exception:
+        Console(stderr=True, highlight=False, markup=False).print(*said, sep="\n")
+        raise
 
 
 @asynccontextmanager

@@ -13,6 +13,9 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+UNSETTLED_STOP_S = 2.0
+"""A program that was never up serves nobody: it need not finish anything, such as loading its model."""
+
 
 class Supervisor:
     """Runs programs for as long as the context lasts.
@@ -76,9 +79,10 @@ class Supervisor:
     async def _stop(self, child: Child) -> None:
         running = self._running[child]
         child.stop()
-        _, late = await asyncio.wait([running], timeout=child.program.stop_s)
+        limit_s = child.program.stop_s if child.settled else min(child.program.stop_s, UNSETTLED_STOP_S)
+        _, late = await asyncio.wait([running], timeout=limit_s)
         if late:
-            log.warning("%s did not stop within %g s and is killed", child.program.name, child.program.stop_s)
+            log.warning("%s did not stop within %g s and is killed", child.program.name, limit_s)
             child.kill()
             await asyncio.wait([running])
         running.exception()  # retrieved: what it failed with was raised by `until`

@@ -43,7 +43,7 @@ class Drafting(Protocol):
     def close(self, request_id: int) -> None: ...
 
     def flush(self) -> None:
-        """The step is over: send what it had to say."""
+        """Send what was said since the last time."""
 
     def poll(self, timeout_s: float) -> News:
         """What has arrived. Waits up to `timeout_s` seconds if nothing has."""

@@ -54,6 +54,8 @@ class Request:
         self.lane = Lane()
         self.shared: list[Block] = []
         self.cached_tokens = 0
+        self.prefilled = 0
+        """Prompt tokens that were ever computed or found in the cache. Preemption does not undo it."""
         self.stats = SpeculationStats()
         self.clock = Clock()
         self.draft: str | None = None
@@ -80,11 +82,25 @@ class Request:
         """Deepest node worth verifying: the bonus token after it must still be wanted."""
         return min(self.max_depth, self.max_tokens - self.output_tokens - 1)
 
-    def attach(self, pool: SlotPool, reuse: bool) -> None:
-        """Start computing: take over what the cache has of this path. The root is always computed afresh."""
-        self.shared = pool.find(self.tokens[:-1]) if reuse else []
+    @property
+    def most_held(self) -> int:
+        """Most nodes in the tree: more than one step verifies, since a draft grows ahead while the target is busy."""
+        return 4 * self.max_nodes
+
+    def attach(self, pool: SlotPool) -> None:
+        """Take over what the cache has of this path. The root is always computed afresh."""
+        self.shared = pool.find(self.tokens[:-1])
         self.lane.slots = [slot for block in self.shared for slot in block.slots]
-        self.cached_tokens = max(self.cached_tokens, min(len(self.lane), self.prompt_tokens))
+
+    def begin(self) -> None:
+        """It runs from now on: what `attach` found counts as cached, unless it is what preemption left there."""
+        if not self.prefilled:
+            self.cached_tokens = self.prefilled = min(len(self.lane), self.prompt_tokens)
+
+    def prefill(self, stop: int) -> int:
+        """The tokens before `stop` were computed; how many of the prompt are so for the first time."""
+        before, self.prefilled = self.prefilled, max(self.prefilled, min(stop, self.prompt_tokens))
+        return self.prefilled - before
 
     def detach(self, pool: SlotPool) -> None:
         """Give up every slot; what is computed stays in the cache for as long as there is room."""
@@ -103,14 +119,14 @@ class Request:
         return FinishReason.LENGTH if output_tokens >= self.max_tokens else None
 
     def opening(self, strategy: str) -> Opening:
-        """Twice the depth that one step verifies: a draft grows ahead while the target is busy."""
+        """What its draft is told. Twice the depth that one step verifies, for the same reason as `most_held`."""
         return Opening(
             self.key,
             list(self.tokens),
             self.output_tokens,
             self.submission.sampling,
             2 * self.max_depth,
-            4 * self.max_nodes,
+            self.most_held,
             strategy,
         )
 

@@ -6,10 +6,9 @@ the gap within the step's rows, oldest request first. Where only the root is mis
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from paceline.budget import RowCost, worthwhile
@@ -36,35 +35,34 @@ class Work:
 
 
 class Scheduler:
-    """Waiting and running requests, and the slots that they share."""
+    """Waiting and running requests, and the slots that they share. `running` is ordered by admission, oldest first."""
 
-    def __init__(self, config: EngineConfig, pool: SlotPool, cost: RowCost, reuse_prefixes: bool) -> None:
+    def __init__(self, config: EngineConfig, pool: SlotPool, cost: RowCost) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
         self._config = config
         self._cost = cost
-        self._reuse = reuse_prefixes
 
     def schedule(self) -> list[Work]:
         """Give every running request, and as many waiting ones as fit, their next rows. Slots are taken here."""
         rows = self._config.max_num_batched_rows
         works: list[Work] = []
-        for request in list(self.running):
-            if request in self.running and rows:  # preemption may have removed it
-                work = self._next_rows(request, rows)
-                rows -= work.stop - work.start if work else 0
-                works += [work] if work else []
-        works = [work for work in works if work.request in self.running]
-        while self.waiting and rows and len(self.running) < self._config.max_num_seqs:
-            work = self._admit(self.waiting[0], rows)
-            if work is None:
-                break
+        for request in self.running:  # preemption shortens it from the end: whoever had a turn keeps its rows
+            work = self._next_rows(request, rows)
+            if work is not None:
+                works.append(work)
+                rows -= work.stop - work.start
+        while rows and (work := self._admit(rows)) is not None:
             works.append(work)
             rows -= work.stop - work.start
         self._add_guesses(works, rows)
         return works
+
+    def only_draws(self) -> bool:
+        """Whether the next step computes no prompts: nobody's prompt is missing, and nobody can be admitted."""
+        return all(request.missing == 1 for request in self.running) and not self._admissible()
 
     def finish(self, request: Request) -> None:
         """The request is over; its slots go back. It may be waiting or running."""
@@ -74,6 +72,12 @@ class Scheduler:
             self.waiting.remove(request)
         request.detach(self.pool)
 
+    def abandon(self) -> None:
+        """Forget every request and what was cached, whatever state they are in."""
+        self.running.clear()
+        self.waiting.clear()
+        self.pool = self.pool.fresh()
+
     def requests(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
@@ -82,44 +86,60 @@ class Scheduler:
         """The next missing tokens of a running request. Preempts the youngest while slots are short."""
         start = len(request.lane)
         stop = min(len(request.tokens), start + rows)
-        while True:
+        while stop > start:
             try:
                 request.lane.slots += self.pool.take(stop - start)
             except OutOfSlots:
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                if youngest is request:
+                if self._preempt_youngest() is request:
                     return None
             else:
                 return Work(request, start, stop)
+        return None
 
-    def _admit(self, request: Request, rows: int) -> Work | None:
-        """Start a waiting request if all its tokens would fit now. It never preempts."""
-        request.attach(self.pool, self._reuse)
+    def _admissible(self) -> bool:
+        """Whether the first waiting request can start, by what can be told without looking into the cache."""
+        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+            return False
+        return self.waiting[0].missing <= self.pool.free
+
+    def _admit(self, rows: int) -> Work | None:
+        """Start the first waiting request if all its tokens fit now. It never preempts.
+
+        Nobody who runs misses a prompt at this point: there would be no rows left.
+        """
+        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        request.attach(self.pool)
         if request.missing > self.pool.free:
             request.detach(self.pool)
             return None
-        self.waiting.popleft()
-        self.running.append(request)
+        request.begin()
+        self.running.append(self.waiting.popleft())
         return self._next_rows(request, rows)
 
-    def _preempt(self, request: Request) -> None:
-        """Take a request's slots away; it waits at the front and is computed again. Its tree stays."""
-        self.running.remove(request)
+    def _preempt_youngest(self) -> Request:
+        """Take its slots away; it waits at the front and is computed again. Its tree stays."""
+        request = self.running.pop()
         request.detach(self.pool)
         self.waiting.appendleft(request)
         self.preemptions += 1
+        return request
 
-    def _add_guesses(self, works: list[Work], rows: int) -> None:
+    def _add_guesses(self, works: Sequence[Work], rows: int) -> None:
+        """Verify the best guesses over all requests. They take what rows and slots are left, nobody's."""
         drawing = [work for work in works if work.draws]
         needed = sum(work.stop - work.start for work in works)
         offers = [(-node.path_log_prob, work, node) for work in drawing for node in best_guesses(work.request)]
+        if not offers:
+            return
         offers.sort(key=lambda offer: offer[0])  # stable: of equal ones, parents stay before children
         probabilities = [math.exp(-offer[0]) for offer in offers]
         most = min(rows, self.pool.free)
-        for _, work, node in offers[: worthwhile(probabilities, len(drawing), needed, most, self._cost)]:
+        count = worthwhile(probabilities, len(drawing), needed, most, self._cost)
+        for (_, work, node), slot in zip(offers, self.pool.take(count), strict=False):
             work.nodes.append(node)
-            work.slots += self.pool.take(1)
+            work.slots.append(slot)
 
 
 def best_guesses(request: Request) -> list[Node]:
@@ -128,15 +148,28 @@ def best_guesses(request: Request) -> list[Node]:
     return request.tree.best(request.max_nodes, depth) if depth > 0 else []
 
 
-def expected_tokens(requests: list[Request], cost: RowCost) -> tuple[float, int, float]:
-    """What a step over these drawing requests would commit now: tokens, the mean height of trees, seconds."""
-    guesses = [best_guesses(request) for request in requests]
-    probabilities = sorted((math.exp(n.path_log_prob) for nodes in guesses for n in nodes), reverse=True)
-    count = worthwhile(probabilities, len(requests), len(requests), len(probabilities), cost)
-    height = sum(_height(r, nodes) for r, nodes in zip(requests, guesses, strict=True)) // max(len(requests), 1)
-    expected = len(requests) + sum(heapq.nlargest(count, probabilities))
-    return expected, height, cost(len(requests) + count)
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its seconds."""
+
+    tokens: float
+    height: int
+    step_s: float
 
 
-def _height(request: Request, nodes: list[Node]) -> int:
-    return max((node.position for node in nodes), default=request.tree.root.position) - request.tree.root.position
+def outlook(drawing: Sequence[Request], cost: RowCost) -> Outlook:
+    """Of a step that runs these requests, all of which draw, with the guesses they have."""
+    guesses = [(request, best_guesses(request)) for request in drawing]
+    probabilities = sorted((math.exp(n.path_log_prob) for _, nodes in guesses for n in nodes), reverse=True)
+    count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
+    heights = [_height(request, nodes) for request, nodes in guesses if request.draft is not None]
+    return Outlook(
+        tokens=len(drawing) + sum(probabilities[:count]),
+        height=sum(heights) // max(len(heights), 1),
+        step_s=cost(len(drawing) + count),
+    )
+
+
+def _height(request: Request, nodes: Sequence[Node]) -> int:
+    root = request.tree.root.position
+    return max((node.position for node in nodes), default=root) - root

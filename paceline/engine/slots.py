@@ -40,6 +40,10 @@ class SlotPool:
         self._idle: OrderedDict[int, Block] = OrderedDict()  # without users, least recently used first
         self._serial = 0
 
+    def fresh(self) -> SlotPool:
+        """Another of this kind, with everything free."""
+        return SlotPool(self.slots, caching=self._caching)
+
     @property
     def free(self) -> int:
         """Slots that `take` can hand out, those of idle blocks among them."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
@@ -33,12 +34,11 @@ def load(name: str, config: EngineConfig) -> Model:
 
     Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here.
     """
+    folder = resolve_model(name)
     if name.startswith(TableModel.SCHEME):
         return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
-    folder = resolve_model(name)
     path = Path(folder)
-    dtype: Any = DTYPES.get(config.dtype, "auto")
-    network = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    network = _read(path, DTYPES.get(config.dtype, "auto"))
     model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network))
     model.rows_invariant = rows_invariant(model)
     return model
@@ -47,15 +47,18 @@ def load(name: str, config: EngineConfig) -> Model:
 def build(
     network: nn.Module, name: str, config: EngineConfig, fingerprint: str, eos_token_ids: list[int]
 ) -> TransformersModel:
-    """Put a transformers network over a KV cache of its own. Its parameters are frozen and moved to the device."""
-    settings: Any = network.config
-    network = network.to(torch.device(config.device)).eval().requires_grad_(False)
+    """Put a transformers network over a KV cache of its own. Its parameters are frozen and moved to the device.
+
+    Raises ValueError if the configuration asks for more than there is.
+    """
+    settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    network = network.to(_device(config.device)).eval().requires_grad_(False)
     network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
     heads = _heads(settings)
     longest = int(settings.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}")
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
     cache = KVCache(
         settings.num_hidden_layers,
         config.slots + 1 + SPARE_SLOT,
@@ -72,6 +75,29 @@ def build(
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
     )
+
+
+def _read(path: Path, dtype: Any) -> nn.Module:
+    """The network in a folder. Raises ValueError if it cannot be read, or lacks weights."""
+    try:
+        network, report = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ValueError(f"the model in {path} cannot be loaded: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
+    loaded: nn.Module = network
+    return loaded
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used here, choose another such as 'cpu': {error}") from error
+    return device
 
 
 def _heads(settings: Any) -> Heads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 
@@ -21,7 +20,7 @@ def rows_invariant(model: Model) -> bool:
 
     Slots are scattered, the path crosses a tile border, and every node of it has decoys beside it.
     """
-    length = min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4)
+    length = max(1, min(PROBE_CONTEXT, model.max_model_len - 16, model.slots // 4))
     tokens = [(7 * i + 3) % model.vocabulary_size for i in range(length + 8)]
     slots = iter(range(model.slots, 0, -1))
     alone = _one_by_one(model, tokens, slots)[length:]
@@ -56,11 +55,10 @@ def row_cost(model: Model, most: int, repeats: int = 5) -> RowCost:
     lane.slots = list(range(1, context + 1))
     model.run([lane.row(0, i) for i in range(context)], [])
     counts = [n for n in (8, 16, 24, 32, 48, 64, 96, 128, 192, 256) if n <= min(most, model.slots // 4)]
-    seconds = []
-    for count in counts:
-        rows = [lane.branch_row(0, [context + 1 + i]) for i in range(count)]
-        seconds.append(statistics.median(_timed(model, rows) for _ in range(repeats)))
-    return RowCost(counts, seconds)
+    passes = [[lane.branch_row(0, [context + 1 + i]) for i in range(count)] for count in counts]
+    # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve.
+    rounds = [[_timed(model, rows) for rows in passes] for _ in range(repeats)]
+    return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)])
 
 
 def _timed(model: Model, rows: Sequence[Row]) -> float:

@@ -39,11 +39,17 @@ class TableModel:
 
     @classmethod
     def parse(cls, name: str, slots: int, max_model_len: int | None = None) -> TableModel:
+        """Raises ValueError if `name` is not as above."""
         size, _, disagreement = name.removeprefix(cls.SCHEME).partition(":")
         try:
-            return cls(int(size), slots, max_model_len or 8192, float(disagreement or 0))
-        except ValueError as error:
-            raise ValueError(f"{name!r} is not table:SIZE or table:SIZE:DISAGREEMENT") from error
+            vocabulary_size, share = int(size), float(disagreement or 0)
+        except ValueError:
+            vocabulary_size, share = 0, 0.0
+        if vocabulary_size < 2 or not 0 <= share <= 1:
+            raise ValueError(
+                f"{name!r} is not table:SIZE or table:SIZE:DISAGREEMENT: SIZE is 2 or more, DISAGREEMENT from 0 to 1"
+            )
+        return cls(vocabulary_size, slots, max_model_len or 8192, share)
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         """Hidden states are the row's token and position, as float32 [rows, layers, 2]."""

@@ -74,9 +74,9 @@ class _Draft:
                 heapq.heappush(heap, (-child.path_log_prob, next(serial), child))
 
     def expandable(self, width: int) -> Iterator[Node]:
-        """As many of the frontier as the tree has room for the children of."""
-        room = 0 if self.missing else max(0, self.opening.max_nodes - self.tree.size) // width
-        return itertools.islice(self.frontier(), room)
+        """As many of the frontier as the tree has room for a child of, if all but the last get `width` of them."""
+        room = 0 if self.missing else max(0, self.opening.max_nodes - self.tree.size)
+        return itertools.islice(self.frontier(), -(-room // width))
 
 
 @dataclass(slots=True)
@@ -157,10 +157,13 @@ class DraftModel(Speculator):
         self._add_guesses(this)
         if not this.rows:
             return {}
-        return self._add_children(this.expanded, self._model.run(this.rows, this.wanted).logits)
+        logits = self._model.run(this.rows, this.wanted).logits
+        return self._add_children(this.expanded, logits) if this.expanded else {}
 
     def check_integrity(self) -> None:
-        """Prove that every slot is free or in one place of one request. Raises AssertionError."""
+        """Prove that every slot is free, or that of one committed token or living guess. Raises AssertionError."""
+        if any(draft.slots.keys() - set(draft.tree.nodes()) for draft in self._drafts.values()):
+            raise AssertionError("a guess that was forgotten holds a slot")
         held = [s for draft in self._drafts.values() for s in (*draft.lane.slots, *draft.slots.values())]
         if sorted([*self._free, *held]) != list(range(1, self._model.slots + 1)):
             raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self._model.slots}")

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from typing import Self
 
 logger = logging.getLogger(__name__)
 
 
 class Periodic(ABC):
-    """`async with` runs `once` on entry, then every `interval_s` seconds in a task until exit."""
+    """`async with` runs `once` on entry, then every `interval_s` seconds in a task until exit.
+
+    What is under way at the exit is finished, not cancelled: redis-py may turn a cancellation into an error of
+    the connection, and the task would go on for ever.
+    """
 
     interval_s: float
 
@@ -20,18 +25,24 @@ class Periodic(ABC):
 
     async def __aenter__(self) -> Self:
         await self.once()
+        self._leaving = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=type(self).__name__)
         self._task.add_done_callback(self._report)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._task.cancel()
+        self._leaving.set()
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(self.interval_s)
+        while not await self._left():
             await self.once()
+
+    async def _left(self) -> bool:
+        """Wait until the next turn; whether there is none."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._leaving.wait(), self.interval_s)
+        return self._leaving.is_set()
 
     def _report(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception():

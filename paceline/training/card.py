@@ -23,10 +23,10 @@ language: en
 ---
 # pydoc
 
-A language model of {parameters} parameters, small enough to ship inside a package. It was trained from
-nothing but the sources and docstrings of the Python standard library: it continues Python in their manner, and
-answers "What does json.dumps do?" in the manner of a docstring. It exists so that Paceline can be tried, tested
-and measured on any machine. It is a test article, not a source of truth.
+A language model of {parameters} parameters, small enough to ship inside a package. It was trained from nothing
+but the sources and docstrings of the Python standard library: it continues Python in their manner, and answers
+"What does json.dumps do?" in the manner of a docstring. It exists so that Paceline can be tried, tested and measured
+on any machine. It is a test article, not a source of truth.
 
 | | |
 |---|---|
@@ -68,9 +68,8 @@ A newline and the indentation after it are one token: let a prompt end in a word
 {command}
 ```
 
-Sources: Python {python}. The text differs a little between Python versions, and a time budget buys a
-different number of steps on each machine, so figures will be close,
-not equal. The training text is under the PSF licence.
+Sources: Python {python}. The text differs a little between Python versions, and a time budget buys a different
+number of steps on each machine, so figures will be close, not equal. The training text is under the PSF licence.
 """
 
 DRAFT_CARD = """\

@@ -3,7 +3,7 @@
 The target reads each row once. Its most probable tokens are kept, and the draft passes over them many times.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,10 @@ from paceline.training.tokens import Ids, Stream, windows
 
 KEPT = 32
 """Tokens kept of each law; the rest of its mass is one bucket."""
+
+
+PIECE = 256
+"""Tokens that the target writes in one go; short, because decoding slows with every token kept in the cache."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +62,7 @@ class Lessons:
         return (kept + rest).mean()
 
 
-def ask(target: nn.Module, rows_RL: Tensor, batch: int = 16) -> Lessons:
+def ask(target: nn.Module, rows_RL: Tensor, batch: int = 4) -> Lessons:
     """Let the target read rows int64 [R, L]."""
     kept = [_most_probable(target, rows) for rows in rows_RL.split(batch)]
     tokens, log_probs = zip(*kept, strict=True)
@@ -92,17 +96,17 @@ def corpus_rows(documents: Sequence[Ids], count: int, length: int, seed: int) ->
 
 
 def written_rows(target: LlamaForCausalLM, documents: Sequence[Ids], count: int, length: int, seed: int) -> Tensor:
-    """Rows that begin as the corpus and go on as the target would, half greedily: int64 [count, length]."""
-    return torch.cat(list(_written_parts(target, documents, count, length, seed)))
+    """Rows of pieces that the target wrote, half greedily, half at temperature 0.8: int64 [count, length].
 
-
-def _written_parts(
-    target: LlamaForCausalLM, documents: Sequence[Ids], count: int, length: int, seed: int
-) -> Iterator[Tensor]:
-    prompt = length // 8
-    prompts = windows(documents, prompt, seed)[:count, :-1].split(64)
-    for number, part in enumerate(prompts):
-        yield write(target, part, length - prompt, (0.0, 0.8)[number % 2], seed + number)
+    A piece begins with a quarter of corpus text.
+    """
+    if length % PIECE:
+        raise ValueError(f"rows of {length} tokens do not hold whole pieces of {PIECE}")
+    begun = windows(documents, PIECE // 4, seed)[: count * length // PIECE, :-1]
+    greedy, sampled = begun.tensor_split(2)
+    new = PIECE - begun.shape[1]
+    pieces = torch.cat([write(target, greedy, new, 0.0, seed), write(target, sampled, new, 0.8, seed)])
+    return pieces.view(count, length)
 
 
 @torch.no_grad()

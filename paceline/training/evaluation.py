@@ -137,7 +137,8 @@ def _function_headers(tokenizer: PreTrainedTokenizerFast) -> Iterator[tuple[list
             if isinstance(node, ast.FunctionDef) and node.body[0].lineno > node.lineno:
                 first = node.lineno - 1
                 last = _header_end(lines, first)
-                ids = tokenizer.encode("\n".join(lines[:last]), add_special_tokens=False)[-CONTEXT:]
+                before = "\n".join(lines[:last][-CONTEXT:])
+                ids = tokenizer.encode(before, add_special_tokens=False)[-CONTEXT:]
                 if len(ids) == CONTEXT:
                     yield ids, "\n".join(lines[first:last])
 

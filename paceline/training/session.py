@@ -4,7 +4,8 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -30,16 +31,16 @@ class Stopped(Exception):
 def train(trainer: Trainer[Model], name: Path, held_out: Sequence[Ids]) -> None:
     """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT."""
     checkpoint, journal = name.with_suffix(".pt"), name.with_suffix(".jsonl")
-    stopping = _noticing_signals()
     checkpoint_due, evaluation_due = _Timer(CHECKPOINT_SECONDS), _Timer(EVALUATION_SECONDS)
-    while trainer.fraction < 1 and not stopping():
-        loss = trainer.step()
-        if trainer.progress.step % STEPS_PER_RECORD == 0:
-            _record(journal, trainer, {"loss": loss})
-        if evaluation_due():
-            _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
-        if checkpoint_due():
-            trainer.save(checkpoint)
+    with _noticed_signals() as signals:
+        while trainer.fraction < 1 and not signals:
+            loss = trainer.step()
+            if trainer.progress.step % STEPS_PER_RECORD == 0:
+                _record(journal, trainer, {"loss": loss})
+            if evaluation_due():
+                _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
+            if checkpoint_due():
+                trainer.save(checkpoint)
     trainer.save(checkpoint)
     if trainer.fraction < 1:
         raise Stopped(f"stopped at {trainer.fraction:.0%}; the same command goes on from {checkpoint.name}")
@@ -82,12 +83,17 @@ class _Timer:
         return due
 
 
-def _noticing_signals() -> Callable[[], bool]:
+@contextmanager
+def _noticed_signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT instead of dying of them."""
     received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:
         received.append(number)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, note)
-    return lambda: bool(received)
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

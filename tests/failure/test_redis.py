@@ -163,3 +163,13 @@ async def test_a_full_redis_disturbs_nobody(redis: EmbeddedRedis, store: Store) 
         await client.config_set("maxmemory", 0)
         await eventually(lambda: back(store))
         assert await store.acceptance.load_request("r") == STATE
+
+
+async def test_background_work_can_be_left_at_any_moment(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    """It used to be cancelled, which redis-py took for a lost connection; then it ran on, and leaving never ended."""
+    async with asyncio.timeout(20):
+        for turns in range(100):
+            async with store.watcher("draft", interval_s=0.0):
+                for _ in range(turns % 20):
+                    await asyncio.sleep(0)
+    assert not caplog.records

@@ -139,8 +139,17 @@ class TestCalibration:
         assert Calibration.bin_of(-1e4) == 0
         assert [Calibration.bin_of(math.log(i / 20 + 0.01)) for i in range(20)] == list(range(20))
 
-    def test_a_seed_weighs_no_more_than_a_memory(self) -> None:
+    def test_hearsay_is_believed_until_something_is_seen(self) -> None:
         calibration = Calibration()
-        calibration.seed([0.0, 10.0, 1e6], [0.0, 5.0, 9e5])
-        assert calibration.drafted[:4] == [0.0, 10.0, Calibration.MEMORY, 0.0]
-        assert calibration.accepted[1:3] == [5.0, pytest.approx(0.9 * Calibration.MEMORY)]
+        calibration.seed([0.0] * 10 + [1e6], [0.0] * 10 + [9e5])
+        claim = math.log(0.52)
+        assert math.exp(calibration(claim)) == pytest.approx(0.9, abs=0.05)
+        for _ in range(500):
+            calibration.observe(claim, accepted=False)
+        assert math.exp(calibration(claim)) < 0.2
+
+    def test_hearsay_may_be_nonsense(self) -> None:
+        """More accepted than drafted, more bins than there are: a probability all the same."""
+        calibration = Calibration()
+        calibration.seed([1.0] * 50, [7.0] * 50)
+        assert calibration(math.log(0.5)) <= 0.0

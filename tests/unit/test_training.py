@@ -272,6 +272,11 @@ def test_the_family_is_small_enough_to_ship() -> None:
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 40e6
 
 
+def test_the_card_names_what_was_held_out() -> None:
+    card = (family.path("pydoc") / "README.md").read_text()
+    assert all(f"`{name}`" in card for name in corpus.HELD_OUT)
+
+
 def test_names_resolve_and_others_are_refused() -> None:
     assert all((family.path(name) / "config.json").is_file() for name in family.NAMES)
     with pytest.raises(KeyError, match="pydoc-draft"):

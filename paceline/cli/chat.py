@@ -1,0 +1,57 @@
+"""`paceline chat`: a conversation in the terminal that shows which tokens were guessed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from paceline.cli.child import StartError
+from paceline.cli.client import ApiRefusedError, Client, open_client
+from paceline.cli.colours import LEGEND, Painter, summary
+
+PATH = "/v1/chat/completions"
+
+
+def run(console: Console, url: str, sampling: dict[str, Any]) -> None:
+    """Chat until the input ends. Raises `StartError` if no server answers at `url`."""
+    asyncio.run(_chat(console, url, sampling))
+
+
+async def _chat(console: Console, url: str, sampling: dict[str, Any]) -> None:
+    async with open_client(url) as client:
+        model = await _model(client, url)
+        console.print(f"[bold]{model}[/bold] at {url} · Ctrl-D ends ·", LEGEND)
+        messages: list[dict[str, str]] = []
+        while (question := _asked(console)) is not None:
+            messages.append({"role": "user", "content": question})
+            try:
+                answer = await client.stream(PATH, {"messages": messages, **sampling}, Painter(console))
+            except (ApiRefusedError, httpx.TransportError) as error:
+                console.print(f"[red]{error}[/red]")
+                messages.pop()
+                continue
+            messages.append({"role": "assistant", "content": answer.text})
+            console.print(f"\n[dim]{summary(answer)}[/dim]")
+
+
+async def _model(client: Client, url: str) -> str:
+    try:
+        return await client.model()
+    except httpx.HTTPError as error:
+        raise StartError(
+            f"no server answers at {url} ({error}): start one with `paceline serve`, or name it with --url"
+        ) from error
+
+
+def _asked(console: Console) -> str | None:
+    """The next question, None at the end. It blocks the event loop, on which nothing else runs."""
+    try:
+        while not (line := console.input("\n[bold]> [/bold]").strip()):
+            pass
+    except (EOFError, KeyboardInterrupt):
+        console.print()
+        return None
+    return line

@@ -1,0 +1,144 @@
+"""`paceline serve` with real services and models without weights: it mends what dies, and leaves in order."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
+PAIR = '{"method": "draft_model", "model": "table:256:0.3"}'
+BODY = {"prompt": "1 2 3", "max_tokens": 64, "temperature": 0, "speculation_stats": True}
+LONG = {"prompt": "1 2 3", "max_tokens": 2000, "temperature": 0, "stream": True}
+
+
+class Served:
+    """A running `paceline serve` with its own Redis."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [*PACELINE, "serve", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        self.log: list[str] = []
+
+    def wait_for(self, pattern: str) -> re.Match[str]:
+        """Read the log up to a line in which `pattern` is found."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.log.append(line)
+            if found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"{pattern!r} was never logged:\n{''.join(self.log)}")
+
+    def children(self, kind: str) -> dict[str, int]:
+        """Process ids of its services of a kind, by command line."""
+        out = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+        )
+        lines = (line.strip().split(maxsplit=1) for line in out.stdout.splitlines())
+        return {arguments: int(pid) for pid, arguments in lines if kind in arguments}
+
+
+@contextlib.contextmanager
+def serving(*arguments: str) -> Iterator[Served]:
+    served = Served(*arguments)
+    try:
+        yield served
+    finally:
+        served.process.kill()
+        served.process.communicate()
+
+
+def test_it_serves_mends_and_stops() -> None:
+    with serving("table:256", "--port", "0", "--speculative-config", PAIR) as served:
+        url = served.wait_for(r"Serving table:256 at (\S+)/v1")[1]
+        before = _completion(url)
+
+        [(arguments, draft)] = served.children("services.draft").items()
+        os.kill(draft, signal.SIGKILL)
+        assert _completion(url) == before
+        served.wait_for(r"draft-1-\w+ was ended by SIGKILL")
+        served.wait_for(r"draft ready on")
+        [(restarted, again)] = served.children("services.draft").items()
+        assert again != draft
+        assert _port(restarted) == _port(arguments)
+        assert _completion(url) == before
+
+        [redis] = served.children("redis-server").values()
+        os.kill(redis, signal.SIGKILL)
+        served.wait_for("the embedded Redis died and is started again")
+        assert _completion(url) == before
+
+        pids = [pid for kind in ("services.", "redis-server") for pid in served.children(kind).values()]
+        assert len(pids) == 4
+        with httpx.stream("POST", f"{url}/v1/completions", json=LONG, trust_env=False, timeout=30.0) as response:
+            chunks = response.iter_lines()
+            next(chunks)
+            served.process.send_signal(signal.SIGINT)
+            finished = [line for line in chunks if '"finish_reason":"length"' in line]
+        assert len(finished) == 1
+        order = [served.wait_for(r"(gateway) stops|(target|draft) stopped|(serve) stopped") for _ in range(4)]
+        assert [next(filter(None, found.groups())) for found in order] == ["gateway", "target", "draft", "serve"]
+        assert served.process.wait() == 0
+        for pid in pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("/nowhere",), "no model at /nowhere"),
+        (("table:256", "--speculative-config", '{"method": "draft_model", "model": "table:128"}'), "vocabularies of"),
+        (("table:256", "--redis-url", "redis://127.0.0.1:1/0"), "Redis at redis://127.0.0.1:1/0 does not answer"),
+        (("table:256", "--speculative-config", '{"method": "eagle3"}'), "planned but not built"),
+        (("table:256", "--engine-config", '{"slot": 5}'), "slot: Extra inputs"),
+    ],
+)
+def test_what_cannot_start_says_so_before_anything_is_started(arguments: tuple[str, ...], complaint: str) -> None:
+    done = subprocess.run([*PACELINE, "serve", "--port", "0", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert complaint in " ".join(done.stderr.replace("│", " ").split())
+    assert "Traceback" not in done.stderr
+
+
+def test_a_port_that_is_taken_is_found_out_at_once() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [*PACELINE, "serve", "table:256", "--port", port], capture_output=True, text=True, check=False
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"cannot listen on 127.0.0.1:{port}")
+
+
+def test_a_mistake_that_only_a_service_can_see_is_told_in_its_words() -> None:
+    """More positions than the model has: only the target, once it has read the checkpoint, knows."""
+    done = subprocess.run(
+        [*PACELINE, "serve", "--port", "0", "--engine-config", '{"max_model_len": 1000000}'],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "could not start: " in done.stderr.splitlines()[-1]
+    assert "max_model_len 1000000 exceeds" in done.stderr.splitlines()[-1]
+
+
+def _completion(url: str) -> str:
+    answer = httpx.post(f"{url}/v1/completions", json=BODY, trust_env=False, timeout=30.0).raise_for_status().json()
+    return str(answer["choices"][0]["text"])
+
+
+def _port(arguments: str) -> str:
+    found = re.search(r"--port (\d+)", arguments)
+    assert found is not None
+    return found[1]

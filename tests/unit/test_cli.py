@@ -1,0 +1,155 @@
+"""The command line itself, and what its commands make of what they measured."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline.cli import bench_control_plane, main, memory
+from paceline.cli.bench_baseline import Measured
+from paceline.cli.client import Answer
+from paceline.cli.colours import ACCEPTED, BONUS, Painter, summary
+from paceline.cli.demo import Runs
+from paceline.cli.workloads import CODE_FILES, Workload, code_prompts, workloads
+from paceline.training.corpus import HELD_OUT
+
+COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train")
+
+
+def test_help_names_every_command_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from paceline.cli import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(sorted({'torch', 'transformers', 'grpc', 'redis', 'httpx'} & set(sys.modules)))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip().endswith("[]")
+    assert all(f" {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--speculative-config", "{"], "Invalid JSON"),
+        (["--speculative-config", '{"metod": "ngram"}'], "metod: Extra inputs are not permitted"),
+        (["--speculative-config", '{"method": "draft_model"}'], "needs `model`"),
+        (["--engine-config", '{"threads": 0}'], "threads: Input should be greater than or equal to 1"),
+        (["--port", "70000"], "65535"),
+        (["--target-workers", "0"], "target-workers"),
+    ],
+)
+def test_a_wrong_option_is_named(arguments: list[str], complaint: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *arguments])
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.replace("│", " ").split())  # it comes in a box
+
+
+def test_chat_without_a_server_says_how_to_get_one() -> None:
+    result = CliRunner().invoke(main, ["chat", "--url", "http://127.0.0.1:1"])
+    assert result.exit_code == 2
+    assert "no server answers at http://127.0.0.1:1" in result.output
+    assert "paceline serve" in result.output
+
+
+def test_an_answer_adds_up_its_chunks() -> None:
+    answer = Answer()
+    answer.take({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
+    entry = {"token_ids": [5, 6], "accepted": [True, False], "text_offset": [0, 2], "finish_reason": None}
+    answer.take({"choices": [{"delta": {"content": "abcd"}, **entry}]})
+    answer.take({"choices": [{"delta": {}, "finish_reason": "stop"}]})
+    answer.take({"choices": [], "speculation": {"verifications": 1}, "timings": {"total_s": 0.5}})
+    assert (answer.text, answer.tokens, answer.finish_reason) == ("abcd", [5, 6], "stop")
+    assert answer.tokens_per_s == 4.0
+
+
+def test_text_takes_the_colour_of_its_token() -> None:
+    """Text may lag behind its token: a chunk's characters are not those of the chunk's tokens."""
+    painted = io.StringIO()
+    painter = Painter(Console(file=painted, force_terminal=True, color_system="standard", width=80))
+    answer = Answer("ab", [1, 2], [True, False], [0, 2])
+    painter(answer)
+    assert painted.getvalue() == _painted(("ab", ACCEPTED))
+    answer.text, answer.accepted, answer.offsets = "abcde", [True, False, True], [0, 2, 4]
+    painter(answer)
+    assert painted.getvalue() == _painted(("ab", ACCEPTED), ("cd", BONUS), ("e", ACCEPTED))
+
+
+def test_a_summary_tells_plain_from_speculative() -> None:
+    answer = Answer(tokens=[1, 2, 3], timings={"total_s": 1.0}, speculation={"verifications": 0})
+    assert summary(answer) == "3 tokens, 3 tokens/s, decoded plainly"
+    answer.speculation = {"verifications": 2, "accepted_tokens": 1, "acceptance_length": 0.5}
+    assert "1 accepted, acceptance length 0.50" in summary(answer)
+
+
+def test_prompts_are_text_that_training_never_saw() -> None:
+    assert set(CODE_FILES) <= set(HELD_OUT)
+    for prompt in code_prompts():
+        assert prompt.splitlines()[-1].lstrip().startswith("def ")
+        assert prompt.endswith(":\n")
+    assert all(workload.bodies for workload in workloads())
+
+
+def test_the_demo_notices_one_different_token() -> None:
+    def answer(*tokens: int) -> Answer:
+        stats = {"verifications": 2, "accepted_tokens": 3}
+        return Answer(tokens=list(tokens), wall_s=2.0, timings={"total_s": 1.0}, speculation=stats)
+
+    runs = Runs(Workload("code", "/", []), 0.0, [[answer(1, 2)]], [[answer(1, 2)]])
+    assert runs.identical
+    measured = runs.measured()
+    assert (measured.speedup, measured.acceptance_length) == (1.0, 1.5)
+    assert (measured.plain_tokens_per_s, measured.plain_tokens_per_s_http) == (2.0, 1.0)
+    runs.speculative[0].append(answer(1, 3))
+    assert not runs.identical
+
+
+def test_the_baseline_counts_only_prompts_that_agree_every_time() -> None:
+    measured = Measured(threads=1)
+    for method in ("generate", "assisted", "prompt_lookup", "plain", "speculative"):
+        for prompt in (0, 1):
+            measured.add(method, prompt, [prompt], 1.0)
+            measured.add(method, prompt, [prompt if method != "assisted" else 7 * prompt], 0.5)
+    summary = measured.summary()
+    assert summary["reproduces_plain"] == {"assisted": 1, "prompt_lookup": 2, "speculative": 2}
+    assert summary["prompts"] == 2
+    assert summary["tokens_per_s"]["plain"] == 1.5
+
+
+def test_the_control_plane_notices_a_different_text() -> None:
+    recording = bench_control_plane.Recording(
+        "1 2", 1.0, b'data: {"choices": [{"text": "3 4", "finish_reason": null}]}\n\ndata: [DONE]\n\n'
+    )
+    [answer] = bench_control_plane.checked([recording], {"1 2": "3 4"})
+    assert answer.text == "3 4"
+    with pytest.raises(bench_control_plane.OutputDiffersError, match="after '1 2'"):
+        bench_control_plane.checked([recording], {"1 2": "3 5"})
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_memory_is_that_of_the_whole_tree() -> None:
+    hoard = "import sys; kept = b'x' * 50_000_000; print('ready', flush=True); sys.stdin.read()"
+    before = memory.tree_pss_mb()
+    with subprocess.Popen(
+        [sys.executable, "-c", hoard], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        during = memory.tree_pss_mb()
+        child.communicate()
+    assert before is not None
+    assert during is not None
+    assert 50 < during - before < 100
+
+
+def _painted(*parts: tuple[str, str]) -> str:
+    """What rich writes for text in these styles."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, color_system="standard", width=80)
+    for text, style in parts:
+        console.print(text, style=style, end="", markup=False, highlight=False)
+    return out.getvalue()

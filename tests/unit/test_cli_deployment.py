@@ -1,0 +1,110 @@
+"""What `paceline serve` decides before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.cli.child import Program, StartError
+from paceline.cli.deployment import Deployment, Wish, plan
+from paceline.config import EngineConfig, SpeculativeConfig
+
+REDIS = "redis://127.0.0.1:6379/0"
+PAIR = SpeculativeConfig(method="draft_model", model="table:64:0.5")
+
+
+def options(program: Program) -> dict[str, Any]:
+    """The options of a service's command line; the configurations as objects."""
+    given = dict(zip(program.argv[3::2], program.argv[4::2], strict=True))
+    return {name.removeprefix("--"): json.loads(v) if v.startswith("{") else v for name, v in given.items()}
+
+
+def groups(deployment: Deployment) -> list[list[dict[str, Any]]]:
+    return [[options(program) for program in group] for group in deployment.programs(REDIS)]
+
+
+def test_groups_stop_from_the_client_inwards() -> None:
+    deployment = plan(Wish("table:64", PAIR, draft_workers=3, target_workers=2))
+    modules = [[program.argv[2] for program in group] for group in deployment.programs(REDIS)]
+    assert modules == [["services.gateway"], ["services.target"] * 2, ["services.draft"] * 3]
+
+
+def test_services_get_what_they_have_to_agree_on() -> None:
+    [[gateway], [target], [draft]] = groups(plan(Wish("table:64", PAIR, served_model_name="numbers")))
+    assert gateway["served-model-name"] == target["served-model-name"] == "numbers"
+    assert gateway["model"] == target["model"] == "table:64"
+    assert gateway["redis-url"] == target["redis-url"] == draft["redis-url"] == REDIS
+    assert target["speculative-config"] == draft["speculative-config"] == PAIR.model_dump(mode="json")
+
+
+def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
+    """They keep them when they are restarted, so that others find them again."""
+    deployment = plan(Wish("table:64", PAIR, draft_workers=2, target_workers=2))
+    ports = [*deployment.targets.values(), *deployment.drafts.values(), deployment.port]
+    assert len(set(ports)) == len(ports)
+    assert 0 not in ports
+    assert len({*deployment.targets, *deployment.drafts}) == 4
+    assert plan(Wish("table:64", PAIR)).targets.keys().isdisjoint(deployment.targets)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "drafts"),
+    [
+        (PAIR, 2),
+        (SpeculativeConfig(method="ngram"), 2),
+        (SpeculativeConfig(method="ngram", draft_placement="target"), 0),
+        (SpeculativeConfig(), 0),
+        (None, 0),
+    ],
+)
+def test_drafts_run_where_the_configuration_says(speculation: SpeculativeConfig | None, drafts: int) -> None:
+    assert len(plan(Wish("table:64", speculation, draft_workers=2)).drafts) == drafts
+
+
+def test_the_shipped_model_comes_with_its_draft() -> None:
+    speculation = plan(Wish()).speculation
+    assert speculation.method == "draft_model"
+    assert speculation.model is not None
+    assert Path(speculation.model).name == "pydoc-draft"
+
+
+def test_a_draft_has_its_own_context_and_device() -> None:
+    """The longest context is the target's; a draft model may have fewer positions."""
+    speculation = PAIR.model_copy(update={"draft_devices": ("cuda:0", "cuda:1")})
+    wish = Wish("table:64", speculation, EngineConfig(max_model_len=128), draft_workers=3)
+    [_, [target], drafts] = groups(plan(wish))
+    assert target["engine-config"]["max_model_len"] == 128
+    assert target["engine-config"]["device"] == "cpu"
+    assert [draft["engine-config"]["max_model_len"] for draft in drafts] == [None] * 3
+    assert [draft["engine-config"]["device"] for draft in drafts] == ["cuda:0", "cuda:1", "cuda:0"]
+
+
+@pytest.mark.parametrize(
+    ("wish", "complaint"),
+    [
+        (Wish("/nowhere"), r"no model at /nowhere: .*hf download"),
+        (Wish("table:one"), r"'table:one' names no table model: write"),
+        (Wish("table:64", SpeculativeConfig(method="draft_model", model="/nowhere")), r"no model at /nowhere"),
+        (Wish("pydoc", PAIR), r"the vocabularies of pydoc and its draft table:64:0.5 differ: choose a draft"),
+        (Wish("table:64", host="256.0.0.1"), r"cannot listen on 256.0.0.1:0 .*--port"),
+    ],
+)
+def test_what_cannot_work_says_what_to_do(wish: Wish, complaint: str) -> None:
+    with pytest.raises(StartError, match=complaint):
+        plan(wish)
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartError, match=rf"cannot listen on 127.0.0.1:{port} .*--port"):
+            plan(Wish("table:64", port=port))
+
+
+def test_a_server_on_every_address_is_reached_on_this_machine() -> None:
+    deployment = plan(Wish("table:64", host="0.0.0.0"))
+    assert deployment.url == f"http://127.0.0.1:{deployment.port}"

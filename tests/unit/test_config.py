@@ -1,0 +1,148 @@
+"""Settings: the names people know work, and whatever is wrong is named."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from paceline.config import EngineConfig, SamplingParams, Settings, SpeculativeConfig, SpeculativeOptions
+
+DRAFT = {"method": "draft_model", "model": "d"}
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"speculative_method": "ngram"}, {"method": "ngram"}),
+        ({"method": None}, {"method": "none"}),
+        ({"method": "off"}, {"method": "none"}),
+        ({"method": "prompt_lookup"}, {"method": "ngram"}),
+        ({"method": "standalone", "model": "d"}, DRAFT),
+        ({"method": "draft_model", "draft_model_path": "d"}, DRAFT),
+        ({"speculative_num_steps": 7}, {"num_speculative_tokens": 7}),
+        ({"speculative_eagle_topk": 4}, {"tree_width": 4}),
+        ({"speculative_num_draft_tokens": 9}, {"max_tree_nodes": 9}),
+        ({"prompt_lookup_max": 4}, {"prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+        ({"prompt_lookup_max": 1}, {"prompt_lookup_min": 1, "prompt_lookup_max": 1}),
+        ({"prompt_lookup_min": 7}, {"prompt_lookup_min": 7, "prompt_lookup_max": 7}),
+        ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "prompt_lookup_max": 5}),
+    ],
+)
+def test_names_of_other_engines_mean_ours(given: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert SpeculativeConfig.model_validate(given) == SpeculativeConfig.model_validate(meant)
+
+
+def test_what_vllm_users_write() -> None:
+    config = SpeculativeConfig.model_validate(
+        {"method": "draft_model", "model": "d", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    )
+    assert config.enabled
+    assert config.limits(SpeculativeOptions()) == (3, 32)
+
+
+WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
+    (SpeculativeConfig, {"num_speculative_token": 5}, "num_speculative_token"),
+    (SpeculativeConfig, {"num_speculative_tokens": 5, "speculative_num_steps": 4}, "speculative_num_steps"),
+    (SpeculativeConfig, {"speculative_num_steps": -1}, "speculative_num_steps"),
+    (SpeculativeConfig, {"num_speculative_tokens": 65}, "num_speculative_tokens"),
+    (SpeculativeConfig, {"tree_width": 0}, "tree_width"),
+    (SpeculativeConfig, {"max_tree_nodes": "many"}, "max_tree_nodes"),
+    (SpeculativeConfig, {"method": "warp"}, "method"),
+    (SpeculativeConfig, {"method": ["ngram"]}, "method"),
+    (SpeculativeConfig, {"method": "draft_model"}, "model"),
+    (SpeculativeConfig, {"method": "custom"}, "speculator"),
+    (SpeculativeConfig, {"rejection_sampling_strategy": "hope"}, "rejection_sampling_strategy"),
+    (SpeculativeConfig, {"prompt_lookup_max": "x"}, "prompt_lookup_max"),
+    (SpeculativeConfig, {"prompt_lookup_max": None}, "prompt_lookup_max"),
+    (SpeculativeConfig, {"prompt_lookup_max": [4]}, "prompt_lookup_max"),
+    (SpeculativeConfig, {"prompt_lookup_max": 0}, "prompt_lookup_max"),
+    (SpeculativeConfig, {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
+    (SpeculativeConfig, {"draft_tensor_parallel_size": 2}, "draft_tensor_parallel_size"),
+    (SpeculativeConfig, {"draft_placement": "moon"}, "draft_placement"),
+    (SamplingParams, {"temprature": 1.0}, "temprature"),
+    (SamplingParams, {"temperature": -0.1}, "temperature"),
+    (SamplingParams, {"temperature": math.nan}, "temperature"),
+    (SamplingParams, {"temperature": math.inf}, "temperature"),
+    (SamplingParams, {"top_p": 0.0}, "top_p"),
+    (SamplingParams, {"top_p": 1.1}, "top_p"),
+    (SamplingParams, {"top_k": -2}, "top_k"),
+    (SamplingParams, {"min_p": 1.5}, "min_p"),
+    (SamplingParams, {"repetition_penalty": 0.0}, "repetition_penalty"),
+    (SamplingParams, {"presence_penalty": 2.1}, "presence_penalty"),
+    (SamplingParams, {"frequency_penalty": math.nan}, "frequency_penalty"),
+    (SamplingParams, {"logit_bias": {3: 101.0}}, "logit_bias"),
+    (SamplingParams, {"logit_bias": {-3: 1.0}}, "logit_bias"),
+    (SamplingParams, {"bad_words": [[]]}, "bad_words"),
+    (SamplingParams, {"stop_token_ids": [-1]}, "stop_token_ids"),
+    (SamplingParams, {"max_tokens": 0}, "max_tokens"),
+    (SamplingParams, {"min_tokens": 17}, "min_tokens 17 exceeds max_tokens 16"),
+    (SamplingParams, {"seed": 2**64}, "seed"),
+    (SamplingParams, {"seed": -(2**63) - 1}, "seed"),
+    (SamplingParams, {"logprobs": 21}, "logprobs"),
+    (EngineConfig, {"slots": 10}, "slots"),
+    (EngineConfig, {"dtype": "float64"}, "dtype"),
+    (EngineConfig, {"max_num_batched_rows": 7}, "max_num_batched_rows"),
+    (EngineConfig, {"gpu_memory": 1}, "gpu_memory"),
+    (SpeculativeOptions, {"num_speculative_tokens": -1}, "num_speculative_tokens"),
+]
+
+
+@pytest.mark.parametrize(("kind", "settings", "named"), WRONG, ids=[f"{w[0].__name__}-{w[1]}" for w in WRONG])
+def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError) as caught:
+        kind.model_validate(settings)
+    [error] = caught.value.errors()
+    place = ".".join(map(str, error["loc"]))
+    assert named in f"{place}: {error['msg']}"
+
+
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "suffix", "mtp"])
+def test_what_is_planned_is_not_unknown(method: str) -> None:
+    with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
+        SpeculativeConfig.model_validate({"method": method})
+
+
+def test_a_planned_strategy_is_not_unknown() -> None:
+    with pytest.raises(ValidationError, match=r"strategy\n.*'residual' is planned but not built yet.*coupled, greedy"):
+        SpeculativeConfig.model_validate({"rejection_sampling_strategy": "residual"})
+
+
+@pytest.mark.parametrize(("given", "unsigned"), [(0, 0), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)])
+def test_signed_seeds_are_the_unsigned_ones_of_the_same_bits(given: int, unsigned: int) -> None:
+    assert SamplingParams(seed=given).seed == unsigned
+
+
+def test_top_k_minus_one_keeps_all() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+
+
+def test_settings_do_not_change() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        SamplingParams().temperature = 0.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("options", "limits"),
+    [
+        (SpeculativeOptions(), (5, 32)),
+        (SpeculativeOptions(enabled=True), (5, 32)),
+        (SpeculativeOptions(enabled=False), (0, 0)),
+        (SpeculativeOptions(num_speculative_tokens=2), (2, 32)),
+        (SpeculativeOptions(num_speculative_tokens=50, max_tree_nodes=50), (5, 32)),  # less, never more
+        (SpeculativeOptions(max_tree_nodes=4), (5, 4)),
+        (SpeculativeOptions(max_tree_nodes=0), (0, 0)),
+        (SpeculativeOptions(num_speculative_tokens=0), (0, 0)),
+    ],
+)
+def test_a_request_may_ask_for_less(options: SpeculativeOptions, limits: tuple[int, int]) -> None:
+    assert SpeculativeConfig(method="ngram").limits(options) == limits
+
+
+@pytest.mark.parametrize("off", [{"method": "none"}, {"num_speculative_tokens": 0}, {"max_tree_nodes": 0}])
+def test_speculation_that_is_off_stays_off(off: dict[str, Any]) -> None:
+    config = SpeculativeConfig.model_validate({"method": "ngram"} | off)
+    assert not config.enabled
+    assert config.limits(SpeculativeOptions(enabled=True)) == (0, 0)

@@ -1,0 +1,392 @@
+"""Drafting with a model: what it guesses, in which order, and that its books balance whatever the target says."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.drafting import LocalDrafting
+from paceline.model import Lane, Model
+from paceline.model.loading import build
+from paceline.model.rows import GROUP
+from paceline.model.table import TableModel
+from paceline.sampling import History, Row, draw
+from paceline.speculators.base import Commit, DraftError, Opening
+from paceline.speculators.draft_model import LEAST_PATH_PROBABILITY, PREFILL_ROWS, DraftModel
+from paceline.tree import Growth, Node, TokenTree
+from tests.llamas import LAWS, VOCABULARY, peaked_llama
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+
+
+@pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def llama(request: pytest.FixtureRequest) -> Model:
+    return build(peaked_llama().to(request.param), "llama", EngineConfig(slots=1024), "", [])
+
+
+def table(slots: int = 512, positions: int = 512) -> Model:
+    return TableModel(VOCABULARY, slots, positions)
+
+
+def opening(
+    tokens: Sequence[int] = PROMPT,
+    *,
+    key: int = 1,
+    sampling: SamplingParams = GREEDY,
+    depth: int = 6,
+    nodes: int = 1000,
+    output: int = 0,
+) -> Opening:
+    return Opening(key, tokens, output, sampling, depth, nodes)
+
+
+class Replica:
+    """The target's side of one drafted request, made of nothing but what the draft sent."""
+
+    def __init__(self, opening: Opening) -> None:
+        self.opening = opening
+        self.tokens = list(opening.tokens)
+        self.tree = TokenTree(len(self.tokens) - 1, self.tokens[-1])
+
+    def graft(self, growth: Growth) -> None:
+        assert self.tree.graft(growth, 10_000) == len(growth.node_ids), "every node is new and has its parent"
+
+    def commit(self, tokens: Sequence[int]) -> Commit:
+        commit = Commit(self.opening.request_id, self.tree.root.position, tokens, 0)
+        self.tree.commit(tokens)
+        self.tokens += tokens
+        return commit
+
+    def reopened(self, key: int) -> Opening:
+        """The opening of a request that is where this one is now."""
+        output = len(self.tokens) - len(self.opening.tokens)
+        return replace(self.opening, request_id=key, tokens=self.tokens, output_tokens=output)
+
+
+def rounds(draft: DraftModel) -> Iterator[dict[int, Growth]]:
+    """Rounds of drafting until there is nothing more to draft."""
+    while (grown := draft.grow()) or draft.behind:
+        yield grown
+
+
+def drafted(draft: DraftModel, opening: Opening) -> Replica:
+    replica = Replica(opening)
+    draft.open(opening)
+    for grown in rounds(draft):
+        if grown:
+            replica.graft(grown[opening.request_id])
+    return replica
+
+
+def chain(tree: TokenTree) -> list[Node]:
+    nodes: list[Node] = []
+    while (nodes[-1] if nodes else tree.root).children:
+        [node] = (nodes[-1] if nodes else tree.root).children.values()
+        nodes.append(node)
+    return nodes
+
+
+def decoded(model: Model, tokens: Sequence[int], sampling: SamplingParams, count: int) -> list[int]:
+    """What the model itself says after a prompt, one token at a time."""
+    lane, path = Lane(), list(tokens)
+    history = History(sampling, tokens, [], model.vocabulary_size)
+    for position in range(len(tokens) + count - 1):
+        lane.slots.append(position + 1)
+        logits = model.run([lane.row(path[position], position)], [0]).logits
+        if position == len(path) - 1:
+            path += draw(logits, [Row(sampling, position + 1, history)]).tolist()
+            history.extend(path[-1:])
+    return path[len(tokens) :]
+
+
+class TestGuesses:
+    @pytest.mark.parametrize("prompt", [PROMPT, [1], [2, 2, 2], list(range(64)), [*range(64), 9]])
+    def test_a_chain_at_temperature_0_is_the_drafts_greedy_continuation(self, llama: Model, prompt: list[int]) -> None:
+        nodes = chain(drafted(DraftModel(llama, 1), opening(prompt)).tree)
+        assert [n.token for n in nodes] == decoded(llama, prompt, GREEDY, 6)[: len(nodes)]
+        assert len(nodes) == 6 or math.exp(nodes[-1].path_log_prob) <= LEAST_PATH_PROBABILITY
+
+    @pytest.mark.parametrize("law", LAWS)
+    def test_a_draft_that_is_the_target_predicts_every_draw(self, llama: Model, law: SamplingParams) -> None:
+        """Noise, penalties, bars and all: the likeliest child of every node is the target's draw there."""
+        expected = decoded(llama, PROMPT, law, 6)
+        node = drafted(DraftModel(llama, 3), opening(sampling=law)).tree.root
+        depth = 0
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.log_prob)
+            assert node.token == expected[depth]
+            depth += 1
+        assert depth > 0
+
+    def test_guesses_of_one_node_share_its_probability(self, llama: Model) -> None:
+        replica = drafted(DraftModel(llama, 4), opening(sampling=LAWS[1]))
+        for parent in [replica.tree.root, *replica.tree.nodes()]:
+            assert sum(math.exp(child.log_prob) for child in parent.children.values()) <= 1 + 1e-5
+            assert len(parent.children) in (0, 4)
+
+    def test_a_barred_token_is_never_guessed(self, llama: Model) -> None:
+        [first, *_] = decoded(llama, PROMPT, GREEDY, 1)
+        barred = SamplingParams(temperature=0.0, bad_words=((first,),))
+        replica = drafted(DraftModel(llama, VOCABULARY), opening(sampling=barred, depth=1))
+        assert len(replica.tree.root.children) == VOCABULARY - 1
+        assert first not in replica.tree.root.children
+
+    def test_the_likeliest_nodes_are_expanded_first_whoever_s_they_are(self) -> None:
+        draft = DraftModel(table(), 3)
+        replicas = {key: Replica(opening([key, key + 1], key=key, depth=4)) for key in (1, 2, 3)}
+        for replica in replicas.values():
+            draft.open(replica.opening)
+        while grown := draft.grow():
+            leaves = [
+                (key, node)
+                for key, r in replicas.items()
+                for node in r.tree.nodes()
+                if not node.children and node.position - r.tree.root.position < 4
+            ]
+            expanded = {(key, parent) for key, growth in grown.items() for parent in growth.parent_ids if parent}
+            taken = [node.path_log_prob for key, node in leaves if (key, node.id) in expanded]
+            left = [node.path_log_prob for key, node in leaves if (key, node.id) not in expanded]
+            assert not taken or not left or min(taken) >= max(left)
+            assert len(taken) in (0, min(GROUP, len(leaves))) or max(left) <= math.log(LEAST_PATH_PROBABILITY)
+            for key, growth in grown.items():
+                replicas[key].graft(growth)
+        assert all(r.tree.size > 20 for r in replicas.values())
+
+    def test_unlikely_nodes_are_not_expanded(self) -> None:
+        replica = drafted(DraftModel(table(), 3), opening(depth=50))
+        for node in replica.tree.nodes():
+            assert bool(node.children) == (math.exp(node.path_log_prob) > LEAST_PATH_PROBABILITY)
+
+
+class TestLimits:
+    @pytest.mark.parametrize("depth", [0, 1, 5])
+    def test_depth(self, depth: int) -> None:
+        replica = drafted(DraftModel(table(), 1), opening(depth=depth))
+        assert len(chain(replica.tree)) == depth
+
+    @pytest.mark.parametrize("nodes", [0, 1, 2, 3, 4, 10, 50])
+    def test_nodes(self, nodes: int) -> None:
+        replica = drafted(DraftModel(table(), 3), opening(nodes=nodes, depth=20))
+        assert replica.tree.size == nodes
+
+    def test_a_tree_of_few_nodes_grows_ahead_too(self) -> None:
+        """Or else, with one guess asked for per step, the target would wait for a round trip after each."""
+        replica = drafted(DraftModel(table(), 3), opening(nodes=4))
+        assert max(len(node.path()) for node in replica.tree.nodes()) == 2
+
+    def test_no_position_at_or_beyond_the_limit(self) -> None:
+        replica = drafted(DraftModel(table(positions=10), 1), opening(PROMPT[:7], depth=20))
+        assert [n.position for n in chain(replica.tree)] == [7, 8, 9]
+
+    def test_a_prompt_beyond_the_drafts_positions_is_refused(self) -> None:
+        draft = DraftModel(table(positions=8), 1)
+        with pytest.raises(DraftError, match="8 tokens; the draft's positions end at 8"):
+            draft.open(opening(PROMPT))
+        draft.check_integrity()
+        assert draft.grow() == {}
+
+    def test_a_commit_beyond_the_drafts_positions_is_refused(self) -> None:
+        draft = DraftModel(table(positions=10), 1)
+        replica = drafted(draft, opening())
+        draft.commit(replica.commit([1]))
+        with pytest.raises(DraftError, match="10 tokens"):
+            draft.commit(replica.commit([1]))
+        draft.close(1)
+        draft.check_integrity()
+
+    @pytest.mark.parametrize("token", [-1, VOCABULARY])
+    def test_a_token_that_the_draft_does_not_know_is_refused(self, token: int) -> None:
+        draft = DraftModel(table(), 1)
+        with pytest.raises(DraftError, match="vocabulary"):
+            draft.open(opening([1, token]))
+        replica = drafted(draft, opening())
+        with pytest.raises(DraftError, match="vocabulary"):
+            draft.commit(replica.commit([token]))
+
+    def test_an_unknown_strategy_is_refused(self) -> None:
+        with pytest.raises(DraftError, match="'hope'"):
+            DraftModel(table(), 1).open(replace(opening(), strategy="hope"))
+
+    def test_the_greedy_strategy_ignores_temperature(self) -> None:
+        hot = SamplingParams(temperature=5.0, seed=3)
+        replica = drafted(DraftModel(table(), 1), replace(opening(sampling=hot), strategy="greedy"))
+        assert [n.token for n in chain(replica.tree)] == decoded(table(), PROMPT, GREEDY, 6)
+
+
+class TestContext:
+    def test_a_long_prompt_takes_several_rounds(self) -> None:
+        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        draft.open(opening([5] * (2 * PREFILL_ROWS + 1)))
+        assert [bool(grown) for grown in (draft.grow(), draft.grow(), draft.grow())] == [False, False, True]
+        assert not draft.behind
+
+    def test_short_prompts_do_not_wait_for_a_long_one(self) -> None:
+        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        draft.open(opening([5] * (3 * PREFILL_ROWS), key=1))
+        draft.open(opening([6] * 10, key=2))
+        assert set(draft.grow()) == {2}
+
+    def test_a_target_that_waits_gets_its_guesses(self) -> None:
+        """One poll is one round, but one that may take time goes on until there is something to graft."""
+        drafting = LocalDrafting(DraftModel(table(slots=2048, positions=2048), 1))
+        drafting.open(opening([5] * (4 * PREFILL_ROWS)), ())
+        assert not drafting.poll(0.0)
+        assert drafting.poll(60.0).grown
+
+    def test_a_commit_may_come_before_the_context_is_computed(self) -> None:
+        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        replica = Replica(opening([5] * (PREFILL_ROWS + 10)))
+        draft.open(replica.opening)
+        draft.grow()
+        draft.commit(replica.commit([6, 7]))
+        for grown in rounds(draft):
+            replica.graft(grown[1])
+        assert [n.token for n in chain(replica.tree)] == decoded(
+            table(slots=2048, positions=2048), replica.tokens, GREEDY, 6
+        )
+
+
+def children(replica: Replica) -> dict[int, float]:
+    return {token: node.log_prob for token, node in replica.tree.root.children.items()}
+
+
+class TestCommits:
+    @pytest.mark.parametrize("seed", range(6))
+    def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, llama: Model, seed: int) -> None:
+        """To the last bit of their probabilities: nothing stale is left in the cache."""
+        rng = random.Random(seed)
+        draft = DraftModel(llama, 2)
+        replica = Replica(opening(sampling=LAWS[seed], depth=5, nodes=40))
+        draft.open(replica.opening)
+        for _ in range(30):
+            for _ in range(rng.randrange(4)):
+                for growth in draft.grow().values():
+                    replica.graft(growth)
+            draft.commit(replica.commit(committed(replica.tree, rng)))
+            draft.check_integrity()
+        for grown in rounds(draft):
+            replica.graft(grown[1])
+        draft.close(1)
+        fresh = drafted(draft, replica.reopened(2))
+        assert children(replica) == children(fresh)
+        assert len(children(fresh)) == 2
+
+    def test_the_first_guess_goes_on_growing_after_it_was_drawn(self) -> None:
+        draft = DraftModel(table(), 1)
+        replica = drafted(draft, opening(depth=4))
+        path = [n.token for n in chain(replica.tree)]
+        draft.commit(replica.commit(path[:2]))
+        for grown in rounds(draft):
+            replica.graft(grown[1])
+        assert [n.token for n in chain(replica.tree)] == decoded(table(), PROMPT + path[:2], GREEDY, 4)
+
+    def test_a_commit_at_another_place_is_refused(self) -> None:
+        draft = DraftModel(table(), 1)
+        drafted(draft, opening())
+        with pytest.raises(DraftError, match="the root is at 7, the commit at 9"):
+            draft.commit(Commit(1, 9, [1], 0))
+
+    def test_what_is_not_open_is_ignored(self) -> None:
+        draft = DraftModel(table(), 1)
+        draft.commit(Commit(5, 9, [1], 0))
+        draft.close(5)
+        assert draft.grow() == {}
+        assert not draft.behind
+
+    def test_opening_again_starts_afresh(self) -> None:
+        draft = DraftModel(table(), 2)
+        drafted(draft, opening())
+        other = drafted(draft, opening([7, 7, 7]))
+        assert children(other) == children(drafted(DraftModel(table(), 2), opening([7, 7, 7])))
+        draft.check_integrity()
+
+
+class TestSlots:
+    def test_a_prompt_that_does_not_fit_is_refused(self) -> None:
+        draft = DraftModel(table(slots=20), 1)
+        draft.open(opening([1] * 15, key=1))
+        with pytest.raises(DraftError, match="out of slots: 6 needed"):
+            draft.open(opening([1] * 6, key=2))
+        draft.check_integrity()
+
+    def test_guesses_make_way_for_committed_tokens(self) -> None:
+        draft = DraftModel(table(slots=40), 3)
+        first = drafted(draft, opening([1] * 10, key=1))
+        drafted(draft, opening([2] * 20, key=2))
+        draft.check_integrity()
+        later = drafted(draft, opening([3] * 9, key=3))
+        assert later.tree.size > 0
+        draft.commit(first.commit([n.token for n in first.tree.best(2, 2)][:1]))
+        draft.check_integrity()
+
+    def test_who_cannot_go_on_is_let_go_and_the_others_go_on(self) -> None:
+        draft = DraftModel(table(slots=20), 1)
+        first, second = (drafted(draft, opening([key] * 9, key=key, depth=2)) for key in (1, 2))
+        draft.commit(first.commit([1, 2]))
+        with pytest.raises(DraftError, match="out of slots"):
+            draft.commit(second.commit([3]))
+        draft.close(2)
+        draft.check_integrity()
+        for grown in rounds(draft):
+            first.graft(grown[1])
+        assert [n.token for n in chain(first.tree)] == decoded(table(), first.tokens, GREEDY, 2)
+
+    def test_an_engine_hears_of_it(self) -> None:
+        drafting = LocalDrafting(DraftModel(table(slots=10), 1))
+        assert drafting.open(opening([1] * 9, key=1), ()) == "local"
+        assert drafting.open(opening([1] * 9, key=2), ()) is None
+        drafting.commit(Commit(1, 8, [1, 2], 0))
+        assert drafting.poll(0.0).lost == [1]
+        assert drafting.poll(0.0).lost == []
+
+    @given(st.integers(0, 2**32), st.integers(20, 120), st.integers(1, 4))
+    @settings(max_examples=60, deadline=None)
+    def test_no_slot_is_lost_whatever_is_said(self, seed: int, slots: int, width: int) -> None:
+        rng = random.Random(seed)
+        draft = DraftModel(table(slots, positions=60), width)
+        replicas: dict[int, Replica] = {}
+        for _ in range(60):
+            key = rng.randrange(4)
+            action = rng.choice(["open", "commit", "commit", "close", "grow", "grow", "grow"])
+            try:
+                if action == "open":
+                    prompt = rng.choices(range(VOCABULARY), k=rng.randint(1, 40))
+                    limits = {"depth": rng.randint(0, 8), "nodes": rng.choice([0, 1, 10, 100])}
+                    replicas[key] = Replica(opening(prompt, key=key, sampling=rng.choice(LAWS), **limits))
+                    draft.open(replicas[key].opening)
+                elif action == "commit" and key in replicas:
+                    draft.commit(replicas[key].commit(committed(replicas[key].tree, rng)))
+                elif action == "close":
+                    replicas.pop(key, None)
+                    draft.close(key)
+                else:
+                    for grown, growth in draft.grow().items():
+                        replicas[grown].graft(growth)
+                        assert replicas[grown].tree.size <= replicas[grown].opening.max_nodes
+            except DraftError:
+                replicas.pop(key, None)
+                draft.close(key)
+            draft.check_integrity()
+        for key in range(4):
+            draft.close(key)
+        draft.check_integrity()
+        assert draft.grow() == {}
+
+
+def committed(tree: TokenTree, rng: random.Random) -> list[int]:
+    """What a target may draw: some way down the tree, then often something that nobody guessed."""
+    tokens: list[int] = []
+    node = tree.root
+    while node.children and rng.random() < 0.7:
+        node = rng.choice(list(node.children.values()))
+        tokens.append(node.token)
+    return tokens if tokens and rng.random() < 0.4 else [*tokens, rng.randrange(VOCABULARY)]

@@ -1,0 +1,278 @@
+"""What an engine says about its steps, when it calls on drafts, and what it leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.messages import Delta, FinishReason, Submission
+from paceline.model.table import TableModel
+from paceline.speculators.base import Opening
+from paceline.speculators.draft_model import DraftModel
+from paceline.telemetry.step import StepStats
+from paceline.tree import Growth
+
+VOCABULARY = 64
+SLOTS = 256
+FREE = RowCost([8, 256], [1.0, 1.001])
+
+
+class Script(NoDrafting):
+    """A drafting that writes down what it is told, and says what a test wants it to."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+        self.next = News()
+        self.names: Sequence[str | None] = ["somebody"]
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        self.heard.append(("open", opening.request_id))
+        name, *rest = self.names
+        self.names = rest or [name]
+        return name
+
+    def close(self, request_id: int) -> None:
+        self.heard.append(("close", request_id))
+
+    def flush(self) -> None:
+        self.heard.append(("flush", 0))
+
+    def poll(self, timeout_s: float) -> News:
+        news, self.next = self.next, News()
+        return news
+
+
+class Watched(TableModel):
+    """Knows what had been told to the drafts when it ran."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__(VOCABULARY, SLOTS, SLOTS)
+        self.heard_before: list[list[tuple[str, int]]] = []
+        self._script = script
+
+    def run(self, *arguments: object) -> object:  # type: ignore[override]
+        self.heard_before.append(self._script.heard.copy())
+        return super().run(*arguments)  # type: ignore[arg-type]
+
+
+def engine(drafting: Drafting, steps: list[StepStats], *, model: TableModel | None = None, **settings: int) -> Engine:
+    return Engine(
+        model or TableModel(VOCABULARY, SLOTS, SLOTS),
+        EngineConfig(slots=SLOTS, **settings),
+        SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8),
+        drafting,
+        FREE,
+        steps.append,
+    )
+
+
+def local() -> LocalDrafting:
+    return LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.2), 2))
+
+
+def submission(request_id: str, prompt: int, output: int = 10, **sampling: object) -> Submission:
+    law = SamplingParams.model_validate({"temperature": 0.0, "max_tokens": output} | sampling)
+    tokens = [(ord(request_id[0]) + 7 * i) % VOCABULARY for i in range(prompt)]
+    return Submission(request_id, tokens, law, SpeculativeOptions(report=True))
+
+
+def served(target: Engine, *submissions: Submission) -> dict[str, Delta]:
+    """The whole answer to each."""
+    answers = {s.request_id: Delta(s.request_id) for s in submissions}
+    for each in submissions:
+        target.submit(each)
+    while target.busy:
+        for delta in target.step():
+            answer = answers[delta.request_id]
+            answer.tokens += delta.tokens
+            answer.accepted += delta.accepted
+            answer.finish_reason, answer.usage = delta.finish_reason, delta.usage
+            answer.speculation, answer.stop_token = delta.speculation, delta.stop_token
+        target.check_integrity()
+    return answers
+
+
+class TestSteps:
+    def test_their_numbers_add_up(self) -> None:
+        """Prompt tokens count once, however often preemption has them computed again."""
+        steps: list[StepStats] = []
+        target = engine(local(), steps, max_num_batched_rows=64)
+        answers = served(target, *(submission(name, 70, output=60) for name in "abcde"))
+        assert sum(s.preemptions for s in steps) > 0
+        assert sum(s.prompt_tokens for s in steps) == 5 * 70
+        assert sum(s.generation_tokens for s in steps) == sum(len(a.tokens) for a in answers.values()) == 5 * 60
+        totals = [a.speculation for a in answers.values()]
+        for name in ("drafted_tokens", "accepted_tokens", "verifications", "steps"):
+            assert sum(getattr(s.speculation, name) for s in steps) == sum(getattr(t, name) for t in totals)
+        assert sum(s.nodes_grafted for s in steps) <= sum(s.nodes_received for s in steps)
+        assert max(s.rows for s in steps) <= 64
+        assert steps[-1].running == steps[-1].waiting == 0
+        assert steps[-1].free_slots == SLOTS
+        assert target.load.free_slots == SLOTS
+
+    def test_cached_prompt_tokens_are_not_computed(self) -> None:
+        steps: list[StepStats] = []
+        target = engine(NoDrafting(), steps)
+        served(target, submission("a", 100))
+        first = sum(s.prompt_tokens for s in steps)
+        answer = served(target, Submission("b", submission("a", 100).prompt, submission("a", 1).sampling))["b"]
+        assert first == 100
+        assert answer.usage is not None
+        assert sum(s.prompt_tokens for s in steps) - first == 100 - answer.usage.cached_tokens == 4
+
+    def test_every_token_is_accepted_or_a_bonus(self) -> None:
+        steps: list[StepStats] = []
+        answers = served(engine(local(), steps), *(submission(name, 9, output=50) for name in "abc"))
+        for answer in answers.values():
+            assert answer.speculation is not None
+            assert sum(answer.accepted) == answer.speculation.accepted_tokens > 0
+            assert len(answer.accepted) == len(answer.tokens)
+            assert answer.accepted.count(False) == answer.speculation.steps
+
+    def test_what_lies_beyond_a_stop_was_not_accepted(self) -> None:
+        """The stop token is a guess that came true in the midst of a path; what follows it was never drawn."""
+        whole = served(engine(NoDrafting(), []), submission("a", 9, output=50))["a"].tokens
+        perfect = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+        for place in range(1, 30):
+            stop = submission("a", 9, output=50, stop_token_ids=[whole[place]])
+            answer = served(engine(perfect, []), stop)["a"]
+            assert answer.tokens == whole[: whole.index(whole[place]) + 1]
+            assert answer.stop_token == whole[place]
+            assert answer.speculation is not None
+            assert sum(answer.accepted) == answer.speculation.accepted_tokens
+
+
+class TestDrafts:
+    def test_who_waits_for_slots_needs_no_draft_yet(self) -> None:
+        script = Script()
+        target = engine(script, [], max_num_seqs=1)
+        target.submit(submission("a", 5))
+        target.submit(submission("b", 5))
+        target.step()
+        assert [each for each in script.heard if each[0] == "open"] == [("open", 1)]
+
+    def test_a_draft_hears_of_a_request_before_the_target_reads_its_prompt(self) -> None:
+        script = Script()
+        model = Watched(script)
+        target = engine(script, [], model=model)
+        target.submit(submission("a", 5))
+        target.step()
+        assert model.heard_before[0] == [("open", 1), ("flush", 0)]
+
+    def test_a_request_that_lost_its_draft_finds_another_at_once(self) -> None:
+        script = Script()
+        script.names = ["first", "second"]
+        target = engine(script, [])
+        target.submit(submission("a", 5))
+        target.step()
+        script.next = News(lost=[1])
+        [delta] = target.step()
+        assert delta.speculation is not None
+        assert delta.speculation.drafts == ["first", "second"]
+
+    def test_without_a_draft_it_decodes_plainly(self) -> None:
+        script = Script()
+        script.names = [None]
+        answer = served(engine(script, []), submission("a", 5))["a"]
+        assert len(answer.tokens) == 10
+        assert answer.speculation is not None
+        assert answer.speculation.drafts == []
+
+    def test_growth_for_whom_nobody_knows_is_dropped(self) -> None:
+        script = Script()
+        steps: list[StepStats] = []
+        target = engine(script, steps)
+        target.submit(submission("a", 5))
+        target.step()
+        script.next = News([(99, Growth(0, [1], [0], [1], [-0.1]))], lost=[98])
+        target.step()
+        assert (steps[-1].nodes_received, steps[-1].nodes_grafted) == (1, 0)
+
+    @pytest.mark.parametrize("token", [-1, VOCABULARY])
+    def test_a_guess_outside_the_vocabulary_is_dropped(self, token: int) -> None:
+        """A draft may be padded to more ids than its target; running one would end the engine."""
+        script = Script()
+        steps: list[StepStats] = []
+        target = engine(script, steps)
+        target.submit(submission("a", 5))
+        target.step()
+        script.next = News([(1, Growth(5, [1, 2], [0, 0], [3, token], [-0.1, -0.1]))])
+        target.step()
+        assert (steps[-1].nodes_received, steps[-1].nodes_grafted) == (2, 0)
+
+    def test_a_draft_without_room_is_no_error(self) -> None:
+        """Requests are refused, let go and taken in again as slots come and go; the tokens stay the same."""
+        tight = LocalDrafting(DraftModel(TableModel(VOCABULARY, 60, SLOTS), 2))
+        requests = [submission(name, 20, output=40) for name in "abcd"]
+        answers = served(engine(tight, []), *requests)
+        plain = served(engine(NoDrafting(), []), *requests)
+        assert {k: a.tokens for k, a in answers.items()} == {k: a.tokens for k, a in plain.items()}
+        assert sum(a.speculation.accepted_tokens for a in answers.values() if a.speculation) > 0
+
+
+class TestEnds:
+    def test_a_cancelled_request_tells_what_it_came_to(self) -> None:
+        script = Script()
+        target = engine(script, [])
+        target.submit(submission("a", 5))
+        target.step()
+        target.step()
+        target.cancel("a")
+        target.check_integrity()
+        [delta] = target.step()
+        assert delta.finish_reason is FinishReason.CANCELLED
+        assert delta.usage is not None
+        assert (delta.usage.prompt_tokens, delta.usage.completion_tokens) == (5, 2)
+        assert delta.speculation is not None
+        assert delta.speculation.steps == 2
+        assert ("close", 1) in script.heard
+        assert not target.busy
+
+    def test_cancelling_who_waits_half_reads_or_is_unknown(self) -> None:
+        target = engine(local(), [], max_num_batched_rows=16)
+        for name in "abc":
+            target.submit(submission(name, 40))
+        target.step()
+        for name in ("c", "a", "nobody", "b", "a"):
+            target.cancel(name)
+            target.check_integrity()
+        assert [d.request_id for d in target.step()] == ["c", "a", "b"]
+        assert target.load.free_slots == SLOTS
+
+    def test_an_engine_that_failed_half_way_can_be_used_again(self) -> None:
+        expected = served(engine(local(), []), submission("a", 30))["a"].tokens
+
+        class Failing(TableModel):
+            passes = 0
+
+            def run(self, *arguments: object) -> object:  # type: ignore[override]
+                self.passes += 1
+                if self.passes == 3:
+                    raise RuntimeError("the device is gone")
+                return super().run(*arguments)  # type: ignore[arg-type]
+
+        target = engine(local(), [], model=Failing(VOCABULARY, SLOTS, SLOTS))
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            served(target, submission("a", 30), submission("b", 30))
+        target.abandon()
+        target.check_integrity()
+        assert not target.busy
+        answer = served(target, submission("a", 30))["a"]
+        assert answer.tokens == expected
+        assert answer.speculation is not None
+        assert answer.speculation.accepted_tokens > 0
+
+    def test_a_request_id_may_come_again_once_it_is_over(self) -> None:
+        target = engine(NoDrafting(), [])
+        first = served(target, submission("a", 5))["a"]
+        assert served(target, submission("a", 5))["a"].tokens == first.tokens
+        target.submit(submission("a", 5))
+        target.submit(submission("a", 5))
+        [refused, *_] = target.step()
+        assert refused.finish_reason is FinishReason.ERROR
+        assert "'a' is in use" in refused.error

@@ -1,0 +1,159 @@
+"""From a folder to a model: what is read, and what somebody is told whose folder is not right."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.model import Lane, load
+from paceline.model.model import TransformersModel
+from paceline.models import ModelNotFoundError
+from paceline.speculators import build as build_speculator
+from tests.checkpoints import save_checkpoint, save_tokenizer
+from tests.llamas import POSITIONS, VOCABULARY, peaked_llama
+
+CONFIG = EngineConfig(slots=512)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"), eos_token_ids=[5, 7])
+
+
+@pytest.fixture
+def copy(checkpoint: Path, tmp_path: Path) -> Path:
+    """A checkpoint to break."""
+    return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
+
+
+def test_a_checkpoint_is_loaded_and_computes_what_transformers_computes(checkpoint: Path) -> None:
+    model = load(str(checkpoint), CONFIG)
+    assert isinstance(model, TransformersModel)
+    assert (model.vocabulary_size, model.max_model_len, model.slots) == (VOCABULARY, POSITIONS, 512)
+    assert model.eos_token_ids == (5, 7)
+    assert model.rows_invariant
+    lane, tokens = Lane(), [3, 1, 4, 1, 5]
+    lane.slots = [9, 2, 7, 11, 512]
+    ours = model.run([lane.row(token, i) for i, token in enumerate(tokens)], [4]).logits[0]
+    with torch.inference_mode():
+        theirs = peaked_llama()(torch.tensor([tokens])).logits[0, -1]
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_dtype_and_length_are_as_configured(checkpoint: Path) -> None:
+    model = load(str(checkpoint), EngineConfig(slots=256, dtype="bfloat16", max_model_len=100))
+    lane = Lane()
+    lane.slots = [1]
+    assert model.run([lane.row(1, 0)], [0]).logits.dtype is torch.bfloat16
+    assert model.max_model_len == 100
+
+
+def test_the_end_of_text_may_stand_in_the_model_s_own_configuration(copy: Path) -> None:
+    (copy / "generation_config.json").unlink()
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"eos_token_id": 9}))
+    assert load(str(copy), CONFIG).eos_token_ids == (9,)
+
+
+def test_equal_vocabularies_have_equal_fingerprints(checkpoint: Path, copy: Path) -> None:
+    assert load(str(checkpoint), CONFIG).fingerprint == load(str(copy), CONFIG).fingerprint
+    save_tokenizer(copy, range(VOCABULARY - 1, -1, -1))
+    assert load(str(checkpoint), CONFIG).fingerprint != load(str(copy), CONFIG).fingerprint
+
+
+def test_a_table_needs_no_folder() -> None:
+    assert load("table:64", CONFIG).vocabulary_size == 64
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no model at .*nowhere: .*hf download"):
+        load(str(tmp_path / "nowhere"), CONFIG)
+
+
+def test_no_tokenizer(copy: Path) -> None:
+    (copy / "tokenizer.json").unlink()
+    with pytest.raises(ModelNotFoundError, match=r"has no tokenizer\.json: save the model's tokenizer there"):
+        load(str(copy), CONFIG)
+
+
+def truncated_weights(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+
+
+def no_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def broken_config(folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+
+
+def unknown_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text('{"model_type": "abacus"}')
+
+
+BROKEN = [
+    (truncated_weights, "cannot be loaded: .*metadata"),
+    (no_weights, "cannot be loaded: .*no file named model.safetensors"),
+    (broken_config, "cannot be loaded: .*not a valid JSON"),
+    (unknown_architecture, "cannot be loaded: .*`abacus`"),
+]
+
+
+@pytest.mark.parametrize(("damage", "said"), BROKEN, ids=[damage.__name__ for damage, _ in BROKEN])
+def test_a_broken_checkpoint_says_what_is_broken(damage: object, said: str, copy: Path) -> None:
+    damage(copy)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=said) as caught:
+        load(str(copy), CONFIG)
+    assert str(copy) in str(caught.value)
+
+
+def test_missing_weights_are_not_made_up(copy: Path) -> None:
+    """transformers would fill them with noise and only log it."""
+    weights = load_file(copy / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks weights \(model.layers.1.mlp.up_proj.weight, ...\): download it again"
+    ):
+        load(str(copy), CONFIG)
+
+
+@pytest.mark.parametrize("device", ["abacus", "cuda:99"])
+def test_a_device_that_is_not_there(checkpoint: Path, device: str) -> None:
+    with pytest.raises(ValueError, match=f"device '{device}' cannot be used here, choose another"):
+        load(str(checkpoint), EngineConfig(device=device))
+
+
+def test_more_positions_than_the_model_has(checkpoint: Path) -> None:
+    with pytest.raises(ValueError, match=r"max_model_len 513 exceeds the 512 positions of .*: lower it"):
+        load(str(checkpoint), EngineConfig(max_model_len=513))
+
+
+def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> None:
+    """max_model_len is the target's; the draft guesses as far as it can."""
+    config = SpeculativeConfig(method="draft_model", model=str(checkpoint))
+    draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000))
+    assert draft.position_limit == POSITIONS
+    assert draft.vocabulary_size == VOCABULARY
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (SpeculativeConfig(), "method 'none' drafts nothing"),
+        (SpeculativeConfig(method="custom", speculator="nowhere.at.all"), "'nowhere.at.all' cannot be imported"),
+        (SpeculativeConfig(method="custom", speculator="all"), "'all' cannot be imported"),
+        (SpeculativeConfig(method="custom", speculator="builtins.zip"), "made a zip, which is no Speculator"),
+    ],
+)
+def test_a_speculator_that_cannot_be_built(config: SpeculativeConfig, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        build_speculator(config, CONFIG)

@@ -1,0 +1,169 @@
+"""Prompt lookup: which earlier occurrence is found, and what is guessed from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams
+from paceline.speculators.base import Commit, DraftError, Opening
+from paceline.speculators.ngram import FIRST_GUESS, NEXT_GUESS, NGram
+from paceline.tree import Growth, TokenTree
+
+A, B, C, D, E, X, Y = range(7)
+
+
+def opening(tokens: Sequence[int], depth: int = 3, nodes: int = 100, key: int = 1) -> Opening:
+    return Opening(key, tokens, 0, SamplingParams(), depth, nodes)
+
+
+def paths(growth: Growth) -> list[tuple[list[int], float]]:
+    """The growth's leaves: tokens from the root, and the probability of the path."""
+    known: dict[int, tuple[list[int], float]] = {0: ([], 1.0)}
+    rows = zip(growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, strict=True)
+    for id_, parent, token, log_prob in rows:
+        tokens, probability = known[parent]
+        known[id_] = ([*tokens, token], probability * math.exp(log_prob))
+    return [known[id_] for id_ in growth.node_ids if id_ not in growth.parent_ids]
+
+
+def guessed(tokens: Sequence[int], *, least: int = 1, most: int = 3, width: int = 1, depth: int = 3) -> list[list[int]]:
+    ngram = NGram(least, most, width)
+    ngram.open(opening(tokens, depth))
+    grown = ngram.grow()
+    return [path for path, _ in paths(grown[1])] if grown else []
+
+
+def test_what_followed_is_guessed() -> None:
+    assert guessed([A, B, C, D, E, A, B]) == [[C, D, E]]
+
+
+def test_the_longest_run_wins_over_a_more_recent_one() -> None:
+    assert guessed([A, B, C, B, D, D, A, B]) == [[C, B, D]]
+
+
+def test_of_equal_runs_the_most_recent_wins() -> None:
+    assert guessed([A, B, C, C, A, B, D, D, A, B]) == [[D, D, A]]
+
+
+def test_older_occurrences_that_went_on_otherwise_are_branches() -> None:
+    assert guessed([A, B, C, C, A, B, D, D, A, B], width=2) == [[D, D, A], [C, C, A]]
+
+
+def test_occurrences_that_go_on_alike_share_their_nodes() -> None:
+    assert guessed([A, B, C, X, A, B, C, Y, A, B], width=2, depth=2) == [[C, Y], [C, X]]
+
+
+def test_the_request_s_own_end_is_never_found() -> None:
+    assert guessed([A, B, C, D]) == []
+    assert guessed([A]) == []
+
+
+def test_a_run_that_overlaps_itself_goes_on_as_a_loop() -> None:
+    assert guessed([X, A, A, A], depth=5) == [[A, A, A, A, A]]
+    assert guessed([X, A, B, A, B, A], depth=5) == [[B, A, B, A, B]]
+
+
+def test_runs_shorter_than_the_least_do_not_count() -> None:
+    assert guessed([A, B, X, B], least=2) == []
+    assert guessed([A, B, X, A, B], least=2) == [[X, A, B]]
+
+
+def test_runs_longer_than_the_most_are_not_told_apart() -> None:
+    """The older occurrence agrees in three tokens, the recent one in two; only two count."""
+    assert guessed([A, B, C, D, X, B, C, E, A, B, C], most=2, depth=1) == [[E]]
+    assert guessed([A, B, C, D, X, B, C, E, A, B, C], most=3, depth=1) == [[D]]
+
+
+def test_output_is_looked_up_too() -> None:
+    ngram = NGram(1, 3, 1)
+    ngram.open(opening([A, B, C]))
+    assert ngram.grow() == {}
+    ngram.commit(Commit(1, 2, [D, A, B], 0))
+    assert [path for path, _ in paths(ngram.grow()[1])] == [[C, D, A]]
+
+
+def test_nothing_new_is_guessed_until_something_is_committed() -> None:
+    ngram = NGram(1, 3, 1)
+    ngram.open(opening([A, B, A]))
+    assert ngram.grow()
+    assert ngram.grow() == {}
+    assert not ngram.behind
+
+
+def test_guesses_that_came_true_are_not_sent_again() -> None:
+    ngram = NGram(1, 3, 1)
+    ngram.open(opening([A, B, C, D, E, A, B], depth=2))
+    replica = TokenTree(6, B)
+    replica.graft(ngram.grow()[1], 100)
+    replica.commit([C])
+    ngram.commit(Commit(1, 6, [C], 1))
+    growth = ngram.grow()[1]
+    assert growth.tokens == [E], "D was sent before"
+    replica.graft(growth, 100)
+    assert [n.token for n in replica.nodes()] == [D, E]
+
+
+def test_confidence_falls_along_a_path_and_with_each_branch() -> None:
+    ngram = NGram(1, 1, 3)
+    ngram.open(opening([A, B, A, C, A, D, A], depth=2))
+    probabilities = [probability for _, probability in paths(ngram.grow()[1])]
+    first = [FIRST_GUESS * (1 - FIRST_GUESS) ** i * NEXT_GUESS for i in range(3)]
+    assert probabilities == pytest.approx(first)
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 3),
+    st.integers(0, 3),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.integers(0, 8),
+)
+def test_every_guess_once_followed_the_same_run(
+    tokens: list[int], least: int, more: int, width: int, depth: int, nodes: int
+) -> None:
+    ngram = NGram(least, least + more, width)
+    ngram.open(opening(tokens, depth, nodes))
+    grown = ngram.grow()
+    if not grown:
+        return
+    assert len(grown[1].node_ids) <= nodes
+    tree = TokenTree(len(tokens) - 1, tokens[-1])
+    tree.graft(grown[1], 100)
+    found = max(n for n in range(least, least + more + 1) if tokens[-n:] in runs(tokens[:-1], n))
+    for parent in (tree.root, *tree.nodes()):
+        assert parent.position - tree.root.position <= depth
+        assert len(parent.children) <= width
+        assert sum(math.exp(child.log_prob) for child in parent.children.values()) <= 1
+        so_far = [*tokens, *(n.token for n in parent.path())]
+        for child in parent.children:
+            assert [*so_far[-found:], child] in runs(so_far, found + 1)
+
+
+def runs(tokens: Sequence[int], length: int) -> list[list[int]]:
+    return [list(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
+
+
+def test_a_commit_at_another_place_is_refused() -> None:
+    ngram = NGram(1, 3, 1)
+    ngram.open(opening([A, B]))
+    with pytest.raises(DraftError, match="the root is at 1, the commit at 5"):
+        ngram.commit(Commit(1, 5, [A], 0))
+
+
+def test_requests_do_not_see_each_other_and_may_close() -> None:
+    ngram = NGram(1, 3, 1)
+    ngram.open(opening([A, B, A], key=1))
+    ngram.open(opening([X, C, X], key=2))
+    ngram.open(opening([A], key=3))
+    ngram.close(1)
+    ngram.close(9)
+    ngram.commit(Commit(1, 2, [B], 0))
+    grown = ngram.grow()
+    assert [path for path, _ in paths(grown[2])] == [[C, X, C]]
+    assert set(grown) == {2}

@@ -1,0 +1,292 @@
+"""The scheduler under random load: rows and slots are kept to, nobody starves, guesses take only what is left."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.request import Request
+from paceline.engine.scheduler import Scheduler, Work, outlook
+from paceline.engine.slots import BLOCK, SlotPool
+from paceline.messages import Submission
+from paceline.tree import TokenTree
+
+SLOTS = 256
+FREE = RowCost([8, 256], [1.0, 1.001])
+STEEP = RowCost([8, 16], [1.0, 100.0])
+
+
+def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (4, 8), token: int = 0) -> Request:
+    """`token`: its prompt is that one over and over."""
+    tokens = [token] * prompt
+    params = SamplingParams(temperature=0.0, max_tokens=output)
+    return Request(
+        key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, TokenTree(prompt - 1, token)
+    )
+
+
+def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: RowCost = FREE) -> Scheduler:
+    config = EngineConfig(slots=SLOTS, max_num_batched_rows=rows, max_num_seqs=seqs)
+    return Scheduler(config, SlotPool(SLOTS, caching=caching), cost)
+
+
+def check(scheduler: Scheduler, works: Sequence[Work], rows: int) -> None:
+    """What must hold of every step."""
+    assert sum(w.stop - w.start + len(w.nodes) for w in works) <= rows
+    assert len({w.request.key for w in works}) == len(works)
+    for work in works:
+        assert work.request in scheduler.running
+        assert work.start < work.stop == len(work.request.lane) <= len(work.request.tokens)
+        assert len(work.nodes) == len(work.slots)
+        assert work.draws or not work.nodes, "a guess without its root"
+        known = {id(work.request.tree.root)}
+        for node in work.nodes:
+            assert id(node.parent) in known, "a guess without its parent, or before it"
+            known.add(id(node))
+    if scheduler.running:
+        assert works[0].request is scheduler.running[0], "the oldest request stands still"
+    everybody = list(scheduler.requests())
+    owned = [*(r.own_slots() for r in everybody), *(w.slots for w in works)]
+    scheduler.pool.check_integrity(owned, [r.shared for r in everybody])
+
+
+def commit(scheduler: Scheduler, works: Sequence[Work], token: int = 7) -> None:
+    """What an engine does with the works if no guess is right."""
+    for work in works:
+        work.request.prefill(work.stop)
+        scheduler.pool.give(work.slots)
+        if work.draws:
+            work.request.tokens.append(token)
+            work.request.tree.commit([token])
+            if work.request.output_tokens >= work.request.max_tokens:
+                scheduler.finish(work.request)
+
+
+def grow(request: Request, width: int, rng: random.Random) -> None:
+    """Some guesses; none of them is the token that `commit` commits."""
+    parents = [request.tree.root, *request.tree.nodes()]
+    for _ in range(width):
+        parent, token = rng.choice(parents), rng.randrange(100, 200)
+        if token not in parent.children:
+            parents.append(request.tree.add(parent, token, -rng.random()))
+
+
+@dataclass
+class Load:
+    """Random arrivals, of sizes from tiny to all the slots there are."""
+
+    seed: int
+    rows: int
+    seqs: int
+    caching: bool = True
+    width: int = 0
+
+    def run(self) -> list[tuple[int, int, int, bool]]:
+        """Serve them all; what was computed, step by step: (request, start, stop, whether one was preempted)."""
+        arrivals, guesses = random.Random(self.seed), random.Random(self.seed + 1)
+        scheduled = scheduler(rows=self.rows, seqs=self.seqs, caching=self.caching)
+        trace = []
+        submitted = 0
+        for _ in range(3000):
+            while submitted < 15 and arrivals.random() < 0.3:
+                output = arrivals.randint(1, 20)
+                prompt = arrivals.choice([1, 5, 40, arrivals.randint(1, SLOTS - output)])
+                submitted += 1
+                scheduled.waiting.append(request(submitted, prompt, output, token=arrivals.randrange(3)))
+            for each in scheduled.running:
+                grow(each, self.width, guesses)
+            before = scheduled.preemptions
+            works = scheduled.schedule()
+            check(scheduled, works, self.rows)
+            assert len(scheduled.running) <= self.seqs
+            trace += [(w.request.key, w.start, w.stop, scheduled.preemptions > before) for w in works]
+            commit(scheduled, works)
+            if submitted == 15 and not scheduled.running and not scheduled.waiting:
+                assert scheduled.pool.free == SLOTS
+                return trace
+        raise AssertionError("somebody starves")
+
+
+loads = st.builds(
+    Load, st.integers(0, 2**32), st.sampled_from([8, 9, 64, 300]), st.sampled_from([1, 3, 64]), st.booleans()
+)
+
+
+@given(loads)
+@settings(max_examples=25, deadline=None)
+def test_everybody_is_served_within_rows_and_slots(load: Load) -> None:
+    trace = load.run()
+    assert {key for key, *_ in trace} == set(range(1, 16))
+
+
+@given(loads)
+@settings(max_examples=8, deadline=None)
+def test_guesses_take_only_what_is_left(load: Load) -> None:
+    """Prompts, decoding and preemption go exactly as they do without any guesses.
+
+    Without a cache, that is: slots are there to be used, so guesses may drop what is cached.
+    """
+    load.caching = False
+    plain = load.run()
+    load.width = 4
+    assert load.run() == plain
+
+
+def test_some_load_does_preempt() -> None:
+    """The two tests above would prove little otherwise."""
+    assert any(preempted for *_, preempted in Load(seed=3, rows=64, seqs=64).run())
+
+
+def test_requests_start_in_the_order_of_their_arrival() -> None:
+    scheduled = scheduler(rows=32)
+    for key, prompt in enumerate([100, 3, 50, 1], 1):
+        scheduled.waiting.append(request(key, prompt))
+    started: list[int] = []
+    while scheduled.waiting or scheduled.running:
+        works = scheduled.schedule()
+        started += [w.request.key for w in works if w.request.key not in started]
+        commit(scheduled, works)
+    assert started == [1, 2, 3, 4]
+
+
+def test_a_long_prompt_holds_up_nobody_who_decodes() -> None:
+    scheduled = scheduler(rows=16)
+    scheduled.waiting += [request(1, 4), request(2, 100)]
+    commit(scheduled, scheduled.schedule())
+    while scheduled.running[0].key == 1:
+        works = scheduled.schedule()
+        assert works[0].request.key == 1
+        assert works[0].draws
+        commit(scheduled, works)
+
+
+def test_slots_that_a_prompt_will_need_are_not_given_away() -> None:
+    """Or else both prompts would be computed half, and one of them in vain."""
+    scheduled = scheduler(rows=32)
+    scheduled.waiting += [request(1, 150, token=1), request(2, 150, token=2)]
+    for _ in range(5):
+        assert [w.request.key for w in scheduled.schedule()] == [1]
+    assert scheduled.preemptions == 0
+
+
+def test_the_youngest_gives_way_and_is_the_first_to_come_back() -> None:
+    scheduled = scheduler(rows=256)
+    for key, prompt in enumerate([100, 100, 50, 200], 1):
+        scheduled.waiting.append(request(key, prompt, output=50, token=key))
+    while not scheduled.preemptions:
+        commit(scheduled, scheduled.schedule())
+    assert [r.key for r in scheduled.running] == [1, 2]
+    assert [r.key for r in scheduled.waiting] == [3, 4]
+    victim = scheduled.waiting[0]
+    assert len(victim.tokens) > 50, "what was committed stays committed"
+    assert not victim.own_slots()
+
+
+def test_whoever_comes_back_finds_what_is_left_of_its_own_work() -> None:
+    """But usage counts only what others had computed before."""
+    scheduled = scheduler(rows=256)
+    scheduled.waiting += [request(1, 100, output=60, token=1), request(2, 140, output=60, token=2)]
+    while not scheduled.preemptions:
+        commit(scheduled, scheduled.schedule())
+    [victim] = scheduled.waiting
+    while scheduled.waiting:
+        works = scheduled.schedule()
+        commit(scheduled, works)
+    [again] = [work for work in works if work.request is victim]
+    assert again.start > 0
+    assert again.start % BLOCK == 0
+    assert victim.cached_tokens == 0
+
+
+def test_prompt_tokens_count_once() -> None:
+    each = request(1, 100)
+    each.begin()
+    assert each.prefill(40) == 40
+    assert each.prefill(100) == 60
+    assert each.prefill(16) == 0  # computed again after preemption
+    assert each.prefill(101) == 0  # the first token of the output is not one of them
+
+
+def test_cached_prompt_tokens_do_not_count() -> None:
+    pool = SlotPool(SLOTS)
+    first, second = request(1, 100), request(2, 100)
+    first.lane.slots += pool.take(100)
+    first.detach(pool)
+    second.attach(pool)
+    second.begin()
+    assert second.cached_tokens == 6 * BLOCK
+    assert second.prefill(100) == 4
+    assert second.usage().cached_tokens == 6 * BLOCK
+
+
+def drawing(scheduled: Scheduler, requests: int, nodes: int) -> list[Work]:
+    """Requests whose roots are next, each with a chain of sure guesses."""
+    for key in range(1, requests + 1):
+        scheduled.waiting.append(request(key, 3, limits=(8, nodes), token=key))
+    commit(scheduled, scheduled.schedule())
+    for each in scheduled.running:
+        node = each.tree.root
+        for token in range(nodes):
+            node = each.tree.add(node, token + 100, -0.1)
+    return scheduled.schedule()
+
+
+def test_guesses_fill_the_bucket_that_is_paid_for() -> None:
+    works = drawing(scheduler(cost=STEEP), requests=2, nodes=8)
+    assert sum(len(w.nodes) for w in works) == 6
+    assert {len(w.nodes) for w in works} == {3}, "the best of all requests, whoever's they are"
+
+
+def test_guesses_keep_to_the_rows_that_are_left() -> None:
+    works = drawing(scheduler(rows=12), requests=3, nodes=8)
+    assert sum(len(w.nodes) for w in works) == 9
+
+
+def test_guesses_keep_to_what_a_request_may_have() -> None:
+    [work] = drawing(scheduler(), requests=1, nodes=4)
+    assert len(work.nodes) == 4
+    deep = request(1, 5, output=3, limits=(8, 8))
+    assert deep.depth_allowed() == 2, "the bonus token after the last guess must be wanted"
+
+
+def test_only_draws() -> None:
+    scheduled = scheduler(rows=16, seqs=2)
+    assert scheduled.only_draws()
+    scheduled.waiting += [request(1, 30), request(2, 3), request(3, 3)]
+    assert not scheduled.only_draws(), "a prompt waits"
+    commit(scheduled, scheduled.schedule())
+    assert not scheduled.only_draws(), "a prompt is half computed"
+    while len(scheduled.running) < 2 or any(r.missing > 1 for r in scheduled.running):
+        commit(scheduled, scheduled.schedule())
+    assert scheduled.only_draws(), "the third cannot start yet"
+
+
+def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:
+    scheduled = scheduler(rows=16)
+    first, second = request(1, 30), request(2, 3)
+    scheduled.waiting += [first, second]
+    scheduled.schedule()
+    scheduled.finish(second)
+    scheduled.finish(first)
+    assert not list(scheduled.requests())
+    assert scheduled.pool.free == SLOTS
+    scheduled.pool.check_integrity([], [])
+
+
+def test_outlook() -> None:
+    plain, guessed = request(1, 3), request(2, 3)
+    guessed.draft = "somebody"
+    node = guessed.tree.add(guessed.tree.root, 5, -0.5)
+    guessed.tree.add(node, 6, -0.5)
+    ahead = outlook([plain, guessed], FREE)
+    assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
+    assert ahead.height == 2
+    assert ahead.step_s == FREE(4)
+    assert outlook([plain], FREE).height == 0

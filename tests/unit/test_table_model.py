@@ -1,0 +1,88 @@
+"""The model without weights: it reads its past through slots, and disagrees as often as it is told to."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from paceline.model import Lane
+from paceline.model.probe import row_cost, rows_invariant
+from paceline.model.rows import TILE
+from paceline.model.table import TableModel
+
+
+def continuation(model: TableModel, tokens: list[int], slots: list[int]) -> list[int]:
+    """The likeliest token after each of `tokens`."""
+    lane = Lane()
+    lane.slots = slots
+    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    return model.run(rows, range(len(rows))).logits.argmax(-1).tolist()
+
+
+def test_the_last_tokens_decide_wherever_they_lie() -> None:
+    model = TableModel(1000, 512, 512)
+    tokens = random.Random(1).choices(range(1000), k=TILE + 20)
+    there = continuation(model, tokens, list(range(1, len(tokens) + 1)))
+    elsewhere = continuation(model, tokens, list(range(500, 500 - len(tokens), -1)))
+    assert there == elsewhere
+    assert len(set(there)) > 50
+
+
+def test_a_wrong_slot_gives_wrong_tokens() -> None:
+    """Or else tests of the engine over this model would prove nothing."""
+    model = TableModel(1000, 512, 512)
+    lane = Lane()
+    lane.slots = [1, 2, 3, 4]
+    rows = [lane.row(token, i) for i, token in enumerate([10, 11, 12, 13])]
+    right = model.run(rows, [3]).logits
+    lane.slots = [1, 2, 9, 4]
+    wrong = model.run([lane.row(13, 3)], [0]).logits
+    assert right.argmax() != wrong.argmax()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
+def test_two_tables_disagree_by_the_share_that_is_asked_for(share: float) -> None:
+    tokens = random.Random(2).choices(range(1000), k=2000)
+    slots = list(range(1, 2001))
+    ours = continuation(TableModel(1000, 2000, 4000), tokens, slots)
+    theirs = continuation(TableModel(1000, 2000, 4000, share), tokens, slots)
+    differing = sum(a != b for a, b in zip(ours, theirs, strict=True)) / len(ours)
+    assert differing == pytest.approx(share, abs=0.05)
+
+
+def test_hidden_states_say_whose_they_are() -> None:
+    model = TableModel(100, 64, 64)
+    lane = Lane()
+    lane.slots = [5, 6]
+    output = model.run([lane.row(70, 0), lane.row(80, 1)], [1], (0, 3, 7))
+    assert output.hidden is not None
+    assert output.hidden.tolist() == [[[70, 0]] * 3, [[80, 1]] * 3]
+
+
+def test_it_passes_the_probes() -> None:
+    model = TableModel(100, 512, 512)
+    assert rows_invariant(model)
+    assert row_cost(model, 64)(8) > 0
+
+
+@pytest.mark.parametrize("positions", [2, 17, 512])
+def test_the_probes_fit_into_any_model(positions: int) -> None:
+    model = TableModel(100, 256, positions)
+    assert rows_invariant(model)
+    assert row_cost(model, 8)(1) > 0
+
+
+def test_names() -> None:
+    model = TableModel.parse("table:64:0.25", slots=300)
+    assert (model.vocabulary_size, model.slots, model.max_model_len) == (64, 300, 8192)
+    assert model.fingerprint == TableModel.parse("table:64", slots=9).fingerprint
+    assert model.fingerprint != TableModel.parse("table:65", slots=9).fingerprint
+
+
+@pytest.mark.parametrize(
+    "name", ["table:", "table:x", "table:1", "table:-5", "table:64:2", "table:64:-1", "table:64:x"]
+)
+def test_a_name_that_is_none_says_what_is(name: str) -> None:
+    with pytest.raises(ValueError, match="is not table:SIZE or table:SIZE:DISAGREEMENT"):
+        TableModel.parse(name, slots=256)
