@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 import httpx
-
 from rich.console import Console
 
 from paceline.cli.deployment import Deployment, Wish, plan

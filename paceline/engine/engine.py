@@ -99,7 +99,7 @@ class Engine:
         key = self._keys.get(request_id)
         if key is not None:
             request = self._requests[key]
-            delta = Delta(request_id, finish_reason=FinishReason.CANCELLED, speculation=request.stats)
+            delta = Delta(request_id, finish_reason=FinishReason.CANCELLED, speculation=request.stats.snapshot())
             self._close(request, delta)
             self._ended.append(delta)
             self._drafting.flush()
@@ -232,7 +232,7 @@ class Engine:
             [i < accepted for i in range(len(tokens))],
             self._log_probs(request, logits, places, tokens),
             reason,
-            speculation=request.stats,
+            speculation=request.stats.snapshot(),
         )
         if reason is not None:
             self._close(request, delta)

@@ -69,7 +69,7 @@ A newline and the indentation after it are one token: let a prompt end in a word
 ```
 
 Sources: Python {python}. The text differs a little between Python versions, and a time budget buys a different
-number of steps on each machine, so figures will be close, not equal. The training text is under the PSF licence.
+number of steps on each machine, so figures will differ. The training text is under the PSF licence.
 """
 
 DRAFT_CARD = """\

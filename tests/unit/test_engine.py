@@ -134,6 +134,15 @@ class TestSteps:
             assert len(answer.accepted) == len(answer.tokens)
             assert answer.accepted.count(False) == answer.speculation.steps
 
+    def test_a_delta_s_counts_stay_as_they_are(self) -> None:
+        """They travel to other threads, while the engine goes on counting."""
+        target = engine(local(), [])
+        target.submit(submission("a", 9))
+        [first] = target.step()
+        target.step()
+        assert first.speculation is not None
+        assert first.speculation.steps == 1
+
     def test_what_lies_beyond_a_stop_was_not_accepted(self) -> None:
         """The stop token is a guess that came true in the midst of a path; what follows it was never drawn."""
         whole = served(engine(NoDrafting(), []), submission("a", 9, output=50))["a"].tokens

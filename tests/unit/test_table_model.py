@@ -29,6 +29,13 @@ def test_the_last_tokens_decide_wherever_they_lie() -> None:
     assert len(set(there)) > 50
 
 
+def test_the_last_tokens_count_across_a_tile_s_border() -> None:
+    model = TableModel(1000, 512, 512)
+    slots = list(range(1, TILE + 2))
+    one, other = [5] * (TILE + 1), [5] * (TILE - 1) + [6, 5]
+    assert continuation(model, one, slots)[-1] != continuation(model, other, slots)[-1]
+
+
 def test_a_wrong_slot_gives_wrong_tokens() -> None:
     """Or else tests of the engine over this model would prove nothing."""
     model = TableModel(1000, 512, 512)
