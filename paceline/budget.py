@@ -64,14 +64,17 @@ class Patience:
     """Whether to hold a step back for guesses that are under way.
 
     Learned from waiting: when trees are `height` nodes high, waiting for the next growth takes `delay[height]` seconds
-    and adds `gain[height]` expected tokens. It pays while that gain per second exceeds what the step earns per second
-    as things stand. Both are moving averages that start from a hopeful guess. A height that is not waited for teaches
+    and adds `gain[height]` expected tokens. Growth that comes too late for a step is mostly there for the next, so only
+    part of that is lost by going ahead. Waiting pays while the loss, per second of waiting, exceeds what the step earns
+    per second as things stand. Both are moving averages that start from a hopeful guess. A height that is not waited for teaches
     nothing, so with every refusal the averages creep back towards that guess: it is tried again now and then.
     """
 
     HORIZON = 12
     """Trees this high are never waited for."""
-    LATE = 2.0
+    KEPT = 0.5
+    """Share of a late guess's worth that is not lost: it is there for the next step, if its path still stands."""
+    LATE = 1.5
     """Growth is given up after this many times its usual delay."""
     LEARNING = 0.1
     """Weight of a wait in the averages."""
@@ -92,7 +95,7 @@ class Patience:
         """
         if height >= self.HORIZON:
             return 0.0
-        if self._gain[height] * step_s > expected * self._delay[height]:
+        if (1 - self.KEPT) * self._gain[height] * step_s > expected * self._delay[height]:
             return self.LATE * self._delay[height]
         self._move(height, self._first_gain[height], self._first_delay, self.FORGETTING)
         return 0.0

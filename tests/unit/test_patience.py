@@ -36,12 +36,12 @@ def test_a_wait_is_bounded_by_what_is_usual() -> None:
     assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(Patience.LATE * 3 * DELAY_S, rel=1e-3)
 
 
-def test_it_waits_exactly_while_the_gain_per_second_exceeds_the_step_s() -> None:
+def test_it_waits_exactly_while_what_would_be_lost_exceeds_what_the_step_earns() -> None:
     patience = Patience(DELAY_S)
     for _ in range(200):
-        patience.observe(2, 0.5, DELAY_S)  # 500 tokens per second
-    assert patience.wait_s(2, expected=4.9, step_s=STEP_S) > 0  # 490 per second without waiting
-    assert patience.wait_s(2, expected=5.1, step_s=STEP_S) == 0
+        patience.observe(2, 0.5, DELAY_S)  # 500 tokens per second, of which half are lost by going ahead
+    assert patience.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting
+    assert patience.wait_s(2, expected=2.6, step_s=STEP_S) == 0
 
 
 def test_waiting_in_vain_ends_it() -> None:
