@@ -66,8 +66,9 @@ class Patience:
     Learned from waiting: when trees are `height` nodes high, waiting for the next growth takes `delay[height]` seconds
     and adds `gain[height]` expected tokens. Growth that comes too late for a step is mostly there for the next, so only
     part of that is lost by going ahead. Waiting pays while the loss, per second of waiting, exceeds what the step earns
-    per second as things stand. Both are moving averages that start from a hopeful guess. A height that is not waited for teaches
-    nothing, so with every refusal the averages creep back towards that guess: it is tried again now and then.
+    per second as things stand. Both are moving averages that start from a hopeful guess. A height that is not waited
+    for teaches nothing, so with every refusal the averages creep back towards that guess: it is tried again now and
+    then.
     """
 
     HORIZON = 12
