@@ -41,7 +41,10 @@ class Served:
     def children(self, kind: str) -> dict[str, int]:
         """Process ids of its services of a kind, by command line."""
         out = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)], capture_output=True, text=True, check=True
+            ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         lines = (line.strip().split(maxsplit=1) for line in out.stdout.splitlines())
         return {arguments: int(pid) for pid, arguments in lines if kind in arguments}
