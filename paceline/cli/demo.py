@@ -131,8 +131,8 @@ async def _measure(client: Client, runs: Runs, body: dict[str, Any]) -> None:
     plain, speculative = [], []
     await client.stream(runs.workload.path, body)
     for _ in range(REPETITIONS):
-        plain.append(await client.stream(runs.workload.path, body | {"speculative": False}))
-        speculative.append(await client.stream(runs.workload.path, body))
+        plain.append(await client.collect(runs.workload.path, body | {"speculative": False}))
+        speculative.append(await client.collect(runs.workload.path, body))
     runs.plain.append(plain)
     runs.speculative.append(speculative)
 
