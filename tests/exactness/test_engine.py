@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
@@ -22,30 +21,14 @@ from paceline.speculators.base import Commit, Opening, Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
 from paceline.tree import Growth, TokenTree
+from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
-VOCABULARY = 64
 FREE = RowCost([8, 256], [1.0, 1.001])
 """Rows that cost nothing: every guess is verified."""
 
 
-def llama(dtype: torch.dtype, layers: int = 2, noise: float = 0.0, slots: int = 2048) -> Model:
-    """A peaked random Llama. `noise` disturbs its weights: a draft that mostly agrees."""
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        num_hidden_layers=layers,
-        intermediate_size=96,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.25,
-    )
-    torch.manual_seed(7)
-    network = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += noise * torch.randn_like(parameter)
-    return build(network.to(dtype), "llama", EngineConfig(slots=slots), "", [])
+def llama(dtype: torch.dtype, noise: float = 0.0, slots: int = 2048) -> Model:
+    return build(peaked_llama(noise).to(dtype), "llama", EngineConfig(slots=slots), "", [])
 
 
 class Liar(Speculator):
@@ -93,18 +76,6 @@ def engine(model: Model, source: Drafting, *, depth: int = 4, nodes: int = 16, *
     config = EngineConfig(slots=max(model.slots, 256), **settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=depth, max_tree_nodes=nodes)
     return Engine(model, config, speculation, source, FREE)
-
-
-LAWS = [
-    SamplingParams(temperature=0.0, max_tokens=90, logprobs=2),
-    SamplingParams(temperature=0.8, seed=11, max_tokens=80),
-    SamplingParams(temperature=1.0, seed=5, top_k=12, top_p=0.9, min_p=0.01, max_tokens=50),
-    SamplingParams(temperature=0.0, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=60),
-    SamplingParams(temperature=0.7, seed=3, frequency_penalty=0.5, logit_bias={5: 2.0, 9: -100}, max_tokens=60),
-    SamplingParams(temperature=1.0, seed=8, min_tokens=20, stop_token_ids=(1, 2, 3, 4), max_tokens=70),
-    SamplingParams(temperature=1.0, seed=9, bad_words=((7,), (8, 9)), max_tokens=40),
-    SamplingParams(temperature=1.3, seed=2**63 + 1, max_tokens=100),
-]
 
 
 def submissions() -> list[Submission]:
