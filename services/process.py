@@ -18,6 +18,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
+from paceline.compute.process import CannotComputeError
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
 from paceline.state import StateError
@@ -70,7 +71,7 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """
     try:
         asyncio.run(_until_signal(serve))
-    except (StartError, StateError, PortError, ModelNotFoundError) as error:
+    except (StartError, StateError, PortError, ModelNotFoundError, CannotComputeError) as error:
         log.critical("%s", error)
         return COULD_NOT_START
     except Exception:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -51,9 +51,8 @@ class Engine:
         speculation: SpeculativeConfig,
         drafting: Drafting,
         cost: RowCost,
-        observe: Callable[[StepStats], None] = lambda stats: None,
     ) -> None:
-        """`cost`: measured by `paceline.model.probe.row_cost`. `observe` is told about every step."""
+        """`cost`: measured by `paceline.model.probe.row_cost`."""
         self.model = model
         self.calibrations = {greedy: Calibration() for greedy in (True, False)}
         """By whether the request is greedy: where noise decides, too, a draft's confidence means something else."""
@@ -61,10 +60,9 @@ class Engine:
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
         self._drafting = drafting
         self._guesses = Guesses(drafting, speculation.rejection_sampling_strategy, cost, model.vocabulary_size)
-        self._observe = observe
-        self._hidden_layers = tuple(drafting.hidden_state_layers)
+        self.hidden_layers = tuple(drafting.hidden_state_layers)
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
-        caching = config.enable_prefix_caching and not self._hidden_layers
+        caching = config.enable_prefix_caching and not self.hidden_layers
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
@@ -72,7 +70,8 @@ class Engine:
         self._ended: list[Delta] = []
         """Last deltas of requests that ended between steps: refused or cancelled."""
         self._tally = _Tally()
-        self._last_load = Load(0, 0, model.slots, 0, 0.0)
+        self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
+        """What the last step did."""
 
     @property
     def busy(self) -> bool:
@@ -81,7 +80,14 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        return self._last_load
+        """As of the last step."""
+        last = self.last_step
+        return Load(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
+
+    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+        """Start from what was learned elsewhere: guesses verified and drawn, by `Calibration`'s bins."""
+        for calibration in self.calibrations.values():
+            calibration.seed(drafted, accepted)
 
     def submit(self, submission: Submission) -> None:
         """Take in a request. One that cannot be served ends at the next step, with an error in its delta."""
@@ -177,7 +183,7 @@ class Engine:
         """Run all works' rows, draw, and commit what was drawn."""
         start = time.perf_counter()
         rows, wanted = _rows(works)
-        output = self.model.run(rows, wanted, self._hidden_layers)
+        output = self.model.run(rows, wanted, self.hidden_layers)
         draws = draw(output.logits, [row for work in works if work.draws for row in _draw_rows(work)]).tolist()
         seconds = time.perf_counter() - start
         for work in works:
@@ -290,23 +296,19 @@ class Engine:
 
     def _report(self, works: Sequence[Work], deltas: Sequence[Delta], seconds: float) -> None:
         rows = sum(work.stop - work.start + len(work.nodes) for work in works)
-        running, waiting = len(self._scheduler.running), len(self._scheduler.waiting)
-        self._last_load = Load(running, waiting, self._scheduler.pool.free, rows, seconds)
-        self._observe(
-            StepStats(
-                seconds,
-                rows,
-                running,
-                waiting,
-                self._scheduler.pool.free,
-                prompt_tokens=self._tally.prompt_tokens,
-                generation_tokens=sum(len(d.tokens) for d in deltas),
-                preemptions=self._scheduler.preemptions,
-                speculation=self._tally.speculation,
-                nodes_received=self._guesses.received,
-                nodes_grafted=self._guesses.grafted,
-                guesses=self._tally.guesses,
-            )
+        self.last_step = StepStats(
+            seconds,
+            rows,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            free_slots=self._scheduler.pool.free,
+            prompt_tokens=self._tally.prompt_tokens,
+            generation_tokens=sum(len(d.tokens) for d in deltas),
+            preemptions=self._scheduler.preemptions,
+            speculation=self._tally.speculation,
+            nodes_received=self._guesses.received,
+            nodes_grafted=self._guesses.grafted,
+            guesses=self._tally.guesses,
         )
         self._scheduler.preemptions = self._guesses.received = self._guesses.grafted = 0
         self._tally = _Tally()

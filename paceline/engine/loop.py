@@ -1,90 +1,47 @@
-"""A thread that steps an engine. Everything else talks to the engine through it."""
+"""Steps an engine. Everything else talks to it through a pipe."""
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections import deque
+from contextlib import suppress
 
+from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.engine.engine import Engine
-from paceline.messages import Delta, FinishReason, Load, Submission
-
-log = logging.getLogger(__name__)
-
-Deliver = Callable[[list[Delta], Load], None]
+from paceline.engine.orders import Cancel, Hearsay, Stepped
+from paceline.messages import Submission
 
 
 class EngineLoop:
-    """Steps an engine while it is busy and sleeps while it is not. Its methods may be called from any thread.
+    """Steps an engine while it is busy and sleeps while it is not, until the pipe closes.
 
-    `deliver` is called on the engine's thread, once per step that has news.
+    Every step is told as `Stepped`; a request's deltas, errors too, are in there.
     """
 
-    def __init__(self, engine: Engine, deliver: Deliver) -> None:
+    def __init__(self, engine: Engine, pipe: Pipe) -> None:
         self._engine = engine
-        self._deliver = deliver
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stopping = threading.Event()
-        self._draining = threading.Event()
-        self.ended: Future[None] = Future()
-        """Done when the thread is; with the exception if it failed."""
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._pipe = pipe
+        # Not at once: the engine reads the pipe, for growth, in the middle of a step, too.
+        self._orders: deque[Submission | Cancel | Hearsay] = deque()
+        pipe.deliver(Submission, self._orders.append)
+        pipe.deliver(Cancel, self._orders.append)
+        pipe.deliver(Hearsay, self._orders.append)
 
-    def start(self) -> None:
-        self._thread.start()
+    def run(self) -> None:
+        """Return when the pipe is closed. What the engine raises ends the loop."""
+        with suppress(PipeClosedError):
+            while True:
+                self._pipe.receive(0.0 if self._engine.busy else None)
+                self._follow_orders()
+                if self._engine.busy:
+                    deltas = self._engine.step()
+                    self._pipe.send(Stepped(deltas, self._engine.load, self._engine.last_step))
 
-    def submit(self, submission: Submission) -> None:
-        """Take in a request; everything about it, errors too, comes through `deliver`."""
-        self._inbox.put(lambda: self._submit(submission))
-
-    def cancel(self, request_id: str) -> None:
-        """End a request; its last delta follows, unless it ended meanwhile. Unknown ids are ignored."""
-        self._inbox.put(lambda: self._engine.cancel(request_id))
-
-    def stop(self, drain_s: float) -> bool:
-        """Refuse new requests, give running ones `drain_s` seconds, then end the thread. Whether all finished."""
-        self._draining.set()
-        self._inbox.put(lambda: None)
-        self._thread.join(drain_s)
-        self._stopping.set()
-        self._inbox.put(lambda: None)
-        self._thread.join()
-        return not self._engine.busy
-
-    def _submit(self, submission: Submission) -> None:
-        if self._draining.is_set():
-            refusal = Delta(submission.request_id, finish_reason=FinishReason.ERROR, error="this target drains")
-            self._deliver([refusal], self._engine.load)
-            return
-        self._engine.submit(submission)
-
-    def _run(self) -> None:
-        try:
-            self._step_until_stopped()
-        except Exception as error:
-            # The thread is all there is to a target: without it nothing is served, and somebody must restart it.
-            log.critical("the engine failed", exc_info=True)
-            self.ended.set_exception(error)
-        else:
-            self.ended.set_result(None)
-
-    def _step_until_stopped(self) -> None:
-        while not self._stopping.is_set():
-            self._receive()
-            if self._engine.busy:
-                deltas = self._engine.step()
-                if deltas:
-                    self._deliver(deltas, self._engine.load)
-            elif self._draining.is_set():
-                return
-
-    def _receive(self) -> None:
-        """Handle what has come in; wait for something if there is nothing to step."""
-        while True:
-            try:
-                command = self._inbox.get(block=not self._engine.busy and not self._draining.is_set())
-            except queue.Empty:
-                return
-            command()
+    def _follow_orders(self) -> None:
+        while self._orders:
+            match self._orders.popleft():
+                case Submission() as submission:
+                    self._engine.submit(submission)
+                case Cancel(request_id):
+                    self._engine.cancel(request_id)
+                case Hearsay(drafted, accepted):
+                    self._engine.seed(drafted, accepted)

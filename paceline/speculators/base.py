@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.config import SamplingParams
 from paceline.tree import Growth
+
+if TYPE_CHECKING:  # links know these words, and run where nothing is computed and no torch is loaded
+    import torch
 
 
 @dataclass(frozen=True, slots=True)

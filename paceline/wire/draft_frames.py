@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.speculators.growing import Close, Grown, Said
@@ -21,6 +20,9 @@ from paceline.v1 import draft_pb2 as pb
 from paceline.wire.common import decode_sampling, decode_timings, encode_sampling, encode_timings
 from paceline.wire.errors import WireError
 from paceline.wire.tensors import decode_tensor, encode_tensor
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_NODES = 4096
 """Most nodes in one growth."""

@@ -1,8 +1,8 @@
 """A target's end of the link to one draft worker.
 
 A `DraftLink` keeps trying to reach its address for as long as somebody may want it; a `Session` is one time
-that it succeeded. Both live on the event loop. The engine's thread, which decides what to say and needs what
-comes in, sees a session's `requests` and puts frames into it through the loop; see `drafting`.
+that it succeeded. Both live on the event loop. The engine, which decides what to say and needs what comes in, is
+told of sessions by their numbers; see `draft_pool` and `drafting`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -23,6 +23,7 @@ from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
 from paceline.wire.draft_frames import DraftDescription, decode_description, decode_grown
 from paceline.wire.errors import Congested, LinkError, WireError
 from paceline.wire.outbox import Outbox
+from paceline.wire.sessions import SessionDown, SessionNews, SessionUp, Tell
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,6 @@ class Terms:
     """An address that was of no use for this long is forgotten, until a request names it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """What a session hands to the engine's thread. None: the session has ended."""
-
-    session: Session
-    grown: Grown | None
-
-
-Deliver = Callable[[Arrival], None]
-"""From the event loop to the engine's thread."""
 Admit = Callable[[DraftDescription], None]
 """Raises `RefusedError` for a worker that is of no use."""
 
@@ -72,14 +63,11 @@ class OpenRequest:
     One that sends more would have the engine drown in news.
     """
 
-    request_id: int
     max_nodes: int
     commits: int = 0
-    """Said so far. The engine's thread counts, before the commit is sent."""
+    """Said so far."""
     heard: int = 0
-    """Nodes received. The event loop counts."""
-    dropped: bool = False
-    """The worker gave it up, and the engine's thread is told. The event loop notes it."""
+    """Nodes received."""
 
     def hear(self, nodes: int) -> None:
         """Raises `WireError` if that is more than was asked for."""
@@ -91,22 +79,21 @@ class OpenRequest:
 class Session:
     """One connection to a draft worker, from its description to the end of the stream."""
 
-    def __init__(self, address: str, description: DraftDescription, terms: Terms, deliver: Deliver) -> None:
-        self.address = address
+    def __init__(self, number: int, description: DraftDescription, terms: Terms, tell: Tell) -> None:
+        self.number = number
         self.description = description
-        self.requests: dict[int, OpenRequest] = {}
-        """By their ids on this link. The engine's thread writes; the event loop only looks up."""
-        self.last_id = 0
-        """The highest request id said on this link; growth for a higher one is a lie. The engine's thread
-        writes it, before anything with that id can be sent."""
         self._terms = terms
-        self._deliver = deliver
+        self._tell = tell
+        self._requests: dict[int, OpenRequest] = {}
+        self._last_id = 0
+        """The highest request id said; growth for a higher one is a lie."""
         self._applied = 0
         self._outbox = Outbox(pb.DraftFrame, FRAME_BYTES)
         self._congested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def say(self, frame: pb.DraftFrame) -> None:
         """Send this as soon as the link allows."""
+        self._note(frame)
         try:
             self._outbox.put(frame)
         except Congested as error:
@@ -140,29 +127,38 @@ class Session:
             raise WireError(f"applied: {grown.applied} of {self._outbox.taken} frames sent")
         self._applied = grown.applied
         for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
-            if not 0 < wire_id <= self.last_id:
+            if not 0 < wire_id <= self._last_id:
                 raise WireError(f"request_id: {wire_id} was never opened")
         news = Grown(
             growths=[each for each in grown.growths if self._wants(*each)],
             dropped={wire_id: reason for wire_id, reason in grown.dropped.items() if self._loses(wire_id, reason)},
         )
         if news.growths or news.dropped:
-            self._deliver(Arrival(self, news))
+            self._tell(SessionNews(self.number, news))
+
+    def _note(self, frame: pb.DraftFrame) -> None:
+        """Keep the books that growth is checked against."""
+        for opened in frame.opens:
+            self._requests[opened.request_id] = OpenRequest(opened.max_nodes)
+            self._last_id = max(self._last_id, opened.request_id)
+        for commit in frame.commits:
+            if request := self._requests.get(commit.request_id):
+                request.commits += 1
+        for close in frame.closes:
+            self._requests.pop(close.request_id, None)
 
     def _wants(self, wire_id: int, growth: Growth) -> bool:
         """Growth of a request that was closed is late, which is nobody's fault."""
-        request = self.requests.get(wire_id)
+        request = self._requests.get(wire_id)
         if request is None:
             return False
         request.hear(len(growth.node_ids))
         return True
 
     def _loses(self, wire_id: int, reason: str) -> bool:
-        request = self.requests.get(wire_id)
-        if request is None or request.dropped:
+        if self._requests.pop(wire_id, None) is None:
             return False
         log.info("draft %s cannot draft for a request: %.200s", self.description.worker_id, reason)
-        request.dropped = True
         return True
 
     async def _watch(self) -> None:
@@ -176,13 +172,14 @@ class Session:
 class DraftLink:
     """Reaches for one address, again and again."""
 
-    def __init__(self, address: str, terms: Terms, admit: Admit, deliver: Deliver) -> None:
+    def __init__(self, address: str, terms: Terms, admit: Admit, tell: Tell, numbers: Iterator[int]) -> None:
         self.address = address
         self.session: Session | None = None
-        """There while the link is up. Any thread may look; when it ends, an `Arrival` says so."""
+        """There while the link is up."""
         self._terms = terms
         self._admit = admit
-        self._deliver = deliver
+        self._tell = tell
+        self._numbers = numbers
         self._complaint = ""
         self._seen = 0.0
 
@@ -206,7 +203,8 @@ class DraftLink:
         try:
             async with open_channel(self.address, receive_bytes=GROWTH_FRAME_BYTES) as channel:
                 stub = draft_pb2_grpc.DraftServiceStub(channel)
-                await self._hold(Session(self.address, await self._greet(stub), self._terms, self._deliver), stub)
+                worker = await self._greet(stub)
+                await self._hold(Session(next(self._numbers), worker, self._terms, self._tell), stub)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except LinkError as error:
@@ -216,14 +214,15 @@ class DraftLink:
             self._complaint = reason
 
     async def _hold(self, session: Session, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        worker = session.description
+        self.session = session
+        self._tell(SessionUp(session.number, self.address, worker.worker_id, bool(worker.hidden_state_layers)))
         try:
-            self.session = session
             await session.run(stub)
         finally:
             self._seen = asyncio.get_running_loop().time()
-            # In this order: who opened a request on a session whose end was delivered would wait for ever.
             self.session = None
-            self._deliver(Arrival(session, None))
+            self._tell(SessionDown(session.number))
 
     async def _greet(self, stub: draft_pb2_grpc.DraftServiceStub) -> DraftDescription:
         request = pb.DraftServiceDescribeRequest()

@@ -1,98 +1,56 @@
-"""`Drafting` over the network: a pool of draft workers, one link to each, one frame per link and step.
+"""`Drafting` over the network: a pool of draft workers, one frame per worker and step.
 
-Two threads meet here. The engine's thread says what to draft and never waits except in `poll`; the event loop
-holds the links. Between them there are two one-way streets: frames go to the loop by `call_soon_threadsafe`,
-arrivals go to the engine through a queue.
+This is the engine's end. It decides which worker drafts for which request, and writes the frames. The links are in
+another process, on an event loop (`draft_pool`); between them runs the engine's pipe.
 """
 
 from __future__ import annotations
 
-import asyncio
-import queue
 import time
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 
+from paceline.compute.pipe import Pipe
 from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.v1 import draft_pb2 as pb
-from paceline.wire.draft_frames import DraftDescription, encode_commit, encode_context, encode_opening
-from paceline.wire.draft_link import Arrival, DraftLink, OpenRequest, RefusedError, Session, Terms
+from paceline.wire.draft_frames import encode_commit, encode_context, encode_opening
+from paceline.wire.sessions import Reach, Say, SessionDown, SessionNews, SessionUp
+
+
+@dataclass(slots=True)
+class _Session:
+    """A worker that is up, and whose requests, by their ids on the wire, it drafts for."""
+
+    up: SessionUp
+    requests: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class _Route:
-    """Where a request is drafted, and its id on that link."""
+    """Where a request is drafted, and its id there."""
 
-    session: Session
+    session: _Session
     wire_id: int
 
 
 class RemoteDrafting:
-    """Draft workers that the engine reaches by their addresses.
+    """Draft workers that the engine reaches through its pipe."""
 
-    Construct it on the event loop, and `await stop()` there. `connect` is for the event loop, too; everything
-    else is the engine's `Drafting` and belongs to the engine's thread.
-    """
-
-    def __init__(self, terms: Terms, hidden_state_layers: Sequence[int] = ()) -> None:
-        """`hidden_state_layers`: what the engine is to send. Workers that ask for others are refused."""
+    def __init__(self, pipe: Pipe, hidden_state_layers: Sequence[int] = ()) -> None:
+        """`hidden_state_layers`: what the engine is to send."""
         self.hidden_state_layers: Sequence[int] = tuple(hidden_state_layers)
-        self._loop = asyncio.get_running_loop()
-        self._terms = terms
-        self._links: dict[str, DraftLink] = {}  # written on the event loop only
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._arrivals: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
-        # The rest belongs to the engine's thread.
+        self._pipe = pipe
+        self._sessions: dict[int, _Session] = {}
         self._next_id = 1
         self._routes: dict[int, _Route] = {}
         self._dropped_by: defaultdict[int, set[str]] = defaultdict(set)
-        self._frames: dict[Session, pb.DraftFrame] = {}
-
-    # On the event loop.
-
-    def connect(self, addresses: Iterable[str]) -> None:
-        """Reach for these workers, so that they are there when a request names them."""
-        for address in addresses:
-            if address not in self._links:
-                link = self._links[address] = DraftLink(address, self._terms, self._admit, self._arrivals.put)
-                task = self._loop.create_task(self._keep(link), name=f"link to draft {address}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
-
-    @property
-    def connected(self) -> list[str]:
-        """Addresses of the workers that are up. Any thread."""
-        return [address for address, link in list(self._links.items()) if link.session]
-
-    async def stop(self) -> None:
-        """End every link. The workers forget what was open on them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _admit(self, worker: DraftDescription) -> None:
-        """Raises `RefusedError` if this worker cannot draft for this target."""
-        expected = self._terms.vocabulary_fingerprint
-        if worker.vocabulary_fingerprint not in ("", expected):
-            raise RefusedError(
-                f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
-                f"start it with a draft model that shares the target's tokenizer"
-            )
-        if tuple(worker.hidden_state_layers) not in ((), self.hidden_state_layers):
-            raise RefusedError(
-                f"it asks for hidden states of layers {tuple(worker.hidden_state_layers)}, this target sends "
-                f"{self.hidden_state_layers}: start both with the same --speculative-config"
-            )
-
-    async def _keep(self, link: DraftLink) -> None:
-        try:
-            await link.run()
-        finally:
-            del self._links[link.address]
-
-    # On the engine's thread.
+        self._frames: dict[int, pb.DraftFrame] = {}
+        self._news = News()
+        pipe.deliver(SessionUp, self._take_up)
+        pipe.deliver(SessionNews, self._take_news)
+        pipe.deliver(SessionDown, self._take_down)
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         """See `Drafting.open`. A worker that dropped this request before is passed over."""
@@ -100,23 +58,20 @@ class RemoteDrafting:
         session = self._pick(drafts, self._dropped_by.get(opening.request_id, ()))
         if session is None:
             return None
-        route = _Route(session, self._next_id)
+        route = self._routes[opening.request_id] = _Route(session, self._next_id)
         self._next_id += 1
-        session.last_id = route.wire_id
-        session.requests[route.wire_id] = OpenRequest(opening.request_id, opening.max_nodes)
-        self._routes[opening.request_id] = route
+        session.requests[route.wire_id] = opening.request_id
         self._frame(session).opens.append(encode_opening(opening, route.wire_id))
-        return session.description.worker_id
+        return session.up.worker_id
 
     def context(self, context: Context) -> None:
         route = self._routes.get(context.request_id)
-        if route and route.session.description.hidden_state_layers:
+        if route and route.session.up.wants_hidden_states:
             self._frame(route.session).contexts.append(encode_context(context, route.wire_id))
 
     def commit(self, commit: Commit) -> None:
         if route := self._routes.get(commit.request_id):
-            route.session.requests[route.wire_id].commits += 1
-            if not route.session.description.hidden_state_layers:
+            if not route.session.up.wants_hidden_states:
                 commit = replace(commit, hidden_states=None)
             self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
 
@@ -125,43 +80,50 @@ class RemoteDrafting:
         self._dropped_by.pop(request_id, None)
 
     def flush(self) -> None:
-        for session, frame in self._frames.items():
-            self._loop.call_soon_threadsafe(session.say, frame)
-        self._frames = {}
+        frames, self._frames = self._frames, {}
+        for number, frame in frames.items():
+            self._pipe.send(Say(number, frame))
 
     def poll(self, timeout_s: float) -> News:
-        news = News()
+        """Raises `PipeClosedError`."""
         deadline = time.monotonic() + timeout_s
-        while arrival := self._next_arrival(0.0 if news else deadline - time.monotonic()):
-            self._sort(arrival, news)
+        self._pipe.receive(0.0)
+        while not self._news and (left_s := deadline - time.monotonic()) > 0:
+            self._pipe.receive(left_s)
+        news, self._news = self._news, News()
         return news
 
-    def _next_arrival(self, wait_s: float) -> Arrival | None:
-        try:
-            return self._arrivals.get(timeout=max(wait_s, 0.0))
-        except queue.Empty:
-            return None
+    # What comes through the pipe. What concerns requests that were closed or moved is late, and dropped.
 
-    def _sort(self, arrival: Arrival, news: News) -> None:
-        """Take in one arrival. What concerns requests that were closed or moved is late, and dropped."""
-        requests = arrival.session.requests
-        grown = arrival.grown
-        for wire_id, growth in grown.growths if grown else ():
-            if request := requests.get(wire_id):
-                news.grown.append((request.request_id, growth))
-        for wire_id in grown.dropped if grown else requests.copy():
-            if request := requests.pop(wire_id, None):
-                del self._routes[request.request_id]
-                news.lost.append(request.request_id)
-                if grown:
-                    self._dropped_by[request.request_id].add(arrival.session.address)
+    def _take_up(self, up: SessionUp) -> None:
+        self._sessions[up.number] = _Session(up)
 
-    def _pick(self, drafts: Sequence[str], unwanted: Collection[str]) -> Session | None:
-        links = {address: self._links.get(address) for address in drafts}
-        if not all(links.values()):
-            self._loop.call_soon_threadsafe(self.connect, drafts)
-        sessions = (link.session for address, link in links.items() if link and address not in unwanted)
-        return next(filter(None, sessions), None)
+    def _take_news(self, news: SessionNews) -> None:
+        session = self._sessions[news.number]
+        for wire_id, growth in news.grown.growths:
+            if (request_id := session.requests.get(wire_id)) is not None:
+                self._news.grown.append((request_id, growth))
+        for wire_id in news.grown.dropped:
+            if (request_id := session.requests.get(wire_id)) is not None:
+                self._dropped_by[request_id].add(session.up.address)
+                self._lose(session, wire_id)
+
+    def _take_down(self, down: SessionDown) -> None:
+        session = self._sessions.pop(down.number)
+        self._frames.pop(down.number, None)
+        for wire_id in list(session.requests):
+            self._lose(session, wire_id)
+
+    def _lose(self, session: _Session, wire_id: int) -> None:
+        request_id = session.requests.pop(wire_id)
+        del self._routes[request_id]
+        self._news.lost.append(request_id)
+
+    def _pick(self, drafts: Sequence[str], unwanted: Collection[str]) -> _Session | None:
+        up = {session.up.address: session for session in self._sessions.values()}
+        if not up.keys() >= set(drafts):
+            self._pipe.send(Reach(drafts))
+        return next((up[address] for address in drafts if address in up and address not in unwanted), None)
 
     def _leave(self, request_id: int, reason: pb.DraftFrame.CloseReason) -> None:
         if route := self._routes.pop(request_id, None):
@@ -169,6 +131,6 @@ class RemoteDrafting:
             close = pb.DraftFrame.Close(request_id=route.wire_id, reason=reason)
             self._frame(route.session).closes.append(close)
 
-    def _frame(self, session: Session) -> pb.DraftFrame:
-        """What this step has to say on this link so far."""
-        return self._frames.setdefault(session, pb.DraftFrame())
+    def _frame(self, session: _Session) -> pb.DraftFrame:
+        """What this step has to say to this worker so far."""
+        return self._frames.setdefault(session.up.number, pb.DraftFrame())

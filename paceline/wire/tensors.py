@@ -1,24 +1,22 @@
-"""`Tensor` messages ↔ torch: float32, bfloat16, float16 and int64, little-endian, row-major."""
+"""`Tensor` messages ↔ torch: float32, bfloat16, float16 and int64, little-endian, row-major.
+
+torch is imported with the first tensor: most links never carry one, and the process that holds them computes nothing.
+"""
 
 from __future__ import annotations
 
 import math
 import sys
-
-import torch
+from functools import cache
+from typing import TYPE_CHECKING
 
 from paceline.v1 import common_pb2 as pb
 from paceline.wire.errors import WireError
 
-MAX_DIMENSIONS = 8
+if TYPE_CHECKING:
+    import torch
 
-_TO_WIRE = {
-    torch.float32: pb.DATA_TYPE_FLOAT32,
-    torch.bfloat16: pb.DATA_TYPE_BFLOAT16,
-    torch.float16: pb.DATA_TYPE_FLOAT16,
-    torch.int64: pb.DATA_TYPE_INT64,
-}
-_FROM_WIRE = {number: dtype for dtype, number in _TO_WIRE.items()}
+MAX_DIMENSIONS = 8
 
 if sys.byteorder != "little":
     raise ImportError("tensors travel little-endian, and nobody has taught this module to swap bytes yet")
@@ -26,7 +24,9 @@ if sys.byteorder != "little":
 
 def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
     """Of any device and layout. Raises `WireError` for a dtype that the contract does not know."""
-    number = _TO_WIRE.get(tensor.dtype)
+    import torch
+
+    number = {dtype: number for number, dtype in _dtypes().items()}.get(tensor.dtype)
     if number is None:
         raise WireError(f"a tensor of {tensor.dtype} cannot be sent")
     flat = tensor.detach().to("cpu").contiguous().flatten()
@@ -35,7 +35,9 @@ def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
 
 def decode_tensor(message: pb.Tensor) -> torch.Tensor:
     """On the CPU, with memory of its own. Raises `WireError` if dtype, shape and data do not agree."""
-    dtype = _FROM_WIRE.get(message.dtype)
+    import torch
+
+    dtype = _dtypes().get(message.dtype)
     if dtype is None:
         raise WireError(f"dtype: {message.dtype} is unknown")
     if len(message.shape) > MAX_DIMENSIONS:
@@ -48,3 +50,15 @@ def decode_tensor(message: pb.Tensor) -> torch.Tensor:
         raise WireError(f"shape: {shape} holds nothing")
     # A bytearray, because torch wants memory that may be written to; this is the only copy.
     return torch.frombuffer(bytearray(message.data), dtype=dtype).reshape(shape)
+
+
+@cache
+def _dtypes() -> dict[pb.DataType, torch.dtype]:
+    import torch
+
+    return {
+        pb.DATA_TYPE_FLOAT32: torch.float32,
+        pb.DATA_TYPE_BFLOAT16: torch.bfloat16,
+        pb.DATA_TYPE_FLOAT16: torch.float16,
+        pb.DATA_TYPE_INT64: torch.int64,
+    }

@@ -1,7 +1,4 @@
-"""What a target remembers of its requests and steps for others: Redis, metrics, and the line in the log.
-
-The engine's thread only appends to a queue. Everything else happens on the event loop.
-"""
+"""What a target remembers of its requests and steps for others: Redis, metrics, and the line in the log."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class _Progress:
 
 
 class Bookkeeping(Periodic):
-    """The servicer's `Observer` and the engine's `observe`, for as long as the context lasts."""
+    """The servicer's `Observer`, and told of every step, for as long as the context lasts."""
 
     interval_s = 1.0
 
@@ -71,7 +68,7 @@ class Bookkeeping(Periodic):
         self._requests: dict[str, _Progress] = {}
 
     def observe(self, step: StepStats) -> None:
-        """One engine step. Any thread."""
+        """One engine step; it is counted in a moment."""
         self._steps.append(step)
 
     def submitted(self, engine_id: str, submission: Submission) -> None:

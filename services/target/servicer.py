@@ -1,7 +1,7 @@
-"""`TargetService`: links of gateways on one side, the engine's loop on the other.
+"""`TargetService`: links of gateways on one side, the engine on the other.
 
 A gateway chooses request ids that are unique on its link; the engine knows them as "link/id". Deltas come back from
-the engine's thread once per step, and leave as one frame per link.
+the engine once per step, and leave as one frame per link.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
 class Decoder(Protocol):
-    """What the servicer needs of an `EngineLoop`. Called on the event loop; answers come to `deliver`."""
+    """What the servicer needs of an engine. Answers come to `deliver`."""
 
     def submit(self, submission: Submission) -> None: ...
 
@@ -39,7 +39,7 @@ class Decoder(Protocol):
 
 
 class Observer(Protocol):
-    """Hears of every request, on the event loop. Deltas carry the engine's name for it, submissions the gateway's."""
+    """Hears of every request. Deltas carry the engine's name for it, submissions the gateway's."""
 
     def submitted(self, engine_id: str, submission: Submission) -> None: ...
 
@@ -49,16 +49,14 @@ class Observer(Protocol):
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Construct it on the event loop, and set `decoder` before the server starts."""
+    """Construct it on the event loop."""
 
-    decoder: Decoder
-
-    def __init__(self, description: TargetDescription, observer: Observer) -> None:
+    def __init__(self, description: TargetDescription, observer: Observer, decoder: Decoder) -> None:
         self.load = Load(0, 0, description.slots, 0, 0.0)
         """As of the engine's last step."""
         self._description = description
         self._observer = observer
-        self._event_loop = asyncio.get_running_loop()
+        self._decoder = decoder
         self._serial = count(1)
         self._links: set[_GatewayLink] = set()
         self._owners: dict[str, _GatewayLink] = {}
@@ -85,7 +83,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         finally:
             self._links.discard(link)
             for engine_id in list(link.running):
-                self.decoder.cancel(engine_id)
+                self._decoder.cancel(engine_id)
                 self._forget(engine_id)
 
     def load_by_name(self) -> Mapping[str, float]:
@@ -93,8 +91,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         return {"running": self.load.running, "waiting": self.load.waiting, "free_slots": self.load.free_slots}
 
     def deliver(self, deltas: Sequence[Delta], load: Load) -> None:
-        """What one engine step has to say. Called on the engine's thread."""
-        self._event_loop.call_soon_threadsafe(self._distribute, deltas, load)
+        """What one engine step has to say."""
+        self.load = load
+        frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
+        for delta in deltas:
+            link = self._owners.get(delta.request_id)
+            if link is None:
+                continue  # its gateway went away a moment ago
+            self._observer.committed(delta)
+            if delta.finish_reason is None:
+                delta.speculation = None  # gateways hear of it at the end
+            else:
+                self._forget(delta.request_id)
+            frames[link].deltas.append(encode_delta(delta, link.name_of(delta.request_id)))
+        for link, frame in frames.items():
+            frame.load.CopyFrom(encode_load(load))
+            link.put(frame)
 
     async def drain(self, limit_s: float) -> None:
         """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links."""
@@ -106,7 +118,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         except TimeoutError:
             log.warning("drain limit of %g s reached, %d requests are handed over", limit_s, len(self._owners))
         for engine_id, link in list(self._owners.items()):
-            self.decoder.cancel(engine_id)
+            self._decoder.cancel(engine_id)
             self._forget(engine_id)
             link.hand_over(link.name_of(engine_id))
         for link in self._links:
@@ -118,7 +130,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         for cancel in frame.cancels:
             engine_id = link.engine_id(cancel.request_id)
             if engine_id in link.running:
-                self.decoder.cancel(engine_id)
+                self._decoder.cancel(engine_id)
 
     def _submit(self, link: _GatewayLink, message: pb.SubmitFrame.Submit) -> None:
         """A request that cannot be decoded ends with an error of its own; only a reused id breaks the link."""
@@ -137,24 +149,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         link.running.add(engine_id)
         self._idle.clear()
         self._observer.submitted(engine_id, submission)
-        self.decoder.submit(replace(submission, request_id=engine_id))
-
-    def _distribute(self, deltas: Sequence[Delta], load: Load) -> None:
-        self.load = load
-        frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
-        for delta in deltas:
-            link = self._owners.get(delta.request_id)
-            if link is None:
-                continue  # its gateway went away a moment ago
-            self._observer.committed(delta)
-            if delta.finish_reason is None:
-                delta.speculation = None  # gateways hear of it at the end
-            else:
-                self._forget(delta.request_id)
-            frames[link].deltas.append(encode_delta(delta, link.name_of(delta.request_id)))
-        for link, frame in frames.items():
-            frame.load.CopyFrom(encode_load(load))
-            link.put(frame)
+        self._decoder.submit(replace(submission, request_id=engine_id))
 
     def _forget(self, engine_id: str) -> None:
         self._owners.pop(engine_id).running.discard(engine_id)

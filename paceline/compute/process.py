@@ -1,0 +1,136 @@
+"""The event loop's end of a pipe, and the process at the other end of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from paceline.compute.pipe import Sorter, Unpacker, pack
+
+log = logging.getLogger(__name__)
+
+LEAVE_S = 5.0
+"""How long the process may take to notice that nobody needs it any more."""
+
+
+class ComputeError(Exception):
+    """The process that computes ended by itself."""
+
+
+class CannotComputeError(Exception):
+    """It could not begin; the text says what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The first message of a process that can begin. `about` is what the service has to know of it."""
+
+    about: object
+
+
+@dataclass(frozen=True, slots=True)
+class CannotBegin:
+    """The first and last message of one that cannot."""
+
+    reason: str
+
+
+class Connection(Sorter, asyncio.Protocol):
+    """Never waits: what the other end does not take at once is kept for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unpacker = Unpacker()
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Connection:
+        _, connection = await asyncio.get_running_loop().create_unix_connection(cls, sock=end)
+        return connection
+
+    def send(self, message: object) -> None:
+        """Messages for an end that is gone are forgotten."""
+        if self._transport is not None:
+            self._transport.write(pack(message))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for message in self._unpacker.feed(data):
+            self.take(message)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._transport = None
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """A process that computes, and the connection to it."""
+
+    connection: Connection
+    process: asyncio.subprocess.Process
+    ended: asyncio.Future[None]
+    """Done when the process is, with `ComputeError` unless it was asked to leave."""
+    _first: asyncio.Future[Ready | CannotBegin]
+
+    async def ready(self) -> object:
+        """What `Ready` brought. Raises `CannotComputeError` if it cannot begin, `ComputeError` if it ended."""
+        await asyncio.wait((self._first, self.ended), return_when=asyncio.FIRST_COMPLETED)
+        if not self._first.done():
+            self.ended.result()
+        first = await self._first
+        if isinstance(first, CannotBegin):
+            raise CannotComputeError(first.reason)
+        return first.about
+
+
+@asynccontextmanager
+async def compute_process(module: str, begin: object) -> AsyncIterator[Compute]:
+    """Run `python -m module FD` for as long as the context lasts.
+
+    FD is its end of the pipe. The first message there is `begin`; its first answer has to be `Ready` or `CannotBegin`.
+    It is to end when the pipe closes.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, str(theirs.fileno())), pass_fds=[theirs.fileno()]
+        )
+    connection = await Connection.over(ours)
+    first: asyncio.Future[Ready | CannotBegin] = asyncio.get_running_loop().create_future()
+    connection.deliver(Ready, first.set_result)
+    connection.deliver(CannotBegin, first.set_result)
+    connection.send(begin)
+    ended = asyncio.create_task(_end_of(process), name=f"end of {module}")
+    try:
+        yield Compute(connection, process, ended, first)
+    finally:
+        connection.close()
+        await _gone(process)
+        await asyncio.wait([ended])
+        ended.exception()  # it was asked to go; whoever wanted to know more has looked
+
+
+async def _end_of(process: asyncio.subprocess.Process) -> None:
+    code = await process.wait()
+    raise ComputeError(f"the process that computes ended with exit code {code}")
+
+
+async def _gone(process: asyncio.subprocess.Process) -> None:
+    try:
+        await asyncio.wait_for(process.wait(), LEAVE_S)
+    except TimeoutError:
+        log.warning("process %d does not end by itself and is killed", process.pid)
+        process.kill()
+        await process.wait()

@@ -1,0 +1,49 @@
+"""What a target's engine is told, and what it tells, when it runs in a process of its own.
+
+A `Submission` is told as it is. Growth and commits have messages of their own, see `paceline.wire.drafting`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paceline.messages import Delta, Load
+from paceline.telemetry.step import StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """End this request; its last delta follows, unless it ended meanwhile. Unknown ids are ignored."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Hearsay:
+    """What other targets learned of drafts' confidence: guesses verified and drawn, by `Calibration`'s bins."""
+
+    drafted: Sequence[float]
+    accepted: Sequence[float]
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """One step was made."""
+
+    deltas: Sequence[Delta]
+    load: Load
+    stats: StepStats
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Of the model that the engine runs, and of the layers whose outputs it will send to drafts."""
+
+    fingerprint: str
+    vocabulary_size: int
+    max_model_len: int
+    slots: int
+    rows_invariant: bool
+    eos_token_ids: Sequence[int]
+    hidden_state_layers: Sequence[int]

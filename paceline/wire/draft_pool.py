@@ -1,0 +1,78 @@
+"""The pool of draft workers as a target's event loop sees it: a link to each, and their sessions by number."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+
+from paceline.wire.draft_frames import DraftDescription
+from paceline.wire.draft_link import DraftLink, RefusedError, Terms
+from paceline.wire.sessions import Reach, Say, SessionDown, SessionEvent, SessionUp, Tell
+
+
+class DraftPool:
+    """Everything here belongs to the event loop. `tell` hears what happens, for `RemoteDrafting` at the engine."""
+
+    def __init__(self, terms: Terms, tell: Tell, hidden_state_layers: Sequence[int] = ()) -> None:
+        """`hidden_state_layers`: what the engine is going to send. Workers that ask for others are refused."""
+        self._terms = terms
+        self._tell_engine = tell
+        self._hidden_state_layers = tuple(hidden_state_layers)
+        self._links: dict[str, DraftLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._numbers = itertools.count(1)
+        self._sessions: dict[int, DraftLink] = {}
+
+    def reach(self, wish: Reach) -> None:
+        """Reach for these workers, so that they are there when a request names them."""
+        for address in wish.addresses:
+            if address not in self._links:
+                link = self._links[address] = DraftLink(address, self._terms, self._admit, self._tell, self._numbers)
+                task = asyncio.create_task(self._keep(link), name=f"link to draft {address}")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    @property
+    def connected(self) -> list[str]:
+        """Addresses of the workers that are up."""
+        return [link.address for link in self._sessions.values()]
+
+    def say(self, said: Say) -> None:
+        """Send this on its session. If that has ended, nobody wants to hear it any more."""
+        link = self._sessions.get(said.number)
+        if link is not None and link.session is not None:
+            link.session.say(said.frame)
+
+    async def stop(self) -> None:
+        """End every link. The workers forget what was open on them."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _tell(self, event: SessionEvent) -> None:
+        if isinstance(event, SessionUp):
+            self._sessions[event.number] = self._links[event.address]
+        elif isinstance(event, SessionDown):
+            del self._sessions[event.number]
+        self._tell_engine(event)
+
+    def _admit(self, worker: DraftDescription) -> None:
+        """Raises `RefusedError` if this worker cannot draft for this target."""
+        expected = self._terms.vocabulary_fingerprint
+        if worker.vocabulary_fingerprint not in ("", expected):
+            raise RefusedError(
+                f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
+                f"start it with a draft model that shares the target's tokenizer"
+            )
+        if tuple(worker.hidden_state_layers) not in ((), self._hidden_state_layers):
+            raise RefusedError(
+                f"it asks for hidden states of layers {tuple(worker.hidden_state_layers)}, this target sends "
+                f"{self._hidden_state_layers}: start both with the same --speculative-config"
+            )
+
+    async def _keep(self, link: DraftLink) -> None:
+        try:
+            await link.run()
+        finally:
+            del self._links[link.address]

@@ -1,0 +1,54 @@
+"""What a target's engine and its links to draft workers tell each other through the engine's pipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from paceline.speculators.growing import Grown
+from paceline.v1 import draft_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """To the links: these addresses are wanted."""
+
+    addresses: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """To the links: what a step has to say on a session."""
+
+    number: int
+    frame: pb.DraftFrame
+
+
+@dataclass(frozen=True, slots=True)
+class SessionUp:
+    """To the engine: a draft worker can be asked. `number` names this session, and is never used again."""
+
+    number: int
+    address: str
+    worker_id: str
+    wants_hidden_states: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionNews:
+    """To the engine: what a worker sent, decoded and checked. Request ids are those of the wire."""
+
+    number: int
+    grown: Grown
+
+
+@dataclass(frozen=True, slots=True)
+class SessionDown:
+    """To the engine: the session has ended, and all that was open on it is lost."""
+
+    number: int
+
+
+SessionEvent: TypeAlias = SessionUp | SessionNews | SessionDown
+Tell: TypeAlias = Callable[[SessionEvent], None]
