@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 Method = Literal["none", "draft_model", "ngram", "custom"]
 Strategy = Literal["coupled", "greedy"]
@@ -193,6 +193,7 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
     device: str = "cpu"
     threads: int = Field(1, ge=1, description="CPU threads for the model")
+    cpus: tuple[NonNegativeInt, ...] = Field((), description="CPU cores to which a target is bound; empty: any")
     slots: int = Field(16384, ge=256, description="positions the KV cache holds, over all requests")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output; None: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline import family
+from paceline.cli import cores
 from paceline.cli.child import Program, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError, resolve_model
@@ -43,6 +44,13 @@ class Deployment:
     targets: dict[str, int]
     """Worker ids, and the port that each one keeps over restarts."""
     drafts: dict[str, int]
+    cores: dict[str, tuple[int, ...]]
+    """By worker id: the CPU cores that belong to a target; none if they are shared."""
+
+    @property
+    def taken_cores(self) -> list[int]:
+        """Those that are not for everybody."""
+        return [core for cores in self.cores.values() for core in cores]
 
     @property
     def url(self) -> str:
@@ -65,11 +73,13 @@ class Deployment:
 
     def _target(self, redis_url: str, worker_id: str, port: int) -> Program:
         names = ("--model", self.model, "--served-model-name", self.served_model_name)
-        worker = self._worker(redis_url, worker_id, port, self.engine)
+        engine = self.engine.model_copy(update={"cpus": self.cores[worker_id]})
+        worker = self._worker(redis_url, worker_id, port, engine)
         return _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> Program:
-        changes: dict[str, object] = {"max_model_len": None}  # the target's; a draft stops where its own model does
+        # The target's limit and cores; a draft stops where its own model does, and computes where there is room.
+        changes: dict[str, object] = {"max_model_len": None, "cpus": ()}
         if devices := self.speculation.draft_devices:
             changes["device"] = devices[index % len(devices)]
         engine = self.engine.model_copy(update=changes)
@@ -102,6 +112,7 @@ def plan(wish: Wish) -> Deployment:
     model = _place(wish.model)
     speculation = _checked(speculation, model)
     drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
+    targets = _workers("target", wish.target_workers)
     return Deployment(
         model=model,
         served_model_name=wish.served_model_name or Path(model).name,
@@ -109,8 +120,9 @@ def plan(wish: Wish) -> Deployment:
         engine=wish.engine,
         host=wish.host,
         port=listenable(wish.host, wish.port),
-        targets=_workers("target", wish.target_workers),
+        targets=targets,
         drafts=_workers("draft", wish.draft_workers if drafts_elsewhere else 0),
+        cores=dict(zip(targets, _cores(wish), strict=True)),
     )
 
 
@@ -138,6 +150,14 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
             'trained with the target\'s tokenizer, or {"method": "ngram"}, which needs none'
         )
     return speculation.model_copy(update={"model": draft})
+
+
+def _cores(wish: Wish) -> list[tuple[int, ...]]:
+    """Each target's, as far as they are not the user's to choose."""
+    engine = wish.engine
+    if engine.cpus or engine.device != "cpu":
+        return [engine.cpus] * wish.target_workers
+    return cores.share_out(cores.available(), wish.target_workers, engine.threads)
 
 
 def _place(name: str) -> str:

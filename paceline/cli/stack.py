@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 from rich.console import Console
 
+from paceline.cli.cores import kept_free
 from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, Store, Watcher, open_store
@@ -74,12 +75,13 @@ async def running(
     `redis_url` None: a Redis of our own. `say` gets what the services log, line by line. Enter it on the main
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
-    async with (
-        _redis(redis_url) as url,
-        open_store(url) as store,
-        Supervisor(deployment.programs(url), say) as supervisor,
-    ):
-        yield Stack(deployment, supervisor, url, store)
+    with kept_free(deployment.taken_cores):
+        async with (
+            _redis(redis_url) as url,
+            open_store(url) as store,
+            Supervisor(deployment.programs(url), say) as supervisor,
+        ):
+            yield Stack(deployment, supervisor, url, store)
 
 
 @asynccontextmanager

@@ -1,18 +1,20 @@
-"""The draft worker's loop: one thread that owns a speculator and grows trees for many links.
+"""The draft worker's loop: owns a speculator and grows trees for many links.
 
     take in what the links said → grow, one round → hand out the new nodes
 
-A link is one target. It may say anything at any time, from any thread; it waits for nothing. When no open
-request is worth another guess, the loop sleeps until somebody says something.
+A link is one target. What it says comes through the pipe at any time, and waits for nothing. When no open request is
+worth another guess, the loop sleeps until somebody says something.
 """
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.telemetry.round import RoundStats
@@ -33,7 +35,7 @@ Said = Opening | Context | Commit | Close
 class Grown:
     """What rounds of the loop have for one link: nodes by request, requests that cannot be drafted and why.
 
-    `applied` counts what the link said (`Link.say`) and the speculator has been told.
+    `applied` counts how often the link said something (`Told`) that the speculator has heard.
     """
 
     growths: list[tuple[int, Growth]] = field(default_factory=list)
@@ -42,90 +44,106 @@ class Grown:
     timings: Timings = field(default_factory=Timings)
 
 
-class Link:
-    """One target's requests. Made by `GrowingLoop.attach`."""
+@dataclass(frozen=True, slots=True)
+class Told:
+    """To the loop: a link says this, to be applied in this order before anything grows."""
 
-    def __init__(self, inbox: queue.SimpleQueue[_Mail], deliver: Callable[[Grown], None]) -> None:
-        self._inbox = inbox
-        # The rest belongs to the loop's thread.
-        self.deliver = deliver
-        self.requests: dict[int, int] = {}  # the speculator's ids by the link's
-        self.news = Grown()
-
-    def say(self, said: Sequence[Said]) -> None:
-        """Tell the speculator all this, in this order, before it grows again. Any thread."""
-        self._inbox.put(_Mail(self, said))
-
-    def leave(self) -> None:
-        """Close every request of this link. A delivery that is under way may still come. Any thread."""
-        self._inbox.put(_Mail(self, None))
+    link: int
+    said: Sequence[Said]
+    at: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
-class _Mail:
-    link: Link | None  # None: the loop is to stop
-    said: Sequence[Said] | None  # None: the link leaves
-    sent_at: float = field(default_factory=time.perf_counter)
+class Left:
+    """To the loop: a link has ended, and with it all its requests. A delivery that is under way may still come."""
+
+    link: int
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """From the loop: one round was made. `grown` has something for each link that it concerns."""
+
+    stats: RoundStats
+    grown: Sequence[tuple[int, Grown]]
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculatorFacts:
+    """What links have to know of the speculator, see there."""
+
+    method: str
+    model: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    hidden_state_layers: Sequence[int]
+    position_limit: int
+
+    @classmethod
+    def of(cls, speculator: Speculator) -> SpeculatorFacts:
+        return cls(
+            speculator.method,
+            speculator.model,
+            speculator.vocabulary_fingerprint,
+            speculator.vocabulary_size,
+            tuple(speculator.hidden_state_layers),
+            speculator.position_limit,
+        )
+
+
+@dataclass(slots=True)
+class _Link:
+    """One target's requests."""
+
+    number: int
+    requests: dict[int, int] = field(default_factory=dict)
+    """The speculator's ids by the link's."""
+    news: Grown = field(default_factory=Grown)
 
 
 class GrowingLoop:
-    """Owns the speculator; only `run` touches it."""
+    """Grows until the pipe closes; every round is told as `Round`."""
 
-    def __init__(self, speculator: Speculator, observe: Callable[[RoundStats], None] = lambda stats: None) -> None:
-        """`observe` is told about every round, on the loop's thread."""
+    def __init__(self, speculator: Speculator, pipe: Pipe) -> None:
         self._speculator = speculator
-        self._observe = observe
-        self._inbox: queue.SimpleQueue[_Mail] = queue.SimpleQueue()
-        self._owners: dict[int, tuple[Link, int]] = {}  # by the speculator's id: the link, and its id there
+        self._pipe = pipe
+        self._mail: deque[Told | Left] = deque()
+        pipe.deliver(Told, self._mail.append)
+        pipe.deliver(Left, self._mail.append)
+        self._links: dict[int, _Link] = {}
+        self._owners: dict[int, tuple[_Link, int]] = {}  # by the speculator's id: the link, and its id there
         self._next_id = 1
         self._dropped = 0
-        self._stopping = False
-
-    def attach(self, deliver: Callable[[Grown], None]) -> Link:
-        """A new link. `deliver` is called from the loop's thread after each round that concerns it."""
-        return Link(self._inbox, deliver)
-
-    def stop(self) -> None:
-        """`run` returns after the round at hand. Any thread."""
-        self._inbox.put(_Mail(None, None))
 
     def run(self) -> None:
-        """The loop, until `stop`. Errors of the speculator other than `DraftError` end it."""
+        """Return when the pipe is closed. Errors of the speculator other than `DraftError` end the loop."""
         idle = True
-        while True:
-            heard, queue_s = self._take_in(wait=idle)
-            if self._stopping:
-                return
-            began = time.perf_counter()
-            grown = self._speculator.grow()
-            compute_s = time.perf_counter() - began
-            idle = not grown and not self._speculator.behind
-            self._report(grown, compute_s)
-            self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s))
+        with suppress(PipeClosedError):
+            while True:
+                self._pipe.receive(None if idle else 0.0)
+                heard, queue_s = self._take_in()
+                began = time.perf_counter()
+                grown = self._speculator.grow()
+                compute_s = time.perf_counter() - began
+                idle = not grown and not self._speculator.behind
+                self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s))
 
-    def _take_in(self, *, wait: bool) -> tuple[set[Link], float]:
+    def _take_in(self) -> tuple[dict[int, _Link], float]:
         """Apply what has been said; return who said it, and how long the oldest of it waited, in seconds."""
-        heard: set[Link] = set()
+        heard: dict[int, _Link] = {}
         queue_s = 0.0
-        while mail := self._next_mail(wait=wait and not heard and not self._stopping):
-            queue_s = max(queue_s, time.perf_counter() - mail.sent_at)
-            if mail.link is None:
-                self._stopping = True
-            elif mail.said is None:
+        while self._mail:
+            mail = self._mail.popleft()
+            if isinstance(mail, Left):
                 self._forget(mail.link)
-                heard.discard(mail.link)
+                heard.pop(mail.link, None)
             else:
-                self._apply(mail.link, mail.said)
-                heard.add(mail.link)
+                queue_s = max(queue_s, time.perf_counter() - mail.at)
+                link = heard[mail.link] = self._links.setdefault(mail.link, _Link(mail.link))
+                self._apply(link, mail.said)
         return heard, queue_s
 
-    def _next_mail(self, *, wait: bool) -> _Mail | None:
-        try:
-            return self._inbox.get(block=wait)
-        except queue.Empty:
-            return None
-
-    def _apply(self, link: Link, said: Sequence[Said]) -> None:
+    def _apply(self, link: _Link, said: Sequence[Said]) -> None:
         link.news.applied += 1
         for each in said:
             try:
@@ -135,7 +153,7 @@ class GrowingLoop:
                 link.news.dropped[each.request_id] = str(error)
                 self._dropped += 1
 
-    def _tell(self, link: Link, said: Said) -> None:
+    def _tell(self, link: _Link, said: Said) -> None:
         """What concerns requests that are not open is late, and dropped."""
         if isinstance(said, Opening):
             self._open(link, said)
@@ -148,34 +166,34 @@ class GrowingLoop:
         else:
             self._speculator.context(replace(said, request_id=own_id))
 
-    def _open(self, link: Link, opening: Opening) -> None:
+    def _open(self, link: _Link, opening: Opening) -> None:
         own_id = self._next_id
         self._next_id += 1
         link.requests[opening.request_id] = own_id
         self._owners[own_id] = link, opening.request_id
         self._speculator.open(replace(opening, request_id=own_id))
 
-    def _close(self, link: Link, request_id: int) -> None:
+    def _close(self, link: _Link, request_id: int) -> None:
         if (own_id := link.requests.pop(request_id, None)) is not None:
             del self._owners[own_id]
             self._speculator.close(own_id)
 
-    def _forget(self, link: Link) -> None:
-        for request_id in list(link.requests):
-            self._close(link, request_id)
+    def _forget(self, number: int) -> None:
+        if link := self._links.pop(number, None):
+            for request_id in list(link.requests):
+                self._close(link, request_id)
 
-    def _report(self, grown: dict[int, Growth], compute_s: float) -> None:
-        nodes = sum(len(growth.node_ids) for growth in grown.values())
-        self._observe(RoundStats(compute_s, nodes, self._dropped))
-        self._dropped = 0
-
-    def _hand_out(self, grown: dict[int, Growth], heard: set[Link], timings: Timings) -> None:
+    def _hand_out(self, grown: dict[int, Growth], heard: dict[int, _Link], timings: Timings) -> None:
         """Every link gets its share, and those that said something learn that it was applied."""
         for own_id, growth in grown.items():
             link, request_id = self._owners[own_id]
             link.news.growths.append((request_id, growth))
-            heard.add(link)
-        for link in heard:
-            news, link.news = link.news, Grown(applied=link.news.applied)
-            news.timings = timings
-            link.deliver(news)
+            heard[link.number] = link
+        news = []
+        for link in heard.values():
+            link.news.timings = timings
+            news.append((link.number, link.news))
+            link.news = Grown(applied=link.news.applied)
+        nodes = sum(len(growth.node_ids) for growth in grown.values())
+        self._pipe.send(Round(RoundStats(timings.compute_s, nodes, self._dropped), news))
+        self._dropped = 0

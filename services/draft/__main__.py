@@ -1,4 +1,7 @@
-"""python -m services.draft: one draft worker."""
+"""python -m services.draft: one draft worker.
+
+This process speaks: gRPC with targets, Redis, metrics. Its speculator runs in another one, `compute`.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,10 @@ import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-import torch
 from prometheus_client import CollectorRegistry
 
-from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.speculators import Speculator, build
-from paceline.speculators.growing import GrowingLoop
+from paceline.compute.process import compute_process
+from paceline.speculators.growing import Round, SpeculatorFacts
 from paceline.state import WorkerRecord, open_store
 from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
@@ -24,7 +25,7 @@ from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.server import Server
 from services.draft.servicer import DraftServicer
-from services.process import StartError, either, exported, parser, run
+from services.process import either, exported, parser, run
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
@@ -34,7 +35,6 @@ log = logging.getLogger(__name__)
 def main() -> int:
     options = parse(sys.argv[1:])
     logs.configure("draft", options.worker_id)
-    torch.set_num_threads(options.engine_config.threads)
     return run(lambda stop: serve(options, stop))
 
 
@@ -43,41 +43,36 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """From building the speculator to the last word on every link."""
+    """From starting the speculator's process to the last word on every link."""
     async with AsyncExitStack() as stack:
+        compute = await stack.enter_async_context(compute_process("services.draft.compute", options))
         store = await stack.enter_async_context(open_store(options.redis_url))
-        speculator = await asyncio.to_thread(load, options.speculative_config, options.engine_config)
+        facts = await compute.ready()
+        assert isinstance(facts, SpeculatorFacts)
         metrics = CollectorRegistry()
-        series = DraftMetrics(metrics, speculator.method)
-        growing = GrowingLoop(speculator, series.observe_round)
-        servicer = DraftServicer(options.worker_id, speculator, growing)
+        series = DraftMetrics(metrics, facts.method)
+        servicer = DraftServicer(options.worker_id, facts, compute.connection.send)
         series.follow(lambda: servicer.open_requests, lambda: servicer.target_links)
+
+        def grown(this: Round) -> None:
+            series.observe_round(this.stats)
+            servicer.deliver(this.grown)
+
+        compute.connection.deliver(Round, grown)
         stack.enter_context(exported(metrics, options))
         server = Server(options.host, options.port)
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         address = await server.start()
-        growth = asyncio.create_task(asyncio.to_thread(growing.run), name="growing")
-        stack.callback(growing.stop)  # however this ends: a thread that runs would keep the process alive
         record = registered_as(servicer.description, address)
         async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):
             log.info("draft ready on %s", address)
-            await either(stop, growth)
+            await either(stop, compute.ended)
             await server.drain()
         servicer.drain()
         await server.stop(grace_s=1.0)
-        growing.stop()
-        await growth
-        log.info("draft stopped")
-
-
-def load(speculation: SpeculativeConfig, engine: EngineConfig) -> Speculator:
-    """Raises `StartError` with what to do."""
-    if not speculation.enabled:
-        raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
-    try:
-        return build(speculation, engine)
-    except (ValueError, OSError) as error:
-        raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error
+        if compute.ended.done():
+            compute.ended.result()  # raises what is known of its end
+    log.info("draft stopped")
 
 
 def registered_as(description: DraftDescription, address: str) -> WorkerRecord:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.speculators.base import Commit, Context, Opening, Speculator
-from paceline.speculators.growing import GrowingLoop, Grown, Said
+from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.growing import Grown, Left, Said, SpeculatorFacts, Told
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import GROWTH_FRAME_BYTES
@@ -21,31 +21,36 @@ from paceline.wire.streams import exchange
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Construct it on the event loop. The compute happens in the thread that runs `growing`."""
+Send: TypeAlias = Callable[[Told | Left], None]
+"""To the growing loop."""
 
-    def __init__(self, worker_id: str, speculator: Speculator, growing: GrowingLoop) -> None:
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    """Construct it on the event loop."""
+
+    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: Send) -> None:
         self.description = DraftDescription(
             worker_id=worker_id,
-            method=speculator.method,
-            model=speculator.model,
-            vocabulary_fingerprint=speculator.vocabulary_fingerprint,
-            hidden_state_layers=speculator.hidden_state_layers,
-            position_limit=speculator.position_limit,
+            method=facts.method,
+            model=facts.model,
+            vocabulary_fingerprint=facts.vocabulary_fingerprint,
+            hidden_state_layers=facts.hidden_state_layers,
+            position_limit=facts.position_limit,
         )
-        self._vocabulary_size = speculator.vocabulary_size
-        self._growing = growing
-        self._links: set[_TargetLink] = set()
+        self._facts = facts
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._links: dict[int, _TargetLink] = {}
         self._draining = False
 
     @property
     def open_requests(self) -> int:
-        """Requests that targets opened here and have not closed. Any thread."""
-        return sum(len(link.open_requests) for link in list(self._links))
+        """Requests that targets opened here and have not closed."""
+        return sum(len(link.open_requests) for link in self._links.values())
 
     @property
     def target_links(self) -> int:
-        """Targets connected. Any thread."""
+        """Targets connected."""
         return len(self._links)
 
     async def Describe(
@@ -58,43 +63,54 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     ) -> AsyncGenerator[pb.GrowthFrame]:
         if self._draining:
             raise Draining("this draft worker drains")
-        link = _TargetLink(self._growing, len(self.description.hidden_state_layers), self._vocabulary_size)
-        self._links.add(link)
+        number = next(self._numbers)
+        link = _TargetLink(number, self._facts, self._send)
+        self._links[number] = link
         try:
             async for frame in exchange(incoming, link.take, link.outbox):
                 yield frame
         finally:
-            self._links.discard(link)
-            link.leave()
+            del self._links[number]
+            self._send(Left(number))
+
+    def deliver(self, grown: Sequence[tuple[int, Grown]]) -> None:
+        """What one round has for the links."""
+        for number, each in grown:
+            if link := self._links.get(number):
+                link.put(each)
 
     def drain(self) -> None:
         """End every link. Targets go on without guesses, or find them elsewhere; nobody loses a token."""
         self._draining = True
-        for link in self._links:
+        for link in self._links.values():
             link.outbox.close(Draining("this draft worker drains"))
 
 
 class _TargetLink:
     """One target's stream."""
 
-    def __init__(self, growing: GrowingLoop, layers: int, vocabulary_size: int) -> None:
+    def __init__(self, number: int, facts: SpeculatorFacts, send: Send) -> None:
         self.outbox = Outbox(pb.GrowthFrame, GROWTH_FRAME_BYTES)
         self.open_requests: set[int] = set()
-        self._layers = layers
-        self._vocabulary_size = vocabulary_size
+        self._number = number
+        self._layers = len(facts.hidden_state_layers)
+        self._vocabulary_size = facts.vocabulary_size
+        self._send = send
         self._last_id = 0
-        self._event_loop = asyncio.get_running_loop()
-        self._link = growing.attach(self._deliver)
 
     def take(self, frame: pb.DraftFrame) -> None:
         """Raises `WireError` for what this worker cannot be told."""
         said = decode_frame(frame)
         for each in said:
             self._check(each)
-        self._link.say(said)
+        self._send(Told(self._number, said))
 
-    def leave(self) -> None:
-        self._link.leave()
+    def put(self, grown: Grown) -> None:
+        self.open_requests.difference_update(grown.dropped)
+        try:
+            self.outbox.put(encode_grown(grown))
+        except Congested as error:
+            self.outbox.close(error)
 
     def _check(self, said: Said) -> None:
         if isinstance(said, Opening):
@@ -119,14 +135,3 @@ class _TargetLink:
     def _check_layers(self, layers: int) -> None:
         if layers != self._layers:
             raise WireError(f"hidden_states: {layers} layers; this worker asked for {self._layers}")
-
-    def _deliver(self, grown: Grown) -> None:
-        """On the growing thread."""
-        self._event_loop.call_soon_threadsafe(self._put, grown)
-
-    def _put(self, grown: Grown) -> None:
-        self.open_requests.difference_update(grown.dropped)
-        try:
-            self.outbox.put(encode_grown(grown))
-        except Congested as error:
-            self.outbox.close(error)

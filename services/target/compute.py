@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import signal
-import socket
+import os
 import sys
 import time
+from collections.abc import Sequence
 
-import torch
-
-from paceline.compute.pipe import Pipe, PipeClosedError
-from paceline.compute.process import CannotBegin, Ready
+from paceline.compute.pipe import Pipe
+from paceline.compute.process import Ready
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
@@ -20,39 +18,29 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load
 from paceline.model.probe import row_cost
-from paceline.models import ModelNotFoundError
 from paceline.speculators import Speculator, build
-from paceline.telemetry import logs
 from paceline.wire.drafting import RemoteDrafting
+from services.compute import run
 from services.process import StartError
 
 log = logging.getLogger(__name__)
 
 
-def main() -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end says when it is over
-    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        serve(pipe, pipe.first(argparse.Namespace))
-    except PipeClosedError:
-        return 0
-    except Exception:
-        log.critical("the engine failed", exc_info=True)
-        return 1
-    return 0
-
-
 def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     """Load the model, and decode until the pipe closes."""
-    logs.configure("target", options.worker_id)
-    torch.set_num_threads(options.engine_config.threads)
-    try:
-        engine = assemble(pipe, options.model, options.engine_config, options.speculative_config)
-    except (StartError, ModelNotFoundError) as error:
-        pipe.send(CannotBegin(str(error)))
-        return
+    if cpus := options.engine_config.cpus:
+        bind(cpus)
+    engine = assemble(pipe, options.model, options.engine_config, options.speculative_config)
     pipe.send(Ready(facts(engine)))
     EngineLoop(engine, pipe).run()
+
+
+def bind(cpus: Sequence[int]) -> None:
+    """Compute on these cores only. Without leave to do so, anywhere: it is only slower."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except OSError as error:
+        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error.strerror)
 
 
 def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
@@ -115,4 +103,4 @@ def facts(engine: Engine) -> ModelFacts:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("target", serve))

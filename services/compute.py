@@ -1,0 +1,44 @@
+"""The computing half of a service: from its end of the pipe to an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Callable
+
+import torch
+
+from paceline.compute.pipe import Pipe, PipeClosedError
+from paceline.compute.process import CannotBegin
+from paceline.models import ModelNotFoundError
+from paceline.telemetry import logs
+from services.process import FAILED, StartError
+
+log = logging.getLogger(__name__)
+
+
+def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
+    """Run a service's compute until its pipe closes, and return its exit code.
+
+    `serve` gets the service's own command line. It is to send `Ready` when it can begin, and to return when the pipe
+    closes; it may raise `PipeClosedError`, and until it is ready whatever says why it cannot begin.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end says when it is over
+    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
+    try:
+        options = pipe.first(argparse.Namespace)
+        logs.configure(kind, options.worker_id)
+        torch.set_num_threads(options.engine_config.threads)
+        serve(pipe, options)
+    except PipeClosedError:
+        return 0
+    except (StartError, ModelNotFoundError) as error:
+        pipe.send(CannotBegin(str(error)))
+        return 0
+    except Exception:
+        log.critical("the compute of the service failed", exc_info=True)
+        return FAILED
+    return 0
