@@ -27,18 +27,19 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
     closes; it may raise `PipeClosedError`, and until it is ready whatever says why it cannot begin.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end says when it is over
-    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
-    try:
-        options = pipe.first(argparse.Namespace)
-        logs.configure(kind, options.worker_id)
-        torch.set_num_threads(options.engine_config.threads)
-        serve(pipe, options)
-    except PipeClosedError:
+    with socket.socket(fileno=int(sys.argv[1])) as end:
+        pipe = Pipe(end)
+        try:
+            options = pipe.first(argparse.Namespace)
+            logs.configure(kind, options.worker_id)
+            torch.set_num_threads(options.engine_config.threads)
+            serve(pipe, options)
+        except PipeClosedError:
+            return 0
+        except (StartError, ModelNotFoundError) as error:
+            pipe.send(CannotBegin(str(error)))
+            return 0
+        except Exception:
+            log.critical("the compute of the service failed", exc_info=True)
+            return FAILED
         return 0
-    except (StartError, ModelNotFoundError) as error:
-        pipe.send(CannotBegin(str(error)))
-        return 0
-    except Exception:
-        log.critical("the compute of the service failed", exc_info=True)
-        return FAILED
-    return 0

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
+from paceline.engine.orders import Stepped
 from paceline.messages import Delta, Submission, TargetDescription
 from paceline.model import Model
 from paceline.model.table import TableModel
 from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.draft_link import Terms
+from paceline.wire.draft_pool import DraftPool
+from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.server import Server
 from paceline.wire.target_link import TargetLink
+from services.target.__main__ import RemoteEngine
 from services.target.servicer import TargetServicer
+from tests.pipes import computing, joined
+from tests.workers import pooled
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 VOCABULARY = 1000
@@ -55,18 +60,41 @@ class TargetWorker:
     server: Server
     engine: Engine
     notebook: Notebook
+    pool: DraftPool
 
 
 @asynccontextmanager
 async def target_worker(
-    drafting: Drafting | None = None,
     speculation: SpeculativeConfig | None = None,
     model: Model | None = None,
+    hidden_state_layers: Sequence[int] = (),
 ) -> AsyncIterator[TargetWorker]:
+    """It asks no draft until its pool reaches one, or a request names one."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
     config = EngineConfig(slots=model.slots)
-    engine = Engine(model, config, speculation or SpeculativeConfig(), drafting or NoDrafting(), FREE)
-    description = TargetDescription(
+    async with joined() as (connection, pipe):
+        drafting = RemoteDrafting(pipe, hidden_state_layers)
+        engine = Engine(model, config, speculation or SpeculativeConfig(), drafting, FREE)
+        notebook = Notebook()
+        servicer = TargetServicer(described(model), notebook, RemoteEngine(connection))
+        connection.deliver(Stepped, lambda step: servicer.deliver(step.deltas, step.load))
+        pool = pooled(connection, Terms(model.fingerprint, model.vocabulary_size), hidden_state_layers)
+        server = Server("127.0.0.1", 0)
+        server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
+        try:
+            async with computing(connection, EngineLoop(engine, pipe).run):
+                await server.start()
+                try:
+                    yield TargetWorker(server.address, servicer, server, engine, notebook, pool)
+                finally:
+                    await server.stop()
+        finally:
+            await pool.stop()
+        engine.check_integrity()
+
+
+def described(model: Model) -> TargetDescription:
+    return TargetDescription(
         "t",
         "tested",
         model.fingerprint,
@@ -77,20 +105,6 @@ async def target_worker(
         (),
         "",
     )
-    notebook = Notebook()
-    servicer = TargetServicer(description, notebook)
-    loop = servicer.decoder = EngineLoop(engine, servicer.deliver)
-    server = Server("127.0.0.1", 0)
-    server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
-    loop.start()
-    try:
-        await server.start()
-        yield TargetWorker(server.address, servicer, server, engine, notebook)
-    finally:
-        await server.stop()
-        await asyncio.to_thread(loop.stop, 0.0)
-        loop.ended.result()
-        engine.check_integrity()
 
 
 @asynccontextmanager

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 
+from paceline.compute.process import Connection
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
-from paceline.speculators.growing import GrowingLoop
+from paceline.speculators.growing import GrowingLoop, Round, SpeculatorFacts
 from paceline.tree import Growth, TokenTree
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_link import Terms
+from paceline.wire.draft_pool import DraftPool
 from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.server import Server
+from paceline.wire.sessions import Reach, Say
 from services.draft.servicer import DraftServicer
+from tests.pipes import computing, joined
 
 VOCABULARY = 1000
 FINGERPRINT = "v1"
@@ -77,12 +80,9 @@ class Witness(Counting):
 
     vocabulary_fingerprint = ""
     hidden_state_layers = (0, 3)
-    made: ClassVar[list[Witness]] = []
-    """All of them: a service makes its own."""
 
     def __init__(self, vocabulary_size: int = VOCABULARY) -> None:
         super().__init__(vocabulary_size=vocabulary_size)
-        Witness.made.append(self)
         self.seen: dict[int, dict[int, int]] = {}
         """By request: the token whose hidden states came, by position."""
 
@@ -133,15 +133,11 @@ class DraftWorker:
 @asynccontextmanager
 async def draft_worker(speculator: Speculator | None = None, worker_id: str = "one") -> AsyncIterator[DraftWorker]:
     speculator = speculator or Counting()
-    growing = GrowingLoop(speculator)
-    servicer = DraftServicer(worker_id, speculator, growing)
-    growth = asyncio.create_task(asyncio.to_thread(growing.run))
-    try:
-        async with serving(servicer) as server:
+    async with joined() as (connection, pipe):
+        servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
+        connection.deliver(Round, lambda this: servicer.deliver(this.grown))
+        async with computing(connection, GrowingLoop(speculator, pipe).run), serving(servicer) as server:
             yield DraftWorker(server.address, servicer, speculator, server)
-    finally:
-        growing.stop()
-        await growth
 
 
 @asynccontextmanager
@@ -160,31 +156,51 @@ class Target:
     """The engine's end, driven by the test in the place of an engine."""
 
     drafting: RemoteDrafting
+    pool: DraftPool
     news: News = field(default_factory=News)
 
     async def reach(self, *addresses: str) -> None:
         """Wait until these workers are up."""
-        self.drafting.connect(addresses)
-        await until(lambda: set(addresses) <= set(self.drafting.connected))
+        self.pool.reach(Reach(addresses))
+        await until(lambda: set(addresses) <= set(self.connected))
+
+    @property
+    def connected(self) -> list[str]:
+        """Addresses of the workers that are up, which the engine has heard by now."""
+        self._hear(0.0)
+        return self.pool.connected
 
     async def poll(self, enough: Callable[[News], bool]) -> News:
         """Poll until what came since the last call is enough."""
-        news, self.news = self.news, News()
         async with asyncio.timeout(PATIENCE_S):
-            while not enough(news):
-                more = await asyncio.to_thread(self.drafting.poll, 0.05)
-                news.grown += more.grown
-                news.lost += more.lost
+            while not enough(self.news):
+                await asyncio.to_thread(self._hear, 0.05)
+        news, self.news = self.news, News()
         return news
+
+    def _hear(self, timeout_s: float) -> None:
+        more = self.drafting.poll(timeout_s)
+        self.news.grown += more.grown
+        self.news.lost += more.lost
 
 
 @asynccontextmanager
 async def target(hidden_state_layers: tuple[int, ...] = (), hang_s: float = PATIENCE_S) -> AsyncIterator[Target]:
-    drafting = RemoteDrafting(Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s), hidden_state_layers)
-    try:
-        yield Target(drafting)
-    finally:
-        await drafting.stop()
+    async with joined() as (connection, pipe):
+        drafting = RemoteDrafting(pipe, hidden_state_layers)
+        pool = pooled(connection, Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s), hidden_state_layers)
+        try:
+            yield Target(drafting, pool)
+        finally:
+            await pool.stop()
+
+
+def pooled(connection: Connection, terms: Terms, hidden_state_layers: Sequence[int] = ()) -> DraftPool:
+    """The links to draft workers of the engine at the other end."""
+    pool = DraftPool(terms, connection.send, hidden_state_layers)
+    connection.deliver(Reach, pool.reach)
+    connection.deliver(Say, pool.say)
+    return pool
 
 
 async def until(condition: Callable[[], bool]) -> None:

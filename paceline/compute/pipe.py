@@ -70,6 +70,9 @@ class Pipe(Sorter):
         self._poll.register(end, select.POLLIN)
         self._unpacker = Unpacker()
 
+    def close(self) -> None:
+        self._end.close()
+
     def send(self, message: object) -> None:
         """Raises `PipeClosedError`."""
         try:

@@ -16,10 +16,10 @@ from paceline.training.tokens import Ids, Stream, windows
 
 KEPT = 32
 """Tokens kept of each law; the rest of its mass is one bucket."""
-
-
 PIECE = 256
 """Tokens that the target writes in one go; short, because decoding slows with every token kept in the cache."""
+WRITERS = 192
+"""Pieces that it writes side by side; with many more, copying the cache costs more than they save."""
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,13 @@ def written_rows(target: LlamaForCausalLM, documents: Sequence[Ids], count: int,
     if length % PIECE:
         raise ValueError(f"rows of {length} tokens do not hold whole pieces of {PIECE}")
     begun = windows(documents, PIECE // 4, seed)[: count * length // PIECE, :-1]
-    greedy, sampled = begun.tensor_split(2)
     new = PIECE - begun.shape[1]
-    pieces = torch.cat([write(target, greedy, new, 0.0, seed), write(target, sampled, new, 0.8, seed)])
-    return pieces.view(count, length)
+    pieces = [
+        write(target, some, new, temperature, seed)
+        for part, temperature in zip(begun.tensor_split(2), (0.0, 0.8), strict=True)
+        for some in part.split(WRITERS)
+    ]
+    return torch.cat(pieces).view(count, length)
 
 
 @torch.no_grad()

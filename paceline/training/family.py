@@ -126,12 +126,12 @@ def _resumed(trainer: Trainer[LlamaForCausalLM], checkpoint: Path) -> Trainer[Ll
 
 
 def _lessons(space: Workspace) -> Lessons:
-    """The lessons in the work folder, or new ones: a third written by the target, the rest corpus text."""
+    """The lessons in the work folder, or new ones: a quarter written by the target, the rest corpus text."""
     stored = space.lessons_file
     if not stored.exists():
         target, documents = space.target(), space.corpus()
         length = DRAFT_SCHEDULE.phases[0].length
-        written = written_rows(target, documents, space.lesson_rows // 3, length, seed=2)
+        written = written_rows(target, documents, space.lesson_rows // 4, length, seed=2)
         log.info("the target wrote %d tokens", written.numel())
         read = corpus_rows(documents, space.lesson_rows - len(written), length, seed=3)
         ask(target, torch.cat([written, read])).save(stored)
@@ -167,7 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--minutes", type=float, default=120.0, help="training time in all, over all resumes")
-    parser.add_argument("--lesson-rows", type=int, default=320, help="rows of 1024 tokens that the draft learns from")
+    parser.add_argument("--lesson-rows", type=int, default=1000, help="rows of 1024 tokens that the draft learns from")
     parser.add_argument("--work-dir", type=Path, default=Path("work"), help="checkpoints, logs and encoded text")
     parser.add_argument("--out", type=Path, default=Path("paceline/family"), help="where the models are written")
     return parser

@@ -113,7 +113,8 @@ class ScriptedDecoder:
         return delta
 
     def _deliver(self, delta: Delta) -> None:
-        self.servicer.deliver([delta], Load(len(self._tasks), 0, 1000, 8, 0.001))
+        load = Load(len(self._tasks), 0, 1000, 8, 0.001)
+        asyncio.get_running_loop().call_soon(self.servicer.deliver, [delta], load)  # an engine answers later
 
 
 def log_probs(token: int, top: int) -> LogProbs:
@@ -177,8 +178,7 @@ async def start_target(
     eos = (EOS,)
     description = TargetDescription(worker_id, MODEL, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
     decoder = ScriptedDecoder(script, burst)
-    servicer = decoder.servicer = TargetServicer(description, Bookkeeper())
-    servicer.decoder = decoder
+    servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
     server = Server("127.0.0.1", 0)
     service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)

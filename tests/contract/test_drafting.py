@@ -8,6 +8,7 @@ import torch
 
 from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context
+from paceline.wire.sessions import Reach
 from tests.workers import Counting, Witness, draft_worker, nodes, opening, target, until
 
 
@@ -61,7 +62,7 @@ async def test_late_growth_is_dropped() -> None:
         here.drafting.flush()
         news = await here.poll(lambda news: len(nodes(news, 2)) == 3)
         assert nodes(news, 1) == []
-        assert here.drafting.connected == [worker.address]
+        assert here.connected == [worker.address]
 
 
 async def test_poll_returns_at_once_when_something_comes() -> None:
@@ -93,7 +94,7 @@ async def test_nobody_is_reachable() -> None:
 async def test_naming_a_worker_reaches_for_it() -> None:
     async with draft_worker() as worker, target() as here:
         assert here.drafting.open(opening(1), [worker.address]) is None
-        await until(lambda: here.drafting.connected == [worker.address])
+        await until(lambda: here.connected == [worker.address])
         assert here.drafting.open(opening(1), [worker.address]) == "one"
 
 
@@ -119,9 +120,9 @@ async def test_another_vocabulary_is_refused(caplog: pytest.LogCaptureFixture) -
         vocabulary_fingerprint = "v2"
 
     async with draft_worker(Foreign()) as worker, target() as here:
-        here.drafting.connect([worker.address])
+        here.pool.reach(Reach([worker.address]))
         await until(lambda: "its vocabulary v2 is not the target's v1" in caplog.text)
-        assert here.drafting.connected == []
+        assert here.connected == []
         assert here.drafting.open(opening(1), [worker.address]) is None
 
 
@@ -169,9 +170,9 @@ async def test_hidden_states_go_only_to_who_asks() -> None:
 
 async def test_other_layers_are_refused(caplog: pytest.LogCaptureFixture) -> None:
     async with draft_worker(Witness()) as worker, target() as here:
-        here.drafting.connect([worker.address])
+        here.pool.reach(Reach([worker.address]))
         await until(lambda: "it asks for hidden states of layers (0, 3)" in caplog.text)
-        assert here.drafting.connected == []
+        assert here.connected == []
 
 
 def states(tokens: list[int], position: int) -> torch.Tensor:

@@ -20,6 +20,7 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Opening, Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
+from paceline.telemetry.step import StepStats
 from paceline.tree import Growth, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
@@ -92,8 +93,10 @@ def same(ours: dict[str, Delta], plain: dict[str, Delta]) -> bool:
     }
 
 
-def run(target: Engine, requests: Sequence[Submission], together: int = 100) -> dict[str, Delta]:
-    """Serve all requests, `together` at a time; the whole answers by request."""
+def run(
+    target: Engine, requests: Sequence[Submission], together: int = 100, steps: list[StepStats] | None = None
+) -> dict[str, Delta]:
+    """Serve all requests, `together` at a time; the whole answers by request. `steps` gets every step's numbers."""
     answers = {request.request_id: Delta(request.request_id) for request in requests}
     queue, live = list(requests), 0
     while queue or target.busy:
@@ -108,6 +111,8 @@ def run(target: Engine, requests: Sequence[Submission], together: int = 100) -> 
             answer.usage = delta.usage or answer.usage
             answer.error = delta.error
             live -= delta.finish_reason is not None
+        if steps is not None:
+            steps.append(target.last_step)
         target.check_integrity()
     return answers
 
@@ -145,12 +150,12 @@ def test_chunked_prefill_changes_no_token(plain: dict[str, Delta], dtype: torch.
 
 
 def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    steps = []
+    steps: list[StepStats] = []
     config = EngineConfig(slots=256)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
     source = drafting("draft_model", dtype, 2, 4)
-    target = Engine(llama(dtype, slots=256), config, speculation, source, FREE, steps.append)
-    assert same(run(target, submissions()), plain)
+    target = Engine(llama(dtype, slots=256), config, speculation, source, FREE)
+    assert same(run(target, submissions(), steps=steps), plain)
     assert sum(step.preemptions for step in steps) > 3
 
 

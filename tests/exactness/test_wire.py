@@ -19,8 +19,7 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
-from paceline.wire.draft_link import Terms
-from paceline.wire.drafting import RemoteDrafting
+from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
 from tests.llamas import peaked_llama
 from tests.targets import collect, linked, target_worker
@@ -70,11 +69,9 @@ async def served(
         ]
         addresses = [*drafts, *(worker.address for worker in workers)]
         layers = {layer for each in speculators for layer in each.hidden_state_layers}
-        drafting = RemoteDrafting(Terms(model.fingerprint, model.vocabulary_size), sorted(layers))
-        stack.push_async_callback(drafting.stop)
-        drafting.connect(addresses)
-        await until(lambda: set(drafting.connected) == set(addresses))
-        target = await stack.enter_async_context(target_worker(drafting, speculation, model))
+        target = await stack.enter_async_context(target_worker(speculation, model, sorted(layers)))
+        target.pool.reach(Reach(addresses))
+        await until(lambda: set(target.pool.connected) == set(addresses))
         [link] = await stack.enter_async_context(linked(target))
         yield link, addresses
 
@@ -184,4 +181,5 @@ async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str
     finally:
         if process.returncode is None:
             process.kill()
+        await process.stderr.read()  # its compute ends a moment later
         await process.wait()

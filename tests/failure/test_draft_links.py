@@ -151,7 +151,7 @@ async def test_a_worker_with_nothing_to_guess_is_kept() -> None:
         await open_at(here, 1, worker.address, max_depth=0)
         await until(lambda: worker.servicer.open_requests == 1)
         assert await asyncio.to_thread(here.drafting.poll, 0.3) == News()
-        assert here.drafting.connected == [worker.address]
+        assert here.connected == [worker.address]
 
 
 async def test_a_worker_that_comes_back_is_used_again() -> None:
@@ -176,7 +176,7 @@ async def test_a_draining_worker_gives_its_requests_back(caplog: pytest.LogCaptu
         assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
         assert "this draft worker drains" in caplog.text
         both = [leaving.address, staying.address]
-        await until(lambda: here.drafting.connected == [staying.address])
+        await until(lambda: here.connected == [staying.address])
         assert here.drafting.open(opening(1), both) == "two"
 
 
@@ -299,4 +299,5 @@ async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str
     finally:
         if process.returncode is None:
             process.kill()
+        await process.stderr.read()  # its compute ends a moment later
         await process.wait()

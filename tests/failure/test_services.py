@@ -1,9 +1,12 @@
 """How the target and draft services start, refuse to start, and stop."""
 
+import argparse
 import asyncio
 import logging
+import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
@@ -11,19 +14,22 @@ from typing import Any
 
 import pytest
 
+from paceline.cli import cores
+from paceline.compute.pipe import Pipe
+from paceline.compute.process import ComputeError
 from paceline.messages import FinishReason
-from paceline.model.table import TableModel
-from paceline.speculators.ngram import NGram
 from paceline.wire.errors import TargetLost
 from paceline.wire.target_link import TargetLink
+from services import compute
 from services.draft import __main__ as draft
 from services.target import __main__ as target
 from tests.targets import collect, submission
-from tests.workers import Witness, opening, until
+from tests.workers import opening, until
 from tests.workers import target as drafted
 
 MAINS = {"target": target.main, "draft": draft.main}
 TABLE = ("--model", "table:1000")
+LONG = 1000
 NGRAM = ("--speculative-config", '{"method": "ngram"}')
 
 
@@ -145,37 +151,71 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
                 await process.wait()
 
 
-async def test_an_engine_that_fails_hands_its_requests_over(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The service ends with what ended the engine, so that it is started again; gateways replay elsewhere."""
+async def test_an_engine_that_dies_hands_its_requests_over(caplog: pytest.LogCaptureFixture) -> None:
+    """The service ends with it, so that both are started again; gateways replay elsewhere."""
     async with served(target.serve(target.parse(TABLE), asyncio.Event()), caplog) as (service, address):
         async with linked_to(address) as link:
             deltas = link.submit(submission(max_tokens=4000))
             await anext(deltas)
-            monkeypatch.setattr(TableModel, "run", broken)
+            os.kill(computing("services.target.compute"), signal.SIGKILL)
             with pytest.raises(TargetLost):
                 async for _ in deltas:
                     pass
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ComputeError, match="ended with exit code -9"):
             await service
-        assert "the engine failed" in caplog.text
 
 
-async def test_a_speculator_that_fails_ends_its_worker(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_speculator_that_dies_ends_its_worker(caplog: pytest.LogCaptureFixture) -> None:
     async with (
         served(draft.serve(draft.parse(NGRAM), asyncio.Event()), caplog) as (service, address),
         drafted() as here,
     ):
-        monkeypatch.setattr(NGram, "open", broken)
         await here.reach(address)
         here.drafting.open(opening(1), [address])
         here.drafting.flush()
+        os.kill(computing("services.draft.compute"), signal.SIGKILL)
         assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(ComputeError, match="ended with exit code -9"):
             await service
+
+
+def test_compute_that_fails_says_why(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process that speaks only learns that the other one is gone; the traceback is in that one's log."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        Pipe(ours).send(draft.parse(NGRAM))
+        monkeypatch.setattr(sys, "argv", ["compute", str(theirs.detach())])
+        monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # this process keeps its own
+
+        def broken(pipe: Pipe, options: argparse.Namespace) -> None:
+            raise ZeroDivisionError
+
+        assert compute.run("draft", broken) == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
+async def test_a_target_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+    [core, *_] = cores.available()
+    bound = ("--engine-config", f'{{"cpus": [{core}]}}')
+    async with served(target.serve(target.parse([*TABLE, *bound]), asyncio.Event()), caplog):
+        assert os.sched_getaffinity(computing("services.target.compute")) == {core}
+    assert len(os.sched_getaffinity(0)) == len(cores.available()), "the process that speaks is not"
+
+
+@pytest.mark.parametrize("service", MAINS)
+async def test_compute_does_not_outlive_its_service(service: str) -> None:
+    """Killed, the service can tell nobody; its compute notices by itself."""
+    arguments = TABLE if service == "target" else NGRAM
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
+    )
+    await ready(process)
+    assert computing(f"services.{service}.compute", process.pid)
+    process.kill()
+    assert process.stderr is not None
+    async with asyncio.timeout(20):
+        await process.stderr.read()  # which ends when nobody is left who could write
+    await process.wait()
 
 
 async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest.LogCaptureFixture) -> None:
@@ -187,25 +227,28 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest
         served(target.serve(target.parse([*TABLE, *custom]), stop), caplog) as (decoding, target_at),
         linked_to(target_at) as link,
     ):
-        plain, _ = await collect(link, submission("plain", plain=True))
+        plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))
         await collect(link, submission("so that the draft is reached", drafts=[draft_at]))
         await until(lambda: f"at {draft_at} is up" in caplog.text)
-        tokens, last = await collect(link, submission("drafted", drafts=[draft_at]))
+        tokens, last = await collect(link, submission("drafted", drafts=[draft_at], max_tokens=LONG))
         assert tokens == plain
         assert last.speculation is not None
-        assert len(last.speculation.drafts) == 1
+        assert len(last.speculation.drafts) == 1, "a gap would have moved the request away"
+        assert last.speculation.drafted_tokens > 0, "it drafts only for requests of which it got every one"
         stop.set()
         await asyncio.gather(drafting, decoding)
-    whole = [*submission().prompt, *tokens]
-    assert any(
-        len(seen) > len(submission().prompt) and [seen[i] for i in range(len(seen))] == whole[: len(seen)]
-        for witness in Witness.made
-        for seen in witness.seen.values()
-    )
 
 
-def broken(*arguments: object) -> None:
-    raise ZeroDivisionError
+def computing(module: str, parent: int | None = None) -> int:
+    """The process id of a service's compute."""
+    lines = subprocess.run(
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent or os.getpid())],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    [line] = [line for line in lines if module in line]
+    return int(line.split()[0])
 
 
 @asynccontextmanager

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.cli.child import Program, StartError
+from paceline.cli.cores import kept_free, share_out
 from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.config import EngineConfig, SpeculativeConfig
 
@@ -108,3 +111,36 @@ def test_a_port_that_is_taken_is_refused() -> None:
 def test_a_server_on_every_address_is_reached_on_this_machine() -> None:
     deployment = plan(Wish("table:64", host="0.0.0.0"))
     assert deployment.url == f"http://127.0.0.1:{deployment.port}"
+
+
+@pytest.mark.parametrize(
+    ("machine", "targets", "threads", "shares"),
+    [
+        ([0, 1], 1, 1, [(0,)]),
+        ([3, 5, 6, 7], 2, 1, [(3,), (5,)]),
+        (range(8), 2, 3, [(0, 1, 2), (3, 4, 5)]),
+        ([0, 1], 2, 1, [(), ()]),
+        ([0], 1, 1, [()]),
+        ([], 1, 1, [()]),
+    ],
+)
+def test_targets_get_cores_of_their_own_if_some_are_left(
+    machine: Sequence[int], targets: int, threads: int, shares: list[tuple[int, ...]]
+) -> None:
+    assert share_out(machine, targets, threads) == shares
+
+
+def test_everybody_else_keeps_off_them() -> None:
+    before = os.sched_getaffinity(0)
+    first = min(before)
+    with kept_free([first] if len(before) > 1 else []):
+        assert os.sched_getaffinity(0) == (before - {first} or before)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_only_targets_are_bound() -> None:
+    deployment = plan(Wish("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=(1,))))
+    _, [target], [draft] = deployment.programs("redis://here")
+    assert '"cpus":[1]' in " ".join(target.argv)
+    assert '"cpus":[]' in " ".join(draft.argv)
+    assert deployment.taken_cores == [1]

@@ -60,14 +60,13 @@ class Watched(TableModel):
         return super().run(*arguments)  # type: ignore[arg-type]
 
 
-def engine(drafting: Drafting, steps: list[StepStats], *, model: TableModel | None = None, **settings: int) -> Engine:
+def engine(drafting: Drafting, *, model: TableModel | None = None, **settings: int) -> Engine:
     return Engine(
         model or TableModel(VOCABULARY, SLOTS, SLOTS),
         EngineConfig(slots=SLOTS, **settings),
         SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8),
         drafting,
         FREE,
-        steps.append,
     )
 
 
@@ -81,8 +80,8 @@ def submission(request_id: str, prompt: int, output: int = 10, **sampling: objec
     return Submission(request_id, tokens, law, SpeculativeOptions(report=True))
 
 
-def served(target: Engine, *submissions: Submission) -> dict[str, Delta]:
-    """The whole answer to each."""
+def served(target: Engine, *submissions: Submission, steps: list[StepStats] | None = None) -> dict[str, Delta]:
+    """The whole answer to each. `steps` gets the numbers of every step."""
     answers = {s.request_id: Delta(s.request_id) for s in submissions}
     for each in submissions:
         target.submit(each)
@@ -93,6 +92,8 @@ def served(target: Engine, *submissions: Submission) -> dict[str, Delta]:
             answer.accepted += delta.accepted
             answer.finish_reason, answer.usage = delta.finish_reason, delta.usage
             answer.speculation, answer.stop_token = delta.speculation, delta.stop_token
+        if steps is not None:
+            steps.append(target.last_step)
         target.check_integrity()
     return answers
 
@@ -101,8 +102,8 @@ class TestSteps:
     def test_their_numbers_add_up(self) -> None:
         """Prompt tokens count once, however often preemption has them computed again."""
         steps: list[StepStats] = []
-        target = engine(local(), steps, max_num_batched_rows=64)
-        answers = served(target, *(submission(name, 70, output=60) for name in "abcde"))
+        target = engine(local(), max_num_batched_rows=64)
+        answers = served(target, *(submission(name, 70, output=60) for name in "abcde"), steps=steps)
         assert sum(s.preemptions for s in steps) > 0
         assert sum(s.prompt_tokens for s in steps) == 5 * 70
         assert sum(s.generation_tokens for s in steps) == sum(len(a.tokens) for a in answers.values()) == 5 * 60
@@ -117,17 +118,17 @@ class TestSteps:
 
     def test_cached_prompt_tokens_are_not_computed(self) -> None:
         steps: list[StepStats] = []
-        target = engine(NoDrafting(), steps)
-        served(target, submission("a", 100))
+        target = engine(NoDrafting())
+        served(target, submission("a", 100), steps=steps)
         first = sum(s.prompt_tokens for s in steps)
-        answer = served(target, Submission("b", submission("a", 100).prompt, submission("a", 1).sampling))["b"]
+        again = Submission("b", submission("a", 100).prompt, submission("a", 1).sampling)
+        answer = served(target, again, steps=steps)["b"]
         assert first == 100
         assert answer.usage is not None
         assert sum(s.prompt_tokens for s in steps) - first == 100 - answer.usage.cached_tokens == 4
 
     def test_every_token_is_accepted_or_a_bonus(self) -> None:
-        steps: list[StepStats] = []
-        answers = served(engine(local(), steps), *(submission(name, 9, output=50) for name in "abc"))
+        answers = served(engine(local()), *(submission(name, 9, output=50) for name in "abc"))
         for answer in answers.values():
             assert answer.speculation is not None
             assert sum(answer.accepted) == answer.speculation.accepted_tokens > 0
@@ -136,7 +137,7 @@ class TestSteps:
 
     def test_a_delta_s_counts_stay_as_they_are(self) -> None:
         """They travel to other threads, while the engine goes on counting."""
-        target = engine(local(), [])
+        target = engine(local())
         target.submit(submission("a", 9))
         [first] = target.step()
         target.step()
@@ -145,11 +146,11 @@ class TestSteps:
 
     def test_what_lies_beyond_a_stop_was_not_accepted(self) -> None:
         """The stop token is a guess that came true in the midst of a path; what follows it was never drawn."""
-        whole = served(engine(NoDrafting(), []), submission("a", 9, output=50))["a"].tokens
+        whole = served(engine(NoDrafting()), submission("a", 9, output=50))["a"].tokens
         perfect = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
         for place in range(1, 30):
             stop = submission("a", 9, output=50, stop_token_ids=[whole[place]])
-            answer = served(engine(perfect, []), stop)["a"]
+            answer = served(engine(perfect), stop)["a"]
             assert answer.tokens == whole[: whole.index(whole[place]) + 1]
             assert answer.stop_token == whole[place]
             assert answer.speculation is not None
@@ -159,7 +160,7 @@ class TestSteps:
 class TestDrafts:
     def test_who_waits_for_slots_needs_no_draft_yet(self) -> None:
         script = Script()
-        target = engine(script, [], max_num_seqs=1)
+        target = engine(script, max_num_seqs=1)
         target.submit(submission("a", 5))
         target.submit(submission("b", 5))
         target.step()
@@ -168,7 +169,7 @@ class TestDrafts:
     def test_a_draft_hears_of_a_request_before_the_target_reads_its_prompt(self) -> None:
         script = Script()
         model = Watched(script)
-        target = engine(script, [], model=model)
+        target = engine(script, model=model)
         target.submit(submission("a", 5))
         target.step()
         assert model.heard_before[0] == [("open", 1), ("flush", 0)]
@@ -176,7 +177,7 @@ class TestDrafts:
     def test_a_request_that_lost_its_draft_finds_another_at_once(self) -> None:
         script = Script()
         script.names = ["first", "second"]
-        target = engine(script, [])
+        target = engine(script)
         target.submit(submission("a", 5))
         target.step()
         script.next = News(lost=[1])
@@ -187,39 +188,37 @@ class TestDrafts:
     def test_without_a_draft_it_decodes_plainly(self) -> None:
         script = Script()
         script.names = [None]
-        answer = served(engine(script, []), submission("a", 5))["a"]
+        answer = served(engine(script), submission("a", 5))["a"]
         assert len(answer.tokens) == 10
         assert answer.speculation is not None
         assert answer.speculation.drafts == []
 
     def test_growth_for_whom_nobody_knows_is_dropped(self) -> None:
         script = Script()
-        steps: list[StepStats] = []
-        target = engine(script, steps)
+        target = engine(script)
         target.submit(submission("a", 5))
         target.step()
         script.next = News([(99, Growth(0, [1], [0], [1], [-0.1]))], lost=[98])
         target.step()
-        assert (steps[-1].nodes_received, steps[-1].nodes_grafted) == (1, 0)
+        assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (1, 0)
 
     @pytest.mark.parametrize("token", [-1, VOCABULARY])
     def test_a_guess_outside_the_vocabulary_is_dropped(self, token: int) -> None:
         """A draft may be padded to more ids than its target; running one would end the engine."""
         script = Script()
-        steps: list[StepStats] = []
-        target = engine(script, steps)
+        target = engine(script)
         target.submit(submission("a", 5))
         target.step()
         script.next = News([(1, Growth(5, [1, 2], [0, 0], [3, token], [-0.1, -0.1]))])
         target.step()
-        assert (steps[-1].nodes_received, steps[-1].nodes_grafted) == (2, 0)
+        assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (2, 0)
 
     def test_a_draft_without_room_is_no_error(self) -> None:
         """Requests are refused, let go and taken in again as slots come and go; the tokens stay the same."""
         tight = LocalDrafting(DraftModel(TableModel(VOCABULARY, 60, SLOTS), 2))
         requests = [submission(name, 20, output=40) for name in "abcd"]
-        answers = served(engine(tight, []), *requests)
-        plain = served(engine(NoDrafting(), []), *requests)
+        answers = served(engine(tight), *requests)
+        plain = served(engine(NoDrafting()), *requests)
         assert {k: a.tokens for k, a in answers.items()} == {k: a.tokens for k, a in plain.items()}
         assert sum(a.speculation.accepted_tokens for a in answers.values() if a.speculation) > 0
 
@@ -227,7 +226,7 @@ class TestDrafts:
 class TestEnds:
     def test_a_cancelled_request_tells_what_it_came_to(self) -> None:
         script = Script()
-        target = engine(script, [])
+        target = engine(script)
         target.submit(submission("a", 5))
         target.step()
         target.step()
@@ -243,7 +242,7 @@ class TestEnds:
         assert not target.busy
 
     def test_cancelling_who_waits_half_reads_or_is_unknown(self) -> None:
-        target = engine(local(), [], max_num_batched_rows=16)
+        target = engine(local(), max_num_batched_rows=16)
         for name in "abc":
             target.submit(submission(name, 40))
         target.step()
@@ -254,7 +253,7 @@ class TestEnds:
         assert target.load.free_slots == SLOTS
 
     def test_an_engine_that_failed_half_way_can_be_used_again(self) -> None:
-        expected = served(engine(local(), []), submission("a", 30))["a"].tokens
+        expected = served(engine(local()), submission("a", 30))["a"].tokens
 
         class Failing(TableModel):
             passes = 0
@@ -265,7 +264,7 @@ class TestEnds:
                     raise RuntimeError("the device is gone")
                 return super().run(*arguments)  # type: ignore[arg-type]
 
-        target = engine(local(), [], model=Failing(VOCABULARY, SLOTS, SLOTS))
+        target = engine(local(), model=Failing(VOCABULARY, SLOTS, SLOTS))
         with pytest.raises(RuntimeError, match="the device is gone"):
             served(target, submission("a", 30), submission("b", 30))
         target.abandon()
@@ -277,7 +276,7 @@ class TestEnds:
         assert answer.speculation.accepted_tokens > 0
 
     def test_a_request_id_may_come_again_once_it_is_over(self) -> None:
-        target = engine(NoDrafting(), [])
+        target = engine(NoDrafting())
         first = served(target, submission("a", 5))["a"]
         assert served(target, submission("a", 5))["a"].tokens == first.tokens
         target.submit(submission("a", 5))

@@ -1,122 +1,124 @@
 """The draft worker's loop: many links, one speculator, one thread."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from queue import SimpleQueue
 
 import pytest
 
-from paceline.speculators.base import Commit
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Link
-from paceline.telemetry.round import RoundStats
+from paceline.compute.pipe import Pipe
+from paceline.speculators.base import Commit, Speculator
+from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Round, Said, Told
+from tests.pipes import pipes
 from tests.workers import Counting, opening
 
 WAIT_S = 20.0
 
 
 class Peer:
-    """A link, and everything that was delivered on it."""
+    """The links' end of the pipe, and what came through it."""
 
-    def __init__(self, loop: GrowingLoop) -> None:
-        self._delivered: SimpleQueue[Grown] = SimpleQueue()
-        self.link: Link = loop.attach(self._delivered.put)
+    def __init__(self, pipe: Pipe) -> None:
+        self._pipe = pipe
+        self.rounds: list[Round] = []
+        self._heard: dict[int, list[Grown]] = {}
+        pipe.deliver(Round, self._take)
 
-    def heard_nothing(self) -> bool:
-        return self._delivered.empty()
+    def say(self, link: int, *said: Said) -> None:
+        self._pipe.send(Told(link, said))
 
-    def next(self) -> Grown:
-        return self._delivered.get(timeout=WAIT_S)
+    def leave(self, link: int) -> None:
+        self._pipe.send(Left(link))
 
-    def tokens(self, request_id: int, count: int) -> list[int]:
+    def heard(self, link: int) -> Sequence[Grown]:
+        return self._heard.get(link, [])
+
+    def next(self, link: int) -> Grown:
+        while not self.heard(link):
+            count = len(self.rounds)
+            self._pipe.receive(WAIT_S)
+            assert len(self.rounds) > count, "nothing came"
+        return self._heard[link].pop(0)
+
+    def tokens(self, link: int, request_id: int, count: int) -> list[int]:
         """The first `count` tokens guessed for a request."""
         tokens: list[int] = []
         while len(tokens) < count:
-            tokens += [token for key, growth in self.next().growths if key == request_id for token in growth.tokens]
+            tokens += [t for key, growth in self.next(link).growths if key == request_id for t in growth.tokens]
         return tokens
+
+    def _take(self, this: Round) -> None:
+        self.rounds.append(this)
+        for link, grown in this.grown:
+            self._heard.setdefault(link, []).append(grown)
 
 
 @contextmanager
-def running(loop: GrowingLoop) -> Iterator[Future[None]]:
-    with ThreadPoolExecutor(1) as threads:
-        future = threads.submit(loop.run)
+def growing(speculator: Speculator, *first: Told | Left) -> Iterator[tuple[Peer, Future[None]]]:
+    """A loop that finds `first` in its pipe when it starts."""
+    with ThreadPoolExecutor(1) as threads, pipes() as (ours, theirs):
+        for message in first:
+            ours.send(message)
+        future = threads.submit(GrowingLoop(speculator, theirs).run)
         try:
-            yield future
+            yield Peer(ours), future
         finally:
-            loop.stop()
+            ours.close()
 
 
 def test_links_choose_ids_freely() -> None:
-    loop = GrowingLoop(Counting())
-    here, there = Peer(loop), Peer(loop)
-    here.link.say([opening(1, tokens=[10])])
-    there.link.say([opening(1, tokens=[20])])
-    with running(loop):
-        assert here.tokens(1, 3) == [11, 12, 13]
-        assert there.tokens(1, 3) == [21, 22, 23]
+    with growing(Counting()) as (peer, _):
+        peer.say(1, opening(1, tokens=[10]))
+        peer.say(2, opening(1, tokens=[20]))
+        assert peer.tokens(1, 1, 3) == [11, 12, 13]
+        assert peer.tokens(2, 1, 3) == [21, 22, 23]
 
 
 def test_what_was_said_is_applied_before_growing_and_counted() -> None:
-    loop = GrowingLoop(Counting())
-    peer = Peer(loop)
-    peer.link.say([opening(1, tokens=[10])])
-    peer.link.say([Commit(1, 0, [50], 0)])
-    with running(loop):
-        grown = peer.next()
+    said = Told(1, [opening(1, tokens=[10])]), Told(1, [Commit(1, 0, [50], 0)])
+    with growing(Counting(), *said) as (peer, _):
+        grown = peer.next(1)
         assert grown.applied == 2
         assert grown.growths[0][1].tokens == [51]
         assert grown.growths[0][1].base_position == 1
 
 
 def test_applying_is_told_even_if_nothing_grew() -> None:
-    loop = GrowingLoop(Counting())
-    peer = Peer(loop)
-    with running(loop):
-        peer.link.say([Close(99)])
-        assert peer.next().applied == 1
-        peer.link.say([Commit(99, 0, [1], 0)])
-        grown = peer.next()
+    with growing(Counting()) as (peer, _):
+        peer.say(1, Close(99))
+        assert peer.next(1).applied == 1
+        peer.say(1, Commit(99, 0, [1], 0))
+        grown = peer.next(1)
         assert (grown.applied, grown.growths, grown.dropped) == (2, [], {})
 
 
 def test_a_request_that_cannot_be_drafted_is_dropped_alone() -> None:
-    loop = GrowingLoop(Counting(longest=2))
-    peer = Peer(loop)
-    peer.link.say([opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5]), Commit(1, 2, [4], 0)])
-    with running(loop):
-        grown = peer.next()
+    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5]), Commit(1, 2, [4], 0)])
+    with growing(Counting(longest=2), said) as (peer, _):
+        grown = peer.next(1)
         assert grown.dropped == {1: "longer than 2"}
         assert [key for key, _ in grown.growths] == [2]
 
 
 def test_a_commit_at_the_wrong_place_drops_the_request() -> None:
-    loop = GrowingLoop(Counting())
-    peer = Peer(loop)
-    peer.link.say([opening(1, tokens=[1, 2, 3]), Commit(1, 7, [4], 0)])
-    with running(loop):
-        assert peer.next().dropped == {1: "the root is at 2, the commit at 7"}
+    with growing(Counting(), Told(1, [opening(1, tokens=[1, 2, 3]), Commit(1, 7, [4], 0)])) as (peer, _):
+        assert peer.next(1).dropped == {1: "the root is at 2, the commit at 7"}
 
 
 def test_a_link_that_leaves_takes_its_requests_along() -> None:
-    loop = GrowingLoop(Counting())
-    leaving, staying = Peer(loop), Peer(loop)
-    leaving.link.say([opening(1, tokens=[10], max_depth=2**30)])
-    leaving.link.leave()
-    staying.link.say([opening(1, tokens=[20])])
-    with running(loop):
-        assert staying.tokens(1, 3) == [21, 22, 23]
-    assert leaving.heard_nothing()
+    endless = Told(1, [opening(1, tokens=[10], max_depth=2**30)])
+    with growing(Counting(), endless, Left(1), Told(2, [opening(1, tokens=[20])])) as (peer, _):
+        assert peer.tokens(2, 1, 3) == [21, 22, 23]
+        assert peer.heard(1) == []
 
 
-def test_every_round_is_observed() -> None:
-    rounds: SimpleQueue[RoundStats] = SimpleQueue()
-    loop = GrowingLoop(Counting(longest=2), rounds.put)
-    peer = Peer(loop)
-    peer.link.say([opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5])])
-    with running(loop):
-        first = rounds.get(timeout=WAIT_S)
-    assert (first.nodes, first.dropped) == (1, 1)
-    assert first.round_s > 0
+def test_every_round_is_told() -> None:
+    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5])])
+    with growing(Counting(longest=2), said) as (peer, _):
+        peer.next(1)
+        stats = peer.rounds[0].stats
+    assert (stats.nodes, stats.dropped) == (1, 1)
+    assert stats.round_s > 0
 
 
 def test_a_bug_in_the_speculator_ends_the_loop() -> None:
@@ -124,8 +126,14 @@ def test_a_bug_in_the_speculator_ends_the_loop() -> None:
         def grow(self) -> dict[int, object]:  # type: ignore[override]
             raise ZeroDivisionError
 
-    loop = GrowingLoop(Broken())
-    peer = Peer(loop)
-    peer.link.say([opening(1)])
-    with running(loop) as ended, pytest.raises(ZeroDivisionError):
-        ended.result(timeout=WAIT_S)
+    with growing(Broken()) as (peer, ended):
+        peer.say(1, opening(1))
+        with pytest.raises(ZeroDivisionError):
+            ended.result(timeout=WAIT_S)
+
+
+def test_it_ends_when_nobody_is_left_to_hear_it() -> None:
+    with growing(Counting()) as (peer, ended):
+        peer.say(1, opening(1, max_depth=2**30))
+        peer.next(1)
+    ended.result(timeout=WAIT_S)

@@ -1,0 +1,94 @@
+"""The pipe between a service and its compute."""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from paceline.compute.pipe import PipeClosedError, Unpacker, pack
+from paceline.compute.process import CannotComputeError, ComputeError, compute_process
+from tests.pipes import joined, pipes
+
+
+@dataclass(frozen=True)
+class Note:
+    text: str
+
+
+def test_messages_come_whole_however_their_bytes_do() -> None:
+    messages = [Note("a"), Note("b" * 100_000), Note("")]
+    stream = b"".join(map(pack, messages))
+    for step in (1, 7, 4096, len(stream)):
+        unpacker = Unpacker()
+        got = [m for i in range(0, len(stream), step) for m in unpacker.feed(stream[i : i + step])]
+        assert got == messages
+
+
+def test_each_kind_goes_to_who_asked_for_it() -> None:
+    with pipes() as (here, there):
+        notes: list[Note] = []
+        numbers: list[int] = []
+        there.deliver(Note, notes.append)
+        there.deliver(int, numbers.append)
+        for message in (1, Note("x"), 2):
+            here.send(message)
+        there.receive(1.0)
+        assert (notes, numbers) == ([Note("x")], [1, 2])
+
+
+def test_receiving_waits_no_longer_than_it_is_told() -> None:
+    with pipes() as (here, there):
+        there.receive(0.0)
+        there.receive(0.01)
+        here.send(Note("x"))
+        assert there.first(Note) == Note("x")
+
+
+def test_both_ends_notice_the_end() -> None:
+    with pipes() as (here, there):
+        there.close()
+        with pytest.raises(PipeClosedError):
+            here.receive(None)
+        with pytest.raises(PipeClosedError):
+            here.send(Note("x"))
+
+
+async def test_the_event_loop_never_waits_for_a_slow_reader() -> None:
+    """Far more than a socket holds is sent before anybody reads; it all arrives, in order."""
+    async with joined() as (connection, pipe):
+        for i in range(64):
+            connection.send(Note(str(i) * 100_000))
+        got: list[Note] = []
+        pipe.deliver(Note, got.append)
+        deadline = time.monotonic() + 20
+        while len(got) < 64 and time.monotonic() < deadline:
+            await asyncio.to_thread(pipe.receive, 0.05)
+        assert [note.text[:2] for note in got] == [(str(i) * 2)[:2] for i in range(64)]
+
+
+async def test_what_is_sent_to_nobody_is_forgotten() -> None:
+    async with joined() as (connection, pipe):
+        pipe.close()
+        for _ in range(3):
+            connection.send(Note("x"))
+            await asyncio.sleep(0.01)
+
+
+async def test_a_process_that_cannot_begin_says_why() -> None:
+    async with compute_process("tests.begins", "no") as compute:
+        with pytest.raises(CannotComputeError, match="it said no"):
+            await compute.ready()
+
+
+async def test_a_process_that_ends_before_it_is_ready() -> None:
+    async with compute_process("tests.begins", "die") as compute:
+        with pytest.raises(ComputeError, match="exit code 3"):
+            await compute.ready()
+
+
+async def test_a_process_lives_as_long_as_it_is_needed() -> None:
+    async with compute_process("tests.begins", "yes") as compute:
+        assert await compute.ready() == "about it"
+        assert not compute.ended.done()
+    assert compute.process.returncode == 0
