@@ -18,7 +18,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ValidationError
 
-from paceline.compute.process import CannotComputeError
+from paceline.compute.process import CannotComputeError, Compute
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
 from paceline.state import StateError
@@ -35,6 +35,10 @@ Settings = TypeVar("Settings", bound=BaseModel)
 
 class StartError(Exception):
     """The service cannot start; the text says what to do."""
+
+
+class StoppedError(Exception):
+    """The service was asked to stop before it had begun."""
 
 
 def parser(kind: str, description: str) -> argparse.ArgumentParser:
@@ -71,6 +75,8 @@ def run(serve: Callable[[asyncio.Event], Awaitable[None]]) -> int:
     """
     try:
         asyncio.run(_until_signal(serve))
+    except StoppedError:
+        return 0
     except (StartError, StateError, PortError, ModelNotFoundError, CannotComputeError) as error:
         log.critical("%s", error)
         return COULD_NOT_START
@@ -86,6 +92,19 @@ async def _until_signal(serve: Callable[[asyncio.Event], Awaitable[None]]) -> No
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     await serve(stop)
+
+
+async def begun(compute: Compute, stop: asyncio.Event) -> object:
+    """What the service's compute says of itself, once it is ready. Raises `StoppedError`, and what `ready` raises."""
+    ready, stopped = asyncio.ensure_future(compute.ready()), asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait((ready, stopped), return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            raise StoppedError
+        return ready.result()
+    finally:
+        ready.cancel()
+        stopped.cancel()
 
 
 async def either(stop: asyncio.Event, work: asyncio.Future[None]) -> None:

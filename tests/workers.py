@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -114,6 +116,13 @@ class Witness(Counting):
 def witness(speculation: SpeculativeConfig, engine: EngineConfig) -> Witness:
     """The factory for method `custom`."""
     return Witness()
+
+
+def slow(speculation: SpeculativeConfig, engine: EngineConfig) -> Witness:
+    """A factory that gets nowhere."""
+    print("loading for ever", file=sys.stderr, flush=True)
+    time.sleep(3600)
+    raise AssertionError
 
 
 def opening(request_id: int, *, tokens: list[int] | None = None, max_depth: int = 3) -> Opening:

@@ -117,6 +117,8 @@ async def compute_process(module: str, begin: object) -> AsyncIterator[Compute]:
         yield Compute(connection, process, ended, first)
     finally:
         connection.close()
+        if not first.done():
+            process.kill()  # it is loading, and would not look up until it is done
         await _gone(process)
         await asyncio.wait([ended])
         ended.exception()  # it was asked to go; whoever wanted to know more has looked

@@ -25,7 +25,7 @@ from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.server import Server
 from services.draft.servicer import DraftServicer
-from services.process import either, exported, parser, run
+from services.process import begun, either, exported, parser, run
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
@@ -47,7 +47,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         compute = await stack.enter_async_context(compute_process("services.draft.compute", options))
         store = await stack.enter_async_context(open_store(options.redis_url))
-        facts = await compute.ready()
+        facts = await begun(compute, stop)
         assert isinstance(facts, SpeculatorFacts)
         metrics = CollectorRegistry()
         series = DraftMetrics(metrics, facts.method)

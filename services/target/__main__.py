@@ -27,7 +27,7 @@ from paceline.wire.draft_link import Terms
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.server import Server
 from paceline.wire.sessions import Reach, Say
-from services.process import either, exported, parser, run
+from services.process import begun, either, exported, parser, run
 from services.target.bookkeeping import Bookkeeping
 from services.target.drafts import reached
 from services.target.servicer import TargetServicer
@@ -56,7 +56,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     async with AsyncExitStack() as stack:
         compute = await stack.enter_async_context(compute_process("services.target.compute", options))
         store = await stack.enter_async_context(open_store(options.redis_url))
-        facts = await compute.ready()
+        facts = await begun(compute, stop)
         assert isinstance(facts, ModelFacts)
         description = describe(facts, options)
         servicer = await assemble(facts, description, options, store, compute, stack)

@@ -202,6 +202,20 @@ async def test_a_target_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) 
     assert len(os.sched_getaffinity(0)) == len(cores.available()), "the process that speaks is not"
 
 
+async def test_sigterm_while_the_model_loads() -> None:
+    """Whoever changes their mind does not have to wait for a model that nobody wants."""
+    slow = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.slow"}')
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.draft", *slow), stderr=asyncio.subprocess.PIPE
+    )
+    assert process.stderr is not None
+    async with asyncio.timeout(20):
+        assert b"loading for ever" in await process.stderr.readline()
+        process.terminate()
+        assert await process.wait() == 0
+        assert b"Traceback" not in await process.stderr.read()
+
+
 @pytest.mark.parametrize("service", MAINS)
 async def test_compute_does_not_outlive_its_service(service: str) -> None:
     """Killed, the service can tell nobody; its compute notices by itself."""
