@@ -193,7 +193,9 @@ class EngineConfig(Settings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
     device: str = "cpu"
     threads: int = Field(1, ge=1, description="CPU threads for the model")
-    cpus: tuple[NonNegativeInt, ...] = Field((), description="CPU cores to which a target is bound; empty: any")
+    cpus: tuple[NonNegativeInt, ...] | None = Field(
+        None, description="CPU cores to which a target is bound; empty: any; None: as whoever starts it thinks best"
+    )
     slots: int = Field(16384, ge=256, description="positions the KV cache holds, over all requests")
     max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output; None: the model's own")
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")

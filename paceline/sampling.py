@@ -145,16 +145,17 @@ def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
     A barred or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is
     finest where the draw is decided; at T = 0 it holds the logits after step 3.
     """
-    scores_RV = logits_RV.to(torch.float32, copy=True)
-    for i, row in enumerate(rows):
-        if row.history.rules:
-            scores_RV[i] = row.history.apply(scores_RV[i], row.path)
-    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
-    if noisy and len(noisy) == len(rows):
-        return _perturbed(scores_RV, rows)
-    if noisy:
-        scores_RV[noisy] = _perturbed(scores_RV[noisy], [rows[i] for i in noisy])
-    return scores_RV
+    return _scored(_ruled(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device))
+
+
+def shortlist(logits_RV: Tensor, rows: Sequence[Row], count: int) -> tuple[Tensor, Tensor]:
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K].
+
+    For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
+    sees nothing but the list.
+    """
+    logits_RK, tokens_RK = _ruled(logits_RV, rows).topk(min(count, logits_RV.shape[-1]))
+    return tokens_RK, _scored(logits_RK, rows, tokens_RK)
 
 
 def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
@@ -220,14 +221,33 @@ def _splitmix64(state: int) -> int:
     return z ^ (z >> 31)
 
 
-def _perturbed(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+def _ruled(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Steps 1 to 3: a new float32 tensor."""
+    logits_RV = logits_RV.to(torch.float32, copy=True)
+    for i, row in enumerate(rows):
+        if row.history.rules:
+            logits_RV[i] = row.history.apply(logits_RV[i], row.path)
+    return logits_RV
+
+
+def _scored(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
+    """Steps 4 to 6, in place. `tokens`: the ids that the columns stand for, [V] for all rows or [R, V]."""
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if noisy and len(noisy) == len(rows):
+        return _perturbed(logits_RV, rows, tokens)
+    if noisy:
+        these = tokens if tokens.dim() == 1 else tokens[noisy]
+        logits_RV[noisy] = _perturbed(logits_RV[noisy], [rows[i] for i in noisy], these)
+    return logits_RV
+
+
+def _perturbed(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
     """Steps 4 to 6 for rows with a temperature above 0. Overwrites and returns `logits_RV`."""
     temperatures = [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
     logits_RV -= logits_RV.amax(-1, keepdim=True)
     logits_RV /= torch.tensor(temperatures, device=logits_RV.device)[:, None]
     _filter(logits_RV, rows)
-    tokens_V = torch.arange(logits_RV.shape[-1], device=logits_RV.device)
-    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens_V)
+    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens)
     return logits_RV.add_(gumbel(bits_RV))
 
 

@@ -94,7 +94,7 @@ class Committed:
 
 
 class TokenTree:
-    """A replica of one request's tree. Not thread-safe; its owner's thread alone touches it."""
+    """A replica of one request's tree. Not thread-safe."""
 
     def __init__(self, position: int, token: int, weigh: Callable[[float], float] = float) -> None:
         """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.

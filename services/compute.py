@@ -13,7 +13,9 @@ import torch
 
 from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.compute.process import CannotBegin
+from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
+from paceline.speculators import Speculator, build
 from paceline.telemetry import logs
 from services.process import FAILED, StartError
 
@@ -26,7 +28,8 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
     `serve` gets the service's own command line. It is to send `Ready` when it can begin, and to return when the pipe
     closes; it may raise `PipeClosedError`, and until it is ready whatever says why it cannot begin.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process at the other end says when it is over
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the process at the other end says when it is over
     with socket.socket(fileno=int(sys.argv[1])) as end:
         pipe = Pipe(end)
         try:
@@ -43,3 +46,11 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
             log.critical("the compute of the service failed", exc_info=True)
             return FAILED
         return 0
+
+
+def build_speculator(speculation: SpeculativeConfig, config: EngineConfig) -> Speculator:
+    """Raises `StartError` with what to do."""
+    try:
+        return build(speculation, config)
+    except (ValueError, OSError) as error:
+        raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error

@@ -6,6 +6,7 @@ from contextlib import suppress
 
 from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.compute.process import CannotBegin, Ready
+from tests.pipes import Note
 
 if __name__ == "__main__":
     pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
@@ -16,5 +17,7 @@ if __name__ == "__main__":
             sys.exit(3)
         case "yes":
             pipe.send(Ready("about it"))
+            pipe.deliver(Note, pipe.send)
             with suppress(PipeClosedError):
-                pipe.receive(None)
+                while True:
+                    pipe.receive(None)

@@ -6,9 +6,17 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Connection
+
+
+@dataclass(frozen=True)
+class Note:
+    """A message."""
+
+    text: str
 
 
 @contextmanager

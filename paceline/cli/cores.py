@@ -25,12 +25,13 @@ def share_out(cores: Sequence[int], targets: int, threads: int) -> list[tuple[in
 
 @contextmanager
 def kept_free(taken: Sequence[int]) -> Iterator[None]:
-    """Keep this thread, and every process that it starts, off these cores."""
+    """Keep this thread, and every process that it starts, off these cores, if there are others."""
     before = available()
-    if not taken:
+    left = set(before) - set(taken)
+    if not left or not taken:
         yield
         return
-    os.sched_setaffinity(0, set(before) - set(taken))
+    os.sched_setaffinity(0, left)
     try:
         yield
     finally:

@@ -78,8 +78,11 @@ class Deployment:
         return _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
     def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> Program:
-        # The target's limit and cores; a draft stops where its own model does, and computes where there is room.
+        # The limit is the target's; a draft stops where its own model does. And it computes where there is room.
         changes: dict[str, object] = {"max_model_len": None, "cpus": ()}
+        if self.taken_cores:
+            left = len(set(cores.available()) - set(self.taken_cores))
+            changes["threads"] = max(1, min(self.engine.threads, left))
         if devices := self.speculation.draft_devices:
             changes["device"] = devices[index % len(devices)]
         engine = self.engine.model_copy(update=changes)
@@ -155,8 +158,8 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
 def _cores(wish: Wish) -> list[tuple[int, ...]]:
     """Each target's, as far as they are not the user's to choose."""
     engine = wish.engine
-    if engine.cpus or engine.device != "cpu":
-        return [engine.cpus] * wish.target_workers
+    if engine.cpus is not None or engine.device != "cpu":
+        return [engine.cpus or ()] * wish.target_workers
     return cores.share_out(cores.available(), wish.target_workers, engine.threads)
 
 

@@ -66,8 +66,6 @@ class Pipe(Sorter):
     def __init__(self, end: socket.socket) -> None:
         super().__init__()
         self._end = end
-        self._poll = select.poll()
-        self._poll.register(end, select.POLLIN)
         self._unpacker = Unpacker()
 
     def close(self) -> None:
@@ -93,7 +91,7 @@ class Pipe(Sorter):
 
         Raises `PipeClosedError`.
         """
-        while self._poll.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1e3):
+        while self._readable(timeout_s):
             try:
                 data = self._end.recv(_CHUNK)
             except OSError as error:
@@ -103,3 +101,7 @@ class Pipe(Sorter):
             for message in self._unpacker.feed(data):
                 self.take(message)
             timeout_s = 0.0
+
+    def _readable(self, timeout_s: float | None) -> bool:
+        # Not poll or epoll, which wait in whole milliseconds: patience is often shorter.
+        return bool(select.select([self._end], [], [], None if timeout_s is None else max(timeout_s, 0.0))[0])

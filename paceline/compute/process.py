@@ -14,7 +14,7 @@ from paceline.compute.pipe import Sorter, Unpacker, pack
 
 log = logging.getLogger(__name__)
 
-LEAVE_S = 5.0
+LEAVE_S = 3.0
 """How long the process may take to notice that nobody needs it any more."""
 
 
@@ -45,8 +45,11 @@ class Connection(Sorter, asyncio.Protocol):
 
     def __init__(self) -> None:
         super().__init__()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the pipe is closed; with the exception if that is because a message could not be handled here."""
         self._unpacker = Unpacker()
         self._transport: asyncio.Transport | None = None
+        self._failure: Exception | None = None
 
     @classmethod
     async def over(cls, end: socket.socket) -> Connection:
@@ -59,19 +62,28 @@ class Connection(Sorter, asyncio.Protocol):
             self._transport.write(pack(message))
 
     def close(self) -> None:
+        """What was not sent yet never will be."""
         if self._transport is not None:
-            self._transport.close()
+            self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        for message in self._unpacker.feed(data):
-            self.take(message)
+        try:
+            for message in self._unpacker.feed(data):
+                self.take(message)
+        except Exception as error:  # noqa: BLE001 - whoever waits for `lost` gets it
+            self._failure = error
+            self.close()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None
+        if self._failure is not None:
+            self.lost.set_exception(self._failure)
+        else:
+            self.lost.set_result(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +93,7 @@ class Compute:
     connection: Connection
     process: asyncio.subprocess.Process
     ended: asyncio.Future[None]
-    """Done when the process is, with `ComputeError` unless it was asked to leave."""
+    """Done when the process is, or cannot be talked to; with what is known of the reason."""
     _first: asyncio.Future[Ready | CannotBegin]
 
     async def ready(self) -> object:
@@ -103,36 +115,40 @@ async def compute_process(module: str, begin: object) -> AsyncIterator[Compute]:
     It is to end when the pipe closes.
     """
     ours, theirs = socket.socketpair()
+    connection = await Connection.over(ours)
     with theirs:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, str(theirs.fileno())), pass_fds=[theirs.fileno()]
         )
-    connection = await Connection.over(ours)
     first: asyncio.Future[Ready | CannotBegin] = asyncio.get_running_loop().create_future()
     connection.deliver(Ready, first.set_result)
     connection.deliver(CannotBegin, first.set_result)
     connection.send(begin)
-    ended = asyncio.create_task(_end_of(process), name=f"end of {module}")
+    ended = asyncio.create_task(_end_of(process, connection), name=f"end of {module}")
     try:
         yield Compute(connection, process, ended, first)
     finally:
         connection.close()
         if not first.done():
-            process.kill()  # it is loading, and would not look up until it is done
-        await _gone(process)
+            _kill(process)  # it is loading, and would not look up until it is done
         await asyncio.wait([ended])
         ended.exception()  # it was asked to go; whoever wanted to know more has looked
 
 
-async def _end_of(process: asyncio.subprocess.Process) -> None:
-    code = await process.wait()
+async def _end_of(process: asyncio.subprocess.Process, connection: Connection) -> None:
+    """Whichever goes first, process or pipe, takes the other along. Raises the reason."""
+    gone = asyncio.ensure_future(process.wait())
+    await asyncio.wait((gone, connection.lost), return_when=asyncio.FIRST_COMPLETED)
+    connection.close()
+    await asyncio.wait([gone], timeout=LEAVE_S)
+    if not gone.done():
+        log.warning("process %d does not end by itself and is killed", process.pid)
+        _kill(process)
+    code = await gone
+    await connection.lost
     raise ComputeError(f"the process that computes ended with exit code {code}")
 
 
-async def _gone(process: asyncio.subprocess.Process) -> None:
-    try:
-        await asyncio.wait_for(process.wait(), LEAVE_S)
-    except TimeoutError:
-        log.warning("process %d does not end by itself and is killed", process.pid)
+def _kill(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
         process.kill()
-        await process.wait()

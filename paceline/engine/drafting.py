@@ -1,6 +1,6 @@
 """The engine's view of whoever grows trees: a speculator in this process, a pool of draft workers, or nobody.
 
-Called from the engine's thread only. Nothing here blocks, except `poll` for as long as it is told to.
+Nothing here blocks, except `poll` for as long as it is told to.
 """
 
 from __future__ import annotations

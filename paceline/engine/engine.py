@@ -2,7 +2,7 @@
 
     step:  growth from drafts → rows → forward pass → draws → tokens → deltas, and news for the drafts
 
-Plain decoding is this loop with no guesses. `step` runs on one thread; `paceline.engine.loop` gives it one.
+Plain decoding is this loop with no guesses. `paceline.engine.loop` calls `step` while there is work.
 """
 
 from __future__ import annotations

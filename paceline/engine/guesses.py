@@ -16,7 +16,7 @@ RETRY_DRAFT_S = 0.5
 
 
 class Guesses:
-    """Belongs to one engine, and like it to one thread."""
+    """Belongs to one engine."""
 
     def __init__(self, drafting: Drafting, strategy: str, cost: RowCost, vocabulary_size: int) -> None:
         """`strategy`: by its name. `cost`: of the target's passes."""

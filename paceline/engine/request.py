@@ -29,7 +29,7 @@ class Clock:
 
 
 class Request:
-    """State of one submission. The engine's thread alone touches it."""
+    """State of one submission."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ import torch
 
 from paceline.model.model import Model
 from paceline.model.rows import GROUP, Lane, Row
-from paceline.sampling import History, scores
+from paceline.sampling import History, shortlist
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, DraftError, Opening, Speculator
 from paceline.tree import Growth, Node, TokenTree
@@ -32,6 +32,8 @@ from paceline.verify import STRATEGIES
 
 PREFILL_ROWS = 256
 """Context tokens computed per round."""
+LISTED = 64
+"""Tokens per node among which the target's draw is looked for."""
 LEAST_PATH_PROBABILITY = 0.02
 """A node less likely than this is not worth expanding."""
 
@@ -213,10 +215,11 @@ class DraftModel(Speculator):
             this.expand_last(draft, node)
 
     def _add_children(self, expanded: Sequence[tuple[_Draft, Node]], logits: torch.Tensor) -> dict[int, Growth]:
-        law = torch.log_softmax(scores(logits, [_draw_row(draft, node) for draft, node in expanded]), -1)
-        best = law.topk(self._width)
+        listed, scores = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED)
+        best = torch.log_softmax(scores, -1).topk(self._width)
+        chosen = listed.gather(-1, best.indices).tolist()
         new: dict[int, list[Node]] = {}
-        for (draft, node), tokens, log_probs in zip(expanded, best.indices.tolist(), best.values.tolist(), strict=True):
+        for (draft, node), tokens, log_probs in zip(expanded, chosen, best.values.tolist(), strict=True):
             # A node whose slot was taken back is expanded again, and has its children already.
             guesses = [
                 (token, log_prob)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from paceline.state.acceptance import Acceptance, AcceptanceStore, RequestState
@@ -18,8 +17,8 @@ Snapshot = Callable[[], RequestState]
 class Recorder(Periodic):
     """Writes what it was told every `interval_s` seconds, for as long as the context lasts.
 
-    `save`, `finish` and `count` only take a note, from any thread. While Redis is away the notes wait: one per
-    request, and the sums of counts; their number is bounded.
+    `save`, `finish` and `count` only take a note. While Redis is away the notes wait: one per request, and the sums of
+    counts; their number is bounded.
     """
 
     def __init__(self, acceptance: AcceptanceStore, presence: Presence, interval_s: float) -> None:
@@ -28,23 +27,19 @@ class Recorder(Periodic):
         self._presence = presence
         self._requests: dict[str, Snapshot | None] = {}  # None: finished
         self._counts: dict[tuple[str, str], Acceptance] = {}
-        self._lock = threading.Lock()
 
     def save(self, request_id: str, snapshot: Snapshot) -> None:
-        """The request has come further. `snapshot` is called, on the event loop, when it is time to write."""
-        with self._lock:
-            self._note(request_id, snapshot)
+        """The request has come further. `snapshot` is called when it is time to write."""
+        self._note(request_id, snapshot)
 
     def finish(self, request_id: str) -> None:
         """The request has ended; its state can be forgotten."""
-        with self._lock:
-            self._note(request_id, None)
+        self._note(request_id, None)
 
     def count(self, model: str, speculator: str, counts: Acceptance) -> None:
         """Add to the totals of (model, speculator)."""
         pair = (model, speculator)
-        with self._lock:
-            self._counts[pair] = self._counts.get(pair, Acceptance()) + counts
+        self._counts[pair] = self._counts.get(pair, Acceptance()) + counts
 
     async def once(self) -> None:
         """Write now."""
@@ -62,21 +57,18 @@ class Recorder(Periodic):
             del self._requests[next(iter(self._requests))]
 
     async def _write_requests(self) -> None:
-        with self._lock:
-            notes, self._requests = self._requests, {}
+        notes, self._requests = self._requests, {}
         if not notes:
             return
         states = [snapshot() for snapshot in notes.values() if snapshot]
         finished = [request_id for request_id, snapshot in notes.items() if not snapshot]
         if not await self._presence.attempt(self._acceptance.save_requests(states, finished)):
-            with self._lock:
-                newer, self._requests = self._requests, notes
-                for request_id, snapshot in newer.items():
-                    self._note(request_id, snapshot)
+            newer, self._requests = self._requests, notes
+            for request_id, snapshot in newer.items():
+                self._note(request_id, snapshot)
 
     async def _write_counts(self) -> None:
-        with self._lock:
-            sums, self._counts = self._counts, {}
+        sums, self._counts = self._counts, {}
         for (model, speculator), counts in sums.items():
             if not await self._presence.attempt(self._acceptance.record(model, speculator, counts)):
                 self.count(model, speculator, counts)

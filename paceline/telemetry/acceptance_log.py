@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,29 +39,25 @@ def acceptance_line(stats: Acceptance, tokens_per_s: float) -> str:
 
 @dataclass
 class AcceptanceLog:
-    """Adds up steps, on any thread, and logs one line per interval in which tokens were committed."""
+    """Adds up steps, and logs one line per interval in which tokens were committed."""
 
     clock: Callable[[], float] = time.monotonic
     _totals: Acceptance = field(default_factory=Acceptance)
     _tokens: int = 0
     _since: float = field(init=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self._since = self.clock()
 
     def add(self, stats: SpeculationStats, tokens: int) -> None:
         """One step verified this and committed so many tokens."""
-        counts = Acceptance.of(stats)
-        with self._lock:
-            self._totals += counts
-            self._tokens += tokens
+        self._totals += Acceptance.of(stats)
+        self._tokens += tokens
 
     def emit(self) -> None:
         """Log what came since the last time, if anything did."""
         now = self.clock()
-        with self._lock:
-            totals, tokens, seconds = self._totals, self._tokens, now - self._since
-            self._totals, self._tokens, self._since = Acceptance(), 0, now
+        totals, tokens, seconds = self._totals, self._tokens, now - self._since
+        self._totals, self._tokens, self._since = Acceptance(), 0, now
         if tokens:
             logger.info(acceptance_line(totals, tokens / seconds))

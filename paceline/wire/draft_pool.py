@@ -12,7 +12,7 @@ from paceline.wire.sessions import Reach, Say, SessionDown, SessionEvent, Sessio
 
 
 class DraftPool:
-    """Everything here belongs to the event loop. `tell` hears what happens, for `RemoteDrafting` at the engine."""
+    """Belongs to the event loop. `tell` hears what happens, for `RemoteDrafting` at the engine."""
 
     def __init__(self, terms: Terms, tell: Tell, hidden_state_layers: Sequence[int] = ()) -> None:
         """`hidden_state_layers`: what the engine is going to send. Workers that ask for others are refused."""
@@ -35,8 +35,8 @@ class DraftPool:
 
     @property
     def connected(self) -> list[str]:
-        """Addresses of the workers that are up."""
-        return [link.address for link in self._sessions.values()]
+        """Addresses of the workers that are up. Any thread."""
+        return [link.address for link in list(self._sessions.values())]
 
     def say(self, said: Say) -> None:
         """Send this on its session. If that has ended, nobody wants to hear it any more."""

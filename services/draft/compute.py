@@ -8,9 +8,9 @@ import sys
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Ready
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.speculators import Speculator, build
+from paceline.speculators import Speculator
 from paceline.speculators.growing import GrowingLoop, SpeculatorFacts
-from services.compute import run
+from services.compute import build_speculator, run
 from services.process import StartError
 
 
@@ -25,10 +25,7 @@ def load(speculation: SpeculativeConfig, engine: EngineConfig) -> Speculator:
     """Raises `StartError` with what to do."""
     if not speculation.enabled:
         raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
-    try:
-        return build(speculation, engine)
-    except (ValueError, OSError) as error:
-        raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error
+    return build_speculator(speculation, engine)
 
 
 if __name__ == "__main__":

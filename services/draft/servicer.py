@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any, TypeAlias
 
 import grpc
@@ -26,8 +27,6 @@ Send: TypeAlias = Callable[[Told | Left], None]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    """Construct it on the event loop."""
-
     def __init__(self, worker_id: str, facts: SpeculatorFacts, send: Send) -> None:
         self.description = DraftDescription(
             worker_id=worker_id,
@@ -45,12 +44,12 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def open_requests(self) -> int:
-        """Requests that targets opened here and have not closed."""
-        return sum(len(link.open_requests) for link in self._links.values())
+        """Requests that targets opened here and have not closed. Any thread."""
+        return sum(len(link.open_requests) for link in list(self._links.values()))
 
     @property
     def target_links(self) -> int:
-        """Targets connected."""
+        """Targets connected. Any thread."""
         return len(self._links)
 
     async def Describe(
@@ -67,8 +66,9 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
         link = _TargetLink(number, self._facts, self._send)
         self._links[number] = link
         try:
-            async for frame in exchange(incoming, link.take, link.outbox):
-                yield frame
+            async with aclosing(exchange(incoming, link.take, link.outbox)) as frames:
+                async for frame in frames:
+                    yield frame
         finally:
             del self._links[number]
             self._send(Left(number))
@@ -100,6 +100,8 @@ class _TargetLink:
 
     def take(self, frame: pb.DraftFrame) -> None:
         """Raises `WireError` for what this worker cannot be told."""
+        if not self._layers and _hidden_states(frame):
+            raise WireError("hidden_states: this worker asked for none")  # and loads no torch to read them
         said = decode_frame(frame)
         for each in said:
             self._check(each)
@@ -135,3 +137,7 @@ class _TargetLink:
     def _check_layers(self, layers: int) -> None:
         if layers != self._layers:
             raise WireError(f"hidden_states: {layers} layers; this worker asked for {self._layers}")
+
+
+def _hidden_states(frame: pb.DraftFrame) -> bool:
+    return bool(frame.contexts) or any(commit.HasField("hidden_states") for commit in frame.commits)

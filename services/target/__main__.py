@@ -67,7 +67,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
             log.info("target ready on %s", address)
             await either(stop, compute.ended)
             await server.drain()
-        await servicer.drain(0.0 if compute.ended.done() else options.drain_s)
+        await servicer.drain(options.drain_s, compute.ended)
         await server.stop(grace_s=1.0)
         if compute.ended.done():
             compute.ended.result()  # raises what is known of its end

@@ -18,9 +18,8 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load
 from paceline.model.probe import row_cost
-from paceline.speculators import Speculator, build
 from paceline.wire.drafting import RemoteDrafting
-from services.compute import run
+from services.compute import build_speculator, run
 from services.process import StartError
 
 log = logging.getLogger(__name__)
@@ -39,8 +38,8 @@ def bind(cpus: Sequence[int]) -> None:
     """Compute on these cores only. Without leave to do so, anywhere: it is only slower."""
     try:
         os.sched_setaffinity(0, cpus)
-    except OSError as error:
-        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error.strerror)
+    except (OSError, AttributeError) as error:  # not every system can
+        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error)
 
 
 def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
@@ -71,22 +70,15 @@ def drafting_for(model: Model, pipe: Pipe, speculation: SpeculativeConfig, confi
         return NoDrafting()
     if speculation.draft_placement == "worker":
         # Only a speculator itself knows what it asks for, and the engine must know before it starts.
-        layers = speculator(speculation, config).hidden_state_layers if speculation.method == "custom" else ()
+        layers = build_speculator(speculation, config).hidden_state_layers if speculation.method == "custom" else ()
         return RemoteDrafting(pipe, layers)
-    local = speculator(speculation, config)
+    local = build_speculator(speculation, config)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
             f"{local.model} and {model.name} have different vocabularies: "
             f"choose a draft model that shares the target's tokenizer"
         )
     return LocalDrafting(local)
-
-
-def speculator(speculation: SpeculativeConfig, config: EngineConfig) -> Speculator:
-    try:
-        return build(speculation, config)
-    except (ValueError, OSError) as error:
-        raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error
 
 
 def facts(engine: Engine) -> ModelFacts:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
 from typing import Any, Protocol, TypeAlias
@@ -49,8 +50,6 @@ class Observer(Protocol):
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    """Construct it on the event loop."""
-
     def __init__(self, description: TargetDescription, observer: Observer, decoder: Decoder) -> None:
         self.load = Load(0, 0, description.slots, 0, 0.0)
         """As of the engine's last step."""
@@ -78,8 +77,9 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._links.add(link)
         link.put(pb.DeltaFrame(load=encode_load(self.load)))
         try:
-            async for frame in exchange(incoming, lambda frame: self._take(link, frame), link.outbox):
-                yield frame
+            async with aclosing(exchange(incoming, lambda frame: self._take(link, frame), link.outbox)) as frames:
+                async for frame in frames:
+                    yield frame
         finally:
             self._links.discard(link)
             for engine_id in list(link.running):
@@ -108,15 +108,19 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             frame.load.CopyFrom(encode_load(load))
             link.put(frame)
 
-    async def drain(self, limit_s: float) -> None:
-        """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links."""
+    async def drain(self, limit_s: float, engine_ended: asyncio.Future[None]) -> None:
+        """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links.
+
+        Without its engine nothing will finish.
+        """
         self._draining = True
         for link in self._links:
             link.put(pb.DeltaFrame(draining=True))
-        try:
-            await asyncio.wait_for(self._idle.wait(), limit_s)
-        except TimeoutError:
-            log.warning("drain limit of %g s reached, %d requests are handed over", limit_s, len(self._owners))
+        idle = asyncio.ensure_future(self._idle.wait())
+        await asyncio.wait((idle, engine_ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        idle.cancel()
+        if self._owners:
+            log.warning("%d requests are handed over", len(self._owners))
         for engine_id, link in list(self._owners.items()):
             self._decoder.cancel(engine_id)
             self._forget(engine_id)

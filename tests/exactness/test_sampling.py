@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores
+from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores, shortlist
 
 VOCABULARY = 24
 
@@ -288,3 +288,27 @@ class TestLogProbs:
         (found,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
         assert found.log_prob == pytest.approx(-math.log(VOCABULARY))
         assert list(found.top) == []
+
+
+@pytest.mark.parametrize("count", [1, 5, VOCABULARY, 100])
+def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
+    """For every rule but the filters by probability mass, which see nothing but the list; greedy rows among noisy."""
+    laws = [
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=0.0, repetition_penalty=1.5),
+        SamplingParams(temperature=1.3, seed=4, min_p=0.1, top_k=4, logit_bias={7: 3.0}),
+        SamplingParams(temperature=0.5, seed=5, presence_penalty=1.0),
+    ]
+    rows = [Row(law, 9 + i, History(law, [1, 2], [3], VOCABULARY), [5]) for i, law in enumerate(laws)]
+    logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(1))
+    whole = scores(logits, rows)
+    tokens, listed = shortlist(logits, rows, count)
+    assert torch.equal(listed, whole.gather(-1, tokens))
+    assert tokens.shape[-1] == min(count, VOCABULARY)
+    if count >= VOCABULARY:
+        assert torch.equal(tokens.gather(-1, listed.argmax(-1, keepdim=True))[:, 0], draw(logits, rows))
+
+
+def test_nobody_draws_nothing() -> None:
+    assert scores(torch.zeros(0, VOCABULARY), []).shape == (0, VOCABULARY)
+    assert draw(torch.zeros(0, VOCABULARY), []).shape == (0,)

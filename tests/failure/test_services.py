@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from paceline.cli import cores
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import ComputeError
 from paceline.messages import FinishReason
@@ -157,11 +156,30 @@ async def test_an_engine_that_dies_hands_its_requests_over(caplog: pytest.LogCap
         async with linked_to(address) as link:
             deltas = link.submit(submission(max_tokens=4000))
             await anext(deltas)
-            os.kill(computing("services.target.compute"), signal.SIGKILL)
+            os.kill(compute_of("services.target"), signal.SIGKILL)
             with pytest.raises(TargetLost):
                 async for _ in deltas:
                     pass
         with pytest.raises(ComputeError, match="ended with exit code -9"):
+            await service
+
+
+async def test_an_engine_that_dies_while_it_drains(caplog: pytest.LogCaptureFixture) -> None:
+    """What still ran is handed over at once, not when the time for draining is up."""
+    stop = asyncio.Event()
+    patient = target.parse([*TABLE, "--drain-s", "3600"])
+    async with served(target.serve(patient, stop), caplog) as (service, address), linked_to(address) as link:
+        deltas = link.submit(submission(max_tokens=4000))
+        await anext(deltas)
+        engine = compute_of("services.target")
+        os.kill(engine, signal.SIGSTOP)
+        stop.set()
+        await until(lambda: link.draining)
+        os.kill(engine, signal.SIGKILL)
+        with pytest.raises(TargetLost):
+            async for _ in deltas:
+                pass
+        with pytest.raises(ComputeError):
             await service
 
 
@@ -173,7 +191,7 @@ async def test_a_speculator_that_dies_ends_its_worker(caplog: pytest.LogCaptureF
         await here.reach(address)
         here.drafting.open(opening(1), [address])
         here.drafting.flush()
-        os.kill(computing("services.draft.compute"), signal.SIGKILL)
+        os.kill(compute_of("services.draft"), signal.SIGKILL)
         assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
         with pytest.raises(ComputeError, match="ended with exit code -9"):
             await service
@@ -195,11 +213,11 @@ def test_compute_that_fails_says_why(capfd: pytest.CaptureFixture[str], monkeypa
 
 
 async def test_a_target_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
-    [core, *_] = cores.available()
-    bound = ("--engine-config", f'{{"cpus": [{core}]}}')
+    before = os.sched_getaffinity(0)
+    bound = ("--engine-config", f'{{"cpus": [{min(before)}]}}')
     async with served(target.serve(target.parse([*TABLE, *bound]), asyncio.Event()), caplog):
-        assert os.sched_getaffinity(computing("services.target.compute")) == {core}
-    assert len(os.sched_getaffinity(0)) == len(cores.available()), "the process that speaks is not"
+        assert os.sched_getaffinity(compute_of("services.target")) == {min(before)}
+        assert os.sched_getaffinity(0) == before, "the process that speaks is not"
 
 
 async def test_sigterm_while_the_model_loads() -> None:
@@ -224,7 +242,7 @@ async def test_compute_does_not_outlive_its_service(service: str) -> None:
         *(sys.executable, "-m", f"services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
     )
     await ready(process)
-    assert computing(f"services.{service}.compute", process.pid)
+    assert compute_of(f"services.{service}", process.pid)
     process.kill()
     assert process.stderr is not None
     async with asyncio.timeout(20):
@@ -253,7 +271,7 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest
         await asyncio.gather(drafting, decoding)
 
 
-def computing(module: str, parent: int | None = None) -> int:
+def compute_of(service: str, parent: int | None = None) -> int:
     """The process id of a service's compute."""
     lines = subprocess.run(
         ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent or os.getpid())],
@@ -261,7 +279,7 @@ def computing(module: str, parent: int | None = None) -> int:
         text=True,
         check=True,
     ).stdout.splitlines()
-    [line] = [line for line in lines if module in line]
+    [line] = [line for line in lines if f"{service}.compute" in line]
     return int(line.split()[0])
 
 

@@ -133,9 +133,11 @@ def test_targets_get_cores_of_their_own_if_some_are_left(
 def test_everybody_else_keeps_off_them() -> None:
     before = os.sched_getaffinity(0)
     first = min(before)
-    with kept_free([first] if len(before) > 1 else []):
+    with kept_free([first]):
         assert os.sched_getaffinity(0) == (before - {first} or before)
     assert os.sched_getaffinity(0) == before
+    with kept_free(sorted(before)):
+        assert os.sched_getaffinity(0) == before, "if nothing else is left, they are shared"
 
 
 def test_only_targets_are_bound() -> None:
@@ -144,3 +146,7 @@ def test_only_targets_are_bound() -> None:
     assert '"cpus":[1]' in " ".join(target.argv)
     assert '"cpus":[]' in " ".join(draft.argv)
     assert deployment.taken_cores == [1]
+
+
+def test_binding_can_be_switched_off() -> None:
+    assert plan(Wish("table:64", engine=EngineConfig(cpus=()))).taken_cores == []

@@ -136,7 +136,7 @@ class TestSteps:
             assert answer.accepted.count(False) == answer.speculation.steps
 
     def test_a_delta_s_counts_stay_as_they_are(self) -> None:
-        """They travel to other threads, while the engine goes on counting."""
+        """They belong to whoever got them, while the engine goes on counting."""
         target = engine(local())
         target.submit(submission("a", 9))
         [first] = target.step()

@@ -1,7 +1,7 @@
 """The draft worker's loop: many links, one speculator, one thread."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
 import pytest
@@ -64,6 +64,7 @@ def growing(speculator: Speculator, *first: Told | Left) -> Iterator[tuple[Peer,
             yield Peer(ours), future
         finally:
             ours.close()
+            wait([future], WAIT_S)
 
 
 def test_links_choose_ids_freely() -> None:

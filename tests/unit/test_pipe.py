@@ -2,18 +2,12 @@
 
 import asyncio
 import time
-from dataclasses import dataclass
 
 import pytest
 
 from paceline.compute.pipe import PipeClosedError, Unpacker, pack
 from paceline.compute.process import CannotComputeError, ComputeError, compute_process
-from tests.pipes import joined, pipes
-
-
-@dataclass(frozen=True)
-class Note:
-    text: str
+from tests.pipes import Note, joined, pipes
 
 
 def test_messages_come_whole_however_their_bytes_do() -> None:
@@ -37,7 +31,7 @@ def test_each_kind_goes_to_who_asked_for_it() -> None:
         assert (notes, numbers) == ([Note("x")], [1, 2])
 
 
-def test_receiving_waits_no_longer_than_it_is_told() -> None:
+def test_receiving_waits_as_long_as_it_is_told() -> None:
     with pipes() as (here, there):
         there.receive(0.0)
         there.receive(0.01)
@@ -70,9 +64,27 @@ async def test_the_event_loop_never_waits_for_a_slow_reader() -> None:
 async def test_what_is_sent_to_nobody_is_forgotten() -> None:
     async with joined() as (connection, pipe):
         pipe.close()
-        for _ in range(3):
-            connection.send(Note("x"))
-            await asyncio.sleep(0.01)
+        await connection.lost
+        connection.send(Note("x"))
+
+
+async def test_a_message_that_cannot_be_handled_ends_the_connection_and_says_why() -> None:
+    async with joined() as (connection, pipe):
+        connection.deliver(Note, lambda note: 1 / len(note.text))
+        pipe.send(Note(""))
+        with pytest.raises(ZeroDivisionError):
+            await connection.lost
+        with pytest.raises(PipeClosedError):
+            await asyncio.to_thread(pipe.receive, None)
+
+
+async def test_a_process_whose_message_cannot_be_handled_is_not_blamed() -> None:
+    async with compute_process("tests.begins", "yes") as compute:
+        await compute.ready()
+        compute.connection.deliver(Note, lambda note: 1 / len(note.text))
+        compute.connection.send(Note(""))
+        with pytest.raises(ZeroDivisionError):
+            await compute.ended
 
 
 async def test_a_process_that_cannot_begin_says_why() -> None:
