@@ -7,8 +7,10 @@ a draft that grows, delays every token; so each target gets cores of its own, as
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import suppress
+
+from paceline.cli.processes import PROC, tree
 
 
 def available() -> list[int]:
@@ -23,16 +25,18 @@ def share_out(cores: Sequence[int], targets: int, threads: int) -> list[tuple[in
     return [tuple(cores[i * threads : (i + 1) * threads]) for i in range(targets)]
 
 
-@contextmanager
-def kept_free(taken: Sequence[int]) -> Iterator[None]:
-    """Keep this thread, and every process that it starts, off these cores, if there are others."""
-    before = available()
-    left = set(before) - set(taken)
-    if not left or not taken:
-        yield
+def keep_free(taken: Sequence[int]) -> None:
+    """Keep this process, and all it started and will start, off these cores, if there are others.
+
+    Whoever is bound to cores already stays there: those whose cores these are.
+    """
+    everywhere = set(available())
+    left = everywhere - set(taken)
+    if not left or left == everywhere:
         return
-    os.sched_setaffinity(0, left)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
+    for process in tree(os.getpid()):
+        with suppress(OSError):  # it ended meanwhile
+            threads = [int(entry.name) for entry in (PROC / str(process) / "task").iterdir()]
+            if os.sched_getaffinity(process) == everywhere:
+                for thread in threads:
+                    os.sched_setaffinity(thread, left)

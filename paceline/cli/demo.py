@@ -28,7 +28,7 @@ from rich.rule import Rule
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
 from paceline.cli.deployment import Wish
-from paceline.cli.memory import tree_pss_mb
+from paceline.cli.processes import tree_pss_mb
 from paceline.cli.stack import ready_stack
 from paceline.cli.workloads import Workload, workloads
 

@@ -13,7 +13,7 @@ from paceline import family
 from paceline.cli import cores
 from paceline.cli.child import Program, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.models import ModelNotFoundError, resolve_model
+from paceline.models import TABLE_PREFIX, ModelNotFoundError, resolve_model
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0
@@ -125,7 +125,7 @@ def plan(wish: Wish) -> Deployment:
         port=listenable(wish.host, wish.port),
         targets=targets,
         drafts=_workers("draft", wish.draft_workers if drafts_elsewhere else 0),
-        cores=dict(zip(targets, _cores(wish), strict=True)),
+        cores=dict(zip(targets, _cores(wish, model), strict=True)),
     )
 
 
@@ -155,9 +155,11 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     return speculation.model_copy(update={"model": draft})
 
 
-def _cores(wish: Wish) -> list[tuple[int, ...]]:
-    """Each target's, as far as they are not the user's to choose."""
+def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:
+    """Each target's, as far as they are not the user's to choose. A table computes nothing worth a core."""
     engine = wish.engine
+    if engine.cpus is None and model.startswith(TABLE_PREFIX):
+        return [()] * wish.target_workers
     if engine.cpus is not None or engine.device != "cpu":
         return [engine.cpus or ()] * wish.target_workers
     return cores.share_out(cores.available(), wish.target_workers, engine.threads)

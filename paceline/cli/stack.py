@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 from rich.console import Console
 
-from paceline.cli.cores import kept_free
+from paceline.cli.cores import keep_free
 from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, Store, Watcher, open_store
@@ -45,6 +45,7 @@ class Stack:
         `missing` is told whom it still waits for, whenever that changes.
         """
         await self.supervisor.until(self._everybody(missing))
+        keep_free(self.deployment.taken_cores)  # not before: until then all have much to load
 
     async def _everybody(self, missing: Callable[[Collection[str]], None]) -> None:
         async with (
@@ -75,13 +76,12 @@ async def running(
     `redis_url` None: a Redis of our own. `say` gets what the services log, line by line. Enter it on the main
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
-    with kept_free(deployment.taken_cores):
-        async with (
-            _redis(redis_url) as url,
-            open_store(url) as store,
-            Supervisor(deployment.programs(url), say) as supervisor,
-        ):
-            yield Stack(deployment, supervisor, url, store)
+    async with (
+        _redis(redis_url) as url,
+        open_store(url) as store,
+        Supervisor(deployment.programs(url), say) as supervisor,
+    ):
+        yield Stack(deployment, supervisor, url, store)
 
 
 @asynccontextmanager

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.cli import bench_control_plane, main, memory
+from paceline.cli import bench_control_plane, main, processes
 from paceline.cli.bench_baseline import Measured
 from paceline.cli.client import Answer
 from paceline.cli.colours import ACCEPTED, BONUS, Painter, summary
@@ -133,13 +133,13 @@ def test_the_control_plane_notices_a_different_text() -> None:
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_that_of_the_whole_tree() -> None:
     hoard = "import sys; kept = b'x' * 50_000_000; print('ready', flush=True); sys.stdin.read()"
-    before = memory.tree_pss_mb()
+    before = processes.tree_pss_mb()
     with subprocess.Popen(
         [sys.executable, "-c", hoard], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        during = memory.tree_pss_mb()
+        during = processes.tree_pss_mb()
         child.communicate()
     assert before is not None
     assert during is not None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.cli.child import Program, StartError
-from paceline.cli.cores import kept_free, share_out
+from paceline.cli.cores import available, share_out
 from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.config import EngineConfig, SpeculativeConfig
 
@@ -130,17 +131,29 @@ def test_targets_get_cores_of_their_own_if_some_are_left(
     assert share_out(machine, targets, threads) == shares
 
 
+@pytest.mark.skipif(len(available()) < 2, reason="needs two cores")
 def test_everybody_else_keeps_off_them() -> None:
-    before = os.sched_getaffinity(0)
-    first = min(before)
-    with kept_free([first]):
-        assert os.sched_getaffinity(0) == (before - {first} or before)
-    assert os.sched_getaffinity(0) == before
-    with kept_free(sorted(before)):
-        assert os.sched_getaffinity(0) == before, "if nothing else is left, they are shared"
+    """In a process of its own, with one child that is bound already and one that is not."""
+    first, *left = available()
+    code = f"""
+import os, subprocess, sys
+from paceline.cli.cores import keep_free
+sleep = [sys.executable, "-c", "input()"]
+bound, free = (subprocess.Popen(sleep, stdin=subprocess.PIPE) for _ in range(2))
+os.sched_setaffinity(bound.pid, {{{first}}})
+keep_free([{first}])
+print([sorted(os.sched_getaffinity(pid)) for pid in (bound.pid, free.pid, 0)])
+keep_free({available()})
+print(sorted(os.sched_getaffinity(0)))
+for child in (bound, free):
+    child.communicate(b"\\n")
+"""
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == [str([[first], left, left]), str(left)]
 
 
 def test_only_targets_are_bound() -> None:
+    assert plan(Wish("table:64")).taken_cores == [], "a table computes nothing"
     deployment = plan(Wish("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=(1,))))
     _, [target], [draft] = deployment.programs("redis://here")
     assert '"cpus":[1]' in " ".join(target.argv)
@@ -149,4 +162,4 @@ def test_only_targets_are_bound() -> None:
 
 
 def test_binding_can_be_switched_off() -> None:
-    assert plan(Wish("table:64", engine=EngineConfig(cpus=()))).taken_cores == []
+    assert plan(Wish("pydoc", engine=EngineConfig(cpus=()))).taken_cores == []

@@ -1,4 +1,4 @@
-"""How much memory a process tree really takes."""
+"""This process and everything it started: which those are, and how much memory they really take."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def tree_pss_mb() -> float | None:
     """
     if not (PROC / "self" / "smaps_rollup").exists():
         return None
-    return sum(map(_pss_kib, _tree(os.getpid()))) * 1024 / 1e6
+    return sum(map(_pss_kib, tree(os.getpid()))) * 1024 / 1e6
 
 
-def _tree(root: int) -> Iterator[int]:
+def tree(root: int) -> Iterator[int]:
+    """A process and all its descendants."""
     children = defaultdict(list)
     for entry in PROC.glob("[0-9]*/stat"):
         with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
