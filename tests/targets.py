@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
@@ -61,6 +62,8 @@ class TargetWorker:
     engine: Engine
     notebook: Notebook
     pool: DraftPool
+    ended: asyncio.Future[None]
+    """Done when the engine is."""
 
 
 @asynccontextmanager
@@ -82,10 +85,10 @@ async def target_worker(
         server = Server("127.0.0.1", 0)
         server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         try:
-            async with computing(connection, EngineLoop(engine, pipe).run):
+            async with computing(connection, EngineLoop(engine, pipe).run) as ended:
                 await server.start()
                 try:
-                    yield TargetWorker(server.address, servicer, server, engine, notebook, pool)
+                    yield TargetWorker(server.address, servicer, server, engine, notebook, pool, ended)
                 finally:
                     await server.stop()
         finally:

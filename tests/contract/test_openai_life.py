@@ -101,7 +101,7 @@ async def test_a_draining_target_hands_its_requests_over() -> None:
         while not any(target.servicer._owners for target in stack.targets):
             await asyncio.sleep(0.01)
         busy = next(target for target in stack.targets if target.servicer._owners)
-        await busy.servicer.drain(0.0)
+        await busy.servicer.drain(0.0, asyncio.get_running_loop().create_future())
         for target in stack.targets:
             target.decoder.gate.set()
         assert await asking == expected

@@ -154,7 +154,7 @@ async def test_draining_finishes_what_runs_and_hands_over_the_rest() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         running = asyncio.create_task(collect(link, submission("running", max_tokens=1000)))
         await until(lambda: bool(worker.notebook.heard))
-        draining = asyncio.create_task(worker.servicer.drain(limit_s=60))
+        draining = asyncio.create_task(worker.servicer.drain(60, worker.ended))
         await until(lambda: link.draining)
         with pytest.raises(TargetLost, match="handed the request over"):
             await collect(link, submission("late"))
@@ -171,7 +171,7 @@ async def test_draining_has_a_limit() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         running = asyncio.create_task(collect(link, submission(max_tokens=NEVER_ENDS)))
         await until(lambda: bool(worker.notebook.heard))
-        await worker.servicer.drain(limit_s=0.0)
+        await worker.servicer.drain(0.0, worker.ended)
         with pytest.raises(TargetLost, match="handed the request over"):
             await running
         assert worker.notebook.running == {}
