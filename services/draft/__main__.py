@@ -62,6 +62,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         stack.enter_context(exported(metrics, options))
         server = Server(options.host, options.port)
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
+        stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
         record = registered_as(servicer.description, address)
         async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):

@@ -62,6 +62,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         servicer = await assemble(facts, description, options, store, compute, stack)
         server = Server(options.host, options.port)
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
+        stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
         async with store.registration(registered_as(description, address), servicer.load_by_name):
             log.info("target ready on %s", address)

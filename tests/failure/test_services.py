@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import httpx
 import pytest
 
 from paceline.compute.pipe import Pipe
@@ -255,7 +256,7 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest
     stop = asyncio.Event()
     custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.witness"}')
     async with (
-        served(draft.serve(draft.parse(custom), stop), caplog) as (drafting, draft_at),
+        served(draft.serve(draft.parse([*custom, "--metrics-port", "0"]), stop), caplog) as (drafting, draft_at),
         served(target.serve(target.parse([*TABLE, *custom]), stop), caplog) as (decoding, target_at),
         linked_to(target_at) as link,
     ):
@@ -266,7 +267,10 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest
         assert tokens == plain
         assert last.speculation is not None
         assert len(last.speculation.drafts) == 1, "a gap would have moved the request away"
-        assert last.speculation.drafted_tokens > 0, "it drafts only for requests of which it got every one"
+        [metrics] = [line.split()[-1] for line in caplog.messages if "metrics on" in line]
+        counted = (await asyncio.to_thread(httpx.get, metrics)).text
+        [nodes] = [line.split()[-1] for line in counted.splitlines() if line.startswith("paceline_draft_nodes_total")]
+        assert float(nodes) > 0, "it drafts only for requests of which it got every one"
         stop.set()
         await asyncio.gather(drafting, decoding)
 
