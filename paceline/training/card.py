@@ -80,14 +80,14 @@ language: en
 ---
 # pydoc-draft
 
-The draft of `pydoc`: {layers} layer, {parameters} parameters, the same tokenizer, distilled from the target.
+The draft of `pydoc`: {layers} layers, {parameters} parameters, the same tokenizer, distilled from the target.
 It guesses; the target decides. Embeddings and final norm started as the target's.
 
 | | |
 |---|---|
-| shape | Llama, {layers} layer, width {width}, inner width {inner}, vocabulary {vocabulary}, bfloat16 |
+| shape | Llama, {layers} layers, width {width}, inner width {inner}, vocabulary {vocabulary}, bfloat16 |
 | loss | KL from the target's law, its {kept} most probable tokens and the rest |
-| lessons | {lesson_tokens} tokens: corpus text, and the target's own, greedy and at temperature 0.8 |
+| lessons | {lesson_tokens} tokens: half training text; a quarter how the target goes on, a quarter its answers |
 | tokens seen | {tokens} in {steps} steps |
 | training time | {minutes} minutes |
 | machine | {machine}, {threads} |

@@ -1,6 +1,7 @@
 """Chats about the standard library: a question, and an answer in the manner of its docstrings."""
 
 import random
+from collections.abc import Sequence
 
 from paceline.training.docstrings import Entry, documented
 
@@ -80,6 +81,27 @@ def chats(seed: int = 0) -> list[Chat]:
     for entry in entries:
         by_module.setdefault(entry.module, []).append(entry)
     return [chat for entry in entries for chat in _entry_chats(entry, by_module[entry.module], rng)]
+
+
+def questions(count: int, seed: int) -> list[Chat]:
+    """Questions without answers, every other one about a name put together from two others.
+
+    Nothing can be known about such a name; a model has to make something up.
+    """
+    rng = random.Random(seed)
+    known = [entry.name for entry in documented() if not entry.is_method]
+    return [_question(rng.choice(known) if index % 2 else _invented(known, rng), rng) for index in range(count)]
+
+
+def _question(name: str, rng: random.Random) -> Chat:
+    asked = rng.choice((*QUESTIONS, *CALL_QUESTIONS)).format(name=name)
+    return [{"role": "user", "content": asked}]
+
+
+def _invented(known: Sequence[str], rng: random.Random) -> str:
+    """A module of one name and the last part of another: `json.heapify`."""
+    module, member = rng.choice(known).rpartition(".")[0], rng.choice(known).rpartition(".")[2]
+    return f"{module}.{member}" if module else member
 
 
 def _entry_chats(entry: Entry, neighbours: list[Entry], rng: random.Random) -> list[Chat]:

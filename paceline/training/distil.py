@@ -3,23 +3,18 @@
 The target reads each row once. Its most probable tokens are kept, and the draft passes over them many times.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from paceline.training.models import logits
-from paceline.training.tokens import Ids, Stream, windows
+from paceline.training.tokens import Stream
 
 KEPT = 32
 """Tokens kept of each law; the rest of its mass is one bucket."""
-PIECE = 256
-"""Tokens that the target writes in one go; short, because decoding slows with every token kept in the cache."""
-WRITERS = 192
-"""Pieces that it writes side by side; with many more, copying the cache costs more than they save."""
 
 
 @dataclass(frozen=True)
@@ -67,49 +62,6 @@ def ask(target: nn.Module, rows_RL: Tensor, batch: int = 4) -> Lessons:
     kept = [_most_probable(target, rows) for rows in rows_RL.split(batch)]
     tokens, log_probs = zip(*kept, strict=True)
     return Lessons(rows_RL, torch.cat(tokens), torch.cat(log_probs))
-
-
-@torch.no_grad()
-def write(target: LlamaForCausalLM, prompts_RP: Tensor, tokens: int, temperature: float, seed: int) -> Tensor:
-    """Rows of the target's own text after prompts int64 [R, P] of equal length: int64 [R, P + tokens].
-
-    Text goes on past the end of a document or a turn, as the packed training text does.
-    """
-    torch.manual_seed(seed)
-    how = GenerationConfig(
-        max_new_tokens=tokens,
-        eos_token_id=None,
-        pad_token_id=0,
-        do_sample=temperature > 0,
-        temperature=temperature or None,
-        top_k=None,
-    )
-    prompts = prompts_RP.to(target.device)
-    target.generation_config = how
-    written: Tensor = target.generate(prompts, attention_mask=torch.ones_like(prompts))
-    return written.cpu()
-
-
-def corpus_rows(documents: Sequence[Ids], count: int, length: int, seed: int) -> Tensor:
-    """A random part of the corpus: int64 [count, length]."""
-    return windows(documents, length, seed)[:count, :-1]
-
-
-def written_rows(target: LlamaForCausalLM, documents: Sequence[Ids], count: int, length: int, seed: int) -> Tensor:
-    """Rows of pieces that the target wrote, half greedily, half at temperature 0.8: int64 [count, length].
-
-    A piece begins with a quarter of corpus text.
-    """
-    if length % PIECE:
-        raise ValueError(f"rows of {length} tokens do not hold whole pieces of {PIECE}")
-    begun = windows(documents, PIECE // 4, seed)[: count * length // PIECE, :-1]
-    new = PIECE - begun.shape[1]
-    pieces = [
-        write(target, some, new, temperature, seed)
-        for part, temperature in zip(begun.tensor_split(2), (0.0, 0.8), strict=True)
-        for some in part.split(WRITERS)
-    ]
-    return torch.cat(pieces).view(count, length)
 
 
 @torch.no_grad()

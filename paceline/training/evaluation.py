@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from paceline.training.corpus import held_out_files, read_source
-from paceline.training.distil import write
 from paceline.training.models import logits
 from paceline.training.tokenizer import TURN_END
 from paceline.training.tokens import Ids, windows
+from paceline.training.writing import write
 
 Passage = tuple[Tensor, int]
 """Ids int64 [rows, length], and the first position whose next token counts."""

@@ -2,10 +2,10 @@
 
     python -m paceline.training.family all --minutes 120 --work-dir work --out paceline/family
 
-`tokenizer` trains the tokenizer and encodes the corpus; `target` trains the target; `draft` lets the target
-write and read, and trains the draft on what it said; `card` measures both and writes their cards; `export`
-writes the newest checkpoint of a target still in training. Everything can be stopped by SIGTERM and started
-again, with other threads or another budget.
+`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `target`
+deepens them and trains on; `draft` lets the target write and read, and trains the draft on what it said; `card`
+measures both and writes their cards; `export` writes the newest checkpoint of a target still in training. Everything
+can be stopped by SIGTERM and started again, with other threads or another budget.
 """
 
 import argparse
@@ -19,15 +19,17 @@ import torch
 from transformers import LlamaForCausalLM
 
 from paceline.training.card import Training, draft_card, target_card
-from paceline.training.chats import chats
+from paceline.training.chats import chats, questions
 from paceline.training.corpus import source_texts
-from paceline.training.distil import Lessons, ask, begin_draft, corpus_rows, written_rows
+from paceline.training.distil import Lessons, ask, begin_draft
 from paceline.training.evaluation import measure
 from paceline.training.models import (
+    deepened,
     draft_config,
     new_model,
     next_token_loss,
     save_model,
+    shallow_config,
     target_config,
 )
 from paceline.training.session import Stopped, read_journal, train
@@ -37,15 +39,22 @@ from paceline.training.tokens import (
     corpus_stream,
     held_out_documents,
     save_documents,
+    windows,
 )
 from paceline.training.trainer import Phase, Schedule, Trainer
 from paceline.training.workspace import Workspace
+from paceline.training.writing import PIECE, answered, continued
 
 log = logging.getLogger(__name__)
 
-TARGET_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)))
+SHALLOW_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)))
+TARGET_SCHEDULE = Schedule(
+    (Phase(0.82, 16, 256), Phase(1.0, 2, 2048)), muon_rate=0.01, adam_rate=1.5e-3, decay_from=0.1
+)
 DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
-DRAFT_SHARE = 0.1
+ANSWERED = 48
+"""About the tokens of a question and its answer."""
+SHARES = {"shallow": 0.5, "target": 0.25, "draft": 0.25}
 """Of the minutes given to `all`."""
 
 
@@ -58,8 +67,15 @@ def build_tokenizer(space: Workspace) -> None:
     save_documents(space.held_out_file, held_out_documents(tokenizer))
 
 
+def train_shallow(space: Workspace) -> None:
+    """Train the first layers until their budget is spent."""
+    trainer = _shallow_trainer(space)
+    train(trainer, space.folder / "shallow", space.held_out())
+    save_model(trainer.model, space.tokenizer(), space.shallow_folder)
+
+
 def train_target(space: Workspace) -> None:
-    """Train the target until its budget is spent, then export it."""
+    """Deepen the target and train it until its budget is spent, then export it."""
     trainer = _target_trainer(space)
     train(trainer, space.folder / "target", space.held_out())
     save_model(trainer.model, space.tokenizer(), space.target_folder)
@@ -93,20 +109,25 @@ def write_cards(space: Workspace) -> None:
 
 
 def build_all(space: Workspace) -> None:
-    """Everything in order; the minutes are shared between target and draft."""
+    """Everything in order; the minutes are shared between the trainings."""
     if not space.held_out_file.exists():
         build_tokenizer(space)
-    train_target(replace(space, minutes=space.minutes * (1 - DRAFT_SHARE)))
-    train_draft(replace(space, minutes=space.minutes * DRAFT_SHARE))
+    for model, share in SHARES.items():
+        COMMANDS[model](replace(space, minutes=space.minutes * share))
     write_cards(space)
+
+
+def _shallow_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The trainer of the first layers, where its last checkpoint left it."""
+    model, stream = new_model(shallow_config(), seed=0).to(space.device), corpus_stream(space.corpus(), seed=1)
+    trainer = Trainer(model, stream, next_token_loss, SHALLOW_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "shallow.pt")
 
 
 def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
     """The target's trainer, where its last checkpoint left it."""
-    model = new_model(target_config(), seed=0).to(space.device)
-    trainer = Trainer(
-        model, corpus_stream(space.corpus(), seed=1), next_token_loss, TARGET_SCHEDULE, 60 * space.minutes
-    )
+    model, stream = deepened(space.shallow(), target_config()).to(space.device), corpus_stream(space.corpus(), seed=6)
+    trainer = Trainer(model, stream, next_token_loss, TARGET_SCHEDULE, 60 * space.minutes)
     return _resumed(trainer, space.folder / "target.pt")
 
 
@@ -126,20 +147,25 @@ def _resumed(trainer: Trainer[LlamaForCausalLM], checkpoint: Path) -> Trainer[Ll
 
 
 def _lessons(space: Workspace) -> Lessons:
-    """The lessons in the work folder, or new ones: a quarter written by the target, the rest corpus text."""
+    """The lessons in the work folder, or new ones: half training text, the rest written by the target."""
     stored = space.lessons_file
     if not stored.exists():
-        target, documents = space.target(), space.corpus()
-        length = DRAFT_SCHEDULE.phases[0].length
-        written = written_rows(target, documents, space.lesson_rows // 4, length, seed=2)
-        log.info("the target wrote %d tokens", written.numel())
-        read = corpus_rows(documents, space.lesson_rows - len(written), length, seed=3)
-        ask(target, torch.cat([written, read])).save(stored)
+        target, read = space.target(), space.corpus()
+        quarter, length = space.lesson_rows // 4, DRAFT_SCHEDULE.phases[0].length
+        pieces = continued(target, read, quarter * length // PIECE, seed=2)
+        answers = answered(target, space.tokenizer(), questions(quarter * length // ANSWERED, seed=3), seed=3)
+        log.info("the target wrote %d pieces and %d answers", len(pieces), len(answers))
+        rows = [
+            windows(documents, length, seed=4)[: share * quarter, :-1]
+            for documents, share in ((read, 2), (pieces, 1), (answers, 1))
+        ]
+        ask(target, torch.cat(rows)).save(stored)
     return Lessons.load(stored)
 
 
 COMMANDS: dict[str, Callable[[Workspace], None]] = {
     "tokenizer": build_tokenizer,
+    "shallow": train_shallow,
     "target": train_target,
     "draft": train_draft,
     "card": write_cards,

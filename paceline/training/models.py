@@ -23,22 +23,48 @@ SHORT = 256
 
 
 def target_config(**changes: int) -> LlamaConfig:
-    """The target: 16 layers of width 256, about 10.5 million parameters."""
-    return _config(**{"num_hidden_layers": 16, "intermediate_size": 512} | changes)
+    """The target: 26 layers of width 256, about 16.4 million parameters."""
+    return _config(**{"num_hidden_layers": 26, "intermediate_size": 512} | changes)
+
+
+def shallow_config(**changes: int) -> LlamaConfig:
+    """The target as it begins: 16 of its layers, which learn faster than all of them would."""
+    return target_config(**{"num_hidden_layers": 16} | changes)
 
 
 def draft_config(**changes: int) -> LlamaConfig:
-    """The draft: one layer of the same width, about 3 million parameters, a third of them the embeddings.
+    """The draft: two layers of the same width, about 3 million parameters, a third of them the embeddings.
 
-    A layer's operators cost more than its weights do, so it may as well be a fat one.
+    One layer cannot copy what stands in the context: the second finds what followed the last time because the first
+    has marked each token with the one before it (induction heads, Olsson et al. 2022).
     """
-    return _config(**{"num_hidden_layers": 1, "intermediate_size": 2048} | changes)
+    return _config(**{"num_hidden_layers": 2, "intermediate_size": 1024} | changes)
 
 
 def new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
     """A freshly initialised model in float32, with the attention for training."""
     torch.manual_seed(seed)
     return LlamaForCausalLM._from_config(config, attn_implementation=ATTENTION, dtype=torch.float32)
+
+
+def deepened(shallow: LlamaForCausalLM, config: LlamaConfig) -> LlamaForCausalLM:
+    """A deeper model in float32 that says exactly what the shallow one says.
+
+    Copies of layers stand between the old ones, evenly spread, and their two output projections are zero, so that
+    they add nothing until they are trained (block expansion, Wu et al. 2024, "LLaMA Pro").
+    """
+    deep = new_model(config, seed=0)
+    old, count = shallow.model.layers, config.num_hidden_layers
+    with torch.no_grad():
+        deep.model.embed_tokens.weight.copy_(shallow.model.embed_tokens.weight)
+        deep.model.norm.weight.copy_(shallow.model.norm.weight)
+        for place, layer in enumerate(deep.model.layers):
+            source = place * len(old) // count
+            layer.load_state_dict(old[source].state_dict())
+            if source == (place - 1) * len(old) // count:
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+    return deep
 
 
 def load_model(folder: Path, device: str) -> LlamaForCausalLM:

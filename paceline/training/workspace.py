@@ -31,6 +31,11 @@ class Workspace:
         return self.out / "pydoc-draft"
 
     @property
+    def shallow_folder(self) -> Path:
+        """The target before it is deepened."""
+        return self.folder / "shallow"
+
+    @property
     def tokenizer_folder(self) -> Path:
         """The tokenizer, before there is a model to ship it with."""
         return self.folder / "tokenizer"
@@ -61,6 +66,10 @@ class Workspace:
     def held_out(self) -> list[Ids]:
         """The held-out documents."""
         return load_documents(self.held_out_file)
+
+    def shallow(self) -> LlamaForCausalLM:
+        """The target before it is deepened."""
+        return load_model(self.shallow_folder, self.device)
 
     def target(self) -> LlamaForCausalLM:
         """The target as it was last exported."""

@@ -21,14 +21,23 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCa
 
 from paceline import family
 from paceline.training import corpus, evaluation
-from paceline.training.chats import Chat, chats
+from paceline.training.chats import CALL_QUESTIONS, QUESTIONS, Chat, chats, questions
 from paceline.training.distil import ask
 from paceline.training.docstrings import first_paragraph
-from paceline.training.models import ATTENTION, logits, new_model, next_token_loss, target_config
+from paceline.training.models import (
+    ATTENTION,
+    deepened,
+    draft_config,
+    logits,
+    new_model,
+    next_token_loss,
+    target_config,
+)
 from paceline.training.session import Stopped, read_journal, train
 from paceline.training.tokenizer import END_OF_TEXT, SPECIAL, TURN_END
 from paceline.training.tokens import Ids, corpus_stream, encode_documents, windows
 from paceline.training.trainer import Phase, Schedule, Trainer
+from paceline.training.writing import ANSWER, answered
 
 MICRO = {
     "num_hidden_layers": 2,
@@ -227,7 +236,45 @@ def test_training_attention_is_plain_causal_attention() -> None:
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layers", [2, 3, 5])
+def test_a_deepened_model_says_what_it_said_before(layers: int) -> None:
+    shallow, deeper = target_config(**MICRO), target_config(**MICRO | {"num_hidden_layers": layers})
+    model = new_model(shallow, seed=4)
+    ids = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
+    deep = deepened(model, deeper)
+    assert len(deep.model.layers) == layers
+    torch.testing.assert_close(logits(deep, ids), logits(model, ids))
+
+
 # The draft's lessons
+
+
+def test_every_other_question_is_about_something_that_does_not_exist(conversations: list[Chat]) -> None:
+    def names(asked: str) -> set[str]:
+        return {word.strip("?.`") for word in asked.split()} - common
+
+    common = {word.strip("?.`") for asked in (*QUESTIONS, *CALL_QUESTIONS) for word in asked.split()}
+    known = {name for chat in conversations for name in names(chat[-2]["content"])}
+    invented = [not names(chat[0]["content"]) <= known for chat in questions(60, seed=0)]
+    assert sum(invented[1::2]) == 0
+    assert sum(invented[0::2]) > 20
+
+
+def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
+    model = new_model(draft_config(**MICRO | {"max_position_embeddings": 256}), seed=5)
+    model.set_attn_implementation("sdpa")
+    end_of_text, turn_end = tokenizer.convert_tokens_to_ids([END_OF_TEXT, TURN_END])
+    model.model.embed_tokens.weight.data[turn_end] *= 4  # frequent enough to end some answers early
+    asked = questions(12, seed=1)
+    documents = answered(model, tokenizer, asked, seed=0)
+    assert len(documents) == len(asked)
+    prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in asked]
+    for document in documents:
+        prompt = next(ids for ids in prompts if document[: len(ids)].tolist() == ids)
+        answer = document[len(prompt) : -1].tolist()
+        assert document[-1] == end_of_text
+        assert turn_end not in answer[:-1]
+        assert len(answer) == ANSWER or answer[-1] == turn_end
 
 
 def test_a_model_that_imitates_itself_has_nothing_to_learn() -> None:
