@@ -242,13 +242,17 @@ async def test_a_failing_speculator_ends_the_loop() -> None:
     """A bug is no `DraftError`: the worker's compute ends with it, for its process to report and be restarted."""
 
     class Broken(Counting):
+        tried = False
+
         def grow(self) -> Any:
+            self.tried = True
             raise ZeroDivisionError
 
     async def serve() -> None:
-        async with draft_worker(Broken()) as worker, target() as here:
+        broken = Broken()
+        async with draft_worker(broken) as worker, target() as here:
             await open_at(here, 1, worker.address)
-            await until(lambda: worker.servicer.open_requests == 1)
+            await until(lambda: broken.tried)
 
     with pytest.raises(ZeroDivisionError):
         await serve()
