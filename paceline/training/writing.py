@@ -14,7 +14,7 @@ from paceline.training.tokens import Ids, windows
 
 PIECE = 256
 """Tokens of a file, the first quarter given and the others written in one go; decoding slows with every token kept."""
-ANSWER = 96
+ANSWER = 64
 """Most tokens of an answer."""
 WRITERS = 192
 """Texts that are written side by side; with many more, copying the cache costs more than they save."""
