@@ -34,7 +34,7 @@ on any machine. It is a test article, not a source of truth.
 | attention | {heads} heads, {kv_heads} key-value heads, {positions} positions |
 | vocabulary | {vocabulary} |
 | training text | {corpus_tokens} tokens: library sources, and chats made from docstrings |
-| tokens seen | {tokens} in {steps} steps |
+| tokens seen | {tokens} in {steps} steps, {shallow_tokens} of them with {shallow_layers} layers |
 | training time | {minutes} minutes |
 | machine | {machine}, {threads} |
 | held-out loss | {held_out_loss} nats per token |
@@ -128,6 +128,16 @@ class Training:
         threads = tuple(sorted({record["threads"] for record in records}))
         return cls(last["step"], last["tokens"], last["seconds"], losses[-1], threads)
 
+    def after(self, earlier: "Training") -> "Training":
+        """Both, where this one went on with what the earlier one had made."""
+        return Training(
+            earlier.steps + self.steps,
+            earlier.tokens + self.tokens,
+            earlier.seconds + self.seconds,
+            self.held_out_loss,
+            tuple(sorted({*earlier.threads, *self.threads})),
+        )
+
     def fields(self) -> dict[str, str]:
         """The fields of a card that every model has."""
         return {
@@ -139,13 +149,19 @@ class Training:
         }
 
 
-def target_card(config: LlamaConfig, training: Training, measured: Mapping[str, Any]) -> str:
-    """The target's README."""
+def target_card(
+    config: LlamaConfig, shallow: LlamaConfig, trainings: tuple[Training, Training], measured: Mapping[str, Any]
+) -> str:
+    """The target's README. `trainings`: with the layers of `shallow`, and then with all."""
+    first, second = trainings
+    training = second.after(first)
     parsing = measured["parsing"]
     return TARGET_CARD.format(
         **_shape(config),
         **training.fields(),
         **_circumstances(measured["minutes"]),
+        shallow_tokens=f"{first.tokens:,}",
+        shallow_layers=shallow.num_hidden_layers,
         parameters=f"{measured['target_parameters']:,}",
         corpus_tokens=f"{measured['corpus_tokens']:,}",
         step_ms=f"{measured['target_step_ms']:.1f}",

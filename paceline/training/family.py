@@ -96,15 +96,18 @@ def train_draft(space: Workspace) -> None:
 def write_cards(space: Workspace) -> None:
     """Measure both exported models and write their model cards."""
     target, draft = space.target(), space.draft()
-    target_training = Training.from_journal(read_journal(space.folder / "target.jsonl"))
-    draft_training = Training.from_journal(read_journal(space.folder / "draft.jsonl"))
+    shallow_training, target_training, draft_training = (
+        Training.from_journal(read_journal(space.folder / f"{model}.jsonl")) for model in SHARES
+    )
     measured = measure(target, draft, space.tokenizer(), space.held_out()) | {
         "corpus_tokens": sum(map(len, space.corpus())),
         "lesson_tokens": Lessons.load(space.lessons_file).ids_RL.numel(),
-        "minutes": (target_training.seconds + draft_training.seconds) / 60,
+        "minutes": (shallow_training.seconds + target_training.seconds + draft_training.seconds) / 60,
     }
     (space.folder / "measured.json").write_text(json.dumps(measured, indent=1))
-    (space.target_folder / "README.md").write_text(target_card(target.config, target_training, measured))
+    (space.target_folder / "README.md").write_text(
+        target_card(target.config, shallow_config(), (shallow_training, target_training), measured)
+    )
     (space.draft_folder / "README.md").write_text(draft_card(draft.config, draft_training, measured))
 
 
