@@ -1,16 +1,18 @@
 """Model names: what a user may write where a model is asked for, and the place it stands for.
 
-A name is a folder in the layout that transformers writes, a member of the family that ships with the package,
-or `table:SIZE[:DISAGREEMENT]`: a model without weights over SIZE token ids, to measure everything else with.
+A name is a folder in the layout that transformers writes, a member of the family that ships with the package, or one
+of two models without weights, to measure everything else with: `table:SIZE[:DISAGREEMENT]` computes nothing, and
+`timed:KEY=VALUE,...` takes its time (`paceline.timed`).
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from paceline import family
+from paceline import family, timed
 
 TABLE_PREFIX = "table:"
+WEIGHTLESS = (TABLE_PREFIX, timed.PREFIX)
 
 
 class ModelNotFoundError(Exception):
@@ -18,9 +20,9 @@ class ModelNotFoundError(Exception):
 
 
 def resolve_model(name: str) -> str:
-    """The absolute folder of a model, or the name itself for a table model. Raises `ModelNotFoundError`."""
-    if name.startswith(TABLE_PREFIX):
-        table_size(name)
+    """The absolute folder of a model, or the name itself for one without weights. Raises `ModelNotFoundError`."""
+    if is_weightless(name):
+        numbers(name)
         return name
     folder = family.path(name) if name in family.NAMES else Path(name).expanduser().resolve()
     if not (folder / "config.json").is_file():
@@ -31,13 +33,34 @@ def resolve_model(name: str) -> str:
     return str(folder)
 
 
-def table_size(name: str) -> int | None:
-    """The vocabulary size of a table model, None for others. Raises `ModelNotFoundError` if it is no size."""
-    if not name.startswith(TABLE_PREFIX):
-        return None
-    size = name.removeprefix(TABLE_PREFIX).partition(":")[0]
-    if not size.isascii() or not size.isdigit() or int(size) < 2:
-        raise ModelNotFoundError(
-            f"{name!r} names no table model: write {TABLE_PREFIX} and a vocabulary size of 2 or more"
-        )
-    return int(size)
+def is_weightless(name: str) -> bool:
+    """Whether this names a model that has no weights, and therefore computes nothing."""
+    return name.startswith(WEIGHTLESS)
+
+
+def numbers(name: str) -> tuple[int, str] | None:
+    """Size and fingerprint of the vocabulary of a model without weights: its tokens are numbers. None for others.
+
+    Raises `ModelNotFoundError` if the name is not complete.
+    """
+    if name.startswith(TABLE_PREFIX):
+        size = name.removeprefix(TABLE_PREFIX).partition(":")[0]
+        if not size.isascii() or not size.isdigit() or int(size) < 2:
+            raise ModelNotFoundError(
+                f"{name!r} names no table model: write {TABLE_PREFIX} and a vocabulary size of 2 or more"
+            )
+        return int(size), f"{TABLE_PREFIX}{size}"
+    if name.startswith(timed.PREFIX):
+        try:
+            spec = timed.TimedModel.parse(name)
+        except ValueError as error:
+            raise ModelNotFoundError(str(error)) from error
+        return spec.vocabulary, spec.fingerprint
+    return None
+
+
+def served_name(model: str, wanted: str | None) -> str:
+    """The name that answers carry. Raises ValueError if a timed model would pass for another one."""
+    if model.startswith(timed.PREFIX) and wanted is not None and not wanted.startswith(timed.PREFIX):
+        raise ValueError(f"a timed model is served by a name that begins with {timed.PREFIX!r}, not as {wanted!r}")
+    return wanted or (model if is_weightless(model) else Path(model).name)

@@ -1,4 +1,4 @@
-"""From a checkpoint to a `Model`: any transformers causal language model, or a table (`table:4096`)."""
+"""From a checkpoint to a `Model`: any transformers causal language model, or one without weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from paceline import timed
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache, attention_interface
 from paceline.model.decoder import make_decoder
@@ -19,10 +20,13 @@ from paceline.model.model import Model, TransformersModel
 from paceline.model.probe import rows_invariant
 from paceline.model.rows import SPARE_SLOT
 from paceline.model.table import TableModel
+from paceline.model.timed import SimulatedModel
 from paceline.models import resolve_model
 from paceline.text import vocabulary_fingerprint
 
 ATTENTION = "paceline"
+LONGEST = 8192
+"""Positions of a model that could have any number of them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AttentionInterface.register(ATTENTION, attention_interface)
@@ -30,13 +34,16 @@ disable_progress_bar()  # a service says in one line that it has loaded its mode
 
 
 def load(name: str, config: EngineConfig) -> Model:
-    """Load the model called `name`: a directory, a shipped model, or `table:SIZE`.
+    """Load the model called `name`, see `paceline.models`.
 
     Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here.
     """
     folder = resolve_model(name)
     if name.startswith(TableModel.SCHEME):
         return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
+    if name.startswith(timed.PREFIX):
+        spec = timed.TimedModel.parse(name)
+        return SimulatedModel(name, spec, slots=config.slots, max_model_len=config.max_model_len or LONGEST)
     path = Path(folder)
     network = _read(path, DTYPES.get(config.dtype, "auto"))
     model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network))

@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from paceline.models import TABLE_PREFIX, ModelNotFoundError, resolve_model, table_size
+from paceline.models import ModelNotFoundError, numbers, resolve_model
 from paceline.text.chat import ChatTemplate
 from paceline.text.pieces import token_pieces
 
@@ -45,8 +45,9 @@ class Tokenizer:
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer of a model by name (see `paceline.models`). Raises `ModelNotFoundError`."""
         place = resolve_model(model)
-        if size := table_size(place):
-            return cls(_numbers(size), {}, TABLE_CHAT_TEMPLATE, f"{TABLE_PREFIX}{size}")
+        if vocabulary := numbers(place):
+            size, fingerprint = vocabulary
+            return cls(_numbers(size), {}, TABLE_CHAT_TEMPLATE, fingerprint)
         folder = Path(place)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
@@ -102,7 +103,7 @@ def _digest(backend: Backend) -> str:
 
 
 def _numbers(size: int) -> Backend:
-    """A table model's tokenizer: token i reads as the number i; any other word is token 0."""
+    """The tokenizer of a model without weights: token i reads as the number i; any other word is token 0."""
     backend = Backend(models.WordLevel({str(id_): id_ for id_ in range(size)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend

@@ -6,6 +6,7 @@ import argparse
 import secrets
 import sys
 
+from paceline.models import served_name
 from paceline.telemetry import logs
 from services.gateway.gateway import Limits
 from services.gateway.server import Settings, serve
@@ -13,7 +14,12 @@ from services.process import run
 
 
 def main() -> int:
-    options = _parser().parse_args()
+    parser = _parser()
+    options = parser.parse_args()
+    try:
+        served_name(options.model, options.served_model_name)
+    except ValueError as error:
+        parser.error(str(error))
     logs.configure("gateway", options.worker_id)
     return run(lambda stop: serve(_settings(options), options.redis_url, stop))
 

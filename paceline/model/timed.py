@@ -1,0 +1,147 @@
+"""A simulated accelerator: a model without weights that takes as long as one with weights would.
+
+The state after a token is a hash of the state before it and the token. It lies in the token's slot, as keys and
+values do, so a wrong slot gives wrong text. The state decides which token the target draws, and how hard it is to
+foresee: with log-odds that vary from place to place (`spread`) around what gives the average `agreement`. A draft's
+first choice is right with that chance, its second with that chance where the first is wrong, and so on; what it
+believes its chances to be is off by `blur` and `bias`. All of this is at temperature 0; noise blurs both.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from statistics import NormalDist, fmean
+
+import torch
+
+from paceline.model.model import Output
+from paceline.model.rows import Row
+from paceline.timed import TimedModel
+
+LISTED = 8
+"""Tokens with a chance; a target's draw that the draft does not have among these comes as a surprise."""
+UNLISTED = -30.0
+"""Logit of all others."""
+CERTAIN = 30.0
+"""Mean log-odds at which chances count as 0 or 1."""
+GOLDEN = 0x9E3779B97F4A7C15
+MASK = 0xFFFFFFFFFFFFFFFF
+
+
+class SimulatedModel:
+    """A `paceline.model.Model`. Sleeps to its deadline, and is early for none."""
+
+    def __init__(
+        self,
+        name: str,
+        spec: TimedModel,
+        slots: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.name = name
+        self.vocabulary_size = spec.vocabulary
+        self.max_model_len = max_model_len
+        self.slots = slots
+        self.eos_token_ids: Sequence[int] = ()
+        self.fingerprint = spec.fingerprint
+        self.rows_invariant = True
+        self._spec = spec
+        self._clock, self._sleep = clock, sleep
+        self._states = [_mixed(spec.seed)] * (slots + 1)
+        self._odds = mean_log_odds(spec.agreement, spec.spread)
+        self._listed = min(LISTED, spec.vocabulary)
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        """Hidden states are the row's token and position, as float32 [rows, layers, 2]."""
+        deadline = self._clock() + self._spec.seconds(len(rows))
+        for row in rows:
+            before = self._states[_slot_before(row)] if row.position else _mixed(self._spec.seed)
+            self._states[row.slot] = _mixed(before ^ (row.token + 1) * GOLDEN)
+        laws = [self._law(self._states[rows[r].slot]) for r in wanted]
+        logits = torch.full((len(wanted), self.vocabulary_size), UNLISTED)
+        if laws:
+            tokens, chances = zip(*laws, strict=True)
+            logits.scatter_(1, torch.tensor(tokens), torch.tensor(chances))
+        hidden = _identity(rows, hidden_layers) if hidden_layers else None
+        self._sleep(max(0.0, deadline - self._clock()))
+        return Output(logits, hidden)
+
+    def _law(self, state: int) -> tuple[list[int], list[float]]:
+        """Tokens and their logits, best first."""
+        draws = Hashes(state)
+        first = draws.integer(self.vocabulary_size)
+        step = 1 + draws.integer(self.vocabulary_size // self._listed - 1)
+        tokens = [(first + i * step) % self.vocabulary_size for i in range(self._listed)]
+        if self._spec.agreement == 1.0:
+            return tokens, [-4.0 * i for i in range(self._listed)]
+        odds = self._odds + self._spec.spread * draws.normal()
+        rank = _rank(draws.uniform(), odds)
+        tokens[0 : rank + 1] = [*tokens[1 : rank + 1], tokens[0]] if rank < self._listed else tokens[1:]
+        tokens += [(first - step) % self.vocabulary_size] * (self._listed - len(tokens))
+        believed = odds + self._spec.bias + self._spec.blur * draws.normal()
+        hit, miss = -_softplus(-believed), -_softplus(believed)
+        return tokens, [hit + i * miss for i in range(self._listed)]
+
+
+class Hashes:
+    """Numbers that one state stands for, the same ones whoever asks."""
+
+    def __init__(self, state: int) -> None:
+        self._state = state
+
+    def uniform(self) -> float:
+        """Above 0, below 1."""
+        self._state = (self._state + GOLDEN) & MASK
+        return ((_mixed(self._state) >> 12) + 0.5) / 2**52
+
+    def integer(self, below: int) -> int:
+        return int(self.uniform() * below)
+
+    def normal(self) -> float:
+        return _NORMAL.inv_cdf(self.uniform())
+
+
+def mean_log_odds(agreement: float, spread: float) -> float:
+    """The mean of normal log-odds of this deviation for which chances are `agreement` on average."""
+    deviations = [spread * _NORMAL.inv_cdf((i + 0.5) / 400) for i in range(400)]
+    low, high = -CERTAIN, CERTAIN
+    while high - low > 1e-9:
+        middle = (low + high) / 2
+        if fmean(math.exp(-_softplus(-middle - d)) for d in deviations) < agreement:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _rank(uniform: float, odds: float) -> int:
+    """Which of a draft's choices is right: geometric, each with these odds where those before it are wrong."""
+    return min(LISTED, int(math.log(uniform) / -_softplus(odds)))
+
+
+def _softplus(x: float) -> float:
+    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
+
+
+def _mixed(state: int) -> int:
+    """A bijection of 64-bit integers that leaves no pattern (the finaliser of SplitMix64, Steele et al. 2014)."""
+    state &= MASK
+    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
+    return state ^ (state >> 31)
+
+
+def _slot_before(row: Row) -> int:
+    return row.tile[-2] if len(row.tile) > 1 else int(row.prefix.slots[-1])
+
+
+def _identity(rows: Sequence[Row], layers: Sequence[int]) -> torch.Tensor:
+    facts = torch.tensor([[row.token, row.position] for row in rows], dtype=torch.float32)
+    return facts.unsqueeze(1).expand(-1, len(layers), -1).contiguous()
+
+
+_NORMAL = NormalDist()
