@@ -41,14 +41,18 @@ class RowCost:
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
 
 
+FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
+"""As if another row cost nothing: every guess is worth one."""
+
+
 def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: int, cost: RowCost) -> int:
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
-    a token in this step. `rows`: rows that the step needs anyway, at least one. `most`: rows left in the step.
+    a token in this step. `rows`: rows that the step needs anyway. `most`: rows left in the step.
     """
     offered = probabilities[:most]
-    best, best_rate = 0, requests / cost(rows)
+    best, best_rate = 0, requests / cost(max(rows, 1))
     expected = float(requests)
     for count, probability in enumerate(offered, 1):
         expected += probability
@@ -108,6 +112,49 @@ class Patience:
     def _move(self, height: int, gain: float, delay_s: float, weight: float) -> None:
         self._gain[height] += weight * (gain - self._gain[height])
         self._delay[height] += weight * (delay_s - self._delay[height])
+
+
+class Worth:
+    """Whether a draft pays: what a step commits beyond the token it would have drawn anyway.
+
+    A draft that brings less than `PAUSE` tokens per step is paused, and tried again after some steps: for as long as it
+    takes a hopeful average to fall, and after twice as many steps each time that this was in vain. It has to bring more
+    than `RESUME` to be as good as new.
+    """
+
+    PAUSE = 0.05
+    RESUME = 0.15
+    LEARNING = 0.1
+    LEAST_PAUSE = 32
+    MOST_PAUSE = 1024
+    """In steps."""
+
+    def __init__(self, expected: float = 1.0) -> None:
+        """`expected`: what its other requests let hope for."""
+        self.brings = expected
+        self.paused = False
+        self._pause = self.LEAST_PAUSE
+        self._left = 0
+        self._judge()
+
+    def observe(self, accepted: int) -> bool:
+        """A step committed so many guesses; whether `paused` has changed."""
+        before = self.paused
+        if self.paused:
+            self._left -= 1
+            if self._left <= 0:
+                self.paused, self.brings = False, self.RESUME
+        else:
+            self.brings += self.LEARNING * (accepted - self.brings)
+            self._judge()
+        return self.paused != before
+
+    def _judge(self) -> None:
+        if self.brings > self.RESUME:
+            self._pause = self.LEAST_PAUSE
+        elif self.brings < self.PAUSE:
+            self.paused, self._left = True, self._pause
+            self._pause = min(2 * self._pause, self.MOST_PAUSE)
 
 
 class Calibration:

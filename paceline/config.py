@@ -97,6 +97,9 @@ class SpeculativeConfig(Settings):
     """
 
     method: Method = Field("none", validation_alias=AliasChoices("method", "speculative_method"))
+    beside: Literal["none", "ngram"] = Field(
+        "none", description='drafts too, inside the target; two methods set it: ["ngram", "draft_model"]'
+    )
     model: str | None = Field(None, validation_alias=AliasChoices("model", "draft_model_path"))
     num_speculative_tokens: int = Field(
         5,
@@ -129,6 +132,17 @@ class SpeculativeConfig(Settings):
         "worker", description="draft in a pool of draft workers, or inside the target's process"
     )
 
+    least_path_probability: float = Field(
+        0.005, ge=0.0, lt=1.0, description="a draft model's guess that is not likelier is not worth its bytes"
+    )
+    draft_schedule: Literal["streamed", "lockstep"] = Field(
+        "streamed", description="lockstep: draft after each commit while the target waits, as others do; to compare"
+    )
+
+    row_budget: bool = Field(
+        True, description="false: verify as many nodes as a request allows, whatever they cost; to compare"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _lookup_range(cls, data: Any) -> Any:
@@ -140,6 +154,20 @@ class SpeculativeConfig(Settings):
             return {"prompt_lookup_min": max(1, min(2, most))} | data
         if isinstance(least, int) and most is None:
             return {"prompt_lookup_max": max(5, least)} | data
+        return data
+
+    @model_validator(mode="before")
+    @classmethod
+    def _both_methods(cls, data: Any) -> Any:
+        """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree."""
+        for key in ("method", "speculative_method"):
+            methods = data.get(key) if isinstance(data, dict) else None
+            if isinstance(methods, (list, tuple)):
+                names = [METHOD_ALIASES.get(name, name) for name in methods]
+                others = [name for name in names if name != "ngram"]
+                if len(names) != 2 or len(others) != 1:
+                    raise ValueError("of several methods, one has to be ngram, and there can be two")
+                return {**data, key: others[0], "beside": "ngram"}
         return data
 
     @field_validator("method", mode="before")

@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model import load
 from paceline.model.probe import row_cost
-from paceline.speculators import build
+from paceline.speculators import build, build_beside
 from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -61,7 +61,15 @@ class LLM:
         self._model = load(model, config)
         self._tokenizer = Tokenizer.load(model)
         cost = row_cost(self._model, config.max_num_batched_rows)
-        self._engine = Engine(self._model, config, speculation, self._drafting(speculation, config), cost)
+        beside = build_beside(speculation)
+        self._engine = Engine(
+            self._model,
+            config,
+            speculation,
+            self._drafting(speculation, config),
+            cost,
+            beside=LocalDrafting(beside) if beside else None,
+        )
         self._serial = itertools.count()
 
     def generate(

@@ -25,6 +25,14 @@ LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
 
 
+Weigh = Callable[[float, int], float]
+"""(log-probability, source) -> log-probability."""
+
+
+def _as_it_is(log_prob: float, _: int) -> float:
+    return log_prob
+
+
 @dataclass(slots=True, eq=False)
 class Node:
     """One token at one position; guessed, unless it is a root.
@@ -38,8 +46,16 @@ class Node:
     parent: Node | None
     log_prob: float = 0.0
     path_log_prob: float = 0.0
-    id: int = ROOT_ID
+    source: int = 0
+    """Which of a request's drafts guessed it first."""
+    ids: dict[int, int] = field(default_factory=dict)
+    """What each of them calls it."""
     children: dict[int, Node] = field(default_factory=dict)
+
+    @property
+    def id(self) -> int:
+        """What the first of them, or the only one, calls it."""
+        return self.ids.get(0, ROOT_ID)
 
     def path(self) -> list[Node]:
         """The nodes below the root down to this one."""
@@ -62,24 +78,46 @@ class Node:
 class Growth:
     """New nodes as they travel from draft to target: parallel sequences, parents before children.
 
-    Raises ValueError if lengths differ, an id is not positive, or a log-probability is not a number. What
-    else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft` drops it.
+    Their ids count up from `first_id`. Raises ValueError if lengths differ, an id is not positive, or a log-probability
+    is not a number. What else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft`
+    drops it.
     """
 
     base_position: int
-    node_ids: Sequence[int]
+    first_id: int
     parent_ids: Sequence[int]
     tokens: Sequence[int]
     log_probs: Sequence[float]
 
     def __post_init__(self) -> None:
-        lengths = {len(self.node_ids), len(self.parent_ids), len(self.tokens), len(self.log_probs)}
+        lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs)}
         if len(lengths) > 1:
             raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
-        if min(self.node_ids, default=1) <= ROOT_ID:
+        if self.first_id <= ROOT_ID:
             raise ValueError("growth with a node id that is not positive")
         if any(map(math.isnan, self.log_probs)):
             raise ValueError("growth with a log-probability that is not a number")
+
+    def __len__(self) -> int:
+        """How many nodes."""
+        return len(self.tokens)
+
+    def is_followed_by(self, other: Growth) -> bool:
+        """Whether the two can be added: the other goes on where this one stops, under the same root."""
+        return other.base_position == self.base_position and other.first_id == self.first_id + len(self)
+
+    def __add__(self, other: Growth) -> Growth:
+        return Growth(
+            self.base_position,
+            self.first_id,
+            [*self.parent_ids, *other.parent_ids],
+            [*self.tokens, *other.tokens],
+            [*self.log_probs, *other.log_probs],
+        )
+
+    @property
+    def node_ids(self) -> range:
+        return range(self.first_id, self.first_id + len(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,42 +134,44 @@ class Committed:
 class TokenTree:
     """A replica of one request's tree. Not thread-safe."""
 
-    def __init__(self, position: int, token: int, weigh: Callable[[float], float] = float) -> None:
+    def __init__(self, position: int, token: int, weigh: Weigh = _as_it_is) -> None:
         """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
 
-        It must give no positive value.
+        It is told who guessed, and must give no positive value.
         """
         self.root = Node(token, position, None)
         self.size = 0
         self._weigh = weigh
         self._next_id = ROOT_ID + 1
-        self._by_id: dict[int, Node] = {}
+        self._by_id: dict[tuple[int, int], Node] = {}  # by source and id
         # Committed nodes by position, each with its successor as the only child: late growth may name them.
         self._trail: dict[int, Node] = {position: self.root}
 
     def add(self, parent: Node, token: int, log_prob: float) -> Node:
-        """Draft side: guess `token` after `parent`, under a fresh id.
+        """Draft side: guess `token` after `parent`. It gets an id when it is described (`growth`).
 
         Raises ValueError if the parent has that child already.
         """
         if token in parent.children:
             raise ValueError(f"node {parent.id} already has a child for token {token}")
-        node = self._attach(parent, token, log_prob, self._next_id)
-        self._next_id += 1
-        return node
+        return self._attach(parent, token, log_prob, 0)
 
     def growth(self, nodes: Sequence[Node]) -> Growth:
-        """Draft side: describe nodes just added, for the other replica."""
+        """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
+        first_id = self._next_id
+        for node in nodes:
+            self._name(node, 0, self._next_id)
+            self._next_id += 1
         return Growth(
             base_position=self.root.position,
-            node_ids=[n.id for n in nodes],
+            first_id=first_id,
             parent_ids=[ROOT_ID if n.parent is self.root else n.parent.id for n in nodes if n.parent],
             tokens=[n.token for n in nodes],
             log_probs=[n.log_prob for n in nodes],
         )
 
-    def graft(self, growth: Growth, max_size: int) -> int:
-        """Target side: take in growth; return how many nodes were new.
+    def graft(self, growth: Growth, max_size: int, source: int = 0) -> int:
+        """Target side: take in growth; return how many nodes were new. Each `source` has ids of its own.
 
         A node whose parent is alive joins the tree. If the same guess is there already, or its parent was
         committed and the next committed token is the one it guessed, then the node there goes by its id from
@@ -141,14 +181,14 @@ class TokenTree:
         for id_, parent_id, token, log_prob in zip(
             growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, strict=True
         ):
-            parent = self._parent(parent_id, growth.base_position)
-            if parent is None or id_ in self._by_id:
+            parent = self._parent(source, parent_id, growth.base_position)
+            if parent is None or (source, id_) in self._by_id:
                 continue
             known = parent.children.get(token)
             if known is not None:
-                self._name(known, id_)
+                self._name(known, source, id_)
             elif parent.position >= self.root.position and self.size < max_size:  # not under committed ones
-                self._attach(parent, token, log_prob, id_)
+                self._name(self._attach(parent, token, log_prob, source), source, id_)
         return self.size - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
@@ -165,15 +205,22 @@ class TokenTree:
         self._rebase()
         return Committed(path, missed)
 
-    def forget_ids(self) -> None:
-        """Another draft takes over: its ids start afresh. The guesses stay."""
-        for node in self._by_id.values():
-            node.id = ROOT_ID
-        self._by_id.clear()
+    def forget_ids(self, source: int = 0) -> None:
+        """Another draft takes over from this one: its ids start afresh. The guesses stay."""
+        for key in [key for key in self._by_id if key[0] == source]:
+            del self._by_id.pop(key).ids[source]
 
     def nodes(self) -> Iterator[Node]:
         """All guesses, parents before children."""
         return self.root.subtree()
+
+    def followed(self, tokens: Sequence[int]) -> list[Node]:
+        """The guesses that these tokens after the root are. Raises KeyError if one was not guessed."""
+        nodes, node = [], self.root
+        for token in tokens:
+            node = node.children[token]
+            nodes.append(node)
+        return nodes
 
     def best(self, count: int, max_depth: int) -> list[Node]:
         """The `count` guesses with the largest path probability, best first, none deeper than `max_depth`.
@@ -200,23 +247,26 @@ class TokenTree:
             offer(node)
         return chosen
 
-    def _parent(self, id_: int, base_position: int) -> Node | None:
-        return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get(id_)
+    def _parent(self, source: int, id_: int, base_position: int) -> Node | None:
+        return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get((source, id_))
 
-    def _attach(self, parent: Node, token: int, log_prob: float, id_: int) -> Node:
+    def _attach(self, parent: Node, token: int, log_prob: float, source: int) -> Node:
         log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
-        path_log_prob = parent.path_log_prob + self._weigh(log_prob)
-        node = Node(token, parent.position + 1, parent, log_prob, path_log_prob)
+        path_log_prob = parent.path_log_prob + self._weigh(log_prob, source)
+        node = Node(token, parent.position + 1, parent, log_prob, path_log_prob, source)
         parent.children[token] = node
         self.size += 1
-        self._name(node, id_)
         return node
 
-    def _name(self, node: Node, id_: int) -> None:
+    def _name(self, node: Node, source: int, id_: int) -> None:
         """One id per node: a draft gives a place only one, and a hostile one cannot make us remember more."""
-        if node.id == ROOT_ID:
-            node.id = id_
-            self._by_id[id_] = node
+        if source not in node.ids:
+            node.ids[source] = id_
+            self._by_id[source, id_] = node
+
+    def _forget_names(self, node: Node) -> None:
+        for name in node.ids.items():
+            self._by_id.pop(name, None)
 
     def _advance(self, root: Node) -> None:
         """Commit one token: its node becomes the root, its siblings and all below them are forgotten."""
@@ -229,12 +279,12 @@ class TokenTree:
         self._trail[root.position] = self.root = root
         passed = self._trail.pop(root.position - TRAIL, None)
         if passed is not None:
-            self._by_id.pop(passed.id, None)
+            self._forget_names(passed)
 
     def _forget(self, node: Node) -> None:
-        self._by_id.pop(node.id, None)
+        self._forget_names(node)
         for descendant in node.subtree():
-            self._by_id.pop(descendant.id, None)
+            self._forget_names(descendant)
             self.size -= 1
 
     def _rebase(self) -> None:

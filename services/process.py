@@ -44,8 +44,9 @@ class StoppedError(Exception):
 def parser(kind: str, description: str) -> argparse.ArgumentParser:
     """What every service can be told."""
     arguments = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=description)
-    arguments.add_argument("--host", default="127.0.0.1", help="address to listen on, and to be reached at")
+    arguments.add_argument("--host", default="127.0.0.1", help="address to listen on")
     arguments.add_argument("--port", type=int, default=0, help="0: the system chooses")
+    arguments.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it; else where it listens")
     arguments.add_argument("--redis-url", help="registry and acceptance; without it, memory of this process")
     arguments.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
     arguments.add_argument("--speculative-config", default="{}", metavar="JSON", type=_json(SpeculativeConfig))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.tree import Growth
 
 
@@ -40,6 +40,8 @@ class Drafting(Protocol):
 
     def commit(self, commit: Commit) -> None: ...
 
+    def limit(self, limit: Limit) -> None: ...
+
     def close(self, request_id: int) -> None: ...
 
     def flush(self) -> None:
@@ -60,6 +62,8 @@ class NoDrafting:
     def context(self, context: Context) -> None: ...
 
     def commit(self, commit: Commit) -> None: ...
+
+    def limit(self, limit: Limit) -> None: ...
 
     def close(self, request_id: int) -> None: ...
 
@@ -96,6 +100,9 @@ class LocalDrafting:
             self._speculator.commit(commit)
         except DraftError:
             self._lose(commit.request_id)
+
+    def limit(self, limit: Limit) -> None:
+        self._speculator.limit(limit)
 
     def close(self, request_id: int) -> None:
         self._speculator.close(request_id)

@@ -11,16 +11,18 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from paceline.budget import Calibration, RowCost
+from paceline.budget import FREE_ROWS, Calibration, RowCost
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.engine.drafting import Drafting
-from paceline.engine.guesses import Guesses
+from paceline.engine.drafting import Drafting, NoDrafting
+from paceline.engine.guesses import POOL, SOURCES, Guesses
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
+from paceline.engine.waiting import Clock, LockStep, Streamed
 from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model, Output
 from paceline.model.rows import Row
@@ -51,19 +53,24 @@ class Engine:
         speculation: SpeculativeConfig,
         drafting: Drafting,
         cost: RowCost,
+        clock: Clock = time.perf_counter,
+        beside: Drafting | None = None,
     ) -> None:
-        """`cost`: measured by `paceline.model.probe.row_cost`."""
+        """`cost`: measured by `paceline.model.probe.row_cost`. `beside`: drafts for every request, too."""
         self.model = model
-        self.calibrations = {greedy: Calibration() for greedy in (True, False)}
-        """By whether the request is greedy: where noise decides, too, a draft's confidence means something else."""
+        self.calibrations = {(source, greedy): Calibration() for source in SOURCES for greedy in (True, False)}
+        """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
         self._speculation = speculation
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
-        self._drafting = drafting
-        self._guesses = Guesses(drafting, speculation.rejection_sampling_strategy, cost, model.vocabulary_size)
+        self._clock = clock
+        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
+        strategy = speculation.rejection_sampling_strategy
+        self._guesses = Guesses(drafting, beside or NoDrafting(), strategy, waiting, model.vocabulary_size, clock)
         self.hidden_layers = tuple(drafting.hidden_state_layers)
+        budgeted = cost if speculation.row_budget else FREE_ROWS
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
         caching = config.enable_prefix_caching and not self.hidden_layers
-        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), cost)
+        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), budgeted)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._serial = itertools.count(1)
@@ -86,8 +93,8 @@ class Engine:
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from what was learned elsewhere: guesses verified and drawn, by `Calibration`'s bins."""
-        for calibration in self.calibrations.values():
-            calibration.seed(drafted, accepted)
+        for greedy in (True, False):
+            self.calibrations[POOL, greedy].seed(drafted, accepted)
 
     def submit(self, submission: Submission) -> None:
         """Take in a request. One that cannot be served ends at the next step, with an error in its delta."""
@@ -108,26 +115,26 @@ class Engine:
             delta = Delta(request_id, finish_reason=FinishReason.CANCELLED, speculation=request.stats.snapshot())
             self._close(request, delta)
             self._ended.append(delta)
-            self._drafting.flush()
+            self._guesses.flush()
 
     def step(self) -> list[Delta]:
         """Run one forward pass, if there is anything to run, and return what is new."""
-        start = time.perf_counter()
+        start = self._clock()
         deltas, self._ended = self._ended, []
         self._gather_guesses()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
-        self._drafting.flush()
-        self._report(works, deltas, time.perf_counter() - start)
+        self._guesses.flush()
+        self._report(works, deltas, self._clock() - start)
         return deltas
 
     def abandon(self) -> None:
         """Forget every request without a word, and all slots: a step failed half-way. The engine can be used again."""
         for key in self._requests:
-            self._drafting.close(key)
-        self._drafting.flush()
+            self._guesses.close(key)
+        self._guesses.flush()
         self._requests.clear()
         self._keys.clear()
         self._ended.clear()
@@ -161,16 +168,20 @@ class Engine:
             max_tokens,
             self._speculation.limits(submission.speculative),
             self.model.vocabulary_size,
-            TokenTree(prompt + done - 1, last, self.calibrations[law.greedy]),
+            TokenTree(prompt + done - 1, last, partial(self._weigh, greedy=law.greedy)),
+            self._clock(),
         )
         if done and request.finish_reason_of(done, last) is not None:
             raise ValueError(f"the request is over already: {done} tokens were committed, the last one ended it")
         return request
 
+    def _weigh(self, log_prob: float, source: int, *, greedy: bool) -> float:
+        return self.calibrations[source, greedy](log_prob)
+
     def _end(self, request: Request) -> None:
         self._scheduler.finish(request)
         del self._requests[request.key], self._keys[request.id]
-        self._drafting.close(request.key)
+        self._guesses.close(request.key)
 
     # One forward pass.
 
@@ -181,11 +192,11 @@ class Engine:
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:
         """Run all works' rows, draw, and commit what was drawn."""
-        start = time.perf_counter()
+        start = self._clock()
         rows, wanted = _rows(works)
         output = self.model.run(rows, wanted, self.hidden_layers)
         draws = draw(output.logits, [row for work in works if work.draws for row in _draw_rows(work)]).tolist()
-        seconds = time.perf_counter() - start
+        seconds = self._clock() - start
         for work in works:
             self._count(work, start, seconds)
         return self._verify(works, output, draws)
@@ -207,9 +218,9 @@ class Engine:
         return deltas
 
     def _count(self, work: Work, start: float, seconds: float) -> None:
-        clock = work.request.clock
-        clock.started = start if clock.started is None else clock.started
-        clock.compute_s += seconds
+        times = work.request.times
+        times.started = start if times.started is None else times.started
+        times.compute_s += seconds
         self._tally.prompt_tokens += work.request.prefill(work.stop)
 
     def _send_context(self, work: Work, hidden: Tensor) -> None:
@@ -217,7 +228,7 @@ class Engine:
         request = work.request
         count = work.stop - work.start - work.draws
         if request.draft is not None and count:
-            self._drafting.context(Context(request.key, work.start, hidden[:count]))
+            self._guesses.context(Context(request.key, work.start, hidden[:count]))
 
     # What was drawn becomes final.
 
@@ -228,6 +239,8 @@ class Engine:
         tokens, reason = _until_end(request, walked)
         accepted = min(len(tokens), len(walked) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
+        offered = any(child.source == POOL for child in request.tree.root.children.values())
+        pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
         places = self._keep_accepted(work, tokens)
         request.tokens += tokens
         request.history.extend(tokens)
@@ -240,29 +253,28 @@ class Engine:
             reason,
             speculation=request.stats.snapshot(),
         )
+        self._guesses.judge(request, offered, pooled)
         if reason is not None:
             self._close(request, delta)
-        elif request.draft is not None:
+        else:
             states = hidden[places] if hidden is not None else None
-            self._drafting.commit(Commit(request.key, base, tokens, accepted, states))
+            self._guesses.commit(Commit(request.key, base, tokens, accepted, states))
         return delta
 
     def _learn(self, work: Work, tokens: Sequence[int], accepted: int) -> None:
         """Count what was verified, and what the draft's confidence turned out to be worth."""
-        root, calibration = work.request.tree.root, self.calibrations[work.request.law.greedy]
+        root, greedy = work.request.tree.root, work.request.law.greedy
         depths = [node.position - root.position for node in work.nodes]
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(depths, accepted)
         drawn = {id(root): tokens[0]}
-        node = root
-        for token, after in itertools.pairwise(tokens):
-            node = node.children[token]
-            drawn[id(node)] = after
+        drawn |= zip(map(id, work.request.tree.followed(tokens[:-1])), tokens[1:], strict=True)
         for node in work.nodes:
             if id(node.parent) in drawn:
                 hit = node.token == drawn[id(node.parent)]
-                calibration.observe(node.log_prob, hit)
-                self._tally.guesses.append((node.log_prob, hit))
+                self.calibrations[node.source, greedy].observe(node.log_prob, hit)
+                if node.source == POOL:
+                    self._tally.guesses.append((node.log_prob, hit))
 
     def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
         """Guesses on the committed path keep their slots, in order; the others give theirs back.
@@ -272,9 +284,7 @@ class Engine:
         slots = dict(zip(map(id, work.nodes), work.slots, strict=True))
         place = {id(node): i for i, node in enumerate(work.nodes, 1)}
         places = [0]
-        node = work.request.tree.root
-        for token in tokens[:-1]:
-            node = node.children[token]
+        for node in work.request.tree.followed(tokens[:-1]):
             work.request.lane.slots.append(slots.pop(id(node)))
             places.append(place[id(node)])
         self._scheduler.pool.give(slots.values())
@@ -287,11 +297,11 @@ class Engine:
         return log_probs(logits[list(places)], tokens, top) if top is not None else []
 
     def _close(self, request: Request, delta: Delta) -> None:
-        now, clock = time.perf_counter(), request.clock
+        now, times = self._clock(), request.times
         delta.stop_token = delta.tokens[-1] if delta.finish_reason is FinishReason.STOP else None
         delta.usage = request.usage()
-        queued = (clock.started or now) - clock.arrived
-        delta.timings = Timings(queued, clock.compute_s, now - clock.arrived)
+        queued = (now if times.started is None else times.started) - times.arrived
+        delta.timings = Timings(queued, times.compute_s, now - times.arrived)
         self._end(request)
 
     def _report(self, works: Sequence[Work], deltas: Sequence[Delta], seconds: float) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.budget import Patience, RowCost
+from paceline.budget import Worth
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import Request
-from paceline.engine.scheduler import outlook
+from paceline.engine.waiting import Clock, Waiting
+from paceline.speculators.base import Commit, Context
 from paceline.tree import Growth
 
+POOL, BESIDE = SOURCES = (0, 1)
+"""Whose guesses a tree tells apart: those of a request's draft, and of who drafts for all in this process."""
+HOPED = 1.0
+"""Guesses per step that a draft nobody knows may bring."""
 RETRY_DRAFT_S = 0.5
 """How often a request without a draft looks for one."""
 
@@ -18,61 +22,108 @@ RETRY_DRAFT_S = 0.5
 class Guesses:
     """Belongs to one engine."""
 
-    def __init__(self, drafting: Drafting, strategy: str, cost: RowCost, vocabulary_size: int) -> None:
-        """`strategy`: by its name. `cost`: of the target's passes."""
+    def __init__(
+        self,
+        drafting: Drafting,
+        beside: Drafting,
+        strategy: str,
+        waiting: Waiting,
+        vocabulary_size: int,
+        clock: Clock,
+    ) -> None:
+        """`drafting`: finds each request a draft. `beside`: drafts for every request, too. `strategy`: by its name."""
         self.received = 0
         """Nodes that came."""
         self.grafted = 0
         """Those of them that joined a tree."""
         self._drafting = drafting
+        self._beside = beside
         self._strategy = strategy
-        self._cost = cost
+        self._waiting = waiting
         self._vocabulary_size = vocabulary_size
-        self._patience = Patience()
+        self._clock = clock
+        self._brings: dict[str, float] = {}
+        """By draft: guesses that it brings per step, over all requests."""
 
     def find_drafts(self, requests: Iterable[Request]) -> None:
         """Look for a draft for each of these that has none and has not looked lately."""
-        now = time.perf_counter()
+        now = self._clock()
+        for request in requests:
+            if request.speculative and not request.beside:
+                request.beside = True
+                self._beside.open(request.opening(self._strategy, self._waiting.ahead), ())
         seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
-            request.draft = self._drafting.open(request.opening(self._strategy), request.submission.drafts)
+            opening = request.opening(self._strategy, self._waiting.ahead)
+            request.draft = self._drafting.open(opening, request.submission.drafts)
             request.retry_draft_at = now + RETRY_DRAFT_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
+                self._start_judging(request)
         if seeking:
             self._drafting.flush()
 
+    def context(self, context: Context) -> None:
+        self._drafting.context(context)
+
+    def commit(self, commit: Commit) -> None:
+        self._drafting.commit(commit)
+        self._beside.commit(commit)
+
+    def close(self, key: int) -> None:
+        self._drafting.close(key)
+        self._beside.close(key)
+
+    def flush(self) -> None:
+        """Send what was said."""
+        self._drafting.flush()
+
+    def judge(self, request: Request, offered: bool, accepted: int) -> None:
+        """A step committed so many guesses of a request's draft. One that does not pay is paused for a while.
+
+        Not `offered`: it had no guess in time, which says nothing of what its guesses are worth.
+        """
+        if request.draft is None or not (offered or request.worth.paused):
+            return
+        if request.worth.observe(accepted):
+            self._drafting.limit(request.limit(self._waiting.ahead))
+        if not request.worth.paused:
+            brings = self._brings.get(request.draft, HOPED)
+            self._brings[request.draft] = brings + Worth.LEARNING / 4 * (accepted - brings)
+
+    def _start_judging(self, request: Request) -> None:
+        """A new draft is judged by what it brings to others."""
+        assert request.draft is not None
+        request.worth = Worth(self._brings.get(request.draft, HOPED))
+        if request.worth.paused:
+            self._drafting.limit(request.limit(self._waiting.ahead))
+
     def take_in(self, requests: Mapping[int, Request]) -> None:
         """Graft what has arrived."""
-        self._absorb(self._drafting.poll(0.0), requests)
+        self._absorb(self._drafting.poll(0.0), requests, POOL)
+        self._absorb(self._beside.poll(0.0), requests, BESIDE)
 
     def wait(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
         """Take in more for as long as that pays: `drawing` is all that the next step would run."""
-        if not any(request.draft is not None and request.depth_allowed() > 0 for request in drawing):
-            return
-        waited_s = 0.0
-        now = outlook(drawing, self._cost)
-        while wait_s := self._patience.wait_s(now.height, now.tokens, now.step_s + waited_s):
-            start = time.perf_counter()
-            news = self._drafting.poll(wait_s)
-            self._absorb(news, requests)
-            delay_s = time.perf_counter() - start
-            before, now = now, outlook(drawing, self._cost)
-            self._patience.observe(before.height, now.tokens - before.tokens, delay_s)
-            waited_s += delay_s
-            if not news:
-                return
 
-    def _absorb(self, news: News, requests: Mapping[int, Request]) -> None:
+        def receive(timeout_s: float) -> bool:
+            news = self._drafting.poll(timeout_s)
+            self._absorb(news, requests, POOL)
+            return bool(news)
+
+        if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
+            self._waiting.wait(drawing, receive)
+
+    def _absorb(self, news: News, requests: Mapping[int, Request], source: int) -> None:
         for key, growth in news.grown:
-            self.received += len(growth.node_ids)
+            self.received += len(growth)
             request = requests.get(key)
-            if request is not None and self._knows(growth):
-                self.grafted += request.tree.graft(growth, request.most_held)
+            if request is not None and (source == BESIDE or not request.worth.paused) and self._knows(growth):
+                self.grafted += request.tree.graft(growth, request.most_held, source)
         for key in news.lost:
             request = requests.get(key)
-            if request is not None:
+            if request is not None and source == POOL:
                 request.draft, request.retry_draft_at = None, 0.0
 
     def _knows(self, growth: Growth) -> bool:

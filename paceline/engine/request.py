@@ -6,24 +6,24 @@ is the root of its tree: once every token before it is computed, running it make
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from paceline.budget import Worth
 from paceline.config import SamplingParams
 from paceline.engine.slots import BLOCK, Block, SlotPool
 from paceline.messages import FinishReason, SpeculationStats, Submission, Usage
 from paceline.model.rows import Lane
 from paceline.sampling import History
-from paceline.speculators.base import Opening
+from paceline.speculators.base import Limit, Opening
 from paceline.tree import TokenTree
 
 
 @dataclass(slots=True)
-class Clock:
-    """When things happened, in `time.perf_counter` seconds."""
+class Times:
+    """When things happened, by the engine's clock."""
 
-    arrived: float = field(default_factory=time.perf_counter)
+    arrived: float
     started: float | None = None
     compute_s: float = 0.0
 
@@ -40,6 +40,7 @@ class Request:
         limits: tuple[int, int],
         vocabulary_size: int,
         tree: TokenTree,
+        arrived: float,
     ) -> None:
         """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain."""
         self.key = key
@@ -57,8 +58,12 @@ class Request:
         self.prefilled = 0
         """Prompt tokens that were ever computed or found in the cache. Preemption does not undo it."""
         self.stats = SpeculationStats()
-        self.clock = Clock()
+        self.times = Times(arrived)
         self.draft: str | None = None
+        self.beside = False
+        """Whether who drafts for all was told of it."""
+        self.worth = Worth()
+        """Of what its draft brings."""
         self.retry_draft_at = 0.0
 
     @property
@@ -77,6 +82,11 @@ class Request:
     @property
     def speculative(self) -> bool:
         return self.max_depth > 0
+
+    @property
+    def drafted(self) -> bool:
+        """Whether guesses may be under way."""
+        return self.draft is not None and not self.worth.paused
 
     def depth_allowed(self) -> int:
         """Deepest node worth verifying: the bonus token after it must still be wanted."""
@@ -118,17 +128,16 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if output_tokens >= self.max_tokens else None
 
-    def opening(self, strategy: str) -> Opening:
-        """What its draft is told. Twice the depth that one step verifies, for the same reason as `most_held`."""
-        return Opening(
-            self.key,
-            list(self.tokens),
-            self.output_tokens,
-            self.submission.sampling,
-            2 * self.max_depth,
-            self.most_held,
-            strategy,
-        )
+    def limit(self, ahead: int) -> Limit:
+        """How far its tree may grow now."""
+        nodes = 0 if self.worth.paused else self.most_held
+        return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes)
+
+    def opening(self, strategy: str, ahead: int) -> Opening:
+        """What its draft is told: to grow `ahead` times the depth that one step verifies."""
+        limit, sampling = self.limit(ahead), self.submission.sampling
+        tokens = list(self.tokens)
+        return Opening(self.key, tokens, self.output_tokens, sampling, limit.max_depth, limit.max_nodes, strategy)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

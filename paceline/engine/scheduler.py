@@ -162,7 +162,7 @@ def outlook(drawing: Sequence[Request], cost: RowCost) -> Outlook:
     guesses = [(request, best_guesses(request)) for request in drawing]
     probabilities = sorted((math.exp(n.path_log_prob) for _, nodes in guesses for n in nodes), reverse=True)
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
-    heights = [_height(request, nodes) for request, nodes in guesses if request.draft is not None]
+    heights = [height(request, nodes) for request, nodes in guesses if request.drafted]
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
         height=sum(heights) // max(len(heights), 1),
@@ -170,6 +170,7 @@ def outlook(drawing: Sequence[Request], cost: RowCost) -> Outlook:
     )
 
 
-def _height(request: Request, nodes: Sequence[Node]) -> int:
+def height(request: Request, nodes: Sequence[Node]) -> int:
+    """Of the deepest of these guesses above the root."""
     root = request.tree.root.position
     return max((node.position for node in nodes), default=root) - root

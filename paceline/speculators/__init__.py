@@ -7,7 +7,7 @@ import importlib
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 
-__all__ = ["Commit", "Context", "DraftError", "Opening", "Speculator", "build"]
+__all__ = ["Commit", "Context", "DraftError", "Opening", "Speculator", "build", "build_beside"]
 
 
 def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
@@ -16,18 +16,29 @@ def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
     Raises ValueError if there is none, or if a custom one is not what it says.
     """
     if config.method == "ngram":
-        from paceline.speculators.ngram import NGram
-
-        return NGram(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
+        return _ngram(config)
     if config.method == "draft_model" and config.model is not None:
         from paceline.model import load
-        from paceline.speculators.draft_model import DraftModel
+        from paceline.model.probe import row_cost
+        from paceline.speculators.draft_model import MOST_ROWS, DraftModel
 
         # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
-        return DraftModel(load(config.model, engine.model_copy(update={"max_model_len": None})), config.tree_width)
+        model = load(config.model, engine.model_copy(update={"max_model_len": None}))
+        return DraftModel(model, config.tree_width, row_cost(model, MOST_ROWS), config.least_path_probability)
     if config.method == "custom" and config.speculator is not None:
         return _custom(config.speculator, config, engine)
     raise ValueError(f"method {config.method!r} drafts nothing")
+
+
+def build_beside(config: SpeculativeConfig) -> Speculator | None:
+    """The speculator that drafts in the target's process beside the other one, if one is to."""
+    return _ngram(config) if config.enabled and config.beside == "ngram" else None
+
+
+def _ngram(config: SpeculativeConfig) -> Speculator:
+    from paceline.speculators.ngram import NGram
+
+    return NGram(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
 
 
 def _custom(path: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:

@@ -56,6 +56,15 @@ class Commit:
     hidden_states: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """From now on a request's tree has at most so many nodes, none deeper. With 0 nodes it is paused."""
+
+    request_id: int
+    max_depth: int
+    max_nodes: int
+
+
 class Speculator(ABC):
     """Grows trees for many requests. Called from one thread."""
 
@@ -72,7 +81,7 @@ class Speculator(ABC):
 
     @property
     def behind(self) -> bool:
-        """Whether `grow` is worth calling again although it brought nothing: context is still to be computed."""
+        """Whether `grow` is worth calling again although it brought nothing."""
         return False
 
     @abstractmethod
@@ -91,6 +100,12 @@ class Speculator(ABC):
 
         Raises `DraftError` if its root is not at `commit.base_position`, or if drafting cannot go on. The caller then
         closes the request.
+        """
+
+    def limit(self, limit: Limit) -> None:
+        """Change how far a request's tree may grow; unknown ids are ignored.
+
+        A paused request goes on being told of commits. What is sent all the same is not looked at.
         """
 
     @abstractmethod

@@ -18,15 +18,16 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
+from paceline.budget import ROW_BUCKET, RowCost, worthwhile
 from paceline.model.model import Model
-from paceline.model.rows import GROUP, Lane, Row
+from paceline.model.rows import Lane, Row
 from paceline.sampling import History, shortlist
 from paceline.sampling import Row as DrawRow
-from paceline.speculators.base import Commit, DraftError, Opening, Speculator
+from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.tree import Growth, Node, TokenTree
 from paceline.verify import STRATEGIES
 
@@ -34,8 +35,10 @@ PREFILL_ROWS = 256
 """Context tokens computed per round."""
 LISTED = 64
 """Tokens per node among which the target's draw is looked for."""
-LEAST_PATH_PROBABILITY = 0.02
-"""A node less likely than this is not worth expanding."""
+MOST_ROWS = 256
+"""Rows of one round."""
+BY_THE_BUCKET = RowCost([ROW_BUCKET], [1.0])
+"""What rows cost where nobody has measured it."""
 
 
 @dataclass(slots=True)
@@ -100,20 +103,31 @@ class DraftModel(Speculator):
 
     method = "draft_model"
 
-    def __init__(self, model: Model, tree_width: int) -> None:
-        """`tree_width`: most children per node."""
+    def __init__(
+        self,
+        model: Model,
+        tree_width: int,
+        cost: RowCost = BY_THE_BUCKET,
+        least_path_probability: float = 0.02,
+    ) -> None:
+        """`tree_width`: most children per node. `cost`: of the draft model's passes. Guesses whose path is not likelier
+        than `least_path_probability` are not made."""
         self.model = model.name
         self.vocabulary_fingerprint = model.fingerprint
         self.vocabulary_size = model.vocabulary_size
         self.position_limit = model.max_model_len
         self._model = model
         self._width = min(tree_width, model.vocabulary_size)
+        self._cost = cost
+        self._least = math.log(least_path_probability) if least_path_probability else -math.inf
         self._free = list(range(model.slots, 0, -1))
         self._drafts: dict[int, _Draft] = {}
+        self._ran = False
+        """Whether the last round ran the model; if not, there was nothing worth it."""
 
     @property
     def behind(self) -> bool:
-        return any(draft.missing for draft in self._drafts.values())
+        return self._ran
 
     def open(self, opening: Opening) -> None:
         self.close(opening.request_id)
@@ -147,6 +161,11 @@ class DraftModel(Speculator):
         self._free += [draft.slots.pop(node) for node in list(draft.slots) if node not in alive]
         draft.lane.slots += self._take(len(commit.tokens) - len(known))
 
+    def limit(self, limit: Limit) -> None:
+        draft = self._drafts.get(limit.request_id)
+        if draft is not None:
+            draft.opening = replace(draft.opening, max_depth=limit.max_depth, max_nodes=limit.max_nodes)
+
     def close(self, request_id: int) -> None:
         draft = self._drafts.pop(request_id, None)
         if draft is not None:
@@ -157,6 +176,7 @@ class DraftModel(Speculator):
         this = _Round()
         self._add_context(this)
         self._add_guesses(this)
+        self._ran = bool(this.rows)
         if not this.rows:
             return {}
         logits = self._model.run(this.rows, this.wanted).logits
@@ -199,16 +219,15 @@ class DraftModel(Speculator):
     def _add_guesses(self, this: _Round) -> None:
         """Rows for the likeliest guesses of requests whose context is complete or in this pass.
 
-        As many as there are requests, and as fill the last bucket: a pass over part of one costs the same.
+        As many as make the most of the pass: the chance that children are wanted, per second.
         """
-        least = math.log(LEAST_PATH_PROBABILITY)
-        rows = len(this.rows) + max(1, len(self._drafts))
-        count = min(rows + -rows % GROUP - len(this.rows), len(self._free))
         frontiers = [_paired(draft, draft.expandable(self._width)) for draft in self._drafts.values()]
         likeliest = heapq.merge(*frontiers, key=lambda pair: -pair[1].path_log_prob)
-        for draft, node in itertools.islice(likeliest, count):
-            if node.path_log_prob <= least:
-                return
+        most = min(MOST_ROWS, len(self._free))
+        offered = [pair for pair in itertools.islice(likeliest, most) if pair[1].path_log_prob > self._least]
+        chances = [math.exp(node.path_log_prob) for _, node in offered]
+        count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
+        for draft, node in offered[:count]:
             branch = [draft.slots[above] for above in node.path()[:-1]]
             draft.slots[node] = self._free.pop()
             this.rows.append(draft.lane.branch_row(node.token, [*branch, draft.slots[node]]))
@@ -224,7 +243,7 @@ class DraftModel(Speculator):
             guesses = [
                 (token, log_prob)
                 for token, log_prob in zip(tokens, log_probs, strict=True)
-                if log_prob > -math.inf and token not in node.children
+                if node.path_log_prob + log_prob > self._least and token not in node.children
             ]
             room = max(0, draft.opening.max_nodes - draft.tree.size)
             nodes = [draft.tree.add(node, token, log_prob) for token, log_prob in guesses[:room]]

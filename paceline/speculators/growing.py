@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.messages import Timings
-from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.telemetry.round import RoundStats
 from paceline.tree import Growth
 
@@ -28,7 +28,7 @@ class Close:
     request_id: int
 
 
-Said = Opening | Context | Commit | Close
+Said = Opening | Context | Commit | Limit | Close
 
 
 @dataclass(slots=True)
@@ -99,13 +99,27 @@ class _Link:
     requests: dict[int, int] = field(default_factory=dict)
     """The speculator's ids by the link's."""
     news: Grown = field(default_factory=Grown)
+    rounds: int = 0
+    """Made since the link last said something."""
+    due: int = 1
+    """After so many, what there is of news goes out."""
+
+    def is_due(self) -> bool:
+        """Count a round. News goes out after 1, 2, 3, 5, 8, 12, 18, ... of them: at once where a target may be waiting,
+        and by and by in larger pieces, when it is busy and each frame costs more than what it carries."""
+        self.rounds += 1
+        if self.rounds < self.due:
+            return False
+        self.due = self.rounds + max(1, self.rounds // 2)
+        return True
 
 
 class GrowingLoop:
     """Grows until the pipe closes; every round is told as `Round`."""
 
-    def __init__(self, speculator: Speculator, pipe: Pipe) -> None:
+    def __init__(self, speculator: Speculator, pipe: Pipe, clock: Callable[[], float] = time.perf_counter) -> None:
         self._speculator = speculator
+        self._clock = clock
         self._pipe = pipe
         self._mail: deque[Told | Left] = deque()
         pipe.deliver(Told, self._mail.append)
@@ -122,11 +136,11 @@ class GrowingLoop:
             while True:
                 self._pipe.receive(None if idle else 0.0)
                 heard, queue_s = self._take_in()
-                began = time.perf_counter()
+                began = self._clock()
                 grown = self._speculator.grow()
-                compute_s = time.perf_counter() - began
+                compute_s = self._clock() - began
                 idle = not grown and not self._speculator.behind
-                self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s))
+                self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s), last=idle)
 
     def _take_in(self) -> tuple[dict[int, _Link], float]:
         """Apply what has been said; return who said it, and how long the oldest of it waited, in seconds."""
@@ -138,7 +152,7 @@ class GrowingLoop:
                 self._forget(mail.link)
                 heard.pop(mail.link, None)
             else:
-                queue_s = max(queue_s, time.perf_counter() - mail.at)
+                queue_s = max(queue_s, self._clock() - mail.at)
                 link = heard[mail.link] = self._links.setdefault(mail.link, _Link(mail.link))
                 self._apply(link, mail.said)
         return heard, queue_s
@@ -163,6 +177,8 @@ class GrowingLoop:
             return
         elif isinstance(said, Commit):
             self._speculator.commit(replace(said, request_id=own_id))
+        elif isinstance(said, Limit):
+            self._speculator.limit(replace(said, request_id=own_id))
         else:
             self._speculator.context(replace(said, request_id=own_id))
 
@@ -183,17 +199,35 @@ class GrowingLoop:
             for request_id in list(link.requests):
                 self._close(link, request_id)
 
-    def _hand_out(self, grown: dict[int, Growth], heard: dict[int, _Link], timings: Timings) -> None:
-        """Every link gets its share, and those that said something learn that it was applied."""
+    def _hand_out(self, grown: dict[int, Growth], heard: dict[int, _Link], timings: Timings, *, last: bool) -> None:
+        """Every link gets its share, when it is due or if this is the `last` round for now; those that said something
+        learn at once that it was applied."""
         for own_id, growth in grown.items():
             link, request_id = self._owners[own_id]
             link.news.growths.append((request_id, growth))
-            heard[link.number] = link
-        news = []
         for link in heard.values():
-            link.news.timings = timings
-            news.append((link.number, link.news))
-            link.news = Grown(applied=link.news.applied)
-        nodes = sum(len(growth.node_ids) for growth in grown.values())
+            link.rounds, link.due, link.news.timings = 0, 1, timings
+        news = []
+        for link in self._links.values():
+            due = link.is_due() or last
+            if link.number in heard or (due and link.news.growths):
+                news.append((link.number, replace(link.news, growths=joined(link.news.growths))))
+                link.news = Grown(applied=link.news.applied)
+        nodes = sum(map(len, grown.values()))
         self._pipe.send(Round(RoundStats(timings.compute_s, nodes, self._dropped), news))
         self._dropped = 0
+
+
+def joined(growths: Sequence[tuple[int, Growth]]) -> list[tuple[int, Growth]]:
+    """The same nodes in as few pieces as can be: those of a request that follow one another become one."""
+    pieces: list[tuple[int, Growth]] = []
+    latest: dict[int, int] = {}
+    for request_id, growth in growths:
+        place = latest.get(request_id)
+        before = None if place is None else pieces[place][1]
+        if place is not None and before is not None and before.is_followed_by(growth):
+            pieces[place] = (request_id, before + growth)
+        else:
+            latest[request_id] = len(pieces)
+            pieces.append((request_id, growth))
+    return pieces

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from paceline.speculators.base import Commit, DraftError, Opening, Speculator
+from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.tree import Growth, Node, TokenTree
 
 FIRST_GUESS = 0.6
@@ -79,6 +79,10 @@ class NGram(Speculator):
             raise DraftError(f"the root is at {lookup.tree.root.position}, the commit at {commit.base_position}")
         lookup.tree.commit(commit.tokens)
         lookup.extend(commit.tokens)
+
+    def limit(self, limit: Limit) -> None:
+        if lookup := self._lookups.get(limit.request_id):
+            lookup.opening = replace(lookup.opening, max_depth=limit.max_depth, max_nodes=limit.max_nodes)
 
     def close(self, request_id: int) -> None:
         self._lookups.pop(request_id, None)

@@ -11,6 +11,7 @@ from paceline.telemetry.instruments import Instruments
 from paceline.telemetry.step import StepStats
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
+ROUND_TRIP_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -44,6 +45,17 @@ class TargetMetrics:
     def follow_links(self, connected: Callable[[], int]) -> None:
         """Whom to ask at each scrape how many draft workers are connected; asked on the exporter's thread."""
         self._links.set_function(connected)
+
+    # What passes over the links to drafts (`paceline.wire.draft_link.Observer`).
+
+    def sent(self, size: int) -> None:
+        self._link_sent.inc(size)
+
+    def received(self, size: int) -> None:
+        self._link_received.inc(size)
+
+    def returned(self, seconds: float) -> None:
+        self._round_trip_s.observe(seconds)
 
     def _observe_load(self, step: StepStats) -> None:
         self._running.set(step.running)
@@ -85,6 +97,16 @@ class TargetMetrics:
 
     def _make_growth_instruments(self) -> None:
         self._links = self._gauge("draft_links", "Draft workers connected")
+        link_bytes = self._instruments.counter(
+            "draft_link_bytes", "Bytes of frames between target and drafts", ["model_name", "direction"]
+        )
+        self._link_sent = link_bytes.labels(self._model, "sent")
+        self._link_received = link_bytes.labels(self._model, "received")
+        self._round_trip_s = self._histogram(
+            "draft_link_round_trip_seconds",
+            "From a frame to its answer, without the draft's own time",
+            ROUND_TRIP_SECONDS,
+        )
         self._received = self._counter("growth_nodes_received", "Nodes that drafts sent")
         self._grafted = self._counter("growth_nodes_grafted", "Nodes that joined a tree")
         self._dropped = self._counter("growth_nodes_dropped", "Nodes that were late, double or too many")

@@ -29,7 +29,7 @@ class DraftServiceDescribeResponse(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., method: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., hidden_state_layers: _Optional[_Iterable[int]] = ..., position_limit: _Optional[int] = ...) -> None: ...
 
 class DraftFrame(_message.Message):
-    __slots__ = ("opens", "contexts", "commits", "closes")
+    __slots__ = ("opens", "contexts", "commits", "closes", "limits")
     class CloseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         CLOSE_REASON_UNSPECIFIED: _ClassVar[DraftFrame.CloseReason]
@@ -79,6 +79,15 @@ class DraftFrame(_message.Message):
         accepted: int
         hidden_states: _common_pb2.Tensor
         def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+    class Limit(_message.Message):
+        __slots__ = ("request_id", "max_depth", "max_nodes")
+        REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+        MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
+        MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+        request_id: int
+        max_depth: int
+        max_nodes: int
+        def __init__(self, request_id: _Optional[int] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ...) -> None: ...
     class Close(_message.Message):
         __slots__ = ("request_id", "reason")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -90,31 +99,33 @@ class DraftFrame(_message.Message):
     CONTEXTS_FIELD_NUMBER: _ClassVar[int]
     COMMITS_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    LIMITS_FIELD_NUMBER: _ClassVar[int]
     opens: _containers.RepeatedCompositeFieldContainer[DraftFrame.Open]
     contexts: _containers.RepeatedCompositeFieldContainer[DraftFrame.Context]
     commits: _containers.RepeatedCompositeFieldContainer[DraftFrame.Commit]
     closes: _containers.RepeatedCompositeFieldContainer[DraftFrame.Close]
-    def __init__(self, opens: _Optional[_Iterable[_Union[DraftFrame.Open, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[DraftFrame.Context, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftFrame.Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftFrame.Close, _Mapping]]] = ...) -> None: ...
+    limits: _containers.RepeatedCompositeFieldContainer[DraftFrame.Limit]
+    def __init__(self, opens: _Optional[_Iterable[_Union[DraftFrame.Open, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[DraftFrame.Context, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftFrame.Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftFrame.Close, _Mapping]]] = ..., limits: _Optional[_Iterable[_Union[DraftFrame.Limit, _Mapping]]] = ...) -> None: ...
 
 class GrowthFrame(_message.Message):
     __slots__ = ("growths", "dropped", "timings", "applied")
     class Growth(_message.Message):
-        __slots__ = ("request_id", "base_position", "node_ids", "parent_ids", "token_ids", "log_probs", "draft_probs")
+        __slots__ = ("request_id", "base_position", "first_node_id", "parents", "token_ids", "log_probs", "draft_probs")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
-        NODE_IDS_FIELD_NUMBER: _ClassVar[int]
-        PARENT_IDS_FIELD_NUMBER: _ClassVar[int]
+        FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
+        PARENTS_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
         DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         base_position: int
-        node_ids: _containers.RepeatedScalarFieldContainer[int]
-        parent_ids: _containers.RepeatedScalarFieldContainer[int]
+        first_node_id: int
+        parents: _containers.RepeatedScalarFieldContainer[int]
         token_ids: _containers.RepeatedScalarFieldContainer[int]
-        log_probs: _containers.RepeatedScalarFieldContainer[float]
+        log_probs: bytes
         draft_probs: _common_pb2.Tensor
-        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., node_ids: _Optional[_Iterable[int]] = ..., parent_ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[float]] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., first_node_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[bytes] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
     class Dropped(_message.Message):
         __slots__ = ("request_id", "reason")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

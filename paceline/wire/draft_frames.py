@@ -7,14 +7,14 @@ requests are open, it checks itself.
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.speculators.growing import Close, Grown, Said
-from paceline.tree import Growth
+from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire.common import decode_sampling, decode_timings, encode_sampling, encode_timings
@@ -28,8 +28,8 @@ MAX_NODES = 4096
 """Most nodes in one growth."""
 MAX_NAME = 1024
 MAX_POSITION = 2**31
-LEAST_LOG_PROB = -1e30
-"""What a draft says of a token that it holds to be impossible: the contract has no infinity."""
+LOG_PROB_STEPS = 16
+"""Steps per nat in which log-probabilities travel, a byte each; the last one stands for everything below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +74,10 @@ def encode_commit(commit: Commit, wire_id: int) -> pb.DraftFrame.Commit:
     )
 
 
+def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
+    return pb.DraftFrame.Limit(request_id=wire_id, max_depth=limit.max_depth, max_nodes=limit.max_nodes)
+
+
 def decode_frame(frame: pb.DraftFrame) -> list[Said]:
     """Everything a target said, in the order in which it is to be applied."""
     return [
@@ -81,7 +85,13 @@ def decode_frame(frame: pb.DraftFrame) -> list[Said]:
         *map(_decode_context, frame.contexts),
         *map(_decode_commit, frame.commits),
         *(Close(each.request_id) for each in frame.closes),
+        *map(_decode_limit, frame.limits),
     ]
+
+
+def read_frame(data: bytes) -> list[Said]:
+    """`decode_frame` of a frame as it travels."""
+    return decode_frame(pb.DraftFrame.FromString(data))
 
 
 def encode_grown(grown: Grown) -> pb.GrowthFrame:
@@ -105,36 +115,50 @@ def decode_grown(frame: pb.GrowthFrame, vocabulary_size: int) -> Grown:
     )
 
 
+def read_grown(data: bytes, vocabulary_size: int) -> Grown:
+    """`decode_grown` of a frame as it travels."""
+    return decode_grown(pb.GrowthFrame.FromString(data), vocabulary_size)
+
+
 def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
     return pb.GrowthFrame.Growth(
         request_id=wire_id,
         base_position=growth.base_position,
-        node_ids=growth.node_ids,
-        parent_ids=growth.parent_ids,
+        first_node_id=growth.first_id,
+        parents=[id_ - parent if parent else 0 for id_, parent in zip(growth.node_ids, growth.parent_ids, strict=True)],
         token_ids=growth.tokens,
-        log_probs=[max(log_prob, LEAST_LOG_PROB) for log_prob in growth.log_probs],
+        log_probs=bytes(round(min(-log_prob * LOG_PROB_STEPS, 255.0)) for log_prob in growth.log_probs),
     )
 
 
 def _decode_growth(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> Growth:
     """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
-    nodes = len(message.node_ids)
+    nodes = len(message.token_ids)
     if nodes > MAX_NODES:
-        raise WireError(f"node_ids: {nodes} nodes, more than {MAX_NODES}")
-    for name in ("parent_ids", "token_ids", "log_probs"):
+        raise WireError(f"token_ids: {nodes} nodes, more than {MAX_NODES}")
+    for name in ("parents", "log_probs"):
         if len(getattr(message, name)) != nodes:
             raise WireError(f"{name}: {len(getattr(message, name))} entries for {nodes} nodes")
     if message.base_position >= MAX_POSITION:
         raise WireError(f"base_position: {message.base_position} is beyond any context")
-    if nodes:
-        _check_nodes(message, vocabulary_size)
+    if message.first_node_id == 0:
+        raise WireError("first_node_id: 0 names the root and no node")
+    if max(message.token_ids, default=0) >= vocabulary_size:
+        raise WireError(f"token_ids: {max(message.token_ids)} is outside the vocabulary of {vocabulary_size}")
+    ids = itertools.count(message.first_node_id)
     return Growth(
         base_position=message.base_position,
-        node_ids=list(message.node_ids),
-        parent_ids=list(message.parent_ids),
+        first_id=message.first_node_id,
+        parent_ids=[_parent_id(id_, back) for id_, back in zip(ids, message.parents, strict=False)],
         tokens=list(message.token_ids),
-        log_probs=list(message.log_probs),
+        log_probs=[-step / LOG_PROB_STEPS for step in message.log_probs],
     )
+
+
+def _parent_id(id_: int, back: int) -> int:
+    if back >= id_:
+        raise WireError(f"parents: {back} nodes before node {id_}")
+    return id_ - back if back else ROOT_ID
 
 
 def encode_description(description: DraftDescription) -> pb.DraftServiceDescribeResponse:
@@ -162,20 +186,6 @@ def decode_description(message: pb.DraftServiceDescribeResponse) -> DraftDescrip
     )
 
 
-def _check_nodes(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> None:
-    if min(message.node_ids) == 0:
-        raise WireError("node_ids: 0 names the root and no node")
-    if len(set(message.node_ids)) != len(message.node_ids):
-        raise WireError("node_ids: one id for two nodes")
-    if any(parent == node for parent, node in zip(message.parent_ids, message.node_ids, strict=True)):
-        raise WireError("parent_ids: a node is its own parent")
-    if max(message.token_ids) >= vocabulary_size:
-        raise WireError(f"token_ids: {max(message.token_ids)} is outside the vocabulary of {vocabulary_size}")
-    # The sum of finite float32 values is finite in double precision, and any NaN or infinity shows in it.
-    if not math.isfinite(math.fsum(message.log_probs)) or max(message.log_probs) > 0.0:
-        raise WireError("log_probs: not the logarithm of a probability")
-
-
 def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
     if message.request_id == 0:
         raise WireError("opens.request_id: 0")
@@ -194,6 +204,12 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         max_nodes=message.max_nodes,
         strategy=message.strategy,
     )
+
+
+def _decode_limit(message: pb.DraftFrame.Limit) -> Limit:
+    if message.max_nodes > MAX_NODES:
+        raise WireError(f"limits.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
+    return Limit(message.request_id, message.max_depth, message.max_nodes)
 
 
 def _decode_context(message: pb.DraftFrame.Context) -> Context:

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
@@ -41,6 +44,29 @@ class Terms:
     most_backoff_s: float = 5.0
     give_up_s: float = 60.0
     """An address that was of no use for this long is forgotten, until a request names it again."""
+
+
+class Observer(Protocol):
+    """Told what passes over links. One for all links of a target."""
+
+    def sent(self, size: int) -> None:
+        """A frame of so many bytes left."""
+
+    def received(self, size: int) -> None:
+        """A frame of so many bytes came."""
+
+    def returned(self, seconds: float) -> None:
+        """A frame was answered after so long, without the time that the worker says it took: the network's share."""
+
+
+class Unobserved:
+    """An observer who does not look."""
+
+    def sent(self, size: int) -> None: ...
+
+    def received(self, size: int) -> None: ...
+
+    def returned(self, seconds: float) -> None: ...
 
 
 Admit = Callable[[DraftDescription], None]
@@ -79,7 +105,9 @@ class OpenRequest:
 class Session:
     """One connection to a draft worker, from its description to the end of the stream."""
 
-    def __init__(self, number: int, description: DraftDescription, terms: Terms, tell: Tell) -> None:
+    def __init__(
+        self, number: int, description: DraftDescription, terms: Terms, tell: Tell, observer: Observer
+    ) -> None:
         self.number = number
         self.description = description
         self._terms = terms
@@ -88,7 +116,10 @@ class Session:
         self._last_id = 0
         """The highest request id said; growth for a higher one is a lie."""
         self._applied = 0
-        self._outbox = Outbox(pb.DraftFrame, FRAME_BYTES)
+        self._observer = observer
+        self._outbox = Outbox(pb.DraftFrame, FRAME_BYTES, self._leave)
+        self._departures: deque[float] = deque()
+        """When the frames left that were not applied yet."""
         self._congested: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def say(self, frame: pb.DraftFrame) -> None:
@@ -122,10 +153,11 @@ class Session:
     def _take(self, frame: pb.GrowthFrame | None) -> None:
         if frame is None:  # gRPC's way of saying that the bytes were no such message
             raise WireError("a message that is no GrowthFrame")
+        self._observer.received(frame.ByteSize())
         grown = decode_grown(frame, self._terms.vocabulary_size)
         if not self._applied <= grown.applied <= self._outbox.taken:
             raise WireError(f"applied: {grown.applied} of {self._outbox.taken} frames sent")
-        self._applied = grown.applied
+        self._note_applied(grown)
         for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
             if not 0 < wire_id <= self._last_id:
                 raise WireError(f"request_id: {wire_id} was never opened")
@@ -136,6 +168,16 @@ class Session:
         if news.growths or news.dropped:
             self._tell(SessionNews(self.number, news))
 
+    def _leave(self, frame: pb.DraftFrame) -> None:
+        self._observer.sent(frame.ByteSize())
+        self._departures.append(time.monotonic())
+
+    def _note_applied(self, grown: Grown) -> None:
+        if grown.applied > self._applied:
+            left = [self._departures.popleft() for _ in range(grown.applied - self._applied)][-1]
+            self._observer.returned(max(0.0, time.monotonic() - left - grown.timings.total_s))
+        self._applied = grown.applied
+
     def _note(self, frame: pb.DraftFrame) -> None:
         """Keep the books that growth is checked against."""
         for opened in frame.opens:
@@ -144,6 +186,9 @@ class Session:
         for commit in frame.commits:
             if request := self._requests.get(commit.request_id):
                 request.commits += 1
+        for limit in frame.limits:
+            if request := self._requests.get(limit.request_id):
+                request.max_nodes = max(request.max_nodes, limit.max_nodes)
         for close in frame.closes:
             self._requests.pop(close.request_id, None)
 
@@ -152,7 +197,7 @@ class Session:
         request = self._requests.get(wire_id)
         if request is None:
             return False
-        request.hear(len(growth.node_ids))
+        request.hear(len(growth))
         return True
 
     def _loses(self, wire_id: int, reason: str) -> bool:
@@ -172,7 +217,9 @@ class Session:
 class DraftLink:
     """Reaches for one address, again and again."""
 
-    def __init__(self, address: str, terms: Terms, admit: Admit, tell: Tell, numbers: Iterator[int]) -> None:
+    def __init__(
+        self, address: str, terms: Terms, admit: Admit, tell: Tell, numbers: Iterator[int], observer: Observer
+    ) -> None:
         self.address = address
         self.session: Session | None = None
         """There while the link is up."""
@@ -180,6 +227,7 @@ class DraftLink:
         self._admit = admit
         self._tell = tell
         self._numbers = numbers
+        self._observer = observer
         self._complaint = ""
         self._seen = 0.0
 
@@ -204,7 +252,7 @@ class DraftLink:
             async with open_channel(self.address, receive_bytes=GROWTH_FRAME_BYTES) as channel:
                 stub = draft_pb2_grpc.DraftServiceStub(channel)
                 worker = await self._greet(stub)
-                await self._hold(Session(next(self._numbers), worker, self._terms, self._tell), stub)
+                await self._hold(Session(next(self._numbers), worker, self._terms, self._tell, self._observer), stub)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except LinkError as error:

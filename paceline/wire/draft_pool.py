@@ -7,17 +7,24 @@ import itertools
 from collections.abc import Sequence
 
 from paceline.wire.draft_frames import DraftDescription
-from paceline.wire.draft_link import DraftLink, RefusedError, Terms
+from paceline.wire.draft_link import DraftLink, Observer, RefusedError, Terms, Unobserved
 from paceline.wire.sessions import Reach, Say, SessionDown, SessionEvent, SessionUp, Tell
 
 
 class DraftPool:
     """Belongs to the event loop. `tell` hears what happens, for `RemoteDrafting` at the engine."""
 
-    def __init__(self, terms: Terms, tell: Tell, hidden_state_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        terms: Terms,
+        tell: Tell,
+        hidden_state_layers: Sequence[int] = (),
+        observer: Observer = Unobserved(),  # noqa: B008 - it has no state
+    ) -> None:
         """`hidden_state_layers`: what the engine is going to send. Workers that ask for others are refused."""
         self._terms = terms
         self._tell_engine = tell
+        self._observer = observer
         self._hidden_state_layers = tuple(hidden_state_layers)
         self._links: dict[str, DraftLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -28,7 +35,7 @@ class DraftPool:
         """Reach for these workers, so that they are there when a request names them."""
         for address in wish.addresses:
             if address not in self._links:
-                link = self._links[address] = DraftLink(address, self._terms, self._admit, self._tell, self._numbers)
+                link = self._links[address] = self._new_link(address)
                 task = asyncio.create_task(self._keep(link), name=f"link to draft {address}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
@@ -49,6 +56,9 @@ class DraftPool:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _new_link(self, address: str) -> DraftLink:
+        return DraftLink(address, self._terms, self._admit, self._tell, self._numbers, self._observer)
 
     def _tell(self, event: SessionEvent) -> None:
         if isinstance(event, SessionUp):

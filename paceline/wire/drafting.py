@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.compute.pipe import Pipe
 from paceline.engine.drafting import News
-from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.v1 import draft_pb2 as pb
-from paceline.wire.draft_frames import encode_commit, encode_context, encode_opening
+from paceline.wire.draft_frames import encode_commit, encode_context, encode_limit, encode_opening
 from paceline.wire.sessions import Reach, Say, SessionDown, SessionNews, SessionUp
 
 
@@ -38,10 +38,13 @@ class _Route:
 class RemoteDrafting:
     """Draft workers that the engine reaches through its pipe."""
 
-    def __init__(self, pipe: Pipe, hidden_state_layers: Sequence[int] = ()) -> None:
+    def __init__(
+        self, pipe: Pipe, hidden_state_layers: Sequence[int] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """`hidden_state_layers`: what the engine is to send."""
         self.hidden_state_layers: Sequence[int] = tuple(hidden_state_layers)
         self._pipe = pipe
+        self._clock = clock
         self._sessions: dict[int, _Session] = {}
         self._next_id = 1
         self._routes: dict[int, _Route] = {}
@@ -75,6 +78,10 @@ class RemoteDrafting:
                 commit = replace(commit, hidden_states=None)
             self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
 
+    def limit(self, limit: Limit) -> None:
+        if route := self._routes.get(limit.request_id):
+            self._frame(route.session).limits.append(encode_limit(limit, route.wire_id))
+
     def close(self, request_id: int) -> None:
         self._leave(request_id, pb.DraftFrame.CLOSE_REASON_FINISHED)
         self._dropped_by.pop(request_id, None)
@@ -86,9 +93,9 @@ class RemoteDrafting:
 
     def poll(self, timeout_s: float) -> News:
         """Raises `PipeClosedError`."""
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock() + timeout_s
         self._pipe.receive(0.0)
-        while not self._news and (left_s := deadline - time.monotonic()) > 0:
+        while not self._news and (left_s := deadline - self._clock()) > 0:
             self._pipe.receive(left_s)
         news, self._news = self._news, News()
         return news

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
@@ -19,11 +20,13 @@ class Outbox(Generic[Frame]):
     Lists are joined, single messages replaced as a whole. Use it from one event loop.
     """
 
-    def __init__(self, empty: type[Frame], limit_bytes: int) -> None:
+    def __init__(self, empty: type[Frame], limit_bytes: int, leaving: Callable[[Frame], None] = lambda _: None) -> None:
+        """`leaving` is told of each frame when it is taken."""
         self.taken = 0
         """Frames that left so far."""
         self._empty = empty
         self._limit_bytes = limit_bytes
+        self._leaving = leaving
         self._frame: Frame | None = None
         self._changed = asyncio.Event()
         self._closed = False
@@ -62,4 +65,5 @@ class Outbox(Generic[Frame]):
         if not self._closed:
             self._changed.clear()
         self.taken += 1
+        self._leaving(frame)
         return frame

@@ -64,7 +64,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
-        record = registered_as(servicer.description, address)
+        record = registered_as(servicer.description, options.advertise or address)
         async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):
             log.info("draft ready on %s", address)
             await either(stop, compute.ended)

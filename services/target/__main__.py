@@ -64,7 +64,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
-        async with store.registration(registered_as(description, address), servicer.load_by_name):
+        async with store.registration(registered_as(description, options.advertise or address), servicer.load_by_name):
             log.info("target ready on %s", address)
             await either(stop, compute.ended)
             await server.drain()
@@ -115,7 +115,7 @@ async def assemble(
     compute.connection.send(Hearsay(known.bin_drafted, known.bin_accepted))
     if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
         terms = Terms(facts.fingerprint, facts.vocabulary_size)
-        pool = DraftPool(terms, compute.connection.send, facts.hidden_state_layers)
+        pool = DraftPool(terms, compute.connection.send, facts.hidden_state_layers, series)
         compute.connection.deliver(Reach, pool.reach)
         compute.connection.deliver(Say, pool.say)
         series.follow_links(lambda: len(pool.connected))

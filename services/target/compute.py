@@ -18,6 +18,7 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load
 from paceline.model.probe import row_cost
+from paceline.speculators import build_beside
 from paceline.wire.drafting import RemoteDrafting
 from services.compute import build_speculator, run
 from services.process import StartError
@@ -46,7 +47,9 @@ def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: Spe
     """Raises `StartError` or `ModelNotFoundError` with what to do."""
     model = load_model(model_name, config)
     drafting = drafting_for(model, pipe, speculation, config)
-    return Engine(model, config, speculation, drafting, row_cost(model, config.max_num_batched_rows))
+    cost = row_cost(model, config.max_num_batched_rows)
+    beside = build_beside(speculation)
+    return Engine(model, config, speculation, drafting, cost, beside=LocalDrafting(beside) if beside else None)
 
 
 def load_model(name: str, config: EngineConfig) -> Model:

@@ -22,7 +22,7 @@ from paceline.messages import (
 )
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.speculators.growing import Close, Grown
-from paceline.tree import Growth
+from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
 from paceline.wire.tensors import decode_tensor, encode_tensor
@@ -101,13 +101,14 @@ def deltas(draw: st.DrawFn) -> Delta:
 
 @st.composite
 def growths(draw: st.DrawFn) -> Growth:
-    ids = draw(st.lists(st.integers(1, 2**32 - 1), unique=True, max_size=6))
+    count = draw(st.integers(0, 6))
+    first = draw(st.integers(1, 2**32 - 1 - count))
     return Growth(
         base_position=draw(st.integers(0, 2**31 - 1)),
-        node_ids=ids,
-        parent_ids=[0, *ids][: len(ids)],
-        tokens=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=len(ids), max_size=len(ids))),
-        log_probs=draw(st.lists(st.floats(-1e6, 0, width=32), min_size=len(ids), max_size=len(ids))),
+        first_id=first,
+        parent_ids=[draw(st.integers(ROOT_ID, before)) for before in range(first - 1, first - 1 + count)],
+        tokens=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=count, max_size=count)),
+        log_probs=[-step / 16 for step in draw(st.binary(min_size=count, max_size=count))],
     )
 
 
@@ -211,8 +212,8 @@ def test_grown(grown: Grown) -> None:
 
 def test_two_rounds_merge_into_one_frame() -> None:
     """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
-    first = Growth(3, [1], [0], [10], [-0.5])
-    second = Growth(3, [2], [1], [11], [-0.5])
+    first = Growth(3, 1, [0], [10], [-0.5])
+    second = Growth(3, 2, [1], [11], [-0.5])
     frame = draft_frames.encode_grown(Grown([(1, first)], {}, 4))
     frame.MergeFrom(draft_frames.encode_grown(Grown([(1, second)], {2: "full"}, 5)))
     grown = draft_frames.decode_grown(frame, VOCABULARY)

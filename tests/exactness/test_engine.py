@@ -13,6 +13,7 @@ from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
+from paceline.engine.guesses import BESIDE, POOL, SOURCES
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.loading import build
 from paceline.model.model import Model
@@ -73,10 +74,18 @@ def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> Draftin
     return LocalDrafting(speculators[method]())
 
 
-def engine(model: Model, source: Drafting, *, depth: int = 4, nodes: int = 16, **settings: int) -> Engine:
+def engine(
+    model: Model,
+    source: Drafting,
+    *,
+    beside: Drafting | None = None,
+    depth: int = 4,
+    nodes: int = 16,
+    **settings: int,
+) -> Engine:
     config = EngineConfig(slots=max(model.slots, 256), **settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=depth, max_tree_nodes=nodes)
-    return Engine(model, config, speculation, source, FREE)
+    return Engine(model, config, speculation, source, FREE, beside=beside)
 
 
 def submissions() -> list[Submission]:
@@ -128,6 +137,19 @@ def plain(dtype: torch.dtype) -> dict[str, Delta]:
     answers = run(engine(llama(dtype), NoDrafting()), submissions(), together=1)
     assert len({tuple(answer.tokens[:8]) for answer in answers.values()}) == len(answers)
     return answers
+
+
+@pytest.mark.parametrize("method", ["draft_model", "liar"])
+def test_two_speculators_that_grow_one_tree_change_no_token(
+    plain: dict[str, Delta], dtype: torch.dtype, method: str
+) -> None:
+    target = engine(
+        llama(dtype), drafting(method, dtype, 3, 6), beside=LocalDrafting(NGram(1, 4, 2)), depth=6, nodes=24
+    )
+    assert same(run(target, submissions()), plain)
+    accepted = {source: sum(sum(target.calibrations[source, g].accepted) for g in (True, False)) for source in SOURCES}
+    assert accepted[BESIDE] > 0, "what only the n-gram finds"
+    assert method == "liar" or accepted[POOL] > 5, "and what the other one guesses"
 
 
 @pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "liar"])

@@ -113,7 +113,7 @@ def test_leaving_rows_as_they_are_is_not_caught() -> None:
     [
         lambda row, node: replace(row, position=len(row.path)),
         lambda row, node: replace(row, position=row.position - len(row.path)),
-        lambda row, node: replace(row, params=row.params.model_copy(update={"seed": 21 + node.id})),
+        lambda row, node: replace(row, params=row.params.model_copy(update={"seed": 22 + node.token})),
         lambda row, node: replace(row, params=row.params.model_copy(update={"temperature": 1.3})),
         lambda row, node: replace(row, position=row.position + 1),
     ],

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -37,13 +38,13 @@ def llama(dtype: torch.dtype, noise: float = 0.0) -> Model:
     return build(peaked_llama(noise).to(dtype), "llama", EngineConfig(slots=SLOTS), "", [])
 
 
-def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = ()) -> list[Submission]:
+def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = (), tokens: int = 40) -> list[Submission]:
     """Prompts of several lengths that repeat themselves, some of them resumed."""
     return [
         Submission(
             str(i),
             [1 + (i + j) % 7 for j in range(5 + 6 * i)],
-            SamplingParams(temperature=temperature, max_tokens=40, seed=i),
+            SamplingParams(temperature=temperature, max_tokens=tokens, seed=i),
             SpeculativeOptions(enabled=False if plain else None, report=True),
             committed=[3] * (i % 3),
             drafts=drafts,
@@ -111,8 +112,12 @@ async def test_a_draft_killed_halfway_changes_nothing() -> None:
     async with draft_process() as (process, address):
         spare = DraftModel(table(0.3), 3)
         async with served(table(), config("draft_model", 5, 3), spare, drafts=[address]) as (link, drafts):
-            alone, _ = await run(link, requests(0.8, plain=True))
-            killing = [follow(link, each, process) for each in requests(0.8, plain=False, drafts=drafts)]
+            long: dict[str, Any] = {
+                "temperature": 0.8,
+                "tokens": 300,
+            }  # so that none can end before the loss is noticed
+            alone, _ = await run(link, requests(**long, plain=True))
+            killing = [follow(link, each, process) for each in requests(**long, plain=False, drafts=drafts)]
             answers = await asyncio.gather(*killing)
             assert [tokens for tokens, _ in answers] == alone
             assert {tuple(stats.drafts) for _, stats in answers} == {("killed", "draft 0")}

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -60,10 +59,10 @@ def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
         fields = {
             "request_id": frame.opens[0].request_id,
             "base_position": 2,
-            "node_ids": [1, 2],
-            "parent_ids": [0, 1],
+            "first_node_id": 1,
+            "parents": [0, 1],
             "token_ids": [8, 9],
-            "log_probs": [-0.5, -0.5],
+            "log_probs": bytes([8, 8]),
         }
         return Frame(growths=[Growth(**{**fields, **changes})], applied=1)
 
@@ -72,20 +71,17 @@ def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
 
 LIES = {
     "unequal arrays": grown(token_ids=[8]),
-    "missing log-probs": grown(log_probs=[]),
-    "node 0": grown(node_ids=[0, 2]),
-    "one id twice": grown(node_ids=[1, 1]),
-    "its own parent": grown(parent_ids=[1, 1]),
+    "missing log-probs": grown(log_probs=b""),
+    "missing parents": grown(parents=[0]),
+    "node 0": grown(first_node_id=0),
+    "a parent before all nodes": grown(parents=[0, 2]),
     "token outside the vocabulary": grown(token_ids=[8, VOCABULARY]),
-    "positive log-prob": grown(log_probs=[-0.5, 0.1]),
-    "log-prob that is no number": grown(log_probs=[math.nan, -0.5]),
-    "infinite log-prob": grown(log_probs=[-math.inf, -0.5]),
     "position beyond any context": grown(base_position=2**31),
     "too many nodes": grown(
-        node_ids=range(1, MAX_NODES + 2),
-        parent_ids=range(MAX_NODES + 1),
+        parents=[1] * (MAX_NODES + 1),
+        first_node_id=2,
         token_ids=[1] * (MAX_NODES + 1),
-        log_probs=[-1.0] * (MAX_NODES + 1),
+        log_probs=bytes(MAX_NODES + 1),
     ),
     "more nodes than a tree may have": lambda frame: Frame(growths=list(grown()(frame).growths) * 5, applied=1),
     "a request that was never opened": grown(request_id=99),

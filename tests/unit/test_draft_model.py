@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.drafting import LocalDrafting
 from paceline.model import Lane, Model
@@ -20,7 +21,7 @@ from paceline.model.rows import GROUP
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Opening
-from paceline.speculators.draft_model import LEAST_PATH_PROBABILITY, PREFILL_ROWS, DraftModel
+from paceline.speculators.draft_model import PREFILL_ROWS, DraftModel
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
@@ -31,6 +32,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def llama(request: pytest.FixtureRequest) -> Model:
     return build(peaked_llama().to(request.param), "llama", EngineConfig(slots=1024), "", [])
+
+
+def thorough(model: Model, width: int) -> DraftModel:
+    """One that thinks no guess too unlikely."""
+    return DraftModel(model, width, least_path_probability=0.0)
 
 
 def table(slots: int = 512, positions: int = 512) -> Model:
@@ -111,15 +117,14 @@ def decoded(model: Model, tokens: Sequence[int], sampling: SamplingParams, count
 class TestGuesses:
     @pytest.mark.parametrize("prompt", [PROMPT, [1], [2, 2, 2], list(range(64)), [*range(64), 9]])
     def test_a_chain_at_temperature_0_is_the_drafts_greedy_continuation(self, llama: Model, prompt: list[int]) -> None:
-        nodes = chain(drafted(DraftModel(llama, 1), opening(prompt)).tree)
-        assert [n.token for n in nodes] == decoded(llama, prompt, GREEDY, 6)[: len(nodes)]
-        assert len(nodes) == 6 or math.exp(nodes[-1].path_log_prob) <= LEAST_PATH_PROBABILITY
+        nodes = chain(drafted(thorough(llama, 1), opening(prompt)).tree)
+        assert [n.token for n in nodes] == decoded(llama, prompt, GREEDY, 6)
 
     @pytest.mark.parametrize("law", LAWS)
     def test_a_draft_that_is_the_target_predicts_every_draw(self, llama: Model, law: SamplingParams) -> None:
         """Noise, penalties, bars and all: the likeliest child of every node is the target's draw there."""
         expected = decoded(llama, PROMPT, law, 6)
-        node = drafted(DraftModel(llama, 3), opening(sampling=law)).tree.root
+        node = drafted(thorough(llama, 3), opening(sampling=law)).tree.root
         depth = 0
         while node.children:
             node = max(node.children.values(), key=lambda child: child.log_prob)
@@ -128,7 +133,7 @@ class TestGuesses:
         assert depth > 0
 
     def test_guesses_of_one_node_share_its_probability(self, llama: Model) -> None:
-        replica = drafted(DraftModel(llama, 4), opening(sampling=LAWS[1]))
+        replica = drafted(thorough(llama, 4), opening(sampling=LAWS[1]))
         for parent in [replica.tree.root, *replica.tree.nodes()]:
             assert sum(math.exp(child.log_prob) for child in parent.children.values()) <= 1 + 1e-5
             assert len(parent.children) in (0, 4)
@@ -136,12 +141,12 @@ class TestGuesses:
     def test_a_barred_token_is_never_guessed(self, llama: Model) -> None:
         [first, *_] = decoded(llama, PROMPT, GREEDY, 1)
         barred = SamplingParams(temperature=0.0, bad_words=((first,),))
-        replica = drafted(DraftModel(llama, VOCABULARY), opening(sampling=barred, depth=1))
+        replica = drafted(thorough(llama, VOCABULARY), opening(sampling=barred, depth=1))
         assert len(replica.tree.root.children) == VOCABULARY - 1
         assert first not in replica.tree.root.children
 
     def test_the_likeliest_nodes_are_expanded_first_whoever_s_they_are(self) -> None:
-        draft = DraftModel(table(), 3)
+        draft = thorough(table(), 3)
         replicas = {key: Replica(opening([key, key + 1], key=key, depth=4)) for key in (1, 2, 3)}
         for replica in replicas.values():
             draft.open(replica.opening)
@@ -156,15 +161,28 @@ class TestGuesses:
             taken = [node.path_log_prob for key, node in leaves if (key, node.id) in expanded]
             left = [node.path_log_prob for key, node in leaves if (key, node.id) not in expanded]
             assert not taken or not left or min(taken) >= max(left)
-            assert len(taken) in (0, min(GROUP, len(leaves))) or max(left) <= math.log(LEAST_PATH_PROBABILITY)
+            assert len(taken) in (0, min(GROUP, len(leaves)))
             for key, growth in grown.items():
                 replicas[key].graft(growth)
         assert all(r.tree.size > 20 for r in replicas.values())
 
-    def test_unlikely_nodes_are_not_expanded(self) -> None:
-        replica = drafted(DraftModel(table(), 3), opening(depth=50))
-        for node in replica.tree.nodes():
-            assert bool(node.children) == (math.exp(node.path_log_prob) > LEAST_PATH_PROBABILITY)
+    def test_unlikely_nodes_are_not_sent(self) -> None:
+        frugal = drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50))
+        generous = drafted(DraftModel(table(), 3, least_path_probability=0.01), opening(depth=50))
+        chances = [math.exp(node.path_log_prob) for node in generous.tree.nodes()]
+        assert min(chances) > 0.01
+        assert frugal.tree.size == sum(chance > 0.05 for chance in chances) < len(chances)
+
+
+class TestRounds:
+    """How many guesses a round expands follows from what rows cost."""
+
+    @pytest.mark.parametrize(("cost", "most"), [(RowCost([8, 64], [1.0, 1.0]), 64), (RowCost([8, 64], [1.0, 8.0]), 8)])
+    def test_free_rows_are_used_and_dear_ones_are_not(self, cost: RowCost, most: int) -> None:
+        draft = DraftModel(table(), 3, cost, least_path_probability=0.0)
+        draft.open(opening(depth=8))
+        widths = [len(set(growth.parent_ids)) for grown in rounds(draft) for growth in grown.values()]
+        assert max(widths) == most
 
 
 class TestLimits:
@@ -227,6 +245,7 @@ class TestContext:
         draft = DraftModel(table(slots=2048, positions=2048), 1)
         draft.open(opening([5] * (2 * PREFILL_ROWS + 1)))
         assert [bool(grown) for grown in (draft.grow(), draft.grow(), draft.grow())] == [False, False, True]
+        assert list(rounds(draft))
         assert not draft.behind
 
     def test_short_prompts_do_not_wait_for_a_long_one(self) -> None:
@@ -264,7 +283,7 @@ class TestCommits:
     def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, llama: Model, seed: int) -> None:
         """To the last bit of their probabilities: nothing stale is left in the cache."""
         rng = random.Random(seed)
-        draft = DraftModel(llama, 2)
+        draft = thorough(llama, 2)
         replica = Replica(opening(sampling=LAWS[seed], depth=5, nodes=40))
         draft.open(replica.opening)
         for _ in range(30):

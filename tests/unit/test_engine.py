@@ -198,7 +198,7 @@ class TestDrafts:
         target = engine(script)
         target.submit(submission("a", 5))
         target.step()
-        script.next = News([(99, Growth(0, [1], [0], [1], [-0.1]))], lost=[98])
+        script.next = News([(99, Growth(0, 1, [0], [1], [-0.1]))], lost=[98])
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (1, 0)
 
@@ -209,7 +209,7 @@ class TestDrafts:
         target = engine(script)
         target.submit(submission("a", 5))
         target.step()
-        script.next = News([(1, Growth(5, [1, 2], [0, 0], [3, token], [-0.1, -0.1]))])
+        script.next = News([(1, Growth(5, 1, [0, 0], [3, token], [-0.1, -0.1]))])
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (2, 0)
 

@@ -28,7 +28,7 @@ def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (
     tokens = [token] * prompt
     params = SamplingParams(temperature=0.0, max_tokens=output)
     return Request(
-        key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, TokenTree(prompt - 1, token)
+        key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, TokenTree(prompt - 1, token), 0.0
     )
 
 

@@ -1,0 +1,65 @@
+"""Whether a step is held back for guesses that are under way: two schedules, one the idea, one to compare it with."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from paceline.budget import Patience, RowCost
+from paceline.engine.request import Request
+from paceline.engine.scheduler import best_guesses, height, outlook
+
+Clock = Callable[[], float]
+"""Seconds since whenever."""
+Receive = Callable[[float], bool]
+"""Take in what arrives within so many seconds, at least one message; whether something did."""
+
+
+class Waiting(Protocol):
+    """Called before a step that runs no prompts."""
+
+    ahead: int
+    """How many times the depth of one step a draft is to grow."""
+
+    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+        """`drawing`: all that the step would run, with at least one request that has a draft."""
+
+
+class LockStep:
+    """What a target does that asks its draft: wait until it has drafted, verify, commit, wait again."""
+
+    ahead = 1
+    PATIENCE_S = 1.0
+    """A draft that takes longer is not waited for in this step."""
+
+    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+        while any(self._lacks(request) for request in drawing) and receive(self.PATIENCE_S):
+            pass
+
+    def _lacks(self, request: Request) -> bool:
+        return request.drafted and height(request, best_guesses(request)) < request.depth_allowed()
+
+
+class Streamed:
+    """Verify what is there, and wait only where that earns more tokens per second (`Patience`)."""
+
+    ahead = 2
+
+    def __init__(self, cost: RowCost, clock: Clock = time.perf_counter) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._patience = Patience()
+
+    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+        waited_s = 0.0
+        now = outlook(drawing, self._cost)
+        while wait_s := self._patience.wait_s(now.height, now.tokens, now.step_s + waited_s):
+            start = self._clock()
+            came = receive(wait_s)
+            delay_s = self._clock() - start
+            before, now = now, outlook(drawing, self._cost)
+            self._patience.observe(before.height, now.tokens - before.tokens, delay_s)
+            waited_s += delay_s
+            if not came:
+                return
