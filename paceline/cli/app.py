@@ -134,6 +134,53 @@ def control_plane(
     typer.echo(json.dumps(dataclasses.asdict(result)))
 
 
+@bench.command()
+def overlap() -> None:
+    """Streamed against lock-step drafting and plain decoding, on simulated accelerators and a slow network."""
+    from rich.console import Console
+
+    from paceline.cli import bench_overlap
+
+    with start_errors():
+        result = bench_overlap.run(Console(highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@main.command()
+def plan(
+    *,
+    target_step_ms: Annotated[float, typer.Option(min=0.01, help="A pass of few rows through the target.")] = 10.0,
+    target_knee_rows: Annotated[int, typer.Option(min=1, help="Rows from which on a pass takes longer.")] = 128,
+    draft_step_ms: Annotated[float, typer.Option(min=0.01, help="A pass of few rows through the draft.")] = 1.0,
+    draft_knee_rows: Annotated[int, typer.Option(min=1, help="Rows from which on a pass takes longer.")] = 128,
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="How often the draft's choice is drawn.")] = 0.8,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, help="Round trip between target and draft.")] = 0.5,
+    overhead_ms: Annotated[float, typer.Option(min=0.0, help="Of each step, outside the model.")] = 0.5,
+    requests_per_s: Annotated[float, typer.Option(min=0.001, help="Requests that arrive.")] = 5.0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 200,
+    token_ms: Annotated[float, typer.Option(min=0.01, help="Goal: time per output token.")] = 20.0,
+) -> None:
+    """How many workers it takes, how fast it gets, and when speculation stops paying: simulated, not guessed."""
+    from rich.console import Console
+
+    from paceline.cli import plan as command
+    from paceline.simulation.pair import Pair
+    from paceline.simulation.plan import CannotPlanError, Demand
+    from paceline.timed import TimedModel
+
+    pair = Pair(
+        TimedModel(step_ms=target_step_ms, knee_rows=target_knee_rows, overhead_ms=overhead_ms),
+        TimedModel(step_ms=draft_step_ms, knee_rows=draft_knee_rows, agreement=agreement),
+        rtt_ms / 1e3,
+    )
+    try:
+        planned = command.run(Console(highlight=False), pair, Demand(requests_per_s, output_tokens, token_ms))
+    except CannotPlanError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(planned))
+
+
 @main.command()
 def chat(
     url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",

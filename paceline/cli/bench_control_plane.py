@@ -30,7 +30,7 @@ import httpx
 from rich.console import Console
 
 from paceline.cli.client import TIMEOUT_S, Answer
-from paceline.cli.deployment import Wish
+from paceline.cli.deployment import Wish, plan
 from paceline.cli.stack import ready_stack
 from paceline.config import SpeculativeConfig
 
@@ -95,7 +95,7 @@ async def measure(http: httpx.AsyncClient, streams: int) -> Result:
 async def _run(console: Console, streams: int) -> Result:
     wish = Wish(TARGET, SpeculativeConfig(method="draft_model", model=DRAFT))
     async with (
-        ready_stack(wish, console) as stack,
+        ready_stack(plan(wish), console) as stack,
         httpx.AsyncClient(base_url=stack.deployment.url, timeout=TIMEOUT_S, trust_env=False) as http,
     ):
         with console.status("measuring"):

@@ -27,7 +27,7 @@ from rich.rule import Rule
 
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
-from paceline.cli.deployment import Wish
+from paceline.cli.deployment import Wish, plan
 from paceline.cli.processes import tree_pss_mb
 from paceline.cli.stack import ready_stack
 from paceline.cli.workloads import Workload, workloads
@@ -98,7 +98,7 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
 
 async def demo(console: Console, began: float) -> Result:
     """Start, show, measure and stop everything. `began`: when the command did. Raises `StartError`, `StateError`."""
-    async with ready_stack(Wish(), console) as stack, open_client(stack.deployment.url) as client:
+    async with ready_stack(plan(Wish()), console) as stack, open_client(stack.deployment.url) as client:
         ready_s = time.monotonic() - began
         console.print(f"ready after {ready_s:.1f} s ·", LEGEND)
         runs = [await _run(client, console, *case) for case in _cases()]

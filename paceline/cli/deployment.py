@@ -13,7 +13,7 @@ from paceline import family
 from paceline.cli import cores
 from paceline.cli.child import Program, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.models import TABLE_PREFIX, ModelNotFoundError, resolve_model
+from paceline.models import ModelNotFoundError, is_weightless, resolve_model, served_name
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0
@@ -27,7 +27,7 @@ TARGET, DRAFT = family.NAMES
 def default_speculation(model: str) -> SpeculativeConfig:
     """The shipped target comes with a draft; for any other model nobody can know one."""
     if model == TARGET:
-        return SpeculativeConfig(method="draft_model", model=DRAFT)
+        return SpeculativeConfig(method="draft_model", model=DRAFT, beside="ngram", prompt_lookup_min=1)
     return SpeculativeConfig()
 
 
@@ -46,6 +46,8 @@ class Deployment:
     drafts: dict[str, int]
     cores: dict[str, tuple[int, ...]]
     """By worker id: the CPU cores that belong to a target; none if they are shared."""
+    advertised: dict[str, str] = field(default_factory=dict)
+    """By worker id: where others are to reach a draft, if not where it listens."""
 
     @property
     def taken_cores(self) -> list[int]:
@@ -86,7 +88,8 @@ class Deployment:
         if devices := self.speculation.draft_devices:
             changes["device"] = devices[index % len(devices)]
         engine = self.engine.model_copy(update=changes)
-        return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine))
+        advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
+        return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine), *advertised)
 
     def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
         place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", "0")  # both are logged
@@ -118,7 +121,7 @@ def plan(wish: Wish) -> Deployment:
     targets = _workers("target", wish.target_workers)
     return Deployment(
         model=model,
-        served_model_name=wish.served_model_name or Path(model).name,
+        served_model_name=_served_name(model, wish.served_model_name),
         speculation=speculation,
         engine=wish.engine,
         host=wish.host,
@@ -156,9 +159,9 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
 
 
 def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:
-    """Each target's, as far as they are not the user's to choose. A table computes nothing worth a core."""
+    """Each target's, as far as they are not the user's to choose. Without weights nothing is worth a core."""
     engine = wish.engine
-    if engine.cpus is None and model.startswith(TABLE_PREFIX):
+    if engine.cpus is None and is_weightless(model):
         return [()] * wish.target_workers
     if engine.cpus is not None or engine.device != "cpu":
         return [engine.cpus or ()] * wish.target_workers
@@ -173,6 +176,13 @@ def _found(look: Callable[[str], str], name: str) -> str:
     try:
         return look(name)
     except ModelNotFoundError as error:
+        raise StartError(str(error)) from error
+
+
+def _served_name(model: str, wanted: str | None) -> str:
+    try:
+        return served_name(model, wanted)
+    except ValueError as error:
         raise StartError(str(error)) from error
 
 

@@ -14,7 +14,7 @@ import httpx
 from rich.console import Console
 
 from paceline.cli.cores import keep_free
-from paceline.cli.deployment import Deployment, Wish, plan
+from paceline.cli.deployment import Deployment
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, Store, Watcher, open_store
 from paceline.state.embedded import EmbeddedRedis
@@ -85,14 +85,14 @@ async def running(
 
 
 @asynccontextmanager
-async def ready_stack(wish: Wish, console: Console) -> AsyncIterator[Stack]:
+async def ready_stack(deployment: Deployment, console: Console) -> AsyncIterator[Stack]:
     """A stack to measure: ready, and silent. If something fails, the last lines of its log go to stderr.
 
     `console` shows who is still loading. Raises `StartError` or `StateError`.
     """
     said: deque[str] = deque(maxlen=LAST_LINES)
     try:
-        async with running(plan(wish), said.append) as stack:
+        async with running(deployment, said.append) as stack:
             with console.status("starting") as status:
                 await stack.ready(lambda missing: status.update(f"loading: {', '.join(missing)}"))
             yield stack

@@ -1,0 +1,267 @@
+"""`paceline bench overlap`: what hiding drafts and network behind verification is worth.
+
+The whole stack on this machine, over models that take as long as an accelerator would (`paceline.model.timed`), and
+with a network between target and draft that is as slow as asked (`paceline.wire.impaired`). Three ways to decode:
+
+- `plain`: no draft;
+- `lockstep`: after each commit the target waits until its draft has drafted a chain of K tokens, then verifies; what
+  a target does that asks its draft. K is the best of `CHAINS` for each line;
+- `streamed`: the draft grows ahead, the target takes what is there. What Paceline does.
+
+Tokens per second are those of all requests together, over the time from the first request sent to the last token, on
+the client's clock. All ways must give the same tokens, or the benchmark fails.
+
+- `rtt`: one request at a time, by the round trip between target and draft.
+- `concurrency`: requests that run at once, on a roofline: beyond so many rows, a pass takes longer. There `streamed` is
+  also compared with verifying always the same number of guesses, the best of `FIXED`, instead of those worth a row.
+- `useless_draft_ratio`: streamed over plain, with a draft that is always wrong and always sure of itself; the worst of
+  several round trips and numbers of requests.
+- `wire_bytes_per_token`: between target and draft, both ways, TCP's payload, per committed token; the worst of the
+  lines in `rtt`.
+- `killed`: a draft worker is killed with SIGKILL in the middle of an answer, and started again by the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli.client import Answer, Client, open_client
+from paceline.cli.deployment import LOOPBACK, Wish, plan
+from paceline.cli.stack import Stack, ready_stack
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.wire.impaired import ImpairedLink, Impairment
+
+TARGET = "timed:vocabulary=4096,step_ms=10,knee_rows=128"
+DRAFT = "timed:vocabulary=4096,step_ms=1,knee_rows=128,agreement=0.8"
+USELESS = "timed:vocabulary=4096,step_ms=1,knee_rows=128,agreement=0,bias=60"
+ROUND_TRIPS_MS = (0.0, 2.0, 10.0, 40.0)
+CONCURRENCY = (1, 8, 32, 64)
+CHAINS = (3, 4, 5, 6, 8, 10)
+FIXED = (1, 2, 4, 8, 16)
+TOKENS = 200
+PROMPTS = tuple(f"{7 * i} {11 * i} {13 * i}" for i in range(1, 65))
+ALONE = 3
+"""Prompts of a line with one request at a time."""
+ENGINE = EngineConfig(slots=65536, max_num_seqs=64, max_num_batched_rows=1024, cpus=())
+
+
+class OutputDiffersError(Exception):
+    """Two ways to decode gave different tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTrip:
+    rtt_ms: float
+    plain: float
+    lockstep: float
+    streamed: float
+    lockstep_k: int
+    wire_bytes_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Concurrency:
+    requests: int
+    plain: float
+    lockstep: float
+    streamed: float
+    lockstep_k: int
+    fixed: float
+    fixed_k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    rtt: Sequence[RoundTrip]
+    concurrency: Sequence[Concurrency]
+    useless_draft_ratio: float
+    wire_bytes_per_token: float
+    killed: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Bench:
+    """One stack, its client, and the network to its draft."""
+
+    stack: Stack
+    client: Client
+    link: ImpairedLink
+    tokens: dict[str, list[int]]
+    """What each prompt gives, whichever way: shared by all stacks."""
+
+    async def rate(self, prompts: Sequence[str], at_once: int = 1, count: int = TOKENS, **options: Any) -> float:
+        """Tokens per second over all these prompts. `options` are the request's `speculative`."""
+        body = {"max_tokens": count, "temperature": 0, "speculative": options or True}
+        waiting = list(reversed(prompts))
+        answers: list[tuple[str, Answer]] = []
+
+        async def ask() -> None:
+            while waiting:
+                prompt = waiting.pop()
+                answers.append((prompt, await self.client.collect("/v1/completions", body | {"prompt": prompt})))
+
+        began = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(at_once)))
+        seconds = time.perf_counter() - began
+        for prompt, answer in answers:
+            self.check(prompt, answer.tokens)
+        return sum(len(answer.tokens) for _, answer in answers) / seconds
+
+    async def plain(self, prompts: Sequence[str], at_once: int = 1) -> float:
+        return await self.rate(prompts, at_once, enabled=False)
+
+    async def best(self, prompts: Sequence[str], at_once: int, choices: Sequence[int], key: str) -> tuple[float, int]:
+        """The highest rate, and the choice that gives it: tried shortly first, then measured."""
+        rates = {k: await self.rate(prompts[:at_once], at_once, TOKENS // 2, **{key: k}) for k in choices}
+        k = max(rates, key=lambda choice: rates[choice])
+        return await self.rate(prompts, at_once, **{key: k}), k
+
+    def check(self, prompt: str, tokens: Sequence[int]) -> None:
+        known = self.tokens.setdefault(prompt, list(tokens))
+        shorter = min(len(known), len(tokens))
+        if known[:shorter] != list(tokens[:shorter]):
+            raise OutputDiffersError(f"after {prompt!r}: {tokens} and {known}")
+        if len(tokens) > len(known):
+            self.tokens[prompt] = list(tokens)
+
+
+@dataclass(slots=True)
+class Session:
+    """The stacks that one run has up, by what they compare."""
+
+    console: Console
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+
+    @asynccontextmanager
+    async def bench(self, draft: str = DRAFT, **changes: Any) -> AsyncIterator[Bench]:
+        speculation = SpeculativeConfig(
+            **{"method": "draft_model", "model": draft, "num_speculative_tokens": 16, "max_tree_nodes": 64}
+            | {"tree_width": 4}
+            | changes
+        )
+        deployment = plan(Wish(TARGET, speculation, ENGINE))
+        [(draft_id, port)] = deployment.drafts.items()
+        with ImpairedLink((LOOPBACK, port), Impairment()) as link:
+            deployment = replace(deployment, advertised={draft_id: link.address})
+            async with ready_stack(deployment, self.console) as stack, open_client(stack.deployment.url) as client:
+                bench = Bench(stack, client, link, self.tokens)
+                await bench.rate(PROMPTS[:1], count=32)  # the first request has to find its draft
+                yield bench
+
+
+def run(console: Console) -> Result:
+    """Raises `StartError`, `StateError` or `OutputDiffersError`."""
+    return asyncio.run(_run(console))
+
+
+async def _run(console: Console) -> Result:
+    session = Session(console)
+    async with session.bench() as streamed:
+        async with session.bench(draft_schedule="lockstep", tree_width=1, least_path_probability=0.0) as lockstep:
+            rtt = [await _round_trip(rtt_ms, streamed, lockstep) for rtt_ms in ROUND_TRIPS_MS]
+            _show_round_trips(console, rtt)
+            async with session.bench(row_budget=False) as fixed:
+                concurrency = [await _concurrency(n, streamed, lockstep, fixed) for n in CONCURRENCY]
+            _show_concurrency(console, concurrency)
+        killed = await _killed(streamed)
+    async with session.bench(USELESS) as useless:
+        ratios = [await _useless(useless, *case) for case in ((0.0, 1), (10.0, 1), (40.0, 1), (0.0, 8), (0.0, 32))]
+    console.print(f"useless draft, streamed over plain: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
+    return Result(rtt, concurrency, round(min(ratios), 3), max(line.wire_bytes_per_token for line in rtt), killed)
+
+
+async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundTrip:
+    """One request at a time; the ways in turns, prompt by prompt, so that the machine's moods hit all alike."""
+    for bench in (streamed, lockstep):
+        bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
+    prompts = PROMPTS[:ALONE]
+    _, k = await lockstep.best(prompts[:1], 1, CHAINS, "num_speculative_tokens")
+    before = streamed.link.traffic.total
+    rates: dict[str, list[float]] = {"plain": [], "lockstep": [], "streamed": []}
+    for prompt in prompts:
+        rates["streamed"].append(await streamed.rate([prompt]))
+        rates["plain"].append(await streamed.plain([prompt]))
+        rates["lockstep"].append(await lockstep.rate([prompt], num_speculative_tokens=k))
+    sent = streamed.link.traffic.total - before
+    mean = {way: round(len(each) / sum(1 / rate for rate in each), 1) for way, each in rates.items()}
+    for bench in (streamed, lockstep):
+        bench.link.impair(Impairment())
+    return RoundTrip(rtt_ms, **mean, lockstep_k=k, wire_bytes_per_token=round(sent / (ALONE * TOKENS), 1))
+
+
+async def _concurrency(requests: int, streamed: Bench, lockstep: Bench, fixed: Bench) -> Concurrency:
+    prompts = PROMPTS[: max(requests, ALONE)]
+    lockstep_rate, lockstep_k = await lockstep.best(prompts, requests, CHAINS, "num_speculative_tokens")
+    fixed_rate, fixed_k = await fixed.best(prompts, requests, FIXED, "max_tree_nodes")
+    return Concurrency(
+        requests,
+        plain=round(await streamed.plain(prompts, requests), 1),
+        lockstep=round(lockstep_rate, 1),
+        streamed=round(await streamed.rate(prompts, requests), 1),
+        lockstep_k=lockstep_k,
+        fixed=round(fixed_rate, 1),
+        fixed_k=fixed_k,
+    )
+
+
+async def _useless(bench: Bench, rtt_ms: float, requests: int) -> float:
+    bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
+    prompts = PROMPTS[: max(requests, ALONE)]
+    await bench.rate(prompts[:requests], requests)  # it has to show what it is worth
+    plain = await bench.plain(prompts, requests)
+    return await bench.rate(prompts, requests) / plain
+
+
+async def _killed(bench: Bench) -> dict[str, Any]:
+    """Rates before the draft dies, without one, and once there is one again; tokens are checked as always."""
+    [draft_id] = bench.stack.deployment.drafts
+    child = bench.stack.supervisor.children[draft_id]
+    before = await bench.rate(PROMPTS[:1])
+
+    async def kill() -> None:
+        await asyncio.sleep(TOKENS / 4 / before)
+        child.kill()
+
+    _, across = await asyncio.gather(kill(), bench.rate(PROMPTS[:1]))
+    rates = [await bench.rate(PROMPTS[:1]) for _ in range(10)]
+    after = max(rates[-3:])
+    return {"before": round(before, 1), "across": round(across, 1), "after": round(after, 1)}
+
+
+def _show_round_trips(console: Console, lines: Sequence[RoundTrip]) -> None:
+    table = Table("round trip", "plain", "lock-step", "streamed", "/ plain", "/ lock-step", "bytes/token")
+    for line in lines:
+        table.add_row(
+            f"{line.rtt_ms:g} ms",
+            f"{line.plain:.0f}",
+            f"{line.lockstep:.0f} (K={line.lockstep_k})",
+            f"{line.streamed:.0f}",
+            f"{line.streamed / line.plain:.2f}",
+            f"{line.streamed / line.lockstep:.2f}",
+            f"{line.wire_bytes_per_token:.0f}",
+        )
+    console.print(table)
+
+
+def _show_concurrency(console: Console, lines: Sequence[Concurrency]) -> None:
+    table = Table("requests", "plain", "lock-step", "fixed", "streamed", "/ plain", "/ lock-step", "/ fixed")
+    for line in lines:
+        table.add_row(
+            str(line.requests),
+            f"{line.plain:.0f}",
+            f"{line.lockstep:.0f} (K={line.lockstep_k})",
+            f"{line.fixed:.0f} ({line.fixed_k} nodes)",
+            f"{line.streamed:.0f}",
+            f"{line.streamed / line.plain:.2f}",
+            f"{line.streamed / line.lockstep:.2f}",
+            f"{line.streamed / line.fixed:.2f}",
+        )
+    console.print(table)

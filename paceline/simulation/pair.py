@@ -1,0 +1,167 @@
+"""A target and a draft in virtual time: the real engine, scheduler, tree, budget, growing loop and frames.
+
+What is not real: the models (`paceline.model.timed`), the network (a delay each way), and the processes that speak,
+which take no time. What it computes is what a machine would do that has nothing else to do.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from paceline.budget import ROW_BUCKET, RowCost
+from paceline.compute.pipe import Sorter
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.engine.drafting import Drafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.engine.loop import EngineLoop
+from paceline.engine.orders import Stepped
+from paceline.messages import Submission
+from paceline.model.timed import SimulatedModel
+from paceline.simulation.virtual import VirtualTime, Wire
+from paceline.speculators.draft_model import MOST_ROWS, DraftModel
+from paceline.speculators.growing import GrowingLoop, Round, Told
+from paceline.timed import TimedModel
+from paceline.wire.draft_frames import encode_grown, read_frame, read_grown
+from paceline.wire.drafting import RemoteDrafting
+from paceline.wire.sessions import Reach, Say, SessionNews, SessionUp
+
+ADDRESS = "draft"
+FRAME_OVERHEAD = 14
+"""Bytes around each message: HTTP/2's and gRPC's headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """What is simulated. `draft` None: plain decoding."""
+
+    target: TimedModel
+    draft: TimedModel | None
+    rtt_s: float = 0.0
+    drafts: int = 1
+    """Draft workers; requests go to them in turns."""
+    speculation: SpeculativeConfig = field(
+        default_factory=lambda: SpeculativeConfig(
+            method="draft_model", model=ADDRESS, num_speculative_tokens=16, tree_width=4, max_tree_nodes=64
+        )
+    )
+    engine: EngineConfig = field(
+        default_factory=lambda: EngineConfig(slots=2**17, max_num_seqs=256, max_num_batched_rows=1024)
+    )
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What came of it. Times in seconds since the beginning."""
+
+    tokens: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each token, when it was committed."""
+    steps: int = 0
+    seconds: float = 0.0
+    wire_bytes: int = 0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens.values())) / self.seconds
+
+    @property
+    def wire_bytes_per_token(self) -> float:
+        return self.wire_bytes / sum(map(len, self.tokens.values()))
+
+
+class _Pipe(Sorter):
+    """In the place of `paceline.compute.pipe.Pipe`."""
+
+    def __init__(self, time: VirtualTime, sent: Callable[[object], None]) -> None:
+        super().__init__()
+        self._wire: Wire[object] = Wire(time, 0.0)
+        self._sent = sent
+
+    def put(self, message: object) -> None:
+        """For the computing end."""
+        self._wire.put(message)
+
+    def send(self, message: object) -> None:
+        self._sent(message)
+
+    def receive(self, timeout_s: float | None) -> None:
+        for message in self._wire.take(timeout_s):
+            self.take(message)
+
+
+def simulate(pair: Pair, submissions: Sequence[tuple[float, Submission]]) -> Outcome:
+    """Serve each submission from its time on, until all have ended."""
+    return _Run(pair, submissions).outcome()
+
+
+class _Run:
+    def __init__(self, pair: Pair, submissions: Sequence[tuple[float, Submission]]) -> None:
+        self._time = time = VirtualTime()
+        self._pair = pair
+        self._outcome = Outcome()
+        self._running = len(submissions)
+        self._engine_pipe = _Pipe(time, self._engine_says)
+        self._draft_pipes: list[_Pipe] = []
+        for number, (when, submission) in enumerate(submissions):
+            drafted = replace(submission, drafts=[f"{ADDRESS}-{number % pair.drafts}"])
+            time.after(when, partial(self._engine_pipe.put, drafted))
+        drafting: Drafting = NoDrafting()
+        if pair.draft is not None:
+            drafting = RemoteDrafting(self._engine_pipe, clock=time.now)  # type: ignore[arg-type]
+            for link in range(pair.drafts):
+                self._start_draft(pair.draft, link)
+        model, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
+        engine = Engine(model, pair.engine, pair.speculation, drafting, cost, time.now)
+        time.start(EngineLoop(engine, self._engine_pipe).run)  # type: ignore[arg-type]
+
+    def _start_draft(self, spec: TimedModel, link: int) -> None:
+        address = f"{ADDRESS}-{link}"
+        self._engine_pipe.put(SessionUp(link, address, address, wants_hidden_states=False))
+        pipe = _Pipe(self._time, partial(self._draft_says, link))
+        self._draft_pipes.append(pipe)
+        model, cost = self._model(spec, MOST_ROWS)
+        speculation = self._pair.speculation
+        draft = DraftModel(model, speculation.tree_width, cost, speculation.least_path_probability)
+        self._time.start(GrowingLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
+
+    def outcome(self) -> Outcome:
+        self._time.run(lambda: not self._running)
+        self._outcome.seconds = self._time.now()
+        return self._outcome
+
+    def _model(self, spec: TimedModel, most_rows: int) -> tuple[SimulatedModel, RowCost]:
+        rows = range(ROW_BUCKET, most_rows + 1, ROW_BUCKET)
+        model = SimulatedModel("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        return model, RowCost(list(rows), [max(spec.seconds(count), 1e-9) for count in rows])
+
+    def _engine_says(self, message: object) -> None:
+        match message:
+            case Stepped(deltas):
+                self._outcome.steps += 1
+                for delta in deltas:
+                    self._outcome.tokens[delta.request_id] += delta.tokens
+                    self._outcome.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
+                    self._running -= delta.finish_reason is not None
+            case Say(link, frame):
+                self._travel(frame.SerializeToString(), partial(self._draft_hears, link))
+            case Reach():
+                pass
+
+    def _draft_says(self, link: int, message: object) -> None:
+        assert isinstance(message, Round)
+        for _, grown in message.grown:
+            self._travel(encode_grown(grown).SerializeToString(), partial(self._engine_hears, link))
+
+    def _travel(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
+        self._outcome.wire_bytes += len(data) + FRAME_OVERHEAD
+        self._time.after(self._pair.rtt_s / 2, lambda: arrive(data))
+
+    def _draft_hears(self, link: int, data: bytes) -> None:
+        self._draft_pipes[link].put(Told(link, read_frame(data), self._time.now()))
+
+    def _engine_hears(self, link: int, data: bytes) -> None:
+        grown = read_grown(data, self._pair.target.vocabulary)
+        self._engine_pipe.put(SessionNews(link, grown))

@@ -1,0 +1,127 @@
+"""Target and draft in virtual time: what overlapping is worth, on a clock that knows no machine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.messages import Submission
+from paceline.simulation.pair import Outcome, Pair, simulate
+from paceline.simulation.virtual import VirtualTime, Wire
+from paceline.timed import TimedModel
+
+TARGET = TimedModel.parse("timed:vocabulary=512,step_ms=10,knee_rows=128")
+DRAFT = TimedModel.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0.8")
+USELESS = TimedModel.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0,bias=60")
+STREAMED = Pair(TARGET, DRAFT)
+CHAINS = (4, 6, 8)
+
+
+def lockstep(k: int, rtt_s: float) -> Pair:
+    speculation = SpeculativeConfig(
+        method="draft_model",
+        model="draft",
+        num_speculative_tokens=k,
+        tree_width=1,
+        draft_schedule="lockstep",
+        least_path_probability=0.0,
+    )
+    return Pair(TARGET, DRAFT, rtt_s, speculation=speculation)
+
+
+def served(pair: Pair, requests: int = 1, tokens: int = 200) -> Outcome:
+    sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
+    return simulate(
+        pair, [(0.0, Submission(f"r{i}", [i + 1, 2, 3], sampling, drafts=["draft"])) for i in range(requests)]
+    )
+
+
+@pytest.fixture(scope="module")
+def plain() -> Outcome:
+    return served(Pair(TARGET, None))
+
+
+def test_time_is_what_the_models_take(plain: Outcome) -> None:
+    assert plain.seconds == pytest.approx(200 * 0.01)
+    assert plain.steps == 200
+
+
+def test_the_same_simulation_gives_the_same_times() -> None:
+    one, other = served(STREAMED, tokens=60), served(STREAMED, tokens=60)
+    assert one == other
+
+
+@pytest.mark.parametrize(
+    ("rtt_s", "over_lockstep", "over_plain"), [(0.0, 1.4, 3.0), (0.01, 1.6, 2.2), (0.04, 1.9, 1.4)]
+)
+def test_overlapping_hides_draft_and_network(
+    plain: Outcome, rtt_s: float, over_lockstep: float, over_plain: float
+) -> None:
+    streamed = served(replace(STREAMED, rtt_s=rtt_s))
+    waiting = [served(lockstep(k, rtt_s)) for k in CHAINS]
+    assert all(outcome.tokens == plain.tokens for outcome in (streamed, *waiting))
+    assert streamed.tokens_per_s > over_lockstep * max(outcome.tokens_per_s for outcome in waiting)
+    assert streamed.tokens_per_s > over_plain * plain.tokens_per_s
+
+
+@pytest.mark.parametrize("rtt_s", [0.0, 0.01, 0.04])
+@pytest.mark.parametrize("requests", [1, 16])
+def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> None:
+    plain, useless = served(Pair(TARGET, None), requests), served(Pair(TARGET, USELESS, rtt_s), requests)
+    assert useless.tokens == plain.tokens
+    assert useless.tokens_per_s >= 0.97 * plain.tokens_per_s
+
+
+def test_guesses_are_cheap_on_the_wire() -> None:
+    assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 230
+
+
+@pytest.mark.parametrize("requests", [1, 8, 64])
+def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None:
+    def rate(**changes: object) -> float:
+        pair = replace(STREAMED, speculation=STREAMED.speculation.model_copy(update=changes))
+        return served(pair, requests, tokens=60).tokens_per_s
+
+    assert rate() >= max(rate(row_budget=False, max_tree_nodes=nodes) for nodes in (1, 2, 4, 8))
+
+
+# Virtual time itself
+
+
+def test_actors_meet_in_time() -> None:
+    time, seen = VirtualTime(), []
+    wire: Wire[str] = Wire(time, 0.5)
+
+    def speak() -> None:
+        for word in ("a", "b"):
+            time.sleep(1.0)
+            wire.put(word)
+
+    def listen() -> None:
+        while True:
+            heard = wire.take(0.7)
+            seen.append((round(time.now(), 3), heard))
+
+    time.start(speak)
+    time.start(listen)
+    time.run(lambda: len(seen) >= 5)
+    assert seen == [(0.7, []), (1.4, []), (1.5, ["a"]), (2.2, []), (2.5, ["b"])]
+
+
+def test_what_an_actor_raises_ends_the_run() -> None:
+    time = VirtualTime()
+
+    def fail() -> None:
+        time.sleep(1.0)
+        raise ZeroDivisionError
+
+    time.start(fail)
+    with pytest.raises(ZeroDivisionError):
+        time.run(lambda: False)
+
+
+def test_only_actors_wait() -> None:
+    with pytest.raises(RuntimeError, match="only an actor"):
+        VirtualTime().sleep(1.0)
