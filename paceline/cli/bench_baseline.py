@@ -136,7 +136,12 @@ def _pretrained(name: str) -> Any:
 
 
 def _ours(threads: int) -> dict[str, Method]:
-    speculation = {"method": "draft_model", "model": DRAFT, "draft_placement": "target"}
+    speculation = {
+        "method": ["ngram", "draft_model"],
+        "model": DRAFT,
+        "prompt_lookup_min": 1,
+        "draft_placement": "target",
+    }
     llm = LLM(TARGET, speculation, {"threads": threads, "enable_prefix_caching": False})
     sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
     return {
