@@ -24,6 +24,8 @@ the client's clock. All ways must give the same tokens, or the benchmark fails.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -228,7 +230,8 @@ async def _killed(bench: Bench) -> dict[str, Any]:
 
     async def kill() -> None:
         await asyncio.sleep(TOKENS / 4 / before)
-        child.kill()
+        assert child.pid is not None
+        os.killpg(child.pid, signal.SIGKILL)  # not `child.kill`, after which nobody starts it again
 
     _, across = await asyncio.gather(kill(), bench.rate(PROMPTS[:1]))
     rates = [await bench.rate(PROMPTS[:1]) for _ in range(10)]
