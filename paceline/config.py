@@ -163,7 +163,7 @@ class SpeculativeConfig(Settings):
         for key in ("method", "speculative_method"):
             methods = data.get(key) if isinstance(data, dict) else None
             if isinstance(methods, (list, tuple)):
-                names = [METHOD_ALIASES.get(name, name) for name in methods]
+                names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
                 others = [name for name in names if name != "ngram"]
                 if len(names) != 2 or len(others) != 1:
                     raise ValueError("of several methods, one has to be ngram, and there can be two")

@@ -18,7 +18,7 @@ from paceline.speculators.base import Commit, Context, DraftError, Opening, Spec
 from paceline.speculators.growing import GrowingLoop, Round, SpeculatorFacts
 from paceline.tree import Growth, TokenTree
 from paceline.v1 import draft_pb2, draft_pb2_grpc
-from paceline.wire.draft_link import Terms
+from paceline.wire.draft_link import Observer, Terms, Unobserved
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.server import Server
@@ -194,19 +194,27 @@ class Target:
 
 
 @asynccontextmanager
-async def target(hidden_state_layers: tuple[int, ...] = (), hang_s: float = PATIENCE_S) -> AsyncIterator[Target]:
+async def target(
+    hidden_state_layers: tuple[int, ...] = (), hang_s: float = PATIENCE_S, observer: Observer | None = None
+) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
         drafting = RemoteDrafting(pipe, hidden_state_layers)
-        pool = pooled(connection, Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s), hidden_state_layers)
+        terms = Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s)
+        pool = pooled(connection, terms, hidden_state_layers, observer or Unobserved())
         try:
             yield Target(drafting, pool)
         finally:
             await pool.stop()
 
 
-def pooled(connection: Connection, terms: Terms, hidden_state_layers: Sequence[int] = ()) -> DraftPool:
+def pooled(
+    connection: Connection,
+    terms: Terms,
+    hidden_state_layers: Sequence[int] = (),
+    observer: Observer = Unobserved(),  # noqa: B008 - it has no state
+) -> DraftPool:
     """The links to draft workers of the engine at the other end."""
-    pool = DraftPool(terms, connection.send, hidden_state_layers)
+    pool = DraftPool(terms, connection.send, hidden_state_layers, observer)
     connection.deliver(Reach, pool.reach)
     connection.deliver(Say, pool.say)
     return pool

@@ -134,10 +134,9 @@ class Request:
         return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes)
 
     def opening(self, strategy: str, ahead: int) -> Opening:
-        """What its draft is told: to grow `ahead` times the depth that one step verifies."""
-        limit, sampling = self.limit(ahead), self.submission.sampling
-        tokens = list(self.tokens)
-        return Opening(self.key, tokens, self.output_tokens, sampling, limit.max_depth, limit.max_nodes, strategy)
+        """What a draft is told first: to grow `ahead` times the depth that one step verifies. It starts unpaused."""
+        depth, tokens, sampling = ahead * self.max_depth, list(self.tokens), self.submission.sampling
+        return Opening(self.key, tokens, self.output_tokens, sampling, depth, self.most_held, strategy)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

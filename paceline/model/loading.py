@@ -19,14 +19,12 @@ from paceline.model.decoder import make_decoder
 from paceline.model.model import Model, TransformersModel
 from paceline.model.probe import rows_invariant
 from paceline.model.rows import SPARE_SLOT
-from paceline.model.table import TableModel
+from paceline.model.table import LONGEST, TableModel
 from paceline.model.timed import SimulatedModel
 from paceline.models import resolve_model
 from paceline.text import vocabulary_fingerprint
 
 ATTENTION = "paceline"
-LONGEST = 8192
-"""Positions of a model that could have any number of them."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AttentionInterface.register(ATTENTION, attention_interface)

@@ -13,6 +13,8 @@ import torch
 from paceline.model.model import Output
 from paceline.model.rows import Row
 
+LONGEST = 8192
+"""Positions of a model that could have any number of them."""
 REMEMBERED = 3
 """How many tokens of the path decide the next one."""
 
@@ -49,7 +51,7 @@ class TableModel:
             raise ValueError(
                 f"{name!r} is not table:SIZE or table:SIZE:DISAGREEMENT: SIZE is 2 or more, DISAGREEMENT from 0 to 1"
             )
-        return cls(vocabulary_size, slots, max_model_len or 8192, share)
+        return cls(vocabulary_size, slots, max_model_len or LONGEST, share)
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         """Hidden states are the row's token and position, as float32 [rows, layers, 2]."""
@@ -59,7 +61,7 @@ class TableModel:
         for i, r in enumerate(wanted):
             for rank, token in enumerate(self._favourites(rows[r])):
                 logits[i, token] = 4.0 - rank
-        return Output(logits, _identity(rows, hidden_layers) if hidden_layers else None)
+        return Output(logits, identity(rows, hidden_layers) if hidden_layers else None)
 
     def _favourites(self, row: Row) -> list[int]:
         """The most probable next tokens, best first."""
@@ -73,6 +75,7 @@ class TableModel:
         return best[1:] + best[:1] if disagrees else best
 
 
-def _identity(rows: Sequence[Row], layers: Sequence[int]) -> torch.Tensor:
+def identity(rows: Sequence[Row], layers: Sequence[int]) -> torch.Tensor:
+    """Hidden states of a model that has none: each row's token and position, float32 [rows, layers, 2]."""
     facts = torch.tensor([[row.token, row.position] for row in rows], dtype=torch.float32)
     return facts.unsqueeze(1).expand(-1, len(layers), -1).contiguous()

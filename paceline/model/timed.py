@@ -18,6 +18,7 @@ import torch
 
 from paceline.model.model import Output
 from paceline.model.rows import Row
+from paceline.model.table import identity
 from paceline.timed import TimedModel
 
 LISTED = 8
@@ -66,7 +67,7 @@ class SimulatedModel:
         if laws:
             tokens, chances = zip(*laws, strict=True)
             logits.scatter_(1, torch.tensor(tokens), torch.tensor(chances))
-        hidden = _identity(rows, hidden_layers) if hidden_layers else None
+        hidden = identity(rows, hidden_layers) if hidden_layers else None
         self._sleep(max(0.0, deadline - self._clock()))
         return Output(logits, hidden)
 
@@ -137,11 +138,6 @@ def _mixed(state: int) -> int:
 
 def _slot_before(row: Row) -> int:
     return row.tile[-2] if len(row.tile) > 1 else int(row.prefix.slots[-1])
-
-
-def _identity(rows: Sequence[Row], layers: Sequence[int]) -> torch.Tensor:
-    facts = torch.tensor([[row.token, row.position] for row in rows], dtype=torch.float32)
-    return facts.unsqueeze(1).expand(-1, len(layers), -1).contiguous()
 
 
 _NORMAL = NormalDist()

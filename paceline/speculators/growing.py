@@ -105,7 +105,7 @@ class _Link:
     """After so many, what there is of news goes out."""
 
     def is_due(self) -> bool:
-        """Count a round. News goes out after 1, 2, 3, 5, 8, 12, 18, ... of them: at once where a target may be waiting,
+        """Count a round. News goes out after 1, 2, 3, 4, 6, 9, 13, ... of them: at once where a target may be waiting,
         and by and by in larger pieces, when it is busy and each frame costs more than what it carries."""
         self.rounds += 1
         if self.rounds < self.due:

@@ -15,6 +15,7 @@ from paceline.engine.drafting import News
 from paceline.speculators.base import Commit
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_frames import MAX_NODES
+from paceline.wire.impaired import ImpairedLink, Impairment
 from tests.workers import (
     FINGERPRINT,
     VOCABULARY,
@@ -301,3 +302,37 @@ async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str
             process.kill()
         await process.stderr.read()  # its compute ends a moment later
         await process.wait()
+
+
+class Counted:
+    """An observer that adds up."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = self.bytes_received = 0
+        self.round_trips: list[float] = []
+
+    def sent(self, size: int) -> None:
+        self.bytes_sent += size
+
+    def received(self, size: int) -> None:
+        self.bytes_received += size
+
+    def returned(self, seconds: float) -> None:
+        self.round_trips.append(seconds)
+
+
+async def test_what_passes_over_a_link_is_counted() -> None:
+    """Two frames there, each answered once; a round trip is no shorter than what the network takes."""
+    seen = Counted()
+    async with draft_worker() as worker:
+        host, _, port = worker.address.rpartition(":")
+        with ImpairedLink((host, int(port)), Impairment(delay_s=0.02)) as link:
+            async with target(observer=seen) as here:
+                await open_at(here, 1, link.address)
+                await here.poll(lambda news: len(nodes(news, 1)) == 3)
+                here.drafting.commit(Commit(1, 2, [9], 0))
+                here.drafting.flush()
+                await until(lambda: len(seen.round_trips) == 2)
+            assert min(seen.round_trips) >= 0.04
+            assert 0 < seen.bytes_sent < link.traffic.there
+            assert 0 < seen.bytes_received < link.traffic.back

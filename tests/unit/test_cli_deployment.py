@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import socket
 import subprocess
@@ -43,6 +44,16 @@ def test_services_get_what_they_have_to_agree_on() -> None:
     assert gateway["model"] == target["model"] == "table:64"
     assert gateway["redis-url"] == target["redis-url"] == draft["redis-url"] == REDIS
     assert target["speculative-config"] == draft["speculative-config"] == PAIR.model_dump(mode="json")
+
+
+def test_a_draft_may_be_reached_elsewhere_than_it_listens() -> None:
+    deployment = plan(Wish("table:64", PAIR, draft_workers=2))
+    first, second = deployment.drafts
+    advertising = dataclasses.replace(deployment, advertised={second: "10.0.0.9:70"})
+    _, _, drafts = groups(advertising)
+    assert ["advertise" in draft for draft in drafts] == [False, True]
+    assert drafts[1]["advertise"] == "10.0.0.9:70"
+    assert drafts[0]["worker-id"] == first
 
 
 def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
@@ -94,6 +105,7 @@ def test_a_draft_has_its_own_context_and_device() -> None:
         (Wish("table:one"), r"'table:one' names no table model: write"),
         (Wish("table:64", SpeculativeConfig(method="draft_model", model="/nowhere")), r"no model at /nowhere"),
         (Wish("pydoc", PAIR), r"the vocabularies of pydoc and its draft table:64:0.5 differ: choose a draft"),
+        (Wish("timed:", served_model_name="gpt"), r"a timed model is served by a name that begins with 'timed:'"),
         (Wish("table:64", host="256.0.0.1"), r"cannot listen on 256.0.0.1:0 .*--port"),
     ],
 )

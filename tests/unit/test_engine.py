@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.budget import RowCost
+from paceline.budget import RowCost, Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.table import TableModel
-from paceline.speculators.base import Opening
+from paceline.speculators.base import Commit, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
 from paceline.tree import Growth
@@ -27,14 +27,20 @@ class Script(NoDrafting):
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
+        self.openings: list[Opening] = []
+        self.limits: list[Limit] = []
         self.next = News()
         self.names: Sequence[str | None] = ["somebody"]
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         self.heard.append(("open", opening.request_id))
+        self.openings.append(opening)
         name, *rest = self.names
         self.names = rest or [name]
         return name
+
+    def limit(self, limit: Limit) -> None:
+        self.limits.append(limit)
 
     def close(self, request_id: int) -> None:
         self.heard.append(("close", request_id))
@@ -221,6 +227,91 @@ class TestDrafts:
         plain = served(engine(NoDrafting()), *requests)
         assert {k: a.tokens for k, a in answers.items()} == {k: a.tokens for k, a in plain.items()}
         assert sum(a.speculation.accepted_tokens for a in answers.values() if a.speculation) > 0
+
+
+class Useless(Script):
+    """Has a guess for every root, and never the right one."""
+
+    wrong = VOCABULARY - 1
+
+    def __init__(self, right: Sequence[int]) -> None:
+        super().__init__()
+        self.right = right
+        self._next_id = 1
+        self._done = 0
+
+    def start_over(self) -> None:
+        self._done = 0
+
+    def commit(self, commit: Commit) -> None:
+        self._done += len(commit.tokens)
+        token = (self.right[self._done] + 1) % VOCABULARY
+        base = commit.base_position + len(commit.tokens)
+        self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0], [token], [-0.01])))
+        self._next_id += 1
+
+
+class TestPauses:
+    LONG = 120
+
+    def right(self) -> Sequence[int]:
+        return served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+
+    def test_a_draft_that_brings_nothing_is_told_to_pause_and_to_try_again(self) -> None:
+        script = Useless(self.right())
+        steps: list[StepStats] = []
+        answer = served(engine(script), submission("a", 5, output=self.LONG), steps=steps)["a"]
+        assert answer.tokens == self.right()
+        assert [limit.max_nodes > 0 for limit in script.limits[:3]] == [False, True, False]
+        assert script.openings[0].max_nodes == script.limits[1].max_nodes
+        paused = [step for step in steps if step.nodes_received and not step.nodes_grafted]
+        assert len(paused) > Worth.LEAST_PAUSE - 2, "what a paused draft sends all the same is not looked at"
+
+    def test_the_next_request_of_that_draft_starts_paused(self) -> None:
+        script = Useless(self.right())
+        target = engine(script)
+        for _ in range(8):
+            script.limits.clear()
+            script.start_over()
+            served(target, submission("a", 5, output=self.LONG))
+        script.limits.clear()
+        script.start_over()
+        target.submit(submission("a", 5, output=self.LONG))
+        target.step()
+        assert [limit.max_nodes for limit in script.limits] == [0]
+
+    def test_a_paused_request_that_moves_to_another_draft_starts_afresh(self) -> None:
+        script = Useless(self.right())
+        script.names = ["useless", "other"]
+        target = engine(script)
+        target.submit(submission("a", 5, output=self.LONG))
+        while not script.limits:
+            target.step()
+        script.next = News(lost=[1])
+        target.step()
+        assert len(script.openings) == 2
+        assert script.openings[1].max_nodes == script.openings[0].max_nodes > 0
+        assert script.openings[1].max_depth == script.openings[0].max_depth > 0
+        assert len(script.limits) == 1, "nothing is known of the other one"
+
+    def test_steps_without_a_guess_in_time_do_not_count(self) -> None:
+        script = Script()
+        served(engine(script), submission("a", 5, output=self.LONG))
+        assert script.limits == []
+
+
+@pytest.mark.parametrize(("budgeted", "most"), [(True, 8), (False, 9)])
+def test_without_the_row_budget_every_guess_is_verified(budgeted: bool, most: int) -> None:
+    """Nine rows cost a hundred times what eight do; a tree of eight guesses and the root fill nine."""
+    speculation = SpeculativeConfig(
+        method="ngram", num_speculative_tokens=8, max_tree_nodes=8, tree_width=1, row_budget=budgeted
+    )
+    draft = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+    steep = RowCost([8, 16], [1.0, 100.0])
+    target = Engine(TableModel(VOCABULARY, SLOTS, SLOTS), EngineConfig(slots=SLOTS), speculation, draft, steep)
+    steps: list[StepStats] = []
+    served(target, submission("a", 5, output=60), steps=steps)
+    assert max(step.rows for step in steps[1:]) == most
 
 
 class TestEnds:

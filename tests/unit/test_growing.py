@@ -8,7 +8,8 @@ import pytest
 
 from paceline.compute.pipe import Pipe
 from paceline.speculators.base import Commit, Speculator
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Round, Said, Told
+from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Round, Said, Told, joined
+from paceline.tree import TokenTree
 from tests.pipes import pipes
 from tests.workers import Counting, opening
 
@@ -138,3 +139,26 @@ def test_it_ends_when_nobody_is_left_to_hear_it() -> None:
         peer.say(1, opening(1, max_depth=2**30))
         peer.next(1)
     ended.result(timeout=WAIT_S)
+
+
+def test_rounds_go_out_at_once_and_then_in_growing_pieces() -> None:
+    """A frame a round would cost more than what it carries; a target that waits needs the first ones."""
+    with growing(Counting()) as (peer, _):
+        peer.say(1, opening(1, tokens=[10], max_depth=40))
+        sizes: list[int] = []
+        while sum(sizes) < 40:
+            [(_, growth)] = peer.next(1).growths
+            sizes.append(len(growth))
+        assert sizes == [1, 1, 1, 1, 2, 3, 4, 6, 9, 12]
+        peer.say(1, Commit(1, 0, [50], 0))
+        assert len(peer.next(1).growths[0][1]) == 1, "whoever commits may be waiting"
+
+
+def test_pieces_of_one_tree_are_joined_and_others_are_not() -> None:
+    one, other = TokenTree(0, 0), TokenTree(0, 0)
+    first, second = (one.growth([one.add(one.root, token, -0.5)]) for token in (1, 2))
+    foreign = other.growth([other.add(other.root, 3, -0.5)])
+    one.commit([1])
+    moved = one.growth([one.add(one.root, 4, -0.5)])
+    pieces = joined([(1, first), (2, foreign), (1, second), (1, moved)])
+    assert [(key, list(growth.tokens)) for key, growth in pieces] == [(1, [1, 2]), (2, [3]), (1, [4])]

@@ -1,0 +1,78 @@
+"""Sizing a pool: the arithmetic on loads that are given, and the whole on small simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.simulation import plan as planning
+from paceline.simulation.pair import Pair
+from paceline.simulation.plan import CannotPlanError, Demand, Load, plan, requests_at
+from paceline.timed import TimedModel
+
+LOADS = [Load(1, 100.0, 300.0), Load(4, 400.0, 800.0), Load(16, 1600.0, 1200.0)]
+SLOW = TimedModel(step_ms=10, knee_rows=16)
+
+
+def pair(agreement: float = 0.8, draft_knee_rows: int = 128, rtt_s: float = 0.0) -> Pair:
+    return Pair(SLOW, TimedModel(step_ms=1, knee_rows=draft_knee_rows, agreement=agreement), rtt_s)
+
+
+@pytest.fixture(autouse=True)
+def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "LOADS", (1, 4, 16))
+    monkeypatch.setattr(planning, "TOKENS", 40)
+
+
+@pytest.mark.parametrize(
+    ("tokens_per_s", "requests"), [(0, 0), (150, 0.5), (300, 1), (550, 2.5), (1200, 10), (9e9, 16)]
+)
+def test_requests_at_once_follow_from_what_is_demanded(tokens_per_s: float, requests: float) -> None:
+    assert requests_at(LOADS, tokens_per_s) == pytest.approx(requests)
+
+
+def test_a_load_is_served_the_better_way() -> None:
+    assert [load.best for load in LOADS] == [300, 800, 1600]
+    assert [load.token_ms for load in LOADS] == pytest.approx([1000 / 300, 5, 10])
+
+
+@pytest.mark.parametrize(("requests_per_s", "workers"), [(1, 1), (15, 2), (150, 15)])
+def test_targets_are_as_many_as_the_goal_takes(
+    monkeypatch: pytest.MonkeyPatch, requests_per_s: float, workers: int
+) -> None:
+    """Within 6 ms per token a target of LOADS gives 800 tokens per second; each request takes 100 ms of that."""
+    monkeypatch.setattr(planning, "load", lambda _, requests: next(x for x in LOADS if x.requests == requests))
+    planned = plan(pair(), Demand(requests_per_s, output_tokens=80, token_ms=6))
+    assert planned.target_workers == workers
+    assert planned.token_ms <= 6
+    assert planned.pays_up_to == 4
+
+
+def rates(planned: Sequence[Load]) -> list[float]:
+    return [load.streamed / load.plain for load in planned]
+
+
+def test_speculation_pays_less_the_fuller_a_target_is() -> None:
+    planned = plan(pair(), Demand(1, 40, 100))
+    assert rates(planned.loads) == sorted(rates(planned.loads), reverse=True)
+    assert rates(planned.loads)[0] > 2
+    assert planned.draft_workers >= 1
+
+
+def test_a_useless_draft_is_planned_without() -> None:
+    planned = plan(pair(agreement=0.0), Demand(1, 40, 100))
+    assert planned.pays_up_to == 0
+    assert planned.draft_workers == 0
+
+
+def test_a_draft_that_many_rows_slow_down_needs_company() -> None:
+    quick, slow = pair(), pair(draft_knee_rows=8)
+    slow_draft = TimedModel(step_ms=8, knee_rows=8, agreement=0.8)
+    assert planning.drafts_for(quick, 4) == 1
+    assert planning.drafts_for(Pair(slow.target, slow_draft), 4) > 1
+
+
+def test_what_no_number_of_workers_gives_is_said() -> None:
+    with pytest.raises(CannotPlanError, match="one request alone gets a token every"):
+        plan(pair(), Demand(1, 40, token_ms=0.5))
