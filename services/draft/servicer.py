@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import grpc
 
 from paceline.speculators.base import Commit, Context, Opening
-from paceline.speculators.growing import Grown, Left, Said, SpeculatorFacts, Told
+from paceline.speculators.growing import Close, Grown, Left, Said, SpeculatorFacts, Told
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import GROWTH_FRAME_BYTES
@@ -127,7 +127,7 @@ class _TargetLink:
                 self._check_layers(said.hidden_states.shape[1])
         elif isinstance(said, Context):
             self._check_layers(said.hidden_states.shape[1])
-        else:
+        elif isinstance(said, Close):
             self.open_requests.discard(said.request_id)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from paceline.engine.drafting import News
-from paceline.speculators.base import Commit, Context
+from paceline.speculators.base import Commit, Context, Limit
 from paceline.wire.sessions import Reach
 from tests.workers import Counting, Witness, draft_worker, nodes, opening, target, until
 
@@ -48,6 +48,23 @@ async def test_one_frame_says_all_of_a_step() -> None:
         await until(lambda: worker.servicer.open_requests == 2)
         news = await here.poll(lambda news: len(nodes(news, 1)) == len(nodes(news, 3)) == 3)
         assert nodes(news, 2) == []
+
+
+async def test_a_limited_request_stays_open() -> None:
+    """Paused or not, the worker holds it until the target closes it."""
+    async with draft_worker() as worker, target() as here:
+        await here.reach(worker.address)
+        here.drafting.open(opening(1), [worker.address])
+        here.drafting.flush()
+        await here.poll(lambda news: len(nodes(news, 1)) == 3)
+        here.drafting.limit(Limit(1, 0, 0))
+        here.drafting.commit(Commit(1, 2, [500], 0))
+        here.drafting.flush()
+        await here.poll(lambda news: 501 in nodes(news, 1))  # so it has heard the limit, which `Counting` does not mind
+        assert worker.servicer.open_requests == 1
+        here.drafting.close(1)
+        here.drafting.flush()
+        await until(lambda: worker.servicer.open_requests == 0)
 
 
 async def test_late_growth_is_dropped() -> None:
