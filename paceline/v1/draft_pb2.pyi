@@ -108,24 +108,20 @@ class DraftFrame(_message.Message):
     def __init__(self, opens: _Optional[_Iterable[_Union[DraftFrame.Open, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[DraftFrame.Context, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftFrame.Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftFrame.Close, _Mapping]]] = ..., limits: _Optional[_Iterable[_Union[DraftFrame.Limit, _Mapping]]] = ...) -> None: ...
 
 class GrowthFrame(_message.Message):
-    __slots__ = ("growths", "dropped", "timings", "applied")
+    __slots__ = ("growths", "dropped", "applied", "queue_us", "compute_us")
     class Growth(_message.Message):
-        __slots__ = ("request_id", "base_position", "first_node_id", "parents", "token_ids", "log_probs", "draft_probs")
+        __slots__ = ("request_id", "base_position", "first_node_id", "nodes", "draft_probs")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
         FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
-        PARENTS_FIELD_NUMBER: _ClassVar[int]
-        TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-        LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
+        NODES_FIELD_NUMBER: _ClassVar[int]
         DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         base_position: int
         first_node_id: int
-        parents: _containers.RepeatedScalarFieldContainer[int]
-        token_ids: _containers.RepeatedScalarFieldContainer[int]
-        log_probs: bytes
+        nodes: bytes
         draft_probs: _common_pb2.Tensor
-        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., first_node_id: _Optional[int] = ..., parents: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[bytes] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., first_node_id: _Optional[int] = ..., nodes: _Optional[bytes] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
     class Dropped(_message.Message):
         __slots__ = ("request_id", "reason")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -135,10 +131,12 @@ class GrowthFrame(_message.Message):
         def __init__(self, request_id: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
     GROWTHS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_FIELD_NUMBER: _ClassVar[int]
-    TIMINGS_FIELD_NUMBER: _ClassVar[int]
     APPLIED_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_US_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_US_FIELD_NUMBER: _ClassVar[int]
     growths: _containers.RepeatedCompositeFieldContainer[GrowthFrame.Growth]
     dropped: _containers.RepeatedCompositeFieldContainer[GrowthFrame.Dropped]
-    timings: _common_pb2.Timings
     applied: int
-    def __init__(self, growths: _Optional[_Iterable[_Union[GrowthFrame.Growth, _Mapping]]] = ..., dropped: _Optional[_Iterable[_Union[GrowthFrame.Dropped, _Mapping]]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., applied: _Optional[int] = ...) -> None: ...
+    queue_us: int
+    compute_us: int
+    def __init__(self, growths: _Optional[_Iterable[_Union[GrowthFrame.Growth, _Mapping]]] = ..., dropped: _Optional[_Iterable[_Union[GrowthFrame.Dropped, _Mapping]]] = ..., applied: _Optional[int] = ..., queue_us: _Optional[int] = ..., compute_us: _Optional[int] = ...) -> None: ...

@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.speculators.growing import Close, Grown, Said
 from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
-from paceline.wire.common import decode_sampling, decode_timings, encode_sampling, encode_timings
+from paceline.wire import node_bits
+from paceline.wire.common import decode_sampling, encode_sampling
 from paceline.wire.errors import WireError
 from paceline.wire.tensors import decode_tensor, encode_tensor
 
@@ -28,8 +30,7 @@ MAX_NODES = 4096
 """Most nodes in one growth."""
 MAX_NAME = 1024
 MAX_POSITION = 2**31
-LOG_PROB_STEPS = 16
-"""Steps per nat in which log-probabilities travel, a byte each; the last one stands for everything below."""
+MOST_US = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +101,9 @@ def encode_grown(grown: Grown) -> pb.GrowthFrame:
         dropped=[
             pb.GrowthFrame.Dropped(request_id=request_id, reason=reason) for request_id, reason in grown.dropped.items()
         ],
-        timings=encode_timings(grown.timings),
         applied=grown.applied,
+        queue_us=_microseconds(grown.timings.queue_s),
+        compute_us=_microseconds(grown.timings.compute_s),
     )
 
 
@@ -111,7 +113,7 @@ def decode_grown(frame: pb.GrowthFrame, vocabulary_size: int) -> Grown:
         growths=[(each.request_id, _decode_growth(each, vocabulary_size)) for each in frame.growths],
         dropped={each.request_id: each.reason for each in frame.dropped},
         applied=frame.applied,
-        timings=decode_timings(frame.timings),
+        timings=Timings(frame.queue_us / 1e6, frame.compute_us / 1e6, (frame.queue_us + frame.compute_us) / 1e6),
     )
 
 
@@ -121,44 +123,44 @@ def read_grown(data: bytes, vocabulary_size: int) -> Grown:
 
 
 def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
+    distances = [id_ - parent if parent else 0 for id_, parent in zip(growth.node_ids, growth.parent_ids, strict=True)]
     return pb.GrowthFrame.Growth(
         request_id=wire_id,
         base_position=growth.base_position,
         first_node_id=growth.first_id,
-        parents=[id_ - parent if parent else 0 for id_, parent in zip(growth.node_ids, growth.parent_ids, strict=True)],
-        token_ids=growth.tokens,
-        log_probs=bytes(round(min(-log_prob * LOG_PROB_STEPS, 255.0)) for log_prob in growth.log_probs),
+        nodes=node_bits.pack(node_bits.Nodes(growth.tokens, distances, growth.log_probs)),
     )
 
 
 def _decode_growth(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> Growth:
     """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
-    nodes = len(message.token_ids)
-    if nodes > MAX_NODES:
-        raise WireError(f"token_ids: {nodes} nodes, more than {MAX_NODES}")
-    for name in ("parents", "log_probs"):
-        if len(getattr(message, name)) != nodes:
-            raise WireError(f"{name}: {len(getattr(message, name))} entries for {nodes} nodes")
     if message.base_position >= MAX_POSITION:
         raise WireError(f"base_position: {message.base_position} is beyond any context")
     if message.first_node_id == 0:
         raise WireError("first_node_id: 0 names the root and no node")
-    if max(message.token_ids, default=0) >= vocabulary_size:
-        raise WireError(f"token_ids: {max(message.token_ids)} is outside the vocabulary of {vocabulary_size}")
+    nodes = node_bits.unpack(message.nodes, MAX_NODES)
+    if max(nodes.tokens, default=0) >= vocabulary_size:
+        raise WireError(f"nodes: token {max(nodes.tokens)} is outside the vocabulary of {vocabulary_size}")
     ids = itertools.count(message.first_node_id)
     return Growth(
         base_position=message.base_position,
         first_id=message.first_node_id,
-        parent_ids=[_parent_id(id_, back) for id_, back in zip(ids, message.parents, strict=False)],
-        tokens=list(message.token_ids),
-        log_probs=[-step / LOG_PROB_STEPS for step in message.log_probs],
+        parent_ids=[_parent_id(id_, distance) for id_, distance in zip(ids, nodes.distances, strict=False)],
+        tokens=nodes.tokens,
+        log_probs=nodes.log_probs,
     )
 
 
-def _parent_id(id_: int, back: int) -> int:
-    if back >= id_:
-        raise WireError(f"parents: {back} nodes before node {id_}")
-    return id_ - back if back else ROOT_ID
+def _parent_id(id_: int, distance: int) -> int:
+    if distance >= id_:
+        raise WireError(f"nodes: a parent {distance} ids before node {id_}")
+    return id_ - distance if distance else ROOT_ID
+
+
+def _microseconds(seconds: float) -> int:
+    """Of what took any time, at least one: where frames are merged, a zero would leave what an earlier one said."""
+    microseconds = min(max(0.0, seconds * 1e6), MOST_US)
+    return max(round(microseconds), int(microseconds > 0))
 
 
 def encode_description(description: DraftDescription) -> pb.DraftServiceDescribeResponse:

@@ -25,6 +25,7 @@ from paceline.speculators.growing import Close, Grown
 from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
+from paceline.wire.node_bits import LOG_ODDS, log_probability
 from paceline.wire.tensors import decode_tensor, encode_tensor
 
 VOCABULARY = 1000
@@ -78,6 +79,7 @@ stats = st.builds(
     drafts=st.lists(texts, max_size=2),
 )
 timings = st.builds(Timings, seconds, seconds, seconds)
+levels = st.sampled_from(LOG_ODDS).map(log_probability)
 log_probs = st.builds(LogProbs, st.floats(-100, 0), st.lists(st.tuples(tokens, st.floats(-100, 0)), max_size=3))
 
 
@@ -108,8 +110,12 @@ def growths(draw: st.DrawFn) -> Growth:
         first_id=first,
         parent_ids=[draw(st.integers(ROOT_ID, before)) for before in range(first - 1, first - 1 + count)],
         tokens=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=count, max_size=count)),
-        log_probs=[-step / 16 for step in draw(st.binary(min_size=count, max_size=count))],
+        log_probs=draw(st.lists(levels, min_size=count, max_size=count)),
     )
+
+
+def rounds(queue_us: int, compute_us: int) -> Timings:
+    return Timings(queue_us / 1e6, compute_us / 1e6, (queue_us + compute_us) / 1e6)
 
 
 @given(submissions)
@@ -202,7 +208,7 @@ def test_frame_says_everything_in_order() -> None:
         growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths()), max_size=3),
         dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
         applied=counts,
-        timings=timings,
+        timings=st.builds(rounds, st.integers(0, 10**9), st.integers(0, 10**9)),
     )
 )
 def test_grown(grown: Grown) -> None:
@@ -212,10 +218,25 @@ def test_grown(grown: Grown) -> None:
 
 def test_two_rounds_merge_into_one_frame() -> None:
     """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
-    first = Growth(3, 1, [0], [10], [-0.5])
-    second = Growth(3, 2, [1], [11], [-0.5])
-    frame = draft_frames.encode_grown(Grown([(1, first)], {}, 4))
-    frame.MergeFrom(draft_frames.encode_grown(Grown([(1, second)], {2: "full"}, 5)))
+    first = Growth(3, 1, [0], [10], [log_probability(2.0)])
+    second = Growth(3, 2, [1], [11], [log_probability(-2.0)])
+    frame = draft_frames.encode_grown(Grown([(1, first)], {}, 4, Timings(0.25, 0.5, 0.75)))
+    frame.MergeFrom(draft_frames.encode_grown(Grown([(1, second)], {2: "full"}, 5, Timings(1e-9, 0.125, 0.125))))
     grown = draft_frames.decode_grown(frame, VOCABULARY)
     assert grown.growths == [(1, first), (1, second)]
     assert (grown.dropped, grown.applied) == ({2: "full"}, 5)
+    assert grown.timings == rounds(1, 125_000)
+
+
+def test_a_round_of_hours_is_the_longest_that_can_be_said() -> None:
+    grown = Grown(timings=Timings(-1.0, math.inf, math.inf))
+    assert draft_frames.decode_grown(draft_frames.encode_grown(grown), VOCABULARY).timings == rounds(0, 2**32 - 1)
+
+
+def test_what_a_typical_growth_costs() -> None:
+    """Twenty nodes of a tree of width two: 12 bits for a token, 4 for a parent, 5 for a probability, so 53 bytes."""
+    parents = [0, 0, *(100 + i // 2 for i in range(18))]
+    growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
+    frame = draft_frames.encode_grown(Grown([(1, growth)]))
+    assert len(frame.growths[0].nodes) == 2 + 53
+    assert frame.ByteSize() == 66

@@ -16,6 +16,7 @@ from paceline.speculators.base import Commit
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_frames import MAX_NODES
 from paceline.wire.impaired import ImpairedLink, Impairment
+from paceline.wire.node_bits import Nodes, pack
 from tests.workers import (
     FINGERPRINT,
     VOCABULARY,
@@ -53,6 +54,10 @@ class Liar(draft_pb2_grpc.DraftServiceServicer):
             self.ended.set()
 
 
+def packed(tokens: list[int], distances: list[int]) -> bytes:
+    return pack(Nodes(tokens, distances, [-0.5] * len(tokens)))
+
+
 def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
     """One good growth, but for these fields."""
 
@@ -61,9 +66,7 @@ def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
             "request_id": frame.opens[0].request_id,
             "base_position": 2,
             "first_node_id": 1,
-            "parents": [0, 1],
-            "token_ids": [8, 9],
-            "log_probs": bytes([8, 8]),
+            "nodes": packed([8, 9], [0, 1]),
         }
         return Frame(growths=[Growth(**{**fields, **changes})], applied=1)
 
@@ -71,19 +74,15 @@ def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
 
 
 LIES = {
-    "unequal arrays": grown(token_ids=[8]),
-    "missing log-probs": grown(log_probs=b""),
-    "missing parents": grown(parents=[0]),
+    "no widths": grown(nodes=b""),
+    "a width of no bits": grown(nodes=bytes(8)),
+    "half a node": grown(nodes=packed([8, 9], [0, 1])[:-1]),
+    "padding that is none": grown(nodes=packed([8, 9], [0, 1])[:-1] + b"\xff"),
     "node 0": grown(first_node_id=0),
-    "a parent before all nodes": grown(parents=[0, 2]),
-    "token outside the vocabulary": grown(token_ids=[8, VOCABULARY]),
+    "a parent before all nodes": grown(nodes=packed([8, 9], [0, 2])),
+    "token outside the vocabulary": grown(nodes=packed([8, VOCABULARY], [0, 1])),
     "position beyond any context": grown(base_position=2**31),
-    "too many nodes": grown(
-        parents=[1] * (MAX_NODES + 1),
-        first_node_id=2,
-        token_ids=[1] * (MAX_NODES + 1),
-        log_probs=bytes(MAX_NODES + 1),
-    ),
+    "too many nodes": grown(nodes=packed([1] * (MAX_NODES + 1), [0] * (MAX_NODES + 1))),
     "more nodes than a tree may have": lambda frame: Frame(growths=list(grown()(frame).growths) * 5, applied=1),
     "a request that was never opened": grown(request_id=99),
     "request 0": grown(request_id=0),

@@ -75,7 +75,7 @@ def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> N
 
 
 def test_guesses_are_cheap_on_the_wire() -> None:
-    assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 230
+    assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 160
 
 
 @pytest.mark.parametrize("requests", [1, 8, 64])
