@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+Cost = Callable[[int], float]
+"""Rows, at least one -> seconds."""
 ROW_BUCKET = 8
 """Rows are padded to a multiple of this, so nodes that fill the last bucket are free."""
 
@@ -45,7 +47,45 @@ FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 """As if another row cost nothing: every guess is worth one."""
 
 
-def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: int, cost: RowCost) -> int:
+class StepCost:
+    """Seconds of a whole step by its number of rows: the pass, and what the rest of a step turns out to take.
+
+    The rest is learned as `base + slope * rows`, by least squares over the latest steps. It is never negative, and a
+    single step that took much longer than expected counts only in part: machines stall now and then, whatever they do.
+    """
+
+    MEMORY = 100.0
+    """Steps."""
+    FIRMNESS = 16.0
+    """Variance of rows below which steps are too alike to tell a slope."""
+    SURPRISE = 0.1
+    """Twice the expected rest, and this share of the pass, is believed of one step."""
+
+    def __init__(self, passes: RowCost) -> None:
+        self._passes = passes
+        self._steps = self._rows = self._seconds = self._rows_variance = self._covariance = 0.0
+
+    def __call__(self, rows: int) -> float:
+        return self._passes(rows) + self._rest(rows)
+
+    def observe(self, rows: int, seconds: float) -> None:
+        """A step of so many rows, none of them of prompts, took so long."""
+        expected = self._passes(rows)
+        rest = min(max(seconds - expected, 0.0), 2 * self._rest(rows) + self.SURPRISE * expected)
+        self._steps = min(self._steps + 1, self.MEMORY)
+        weight = 1 / self._steps
+        rows_off, rest_off = rows - self._rows, rest - self._seconds
+        self._rows += weight * rows_off
+        self._seconds += weight * rest_off
+        self._rows_variance += weight * ((1 - weight) * rows_off**2 - self._rows_variance)
+        self._covariance += weight * ((1 - weight) * rows_off * rest_off - self._covariance)
+
+    def _rest(self, rows: int) -> float:
+        slope = max(0.0, self._covariance / (self._rows_variance + self.FIRMNESS))
+        return max(0.0, self._seconds + slope * (rows - self._rows))
+
+
+def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: int, cost: Cost) -> int:
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
@@ -115,45 +155,42 @@ class Patience:
 
 
 class Worth:
-    """Whether a draft pays: what a step commits beyond the token it would have drawn anyway.
+    """Whether a draft pays: what a step commits beyond the token that it would have drawn anyway.
 
-    A draft that brings less than `PAUSE` tokens per step is paused, and tried again after some steps: for as long as it
-    takes a hopeful average to fall, and after twice as many steps each time that this was in vain. It has to bring more
-    than `RESUME` to be as good as new.
+    A draft that brings less than `PAUSE` tokens per step and request is *paused*, and *tried* again after some steps:
+    for as long as it takes a hopeful average to fall, and after twice as many steps each time that this was in vain. It
+    has to bring more than `RESUME` to be as good as new.
     """
 
     PAUSE = 0.05
     RESUME = 0.15
     LEARNING = 0.1
     LEAST_PAUSE = 32
-    MOST_PAUSE = 1024
+    MOST_PAUSE = 4096
     """In steps."""
 
-    def __init__(self, expected: float = 1.0) -> None:
-        """`expected`: what its other requests let hope for."""
-        self.brings = expected
-        self.paused = False
+    def __init__(self) -> None:
+        self.paused = self.tried = False
+        self._brings = 1.0
         self._pause = self.LEAST_PAUSE
         self._left = 0
-        self._judge()
 
-    def observe(self, accepted: int) -> bool:
-        """A step committed so many guesses; whether `paused` has changed."""
-        before = self.paused
+    @property
+    def pays(self) -> bool:
+        return not (self.paused or self.tried)
+
+    def observe(self, accepted: float) -> None:
+        """A step committed so many guesses of each request that the draft drafts for; of a paused one, none."""
         if self.paused:
             self._left -= 1
             if self._left <= 0:
-                self.paused, self.brings = False, self.RESUME
-        else:
-            self.brings += self.LEARNING * (accepted - self.brings)
-            self._judge()
-        return self.paused != before
-
-    def _judge(self) -> None:
-        if self.brings > self.RESUME:
-            self._pause = self.LEAST_PAUSE
-        elif self.brings < self.PAUSE:
-            self.paused, self._left = True, self._pause
+                self.paused, self.tried, self._brings = False, True, self.RESUME
+            return
+        self._brings += self.LEARNING * (accepted - self._brings)
+        if self._brings > self.RESUME:
+            self.tried, self._pause = False, self.LEAST_PAUSE
+        elif self._brings < self.PAUSE:
+            self.paused, self.tried, self._left = True, False, self._pause
             self._pause = min(2 * self._pause, self.MOST_PAUSE)
 
 

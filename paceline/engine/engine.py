@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.budget import FREE_ROWS, Calibration, RowCost
+from paceline.budget import FREE_ROWS, Calibration, RowCost, StepCost
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, NoDrafting
 from paceline.engine.guesses import POOL, SOURCES, Guesses
@@ -56,18 +56,19 @@ class Engine:
         clock: Clock = time.perf_counter,
         beside: Drafting | None = None,
     ) -> None:
-        """`cost`: measured by `paceline.model.probe.row_cost`. `beside`: drafts for every request, too."""
+        """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: drafts for every request, too."""
         self.model = model
         self.calibrations = {(source, greedy): Calibration() for source in SOURCES for greedy in (True, False)}
         """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
         self._speculation = speculation
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
         self._clock = clock
-        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
+        self._cost = StepCost(cost)
+        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(self._cost, clock)
         strategy = speculation.rejection_sampling_strategy
         self._guesses = Guesses(drafting, beside or NoDrafting(), strategy, waiting, model.vocabulary_size, clock)
         self.hidden_layers = tuple(drafting.hidden_state_layers)
-        budgeted = cost if speculation.row_budget else FREE_ROWS
+        budgeted = self._cost if speculation.row_budget else FREE_ROWS
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
         caching = config.enable_prefix_caching and not self.hidden_layers
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), budgeted)
@@ -121,13 +122,17 @@ class Engine:
         """Run one forward pass, if there is anything to run, and return what is new."""
         start = self._clock()
         deltas, self._ended = self._ended, []
-        self._gather_guesses()
+        waited_s = self._gather_guesses()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
+            self._guesses.judge()
         self._guesses.flush()
-        self._report(works, deltas, self._clock() - start)
+        seconds = self._clock() - start
+        if works and all(work.stop - work.start == 1 for work in works):
+            self._cost.observe(sum(1 + len(work.nodes) for work in works), seconds - waited_s)
+        self._report(works, deltas, seconds)
         return deltas
 
     def abandon(self) -> None:
@@ -185,10 +190,13 @@ class Engine:
 
     # One forward pass.
 
-    def _gather_guesses(self) -> None:
+    def _gather_guesses(self) -> float:
+        """Take in guesses; return for how many seconds more were waited for."""
         self._guesses.take_in(self._requests)
+        start = self._clock()
         if self._scheduler.only_draws():
             self._guesses.wait(self._requests, self._scheduler.running)
+        return self._clock() - start
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:
         """Run all works' rows, draw, and commit what was drawn."""
@@ -239,7 +247,6 @@ class Engine:
         tokens, reason = _until_end(request, walked)
         accepted = min(len(tokens), len(walked) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
-        offered = any(child.source == POOL for child in request.tree.root.children.values())
         pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
         places = self._keep_accepted(work, tokens)
         request.tokens += tokens
@@ -253,7 +260,7 @@ class Engine:
             reason,
             speculation=request.stats.snapshot(),
         )
-        self._guesses.judge(request, offered, pooled)
+        self._guesses.count(request, pooled)
         if reason is not None:
             self._close(request, delta)
         else:

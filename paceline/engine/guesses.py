@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.budget import Worth
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import Request
+from paceline.engine.trial import Trial
 from paceline.engine.waiting import Clock, Waiting
 from paceline.speculators.base import Commit, Context
 from paceline.tree import Growth
 
 POOL, BESIDE = SOURCES = (0, 1)
 """Whose guesses a tree tells apart: those of a request's draft, and of who drafts for all in this process."""
-HOPED = 1.0
-"""Guesses per step that a draft nobody knows may bring."""
 RETRY_DRAFT_S = 0.5
 """How often a request without a draft looks for one."""
+REMEMBERED = 256
+"""Drafts that are not forgotten while they draft for nobody."""
 
 
 class Guesses:
@@ -42,8 +42,10 @@ class Guesses:
         self._waiting = waiting
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        self._brings: dict[str, float] = {}
-        """By draft: guesses that it brings per step, over all requests."""
+        self._trials: dict[str, Trial] = {}
+        """By draft."""
+        self._trial_of: dict[int, Trial] = {}
+        """By request that has a draft."""
 
     def find_drafts(self, requests: Iterable[Request]) -> None:
         """Look for a draft for each of these that has none and has not looked lately."""
@@ -60,7 +62,8 @@ class Guesses:
             request.retry_draft_at = now + RETRY_DRAFT_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
-                self._start_judging(request)
+                trial = self._trial_of[request.key] = self._trial(request.draft)
+                trial.join(request)
         if seeking:
             self._drafting.flush()
 
@@ -72,6 +75,7 @@ class Guesses:
         self._beside.commit(commit)
 
     def close(self, key: int) -> None:
+        self._leave(key)
         self._drafting.close(key)
         self._beside.close(key)
 
@@ -79,25 +83,27 @@ class Guesses:
         """Send what was said."""
         self._drafting.flush()
 
-    def judge(self, request: Request, offered: bool, accepted: int) -> None:
-        """A step committed so many guesses of a request's draft. One that does not pay is paused for a while.
+    def count(self, request: Request, accepted: int) -> None:
+        """A step committed so many guesses of a request's draft."""
+        if trial := self._trial_of.get(request.key):
+            trial.count(request, accepted)
 
-        Not `offered`: it had no guess in time, which says nothing of what its guesses are worth.
-        """
-        if request.draft is None or not (offered or request.worth.paused):
-            return
-        if request.worth.observe(accepted):
-            self._drafting.limit(request.limit(self._waiting.ahead))
-        if not request.worth.paused:
-            brings = self._brings.get(request.draft, HOPED)
-            self._brings[request.draft] = brings + Worth.LEARNING / 4 * (accepted - brings)
+    def judge(self) -> None:
+        """A step has ended: drafts that do not pay are paused for a while."""
+        for trial in self._trials.values():
+            trial.judge()
 
-    def _start_judging(self, request: Request) -> None:
-        """A new draft is judged by what it brings to others."""
-        assert request.draft is not None
-        request.worth = Worth(self._brings.get(request.draft, HOPED))
-        if request.worth.paused:
-            self._drafting.limit(request.limit(self._waiting.ahead))
+    def _trial(self, draft: str) -> Trial:
+        if draft not in self._trials:
+            idle = [name for name, trial in self._trials.items() if not trial.requests]
+            for name in idle[: max(0, len(self._trials) - REMEMBERED)]:
+                del self._trials[name]
+            self._trials[draft] = Trial(lambda request: self._drafting.limit(request.limit(self._waiting.ahead)))
+        return self._trials[draft]
+
+    def _leave(self, key: int) -> None:
+        if trial := self._trial_of.pop(key, None):
+            trial.leave(key)
 
     def take_in(self, requests: Mapping[int, Request]) -> None:
         """Graft what has arrived."""
@@ -119,12 +125,14 @@ class Guesses:
         for key, growth in news.grown:
             self.received += len(growth)
             request = requests.get(key)
-            if request is not None and (source == BESIDE or not request.worth.paused) and self._knows(growth):
+            if request is not None and (source == BESIDE or not request.paused) and self._knows(growth):
+                request.heard |= source == POOL
                 self.grafted += request.tree.graft(growth, request.most_held, source)
         for key in news.lost:
             request = requests.get(key)
             if request is not None and source == POOL:
                 request.draft, request.retry_draft_at = None, 0.0
+                self._leave(key)
 
     def _knows(self, growth: Growth) -> bool:
         """Whether all tokens can be run. A draft of the same vocabulary may be padded to more ids than the target."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.budget import Worth
 from paceline.config import SamplingParams
 from paceline.engine.slots import BLOCK, Block, SlotPool
 from paceline.messages import FinishReason, SpeculationStats, Submission, Usage
@@ -62,8 +61,10 @@ class Request:
         self.draft: str | None = None
         self.beside = False
         """Whether who drafts for all was told of it."""
-        self.worth = Worth()
-        """Of what its draft brings."""
+        self.paused = False
+        """Whether its draft is told to grow nothing, and what it grows all the same is not looked at."""
+        self.heard = False
+        """Whether its draft has grown something since it was opened or resumed."""
         self.retry_draft_at = 0.0
 
     @property
@@ -86,7 +87,7 @@ class Request:
     @property
     def drafted(self) -> bool:
         """Whether guesses may be under way."""
-        return self.draft is not None and not self.worth.paused
+        return self.draft is not None and not self.paused
 
     def depth_allowed(self) -> int:
         """Deepest node worth verifying: the bonus token after it must still be wanted."""
@@ -130,7 +131,7 @@ class Request:
 
     def limit(self, ahead: int) -> Limit:
         """How far its tree may grow now."""
-        nodes = 0 if self.worth.paused else self.most_held
+        nodes = 0 if self.paused else self.most_held
         return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes)
 
     def opening(self, strategy: str, ahead: int) -> Opening:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from paceline.budget import RowCost, worthwhile
+from paceline.budget import Cost, worthwhile
 from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.slots import OutOfSlots, SlotPool
@@ -37,7 +37,7 @@ class Work:
 class Scheduler:
     """Waiting and running requests, and the slots that they share. `running` is ordered by admission, oldest first."""
 
-    def __init__(self, config: EngineConfig, pool: SlotPool, cost: RowCost) -> None:
+    def __init__(self, config: EngineConfig, pool: SlotPool, cost: Cost) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -157,7 +157,7 @@ class Outlook:
     step_s: float
 
 
-def outlook(drawing: Sequence[Request], cost: RowCost) -> Outlook:
+def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
     """Of a step that runs these requests, all of which draw, with the guesses they have."""
     guesses = [(request, best_guesses(request)) for request in drawing]
     probabilities = sorted((math.exp(n.path_log_prob) for _, nodes in guesses for n in nodes), reverse=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.budget import Patience, RowCost
+from paceline.budget import Cost, Patience
 from paceline.engine.request import Request
 from paceline.engine.scheduler import best_guesses, height, outlook
 
@@ -46,7 +46,7 @@ class Streamed:
 
     ahead = 2
 
-    def __init__(self, cost: RowCost, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
         self._cost = cost
         self._clock = clock
         self._patience = Patience()

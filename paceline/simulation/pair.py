@@ -124,7 +124,7 @@ class _Run:
         self._draft_pipes.append(pipe)
         model, cost = self._model(spec, MOST_ROWS)
         speculation = self._pair.speculation
-        draft = DraftModel(model, speculation.tree_width, cost, speculation.least_path_probability)
+        draft = DraftModel(model, speculation.tree_width, cost, speculation.least_path_probability, self._time.now)
         self._time.start(GrowingLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
 
     def outcome(self) -> Outcome:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from paceline.budget import ROW_BUCKET, RowCost, worthwhile
+from paceline.budget import ROW_BUCKET, RowCost, StepCost, worthwhile
 from paceline.model.model import Model
 from paceline.model.rows import Lane, Row
 from paceline.sampling import History, shortlist
@@ -109,6 +110,7 @@ class DraftModel(Speculator):
         tree_width: int,
         cost: RowCost = BY_THE_BUCKET,
         least_path_probability: float = 0.02,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`tree_width`: most children per node. `cost`: of the draft model's passes. Guesses whose path is not likelier
         than `least_path_probability` are not made."""
@@ -118,7 +120,8 @@ class DraftModel(Speculator):
         self.position_limit = model.max_model_len
         self._model = model
         self._width = min(tree_width, model.vocabulary_size)
-        self._cost = cost
+        self._cost = StepCost(cost)
+        self._clock = clock
         self._least = math.log(least_path_probability) if least_path_probability else -math.inf
         self._free = list(range(model.slots, 0, -1))
         self._drafts: dict[int, _Draft] = {}
@@ -173,14 +176,19 @@ class DraftModel(Speculator):
 
     def grow(self) -> dict[int, Growth]:
         """One pass of the draft model: missing context first, then the likeliest guesses."""
+        start = self._clock()
         this = _Round()
         self._add_context(this)
+        context = len(this.rows)
         self._add_guesses(this)
         self._ran = bool(this.rows)
         if not this.rows:
             return {}
         logits = self._model.run(this.rows, this.wanted).logits
-        return self._add_children(this.expanded, logits) if this.expanded else {}
+        grown = self._add_children(this.expanded, logits) if this.expanded else {}
+        if not context:
+            self._cost.observe(len(this.rows), self._clock() - start)
+        return grown
 
     def check_integrity(self) -> None:
         """Prove that every slot is free, or that of one committed token or living guess. Raises AssertionError."""

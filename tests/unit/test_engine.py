@@ -294,7 +294,7 @@ class TestPauses:
         assert script.openings[1].max_depth == script.openings[0].max_depth > 0
         assert len(script.limits) == 1, "nothing is known of the other one"
 
-    def test_steps_without_a_guess_in_time_do_not_count(self) -> None:
+    def test_before_its_first_guess_a_draft_is_not_judged(self) -> None:
         script = Script()
         served(engine(script), submission("a", 5, output=self.LONG))
         assert script.limits == []
