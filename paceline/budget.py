@@ -104,6 +104,33 @@ def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: i
     return best
 
 
+class Price:
+    """What a row is worth: the path probability below which guesses are not verified, as of late.
+
+    With rows to spare it is 0. A draft need not grow what nobody would verify. But what is improbable now may be
+    probable once more is known, so that it is wanted from a `SHARE` of the price on. A demand is changed when it is off
+    by more than `SLACK`.
+    """
+
+    SHARE = 0.3
+    SLACK = 2.0
+    LEARNING = 0.1
+
+    def __init__(self) -> None:
+        self.wanted = 0.0
+        """Path probability from which on guesses are wanted."""
+        self._price = 0.0
+
+    def observe(self, refused: float) -> bool:
+        """The likeliest guess that a step did not verify had this path probability; whether `wanted` has changed."""
+        self._price += self.LEARNING * (refused - self._price)
+        wanted = self.SHARE * self._price
+        if self.wanted / self.SLACK <= wanted <= self.wanted * self.SLACK or max(wanted, self.wanted) < 1e-3:
+            return False
+        self.wanted = wanted
+        return True
+
+
 class Patience:
     """Whether to hold a step back for guesses that are under way.
 

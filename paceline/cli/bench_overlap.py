@@ -41,9 +41,9 @@ from paceline.cli.stack import Stack, ready_stack
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.wire.impaired import ImpairedLink, Impairment
 
-TARGET = "timed:vocabulary=4096,step_ms=10,knee_rows=128"
-DRAFT = "timed:vocabulary=4096,step_ms=1,knee_rows=128,agreement=0.8"
-USELESS = "timed:vocabulary=4096,step_ms=1,knee_rows=128,agreement=0,bias=60"
+TARGET = "timed:vocabulary=1024,step_ms=10,knee_rows=128"
+DRAFT = "timed:vocabulary=1024,step_ms=1,knee_rows=128,agreement=0.8"
+USELESS = "timed:vocabulary=1024,step_ms=1,knee_rows=128,agreement=0,bias=60"
 ROUND_TRIPS_MS = (0.0, 2.0, 10.0, 40.0)
 CONCURRENCY = (1, 8, 32, 64)
 CHAINS = (3, 4, 5, 6, 8, 10)
@@ -108,7 +108,7 @@ class Bench:
         async def ask() -> None:
             while waiting:
                 prompt = waiting.pop()
-                answers.append((prompt, await self.client.collect("/v1/completions", body | {"prompt": prompt})))
+                answers.append((prompt, await self.client.complete(body | {"prompt": prompt})))
 
         began = time.perf_counter()
         await asyncio.gather(*(ask() for _ in range(at_once)))

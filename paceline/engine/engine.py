@@ -127,7 +127,7 @@ class Engine:
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
-            self._guesses.judge()
+            self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
         seconds = self._clock() - start
         if works and all(work.stop - work.start == 1 for work in works):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from paceline.budget import Price
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import Request
 from paceline.engine.trial import Trial
 from paceline.engine.waiting import Clock, Waiting
-from paceline.speculators.base import Commit, Context
+from paceline.speculators.base import Commit, Context, Opening
 from paceline.tree import Growth
 
 POOL, BESIDE = SOURCES = (0, 1)
@@ -42,6 +43,7 @@ class Guesses:
         self._waiting = waiting
         self._vocabulary_size = vocabulary_size
         self._clock = clock
+        self._price = Price()
         self._trials: dict[str, Trial] = {}
         """By draft."""
         self._trial_of: dict[int, Trial] = {}
@@ -53,12 +55,11 @@ class Guesses:
         for request in requests:
             if request.speculative and not request.beside:
                 request.beside = True
-                self._beside.open(request.opening(self._strategy, self._waiting.ahead), ())
+                self._beside.open(self._opening(request), ())
         seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
-            opening = request.opening(self._strategy, self._waiting.ahead)
-            request.draft = self._drafting.open(opening, request.submission.drafts)
+            request.draft = self._drafting.open(self._opening(request), request.submission.drafts)
             request.retry_draft_at = now + RETRY_DRAFT_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
@@ -88,17 +89,30 @@ class Guesses:
         if trial := self._trial_of.get(request.key):
             trial.count(request, accepted)
 
-    def judge(self) -> None:
-        """A step has ended: drafts that do not pay are paused for a while."""
+    def judge(self, refused: float) -> None:
+        """A step has ended. Drafts that do not pay are paused for a while; all are told what nobody would verify.
+
+        `refused`: path probability of the likeliest guess that had no row.
+        """
         for trial in self._trials.values():
             trial.judge()
+        if self._price.observe(refused):
+            for trial in self._trials.values():
+                for request in trial.requests.values():
+                    self._limit(request)
+
+    def _opening(self, request: Request) -> Opening:
+        return request.opening(self._strategy, self._waiting.ahead, self._price.wanted)
+
+    def _limit(self, request: Request) -> None:
+        self._drafting.limit(request.limit(self._waiting.ahead, self._price.wanted))
 
     def _trial(self, draft: str) -> Trial:
         if draft not in self._trials:
             idle = [name for name, trial in self._trials.items() if not trial.requests]
             for name in idle[: max(0, len(self._trials) - REMEMBERED)]:
                 del self._trials[name]
-            self._trials[draft] = Trial(lambda request: self._drafting.limit(request.limit(self._waiting.ahead)))
+            self._trials[draft] = Trial(self._limit)
         return self._trials[draft]
 
     def _leave(self, key: int) -> None:

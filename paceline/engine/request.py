@@ -129,15 +129,15 @@ class Request:
             return FinishReason.STOP
         return FinishReason.LENGTH if output_tokens >= self.max_tokens else None
 
-    def limit(self, ahead: int) -> Limit:
-        """How far its tree may grow now."""
+    def limit(self, ahead: int, least: float) -> Limit:
+        """How far its tree may grow now, with paths no less probable than `least`."""
         nodes = 0 if self.paused else self.most_held
-        return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes)
+        return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes, least)
 
-    def opening(self, strategy: str, ahead: int) -> Opening:
+    def opening(self, strategy: str, ahead: int, least: float) -> Opening:
         """What a draft is told first: to grow `ahead` times the depth that one step verifies. It starts unpaused."""
         depth, tokens, sampling = ahead * self.max_depth, list(self.tokens), self.submission.sampling
-        return Opening(self.key, tokens, self.output_tokens, sampling, depth, self.most_held, strategy)
+        return Opening(self.key, tokens, self.output_tokens, sampling, depth, self.most_held, strategy, least)
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

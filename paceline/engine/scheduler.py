@@ -42,6 +42,8 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
+        self.refused = 0.0
+        """Path probability of the likeliest guess that the last step had no row for."""
         self._config = config
         self._cost = cost
 
@@ -131,12 +133,14 @@ class Scheduler:
         drawing = [work for work in works if work.draws]
         needed = sum(work.stop - work.start for work in works)
         offers = [(-node.path_log_prob, work, node) for work in drawing for node in best_guesses(work.request)]
+        self.refused = 0.0
         if not offers:
             return
         offers.sort(key=lambda offer: offer[0])  # stable: of equal ones, parents stay before children
         probabilities = [math.exp(-offer[0]) for offer in offers]
         most = min(rows, self.pool.free)
         count = worthwhile(probabilities, len(drawing), needed, most, self._cost)
+        self.refused = probabilities[count] if count < len(offers) else 0.0
         for (_, work, node), slot in zip(offers, self.pool.take(count), strict=False):
             work.nodes.append(node)
             work.slots.append(slot)

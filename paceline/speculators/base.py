@@ -30,6 +30,8 @@ class Opening:
     max_depth: int
     max_nodes: int
     strategy: str = "coupled"
+    least_path_probability: float = 0.0
+    """Guesses on less likely paths are not wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,12 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """From now on a request's tree has at most so many nodes, none deeper. With 0 nodes it is paused."""
+    """From now on a tree has at most so many nodes, none deeper, none less likely. With 0 nodes it is paused."""
 
     request_id: int
     max_depth: int
     max_nodes: int
+    least_path_probability: float = 0.0
 
 
 class Speculator(ABC):

@@ -52,6 +52,8 @@ class _Draft:
     history: History
     limit: int
     """No node stands at or beyond this position."""
+    floor: float
+    """Log-probability of a path, above which guesses are made."""
     lane: Lane = field(default_factory=Lane)
     """Slots of all tokens, computed or not."""
     computed: int = 0
@@ -65,7 +67,8 @@ class _Draft:
 
     def may_expand(self, node: Node) -> bool:
         """Whether children of this node are wanted."""
-        return node.position - self.tree.root.position < self.opening.max_depth and node.position + 1 < self.limit
+        depth = node.position - self.tree.root.position
+        return node.path_log_prob > self.floor and depth < self.opening.max_depth and node.position + 1 < self.limit
 
     def frontier(self) -> Iterator[Node]:
         """The guesses that are not expanded and may be, likeliest first."""
@@ -122,7 +125,7 @@ class DraftModel(Speculator):
         self._width = min(tree_width, model.vocabulary_size)
         self._cost = StepCost(cost)
         self._clock = clock
-        self._least = math.log(least_path_probability) if least_path_probability else -math.inf
+        self._least = least_path_probability
         self._free = list(range(model.slots, 0, -1))
         self._drafts: dict[int, _Draft] = {}
         self._ran = False
@@ -142,7 +145,7 @@ class DraftModel(Speculator):
         split = len(tokens) - opening.output_tokens
         history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
         tree = TokenTree(len(tokens) - 1, tokens[-1])
-        draft = _Draft(opening, tokens, tree, history, self.position_limit)
+        draft = _Draft(opening, tokens, tree, history, self.position_limit, self._floor(opening.least_path_probability))
         draft.lane.slots += self._take(len(tokens))
         self._drafts[opening.request_id] = draft
 
@@ -167,7 +170,13 @@ class DraftModel(Speculator):
     def limit(self, limit: Limit) -> None:
         draft = self._drafts.get(limit.request_id)
         if draft is not None:
-            draft.opening = replace(draft.opening, max_depth=limit.max_depth, max_nodes=limit.max_nodes)
+            draft.opening = replace(
+                draft.opening,
+                max_depth=limit.max_depth,
+                max_nodes=limit.max_nodes,
+                least_path_probability=limit.least_path_probability,
+            )
+            draft.floor = self._floor(limit.least_path_probability)
 
     def close(self, request_id: int) -> None:
         draft = self._drafts.pop(request_id, None)
@@ -197,6 +206,10 @@ class DraftModel(Speculator):
         held = [s for draft in self._drafts.values() for s in (*draft.lane.slots, *draft.slots.values())]
         if sorted([*self._free, *held]) != list(range(1, self._model.slots + 1)):
             raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self._model.slots}")
+
+    def _floor(self, wanted: float) -> float:
+        least = max(wanted, self._least)
+        return math.log(least) if least else -math.inf
 
     def _check(self, tokens: Sequence[int], length: int) -> None:
         """Raises `DraftError` unless these tokens can be run, as the last of so many."""
@@ -232,7 +245,7 @@ class DraftModel(Speculator):
         frontiers = [_paired(draft, draft.expandable(self._width)) for draft in self._drafts.values()]
         likeliest = heapq.merge(*frontiers, key=lambda pair: -pair[1].path_log_prob)
         most = min(MOST_ROWS, len(self._free))
-        offered = [pair for pair in itertools.islice(likeliest, most) if pair[1].path_log_prob > self._least]
+        offered = list(itertools.islice(likeliest, most))
         chances = [math.exp(node.path_log_prob) for _, node in offered]
         count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
         for draft, node in offered[:count]:
@@ -251,7 +264,7 @@ class DraftModel(Speculator):
             guesses = [
                 (token, log_prob)
                 for token, log_prob in zip(tokens, log_probs, strict=True)
-                if node.path_log_prob + log_prob > self._least and token not in node.children
+                if node.path_log_prob + log_prob > draft.floor and token not in node.children
             ]
             room = max(0, draft.opening.max_nodes - draft.tree.size)
             nodes = [draft.tree.add(node, token, log_prob) for token, log_prob in guesses[:room]]

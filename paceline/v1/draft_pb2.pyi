@@ -41,7 +41,7 @@ class DraftFrame(_message.Message):
     CLOSE_REASON_CANCELLED: DraftFrame.CloseReason
     CLOSE_REASON_MOVED: DraftFrame.CloseReason
     class Open(_message.Message):
-        __slots__ = ("request_id", "token_ids", "output_tokens", "sampling", "max_depth", "max_nodes", "strategy")
+        __slots__ = ("request_id", "token_ids", "output_tokens", "sampling", "max_depth", "max_nodes", "strategy", "least_path_probability")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +49,7 @@ class DraftFrame(_message.Message):
         MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
         MAX_NODES_FIELD_NUMBER: _ClassVar[int]
         STRATEGY_FIELD_NUMBER: _ClassVar[int]
+        LEAST_PATH_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         output_tokens: int
@@ -56,7 +57,8 @@ class DraftFrame(_message.Message):
         max_depth: int
         max_nodes: int
         strategy: str
-        def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., strategy: _Optional[str] = ...) -> None: ...
+        least_path_probability: float
+        def __init__(self, request_id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., output_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., strategy: _Optional[str] = ..., least_path_probability: _Optional[float] = ...) -> None: ...
     class Context(_message.Message):
         __slots__ = ("request_id", "base_position", "hidden_states")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -80,14 +82,16 @@ class DraftFrame(_message.Message):
         hidden_states: _common_pb2.Tensor
         def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., hidden_states: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
     class Limit(_message.Message):
-        __slots__ = ("request_id", "max_depth", "max_nodes")
+        __slots__ = ("request_id", "max_depth", "max_nodes", "least_path_probability")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         MAX_DEPTH_FIELD_NUMBER: _ClassVar[int]
         MAX_NODES_FIELD_NUMBER: _ClassVar[int]
+        LEAST_PATH_PROBABILITY_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         max_depth: int
         max_nodes: int
-        def __init__(self, request_id: _Optional[int] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ...) -> None: ...
+        least_path_probability: float
+        def __init__(self, request_id: _Optional[int] = ..., max_depth: _Optional[int] = ..., max_nodes: _Optional[int] = ..., least_path_probability: _Optional[float] = ...) -> None: ...
     class Close(_message.Message):
         __slots__ = ("request_id", "reason")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

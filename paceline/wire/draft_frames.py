@@ -54,6 +54,7 @@ def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
         max_depth=opening.max_depth,
         max_nodes=opening.max_nodes,
         strategy=opening.strategy,
+        least_path_probability=opening.least_path_probability,
     )
 
 
@@ -76,7 +77,12 @@ def encode_commit(commit: Commit, wire_id: int) -> pb.DraftFrame.Commit:
 
 
 def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
-    return pb.DraftFrame.Limit(request_id=wire_id, max_depth=limit.max_depth, max_nodes=limit.max_nodes)
+    return pb.DraftFrame.Limit(
+        request_id=wire_id,
+        max_depth=limit.max_depth,
+        max_nodes=limit.max_nodes,
+        least_path_probability=limit.least_path_probability,
+    )
 
 
 def decode_frame(frame: pb.DraftFrame) -> list[Said]:
@@ -205,13 +211,21 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         max_depth=message.max_depth,
         max_nodes=message.max_nodes,
         strategy=message.strategy,
+        least_path_probability=_decode_probability("opens.least_path_probability", message.least_path_probability),
     )
 
 
 def _decode_limit(message: pb.DraftFrame.Limit) -> Limit:
     if message.max_nodes > MAX_NODES:
         raise WireError(f"limits.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
-    return Limit(message.request_id, message.max_depth, message.max_nodes)
+    least = _decode_probability("limits.least_path_probability", message.least_path_probability)
+    return Limit(message.request_id, message.max_depth, message.max_nodes, least)
+
+
+def _decode_probability(name: str, value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise WireError(f"{name}: {value} is no probability")
+    return value
 
 
 def _decode_context(message: pb.DraftFrame.Context) -> Context:
