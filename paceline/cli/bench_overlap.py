@@ -18,6 +18,9 @@ the client's clock. All ways must give the same tokens, or the benchmark fails.
   several round trips and numbers of requests.
 - `wire_bytes_per_token`: between target and draft, both ways, TCP's payload, per committed token; the worst of the
   lines in `rtt`.
+- `plan_error`: how far from the lines in `rtt` the simulation is that `paceline plan` sizes pools with, for the same
+  prompts; the worst line. It is told what one can see of any deployment: what a plain step takes here, and, by the
+  workers' metrics, a round of drafting and a round trip.
 - `killed`: a draft worker is killed with SIGKILL in the middle of an answer, and started again by the supervisor.
 """
 
@@ -32,6 +35,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from rich.table import Table
 
@@ -39,6 +43,9 @@ from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.deployment import LOOPBACK, Wish, plan
 from paceline.cli.stack import Stack, ready_stack
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.simulation.forecast import forecast
+from paceline.simulation.pair import Pair
+from paceline.timed import TimedModel
 from paceline.wire.impaired import ImpairedLink, Impairment
 
 TARGET = "timed:vocabulary=1024,step_ms=10,knee_rows=128"
@@ -50,6 +57,8 @@ CHAINS = (3, 4, 5, 6, 8, 10)
 FIXED = (1, 2, 4, 8, 16)
 TOKENS = 200
 PROMPTS = tuple(f"{7 * i} {11 * i} {13 * i}" for i in range(1, 65))
+ROUNDS = "paceline_draft_round_seconds"
+ROUND_TRIPS = "paceline_draft_link_round_trip_seconds"
 ALONE = 3
 """Prompts of a line with one request at a time."""
 ENGINE = EngineConfig(slots=65536, max_num_seqs=64, max_num_batched_rows=1024, cpus=())
@@ -67,6 +76,7 @@ class RoundTrip:
     streamed: float
     lockstep_k: int
     wire_bytes_per_token: float
+    forecast: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +96,28 @@ class Result:
     concurrency: Sequence[Concurrency]
     useless_draft_ratio: float
     wire_bytes_per_token: float
+    plan_error: float
     killed: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How often something was done, and the seconds that it took in all."""
+
+    count: float
+    seconds: float
+
+    def since(self, before: Timed) -> float:
+        """Seconds for each since then."""
+        return (self.seconds - before.seconds) / (self.count - before.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What the metrics of a deployment tell about it: rounds of drafting, and round trips between target and draft."""
+
+    rounds: Timed
+    round_trips: Timed
 
 
 @dataclass(slots=True)
@@ -125,6 +156,19 @@ class Bench:
         rates = {k: await self.rate(prompts[:at_once], at_once, TOKENS // 2, **{key: k}) for k in choices}
         k = max(rates, key=lambda choice: rates[choice])
         return await self.rate(prompts, at_once, **{key: k}), k
+
+    async def seen(self) -> Seen:
+        """What there is to see so far."""
+        [target], [draft] = self.stack.deployment.targets, self.stack.deployment.drafts
+        return Seen(await self._timed(draft, ROUNDS), await self._timed(target, ROUND_TRIPS))
+
+    async def _timed(self, worker_id: str, histogram: str) -> Timed:
+        port = self.stack.deployment.metrics[worker_id]
+        page = await self.client.http.get(f"http://{LOOPBACK}:{port}/metrics")
+        samples: dict[str, float] = {}
+        for family in text_string_to_metric_families(page.raise_for_status().text):
+            samples |= {sample.name: sample.value for sample in family.samples}
+        return Timed(samples[f"{histogram}_count"], samples[f"{histogram}_sum"])
 
     def check(self, prompt: str, tokens: Sequence[int]) -> None:
         known = self.tokens.setdefault(prompt, list(tokens))
@@ -177,7 +221,14 @@ async def _run(console: Console) -> Result:
     async with session.bench(USELESS) as useless:
         ratios = [await _useless(useless, *case) for case in ((0.0, 1), (10.0, 1), (40.0, 1), (0.0, 8), (0.0, 32))]
     console.print(f"useless draft, streamed over plain: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    return Result(rtt, concurrency, round(min(ratios), 3), max(line.wire_bytes_per_token for line in rtt), killed)
+    return Result(
+        rtt,
+        concurrency,
+        useless_draft_ratio=round(min(ratios), 3),
+        wire_bytes_per_token=max(line.wire_bytes_per_token for line in rtt),
+        plan_error=round(max(abs(line.forecast / line.streamed - 1) for line in rtt), 3),
+        killed=killed,
+    )
 
 
 async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundTrip:
@@ -186,7 +237,7 @@ async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundT
         bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
     prompts = PROMPTS[:ALONE]
     _, k = await lockstep.best(prompts[:1], 1, CHAINS, "num_speculative_tokens")
-    before = streamed.link.traffic.total
+    before, seen = streamed.link.traffic.total, await streamed.seen()
     rates: dict[str, list[float]] = {"plain": [], "lockstep": [], "streamed": []}
     for prompt in prompts:
         rates["streamed"].append(await streamed.rate([prompt]))
@@ -196,7 +247,30 @@ async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundT
     mean = {way: round(len(each) / sum(1 / rate for rate in each), 1) for way, each in rates.items()}
     for bench in (streamed, lockstep):
         bench.link.impair(Impairment())
-    return RoundTrip(rtt_ms, **mean, lockstep_k=k, wire_bytes_per_token=round(sent / (ALONE * TOKENS), 1))
+    now = await streamed.seen()
+    pair = Pair(
+        _as_slow_as(TARGET, 1 / mean["plain"]),
+        _as_slow_as(DRAFT, now.rounds.since(seen.rounds)),
+        rtt_s=now.round_trips.since(seen.round_trips),
+        speculation=streamed.stack.deployment.speculation,
+        engine=ENGINE,
+    )
+    foreseen = forecast(pair, [list(map(int, prompt.split())) for prompt in prompts], TOKENS)
+    for prompt, answer in zip(prompts, foreseen.answers, strict=True):
+        streamed.check(prompt, answer)
+    return RoundTrip(
+        rtt_ms,
+        **mean,
+        lockstep_k=k,
+        wire_bytes_per_token=round(sent / (ALONE * TOKENS), 1),
+        forecast=round(foreseen.tokens_per_s, 1),
+    )
+
+
+def _as_slow_as(name: str, pass_s: float) -> TimedModel:
+    """This timed model, with what the machine adds to its passes."""
+    model = TimedModel.parse(name)
+    return model.model_copy(update={"overhead_ms": max(0.0, 1e3 * pass_s - model.step_ms)})
 
 
 async def _concurrency(requests: int, streamed: Bench, lockstep: Bench, fixed: Bench) -> Concurrency:
@@ -240,7 +314,7 @@ async def _killed(bench: Bench) -> dict[str, Any]:
 
 
 def _show_round_trips(console: Console, lines: Sequence[RoundTrip]) -> None:
-    table = Table("round trip", "plain", "lock-step", "streamed", "/ plain", "/ lock-step", "bytes/token")
+    table = Table("round trip", "plain", "lock-step", "streamed", "/ plain", "/ lock-step", "bytes/token", "forecast")
     for line in lines:
         table.add_row(
             f"{line.rtt_ms:g} ms",
@@ -250,6 +324,7 @@ def _show_round_trips(console: Console, lines: Sequence[RoundTrip]) -> None:
             f"{line.streamed / line.plain:.2f}",
             f"{line.streamed / line.lockstep:.2f}",
             f"{line.wire_bytes_per_token:.0f}",
+            f"{line.forecast:.0f}",
         )
     console.print(table)
 

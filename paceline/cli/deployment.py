@@ -44,6 +44,8 @@ class Deployment:
     targets: dict[str, int]
     """Worker ids, and the port that each one keeps over restarts."""
     drafts: dict[str, int]
+    metrics: dict[str, int]
+    """By worker id: the port of its Prometheus metrics."""
     cores: dict[str, tuple[int, ...]]
     """By worker id: the CPU cores that belong to a target; none if they are shared."""
     advertised: dict[str, str] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Deployment:
         return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine), *advertised)
 
     def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
-        place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", "0")  # both are logged
+        place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", str(self.metrics[worker_id]))
         name = ("--redis-url", redis_url, "--worker-id", worker_id)
         speculation = ("--speculative-config", self.speculation.model_dump_json())
         return (*place, *name, *speculation, "--engine-config", engine.model_dump_json())
@@ -119,6 +121,7 @@ def plan(wish: Wish) -> Deployment:
     speculation = _checked(speculation, model)
     drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
     targets = _workers("target", wish.target_workers)
+    drafts = _workers("draft", wish.draft_workers if drafts_elsewhere else 0)
     return Deployment(
         model=model,
         served_model_name=_served_name(model, wish.served_model_name),
@@ -127,7 +130,8 @@ def plan(wish: Wish) -> Deployment:
         host=wish.host,
         port=listenable(wish.host, wish.port),
         targets=targets,
-        drafts=_workers("draft", wish.draft_workers if drafts_elsewhere else 0),
+        drafts=drafts,
+        metrics={worker_id: listenable(LOOPBACK, 0) for worker_id in (*targets, *drafts)},
         cores=dict(zip(targets, _cores(wish, model), strict=True)),
     )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from paceline.budget import Price
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import Request
 from paceline.engine.trial import Trial
@@ -43,7 +42,6 @@ class Guesses:
         self._waiting = waiting
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        self._price = Price()
         self._trials: dict[str, Trial] = {}
         """By draft."""
         self._trial_of: dict[int, Trial] = {}
@@ -96,16 +94,16 @@ class Guesses:
         """
         for trial in self._trials.values():
             trial.judge()
-        if self._price.observe(refused):
+        if self._waiting.refused(refused):
             for trial in self._trials.values():
                 for request in trial.requests.values():
                     self._limit(request)
 
     def _opening(self, request: Request) -> Opening:
-        return request.opening(self._strategy, self._waiting.ahead, self._price.wanted)
+        return request.opening(self._strategy, self._waiting.ahead, self._waiting.wanted)
 
     def _limit(self, request: Request) -> None:
-        self._drafting.limit(request.limit(self._waiting.ahead, self._price.wanted))
+        self._drafting.limit(request.limit(self._waiting.ahead, self._waiting.wanted))
 
     def _trial(self, draft: str) -> Trial:
         if draft not in self._trials:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.budget import Cost, Patience
+from paceline.budget import Cost, Patience, Price
 from paceline.engine.request import Request
 from paceline.engine.scheduler import best_guesses, height, outlook
 
@@ -22,20 +22,31 @@ class Waiting(Protocol):
     ahead: int
     """How many times the depth of one step a draft is to grow."""
 
+    @property
+    def wanted(self) -> float:
+        """Path probability from which on guesses are wanted."""
+
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         """`drawing`: all that the step would run, with at least one request that has a draft."""
+
+    def refused(self, path_probability: float) -> bool:
+        """A step had no row for a guess as probable as this, but for all that are more so; whether `wanted` changed."""
 
 
 class LockStep:
     """What a target does that asks its draft: wait until it has drafted, verify, commit, wait again."""
 
     ahead = 1
+    wanted = 0.0
     PATIENCE_S = 1.0
     """A draft that takes longer is not waited for in this step."""
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         while any(self._lacks(request) for request in drawing) and receive(self.PATIENCE_S):
             pass
+
+    def refused(self, path_probability: float) -> bool:
+        return False
 
     def _lacks(self, request: Request) -> bool:
         return request.drafted and height(request, best_guesses(request)) < request.depth_allowed()
@@ -50,6 +61,14 @@ class Streamed:
         self._cost = cost
         self._clock = clock
         self._patience = Patience()
+        self._price = Price()
+
+    @property
+    def wanted(self) -> float:
+        return self._price.wanted
+
+    def refused(self, path_probability: float) -> bool:
+        return self._price.observe(path_probability)
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         waited_s = 0.0

@@ -128,6 +128,8 @@ class GrowingLoop:
         self._owners: dict[int, tuple[_Link, int]] = {}  # by the speculator's id: the link, and its id there
         self._next_id = 1
         self._dropped = 0
+        self._began = 0.0
+        """This round: when somebody spoke, or when the last one had been written."""
 
     def run(self) -> None:
         """Return when the pipe is closed. Errors of the speculator other than `DraftError` end the loop."""
@@ -135,6 +137,8 @@ class GrowingLoop:
         with suppress(PipeClosedError):
             while True:
                 self._pipe.receive(None if idle else 0.0)
+                if idle:
+                    self._began = self._clock()
                 heard, queue_s = self._take_in()
                 began = self._clock()
                 grown = self._speculator.grow()
@@ -214,7 +218,8 @@ class GrowingLoop:
                 news.append((link.number, replace(link.news, growths=joined(link.news.growths))))
                 link.news = Grown(applied=link.news.applied)
         nodes = sum(map(len, grown.values()))
-        self._pipe.send(Round(RoundStats(timings.compute_s, nodes, self._dropped), news))
+        began, self._began = self._began, self._clock()
+        self._pipe.send(Round(RoundStats(self._began - began, nodes, self._dropped), news))
         self._dropped = 0
 
 
