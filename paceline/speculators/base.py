@@ -32,6 +32,8 @@ class Opening:
     strategy: str = "coupled"
     least_path_probability: float = 0.0
     """Guesses on less likely paths are not wanted."""
+    owner: int = 0
+    """Whose request it is, where one speculator serves many. Whoever opens it there says so; links do not know."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,11 @@ as the target will, and guesses that the largest wins, or else the second larges
 from the perturbed logits: a softmax over them. At temperature 0 these are the plain logits.
 
 A node is *expanded* when it has run through the model, so that its children are known. Each round expands the nodes
-with the largest path probability, whoever's they are: the alternatives to a first choice come up as soon as they
-are likelier than going deeper.
+with the largest path probability, whichever request's they are: the alternatives to a first choice come up as soon as
+they are likelier than going deeper.
+
+Requests have owners, the targets that one draft serves. The rows of a round are divided among these max-min fairly:
+nobody gets more than an equal share while others want theirs, and what one does not want is there for the others.
 
 Committed tokens own their slots from the moment they are known. Guesses live on what is left, and give way: so a
 request that was taken in can always be computed, and one that cannot be is refused at once.
@@ -18,8 +21,10 @@ import heapq
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -40,6 +45,8 @@ MOST_ROWS = 256
 """Rows of one round."""
 BY_THE_BUCKET = RowCost([ROW_BUCKET], [1.0])
 """What rows cost where nobody has measured it."""
+
+Each = TypeVar("Each")
 
 
 @dataclass(slots=True)
@@ -128,6 +135,8 @@ class DraftModel(Speculator):
         self._least = least_path_probability
         self._free = list(range(model.slots, 0, -1))
         self._drafts: dict[int, _Draft] = {}
+        self._turn = 0
+        """Guesses that had a row so far: the next one goes to the next owner."""
         self._ran = False
         """Whether the last round ran the model; if not, there was nothing worth it."""
 
@@ -187,9 +196,10 @@ class DraftModel(Speculator):
         """One pass of the draft model: missing context first, then the likeliest guesses."""
         start = self._clock()
         this = _Round()
-        self._add_context(this)
+        owned = self._owned()
+        self._add_context(this, owned)
         context = len(this.rows)
-        self._add_guesses(this)
+        self._add_guesses(this, owned)
         self._ran = bool(this.rows)
         if not this.rows:
             return {}
@@ -221,38 +231,64 @@ class DraftModel(Speculator):
     def _take(self, count: int) -> list[int]:
         """Slots for committed tokens; guesses give theirs up if need be. Raises `DraftError` if that is not enough."""
         if count > len(self._free):
-            for draft in self._drafts.values():
-                self._free += draft.slots.values()
-                draft.slots.clear()
-        if count > len(self._free):
-            raise DraftError(f"out of slots: {count} needed, {len(self._free)} of {self._model.slots} free")
+            within_reach = len(self._free) + sum(len(draft.slots) for draft in self._drafts.values())
+            if count > within_reach:
+                raise DraftError(f"out of slots: {count} needed, {within_reach} of {self._model.slots} free")
+            while count > len(self._free):
+                self._give_way(count - len(self._free))
         return [self._free.pop() for _ in range(count)]
 
-    def _add_context(self, this: _Round) -> None:
-        """Rows for missing committed tokens. Few missing ones first: a prompt takes several rounds anyway."""
-        for draft in sorted(self._drafts.values(), key=lambda draft: draft.missing):
+    def _give_way(self, count: int) -> None:
+        """Free up to so many slots: of the owner that holds the most, the request with the most guesses, and of these
+        the unlikeliest."""
+        held: Counter[int] = Counter()
+        for draft in self._drafts.values():
+            held[draft.opening.owner] += len(draft.lane) + len(draft.slots)
+        guessing = [draft for draft in self._drafts.values() if draft.slots]
+        most = max(guessing, key=lambda draft: (held[draft.opening.owner], len(draft.slots)))
+        for node in sorted(most.slots, key=lambda node: (node.path_log_prob, -node.position))[:count]:
+            self._free.append(most.slots.pop(node))
+
+    def _owned(self) -> list[list[_Draft]]:
+        """The requests of each owner, first of the one whose turn it is."""
+        owned: defaultdict[int, list[_Draft]] = defaultdict(list)
+        for draft in self._drafts.values():
+            owned[draft.opening.owner].append(draft)
+        turn = self._turn % max(1, len(owned))
+        whole = list(owned.values())
+        return whole[turn:] + whole[:turn]
+
+    def _add_context(self, this: _Round, owned: Sequence[Sequence[_Draft]]) -> None:
+        """Rows for missing committed tokens."""
+        shares = Counter(itertools.islice(dealt(map(_missing, owned)), PREFILL_ROWS))
+        for key, count in shares.items():
+            draft = self._drafts[key]
             start = draft.computed
-            draft.computed += min(draft.missing, PREFILL_ROWS - len(this.rows))
+            draft.computed += count
             this.rows += [draft.lane.row(draft.tokens[i], i) for i in range(start, draft.computed)]
-            if draft.computed > start and not draft.missing and draft.may_expand(draft.tree.root):
+            if not draft.missing and draft.may_expand(draft.tree.root):
                 this.expand_last(draft, draft.tree.root)
 
-    def _add_guesses(self, this: _Round) -> None:
+    def _add_guesses(self, this: _Round, owned: Sequence[Sequence[_Draft]]) -> None:
         """Rows for the likeliest guesses of requests whose context is complete or in this pass.
 
-        As many as make the most of the pass: the chance that children are wanted, per second.
+        As many as make the most of the pass if the likeliest had it: the chance that children are wanted, per second.
         """
-        frontiers = [_paired(draft, draft.expandable(self._width)) for draft in self._drafts.values()]
-        likeliest = heapq.merge(*frontiers, key=lambda pair: -pair[1].path_log_prob)
+        guesses = [itertools.tee(self._likeliest(drafts)) for drafts in owned]
         most = min(MOST_ROWS, len(self._free))
-        offered = list(itertools.islice(likeliest, most))
+        offered = itertools.islice(heapq.merge(*(each for each, _ in guesses), key=_unlikeliness), most)
         chances = [math.exp(node.path_log_prob) for _, node in offered]
         count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
-        for draft, node in offered[:count]:
+        self._turn += count
+        for draft, node in list(itertools.islice(dealt(each for _, each in guesses), count)):
             branch = [draft.slots[above] for above in node.path()[:-1]]
             draft.slots[node] = self._free.pop()
             this.rows.append(draft.lane.branch_row(node.token, [*branch, draft.slots[node]]))
             this.expand_last(draft, node)
+
+    def _likeliest(self, drafts: Iterable[_Draft]) -> Iterator[tuple[_Draft, Node]]:
+        """What these requests could have expanded, best first."""
+        return heapq.merge(*(_paired(draft, draft.expandable(self._width)) for draft in drafts), key=_unlikeliness)
 
     def _add_children(self, expanded: Sequence[tuple[_Draft, Node]], logits: torch.Tensor) -> dict[int, Growth]:
         listed, scores = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED)
@@ -270,6 +306,26 @@ class DraftModel(Speculator):
             nodes = [draft.tree.add(node, token, log_prob) for token, log_prob in guesses[:room]]
             new.setdefault(draft.opening.request_id, []).extend(nodes)
         return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
+
+
+def dealt(hands: Iterable[Iterator[Each]]) -> Iterator[Each]:
+    """One of each in turn, for as long as it has any: every beginning is a max-min fair share of the whole."""
+    turns = deque(hands)
+    while turns:
+        hand = turns.popleft()
+        for each in itertools.islice(hand, 1):
+            yield each
+            turns.append(hand)
+
+
+def _missing(drafts: Iterable[_Draft]) -> Iterator[int]:
+    """The request of each missing token. Few missing ones first: a prompt takes several rounds anyway."""
+    for draft in sorted(drafts, key=lambda draft: draft.missing):
+        yield from itertools.repeat(draft.opening.request_id, draft.missing)
+
+
+def _unlikeliness(guess: tuple[_Draft, Node]) -> float:
+    return -guess[1].path_log_prob
 
 
 def _paired(draft: _Draft, nodes: Iterator[Node]) -> Iterator[tuple[_Draft, Node]]:

@@ -191,7 +191,7 @@ class GrowingLoop:
         self._next_id += 1
         link.requests[opening.request_id] = own_id
         self._owners[own_id] = link, opening.request_id
-        self._speculator.open(replace(opening, request_id=own_id))
+        self._speculator.open(replace(opening, request_id=own_id, owner=link.number))
 
     def _close(self, link: _Link, request_id: int) -> None:
         if (own_id := link.requests.pop(request_id, None)) is not None:

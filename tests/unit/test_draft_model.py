@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.drafting import LocalDrafting
 from paceline.model import Lane, Model
 from paceline.model.loading import build
+from paceline.model.model import Output
 from paceline.model.rows import GROUP
+from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Opening
-from paceline.speculators.draft_model import PREFILL_ROWS, DraftModel
+from paceline.speculators.draft_model import PREFILL_ROWS, DraftModel, dealt
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
@@ -51,8 +55,9 @@ def opening(
     depth: int = 6,
     nodes: int = 1000,
     output: int = 0,
+    owner: int = 0,
 ) -> Opening:
-    return Opening(key, tokens, output, sampling, depth, nodes)
+    return Opening(key, tokens, output, sampling, depth, nodes, owner=owner)
 
 
 class Replica:
@@ -183,6 +188,106 @@ class TestRounds:
         draft.open(opening(depth=8))
         widths = [len(set(growth.parent_ids)) for grown in rounds(draft) for growth in grown.values()]
         assert max(widths) == most
+
+
+class Recording(TableModel):
+    """Remembers the rows of each pass."""
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(VOCABULARY, slots, 512)
+        self.passes: list[list[ModelRow]] = []
+
+    def run(self, rows: Sequence[ModelRow], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        self.passes.append(list(rows))
+        return super().run(rows, wanted, hidden_layers)
+
+
+def expanded(grown: dict[int, Growth]) -> dict[int, int]:
+    """How many nodes of each request a round has expanded."""
+    return {key: len(set(growth.parent_ids)) for key, growth in grown.items()}
+
+
+class TestFairness:
+    """Requests of several targets share what a round has, and no target takes another's part."""
+
+    DEAR = RowCost([8, 64], [1.0, 8.0])
+    """A round gets eight rows of guesses."""
+    FLOOD = range(100, 130)
+
+    def flooded(self, quiet: Opening) -> DraftModel:
+        """In front of one request, all of another owner's; the roots are expanded."""
+        draft = DraftModel(table(), 3, self.DEAR, least_path_probability=0.0)
+        for key in self.FLOOD:
+            draft.open(opening([key % VOCABULARY, 1], key=key, owner=1))
+        draft.open(quiet)
+        roots = draft.grow()
+        assert len(roots) == len(self.FLOOD) + (quiet.max_depth > 0)
+        if quiet.max_depth:
+            least = min(max(roots[key].log_probs) for key in self.FLOOD)
+            assert max(roots[quiet.request_id].log_probs) < least, "or else it would come first anyway"
+        return draft
+
+    def test_a_quiet_target_gets_its_guesses_in_a_flood_of_likelier_ones(self) -> None:
+        hot = SamplingParams(temperature=1.0, seed=3)
+        spread = expanded(self.flooded(opening([7, 8], key=1, sampling=hot, owner=2)).grow())
+        assert spread.pop(1) == 3
+        assert sum(spread.values()) == 5
+
+    def test_what_one_owner_does_not_want_is_there_for_the_others(self) -> None:
+        assert sum(expanded(self.flooded(opening(key=1, depth=0, owner=2)).grow()).values()) == 8
+
+    def test_among_many_owners_everybody_has_a_turn(self) -> None:
+        """Eight rows for eleven owners, who all want some: in any two rounds each gets one."""
+        draft = DraftModel(table(), 3, self.DEAR, least_path_probability=0.0)
+        for key in range(1, 12):
+            draft.open(opening([key, 1], key=key, owner=key))
+        draft.grow()
+        pairs = [expanded(draft.grow()).keys() | expanded(draft.grow()).keys() for _ in range(6)]
+        assert pairs == [set(range(1, 12))] * 6
+
+    def test_a_prompt_does_not_wait_for_all_those_of_another_target(self) -> None:
+        """Whose prompts, a little shorter, would come first."""
+        draft = DraftModel(table(slots=4096), 1)
+        for key in range(2, 10):
+            draft.open(opening([5] * (PREFILL_ROWS - 10), key=key, owner=1))
+        draft.open(opening([6] * PREFILL_ROWS, key=1, owner=2))
+        assert 1 in [draft.grow(), draft.grow()][1]
+        assert len({key for grown in rounds(draft) for key in grown}) == 9
+
+    def test_slots_are_taken_from_who_holds_the_most_and_no_more_than_needed(self) -> None:
+        model = Recording(slots=300)
+        draft = thorough(model, 2)
+        for key in range(2, 6):
+            drafted(draft, opening([key] * 10, key=key, depth=4, owner=1))
+        drafted(draft, opening([1] * 40, key=1, depth=5, owner=2))  # the largest tree, but of the smaller owner
+        free = model.slots - len({row.slot for rows in model.passes for row in rows})
+        draft.open(opening([9] * (free + 5), key=9, depth=0, owner=3))
+        draft.check_integrity()
+        draft.close(9)
+        model.passes.clear()
+        assert not any(rounds(draft)), "these guesses had children already"
+        again = [row.position for rows in model.passes for row in rows]
+        assert len(again) == 5
+        assert max(again) < 40
+
+    def test_nobody_gives_way_to_what_does_not_fit_anyway(self) -> None:
+        model = Recording(slots=40)
+        draft = thorough(model, 2)
+        drafted(draft, opening(depth=4))
+        model.passes.clear()
+        with pytest.raises(DraftError, match="out of slots: 41 needed, 32 of 40 free"):
+            draft.open(opening([9] * 41, key=2))
+        assert not any(rounds(draft))
+        assert model.passes == []
+
+    @given(st.lists(st.integers(0, 9), max_size=6), st.integers(0, 40))
+    def test_dealing_is_max_min_fair(self, wanted: list[int], count: int) -> None:
+        """Who got less than wanted got no less than anybody else, but for one that could not be divided."""
+        hands = [iter([owner] * size) for owner, size in enumerate(wanted)]
+        got = Counter(islice(dealt(hands), count))
+        assert got.total() == min(count, sum(wanted))
+        most = max(got.values(), default=0)
+        assert all(got[owner] in (size, most, most - 1) for owner, size in enumerate(wanted))
 
 
 class TestLimits:

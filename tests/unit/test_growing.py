@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 
 from paceline.compute.pipe import Pipe
-from paceline.speculators.base import Commit, Speculator
+from paceline.speculators.base import Commit, Opening, Speculator
 from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Round, Said, Told, joined
 from paceline.tree import TokenTree
 from tests.pipes import pipes
@@ -74,6 +74,21 @@ def test_links_choose_ids_freely() -> None:
         peer.say(2, opening(1, tokens=[20]))
         assert peer.tokens(1, 1, 3) == [11, 12, 13]
         assert peer.tokens(2, 1, 3) == [21, 22, 23]
+
+
+def test_the_speculator_knows_whose_a_request_is() -> None:
+    class Asking(Counting):
+        owners: list[int]
+
+        def open(self, opening: Opening) -> None:
+            self.owners.append(opening.owner)
+            super().open(opening)
+
+    asking = Asking()
+    asking.owners = []
+    with growing(asking, *(Told(link, [opening(1)]) for link in (3, 5, 3))) as (peer, _):
+        peer.next(5)
+    assert asking.owners == [3, 5, 3]
 
 
 def test_what_was_said_is_applied_before_growing_and_counted() -> None:
