@@ -24,7 +24,7 @@ from paceline.wire.target_link import TargetLink
 from services.target.__main__ import RemoteEngine
 from services.target.servicer import TargetServicer
 from tests.pipes import computing, joined
-from tests.workers import pooled
+from tests.workers import PATIENCE_S, pooled
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 VOCABULARY = 1000
@@ -71,6 +71,7 @@ async def target_worker(
     speculation: SpeculativeConfig | None = None,
     model: Model | None = None,
     hidden_state_layers: Sequence[int] = (),
+    hang_s: float = PATIENCE_S,
 ) -> AsyncIterator[TargetWorker]:
     """It asks no draft until its pool reaches one, or a request names one."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
@@ -81,7 +82,8 @@ async def target_worker(
         notebook = Notebook()
         servicer = TargetServicer(described(model), notebook, RemoteEngine(connection))
         connection.deliver(Stepped, lambda step: servicer.deliver(step.deltas, step.load))
-        pool = pooled(connection, Terms(model.fingerprint, model.vocabulary_size), hidden_state_layers)
+        terms = Terms(model.fingerprint, model.vocabulary_size, hang_s=hang_s)
+        pool = pooled(connection, terms, hidden_state_layers)
         server = Server("127.0.0.1", 0)
         server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         try:

@@ -2,7 +2,8 @@
 
 Relays TCP. Each direction of a connection delivers every byte `delay_s` after it came (and up to `jitter_s` more,
 drawn once per connection: so connections overtake one another, as they do on different paths, while each stays in
-order), and no faster than `bytes_per_s`. `cut` ends what is open and refuses what comes; `hang` delivers nothing until
+order), and no faster than `bytes_per_s`: more than that it does not take in either, so that whoever sends too much has
+to wait. `cut` ends what is open and refuses what comes; `hang` delivers nothing until
 it is told to go on. Threads, not an event loop, whose timers are as coarse as what is to be measured.
 """
 
@@ -19,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 CHUNK = 2**16
+TICK_S = 0.02
+"""What is throttled passes in pieces of so many seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,7 @@ class ImpairedLink:
         self.impairment = impairment
         self._random = random.Random(seed)
         self._listener = socket.create_server(("127.0.0.1", port))
-        self._open: set[socket.socket] = set()
+        self._open: set[_Direction] = set()
         self._lock = threading.Lock()
         self._passing = threading.Event()
         self._passing.set()
@@ -73,6 +76,11 @@ class ImpairedLink:
         host, port = self._listener.getsockname()
         return f"{host}:{port}"
 
+    @property
+    def open_directions(self) -> int:
+        """Two for each connection that neither side has ended."""
+        return len(self._open)
+
     def impair(self, impairment: Impairment) -> None:
         """From now on. Connections that are open keep the share of jitter that they drew."""
         self.impairment = impairment
@@ -81,8 +89,8 @@ class ImpairedLink:
         """End every connection, and refuse new ones."""
         self._refusing = True
         with self._lock:
-            for end in self._open:
-                _close(end)
+            for direction in self._open:
+                _close(direction.source)
             self._open.clear()
 
     def mend(self) -> None:
@@ -115,12 +123,22 @@ class ImpairedLink:
 
     def _relay(self, near: socket.socket, far: socket.socket) -> None:
         jitter = self._random.random()
-        with self._lock:
-            self._open |= {near, far}
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _Direction(self, near, far, jitter, "there").start()
-        _Direction(self, far, near, jitter, "back").start()
+        directions = _Direction(self, near, far, jitter, "there"), _Direction(self, far, near, jitter, "back")
+        with self._lock:
+            self._open.update(directions)
+        for direction in directions:
+            direction.start()
+
+    def forget(self, ended: _Direction) -> None:
+        """Once both directions have ended, so has the connection."""
+        with self._lock:
+            self._open.discard(ended)
+            if any(each.source is ended.sink for each in self._open):
+                return
+        for end in (ended.source, ended.sink):
+            _close(end)
 
     def count(self, direction: str, size: int) -> None:
         with self._lock:
@@ -130,7 +148,7 @@ class ImpairedLink:
         self._passing.wait()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Direction:
     """Two threads: one takes bytes in and notes when they are due, the other delivers them."""
 
@@ -147,33 +165,47 @@ class _Direction:
             threading.Thread(target=body, daemon=True).start()
 
     def _take(self) -> None:
-        sent = 0.0  # when the last byte left the bottleneck
-        while True:
-            try:
-                data = self.source.recv(CHUNK)
-            except OSError:
-                data = b""
-            now, network = time.monotonic(), self.link.impairment
-            sent = max(sent, now) + (len(data) / network.bytes_per_s if network.bytes_per_s else 0.0)
-            self.due.put((sent + network.delay_s + self.jitter * network.jitter_s, data))
-            if not data:
-                return
+        data = b""
+        while data := data or self._receive():
+            rate = self.link.impairment.bytes_per_s
+            size = int(rate * TICK_S) + 1 if rate else len(data)
+            piece, data = data[:size], data[size:]
+            passing_s = len(piece) / rate if rate else 0.0
+            self._put(passing_s, piece)
+            if passing_s:
+                time.sleep(passing_s)
+        self._put(0.0, b"")
+
+    def _receive(self) -> bytes:
+        """Nothing if there will be no more."""
+        try:
+            return self.source.recv(CHUNK)
+        except OSError:
+            return b""
+
+    def _put(self, passing_s: float, data: bytes) -> None:
+        network = self.link.impairment
+        self.due.put((time.monotonic() + passing_s + network.delay_s + self.jitter * network.jitter_s, data))
 
     def _deliver(self) -> None:
-        while True:
-            when, data = self.due.get()
-            time.sleep(max(0.0, when - time.monotonic()))
-            self.link.wait_to_pass()
-            if not data:
-                with suppress(OSError):
-                    self.sink.shutdown(socket.SHUT_WR)
-                return
+        while data := self._next():
             self.link.count(self.name, len(data))
             try:
                 self.sink.sendall(data)
             except OSError:
                 _close(self.source)
-                return
+                break
+        else:
+            with suppress(OSError):
+                self.sink.shutdown(socket.SHUT_WR)
+        self.link.forget(self)
+
+    def _next(self) -> bytes:
+        """What is due next, when it is."""
+        when, data = self.due.get()
+        time.sleep(max(0.0, when - time.monotonic()))
+        self.link.wait_to_pass()
+        return data
 
 
 def _close(end: socket.socket) -> None:

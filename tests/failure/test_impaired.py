@@ -70,6 +70,36 @@ def test_bytes_come_no_faster_than_they_may() -> None:
         assert round_trip(end, bytes(100_000)) >= 0.1
 
 
+def test_what_is_not_delivered_yet_is_not_taken_in_either() -> None:
+    """Or else whoever sends would not notice: it has to wait."""
+    with echo() as server, ImpairedLink(server, Impairment(bytes_per_s=1000.0)) as link, connected(link) as end:
+        end.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            end.sendall(bytes(2**26))
+        end.settimeout(SOON_S)
+        assert link.traffic.there < 2**16
+        link.impair(Impairment())
+        assert len(received(end, 2**20)) == 2**20, "nothing of it was lost"
+
+
+def test_connections_that_have_ended_are_forgotten() -> None:
+    with echo() as server, ImpairedLink(server, Impairment()) as link:
+        ends = [connected(link) for _ in range(3)]
+        for end in ends:
+            round_trip(end)
+        assert link.open_directions == 6
+        ends[0].close()
+        ends[1].shutdown(socket.SHUT_WR)
+        assert ends[1].recv(1) == b"", "the other side ended too"
+        while link.open_directions > 2:
+            time.sleep(0.005)
+        round_trip(ends[2])
+        link.cut()
+        assert link.open_directions == 0
+        for end in ends:
+            end.close()
+
+
 def test_bytes_stay_in_order_and_are_counted() -> None:
     sent = b"".join(bytes([i % 256]) * 97 for i in range(2000))
     with (
