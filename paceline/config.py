@@ -136,7 +136,9 @@ class SpeculativeConfig(Settings):
         0.005, ge=0.0, lt=1.0, description="a draft model's guess that is not likelier is not worth its bytes"
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
-        "streamed", description="lockstep: draft after each commit while the target waits, as others do; to compare"
+        "streamed",
+        description="lockstep: draft after each commit while the target waits for the whole depth, as others do; to "
+        "compare, with tree_width 1 and least_path_probability 0",
     )
 
     row_budget: bool = Field(

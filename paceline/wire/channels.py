@@ -8,7 +8,7 @@ Options = list[tuple[str, int]]
 
 FRAME_BYTES = 64 * 2**20
 """Largest frame that carries prompts or hidden states."""
-GROWTH_FRAME_BYTES = 8 * 2**20
+GROWTH_FRAME_BYTES = 2**20
 """Largest frame that a target takes from a draft: guesses are small, and drafts are not trusted."""
 
 # A peer that is stopped, or whose network is cut, keeps its TCP connection: only an unanswered ping tells.

@@ -20,11 +20,12 @@ from paceline.messages import (
     Timings,
     Usage,
 )
-from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.speculators.growing import Close, Grown
 from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
+from paceline.wire.errors import WireError
 from paceline.wire.node_bits import LOG_ODDS, log_probability
 from paceline.wire.tensors import decode_tensor, encode_tensor
 
@@ -155,12 +156,29 @@ def test_draft_description() -> None:
         max_depth=counts,
         max_nodes=st.integers(0, draft_frames.MAX_NODES),
         strategy=texts,
+        least_path_probability=st.floats(0, 1, width=32),
     )
 )
 def test_opening(opening: Opening) -> None:
     wire = draft_pb2.DraftFrame(opens=[draft_frames.encode_opening(opening, opening.request_id)])
     said = draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))
     assert said == [opening]
+
+
+@given(st.builds(Limit, counts, counts, st.integers(0, draft_frames.MAX_NODES), st.floats(0, 1, width=32)))
+def test_limit(limit: Limit) -> None:
+    wire = draft_pb2.DraftFrame(limits=[draft_frames.encode_limit(limit, limit.request_id)])
+    assert draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString())) == [limit]
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
+def test_a_limit_that_is_no_probability(value: float) -> None:
+    limited = draft_pb2.DraftFrame.Limit(request_id=1, least_path_probability=value)
+    opening = Opening(1, [1], 0, SamplingParams(), 1, 1, least_path_probability=value)
+    opened = draft_frames.encode_opening(opening, 1)
+    for frame in (draft_pb2.DraftFrame(limits=[limited]), draft_pb2.DraftFrame(opens=[opened])):
+        with pytest.raises(WireError, match="no probability"):
+            draft_frames.decode_frame(frame)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])

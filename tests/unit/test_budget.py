@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.budget import ROW_BUCKET, Calibration, RowCost, worthwhile
+from paceline.budget import ROW_BUCKET, Calibration, Price, RowCost, StepCost, worthwhile
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
 FLAT = RowCost([8, 256], [1.0, 1.0])
@@ -50,6 +51,70 @@ class TestRowCost:
     def test_nonsense_is_refused(self, rows: list[int], seconds: list[float]) -> None:
         with pytest.raises(ValueError, match="rising row counts"):
             RowCost(rows, seconds)
+
+
+class TestStepCost:
+    """Around passes that take a second, whatever their rows."""
+
+    def learned(self, steps: int, seconds: Callable[[int], float]) -> StepCost:
+        cost = StepCost(FLAT)
+        draws = random.Random(3)
+        for _ in range(steps):
+            rows = draws.randrange(8, 60)
+            cost.observe(rows, seconds(rows))
+        return cost
+
+    def test_unless_something_is_learned_it_is_the_pass(self) -> None:
+        assert StepCost(COST)(24) == COST(24)
+
+    def test_a_line_is_found(self) -> None:
+        cost = self.learned(400, lambda rows: 1.2 + 0.01 * rows)
+        assert [cost(rows) for rows in (8, 30, 100)] == pytest.approx([1.28, 1.5, 2.2], rel=0.02)
+
+    def test_steps_that_are_alike_tell_no_slope(self) -> None:
+        cost = StepCost(FLAT)
+        for step in range(400):
+            cost.observe(20 + step % 2, 1.3 + 0.05 * (step % 2))
+        assert cost(20) == pytest.approx(1.3, rel=0.03)
+        assert cost(60) < 1.5
+
+    def test_what_a_step_takes_beside_its_pass_is_never_negative(self) -> None:
+        assert self.learned(400, lambda _: 0.5)(30) == 1.0
+        assert self.learned(400, lambda rows: 2.0 - rows / 60)(250) >= 1.0
+
+    def test_a_stall_counts_only_in_part(self) -> None:
+        cost = self.learned(400, lambda rows: 1.2 + 0.01 * rows)
+        before = cost(60)
+        cost.observe(60, 1000.0)
+        assert cost(60) < 1.1 * before
+
+    def test_it_follows_a_machine_that_changes(self) -> None:
+        cost = self.learned(400, lambda rows: 1.2 + 0.01 * rows)
+        for step in range(600):
+            cost.observe(8 + step % 50, 1.05)
+        assert cost(30) == pytest.approx(1.05, rel=0.05)
+
+
+class TestPrice:
+    def test_with_rows_to_spare_everything_is_wanted(self) -> None:
+        price = Price()
+        assert not any(price.observe(0.0) for _ in range(100))
+        assert price.wanted == 0.0
+
+    def test_it_follows_what_is_refused_in_few_words(self) -> None:
+        price = Price()
+        told = [step for step in range(200) if price.observe(0.5)]
+        assert 0.25 * Price.SHARE < price.wanted < Price.SHARE
+        assert len(told) < 6
+        back = [step for step in range(200) if price.observe(0.0)]
+        assert price.wanted < 1e-3
+        assert len(back) < 12
+
+    def test_what_hardly_changes_is_not_told(self) -> None:
+        price = Price()
+        for _ in range(100):
+            price.observe(0.5)
+        assert not any(price.observe(0.4 + 0.2 * (step % 2)) for step in range(200))
 
 
 probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda ps: sorted(ps, reverse=True))

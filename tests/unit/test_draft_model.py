@@ -24,7 +24,7 @@ from paceline.model.rows import GROUP
 from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
-from paceline.speculators.base import Commit, DraftError, Opening
+from paceline.speculators.base import Commit, DraftError, Limit, Opening
 from paceline.speculators.draft_model import PREFILL_ROWS, DraftModel, dealt
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
@@ -291,6 +291,21 @@ class TestFairness:
 
 
 class TestLimits:
+    def test_what_the_target_would_not_verify_is_not_made(self) -> None:
+        """Neither from the start nor after a change; the draft's own limit stays."""
+        draft = DraftModel(table(), 3, least_path_probability=0.01)
+        replica = drafted(draft, replace(opening(depth=50), least_path_probability=0.05))
+        chances = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+        assert len(chances) == drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50)).tree.size
+        assert min(chances) > 0.05
+        draft.limit(Limit(1, 50, 1000, 0.001))
+        draft.commit(replica.commit([1]))  # of what was expanded before, nothing is made up for
+        for grown in rounds(draft):
+            for growth in grown.values():
+                replica.graft(growth)
+        chances = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+        assert 0.01 < min(chances) < 0.05
+
     @pytest.mark.parametrize("depth", [0, 1, 5])
     def test_depth(self, depth: int) -> None:
         replica = drafted(DraftModel(table(), 1), opening(depth=depth))

@@ -8,6 +8,7 @@ import pytest
 
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.messages import Submission
+from paceline.simulation.forecast import forecast
 from paceline.simulation.pair import Outcome, Pair, simulate
 from paceline.simulation.virtual import VirtualTime, Wire
 from paceline.timed import TimedModel
@@ -76,6 +77,20 @@ def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> N
 
 def test_guesses_are_cheap_on_the_wire() -> None:
     assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 160
+
+
+def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: Outcome) -> None:
+    foreseen = forecast(Pair(TARGET, None), [[1, 2, 3]] * 2, 200)
+    assert foreseen.tokens_per_s == pytest.approx(plain.tokens_per_s)
+    assert foreseen.answers == [next(iter(plain.tokens.values()))] * 2
+    assert forecast(STREAMED, [[1, 2, 3]], 60).answers == [foreseen.answers[0][:60]]
+
+
+@pytest.mark.parametrize("requests", [32, 64])
+def test_where_rows_are_dear_drafts_grow_less(requests: int) -> None:
+    """The price of a row reaches them: with twice the requests, they send less for each token."""
+    some, more = (served(STREAMED, count, tokens=60).wire_bytes_per_token for count in (8, requests))
+    assert more < 0.6 * some
 
 
 @pytest.mark.parametrize("requests", [1, 8, 64])
