@@ -25,14 +25,6 @@ LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
 
 
-Weigh = Callable[[float, int], float]
-"""(log-probability, source) -> log-probability."""
-
-
-def _as_it_is(log_prob: float, _: int) -> float:
-    return log_prob
-
-
 @dataclass(slots=True, eq=False)
 class Node:
     """One token at one position; guessed, unless it is a root.
@@ -48,6 +40,10 @@ class Node:
     path_log_prob: float = 0.0
     source: int = 0
     """Which of a request's drafts guessed it first."""
+    rank: int = 0
+    """How many of its siblings that draft had guessed before."""
+    first_depth: int = 0
+    """How far below the root it was then."""
     ids: dict[int, int] = field(default_factory=dict)
     """What each of them calls it."""
     children: dict[int, Node] = field(default_factory=dict)
@@ -72,6 +68,14 @@ class Node:
             node = stack.pop()
             yield node
             stack.extend(node.children.values())
+
+
+Weigh = Callable[[Node], float]
+"""What a new guess's log-probability counts as."""
+
+
+def _as_it_is(node: Node) -> float:
+    return node.log_prob
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +141,7 @@ class TokenTree:
     def __init__(self, position: int, token: int, weigh: Weigh = _as_it_is) -> None:
         """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
 
-        It is told who guessed, and must give no positive value.
+        It must give no positive value, and must not look at the path's.
         """
         self.root = Node(token, position, None)
         self.size = 0
@@ -154,7 +158,7 @@ class TokenTree:
         """
         if token in parent.children:
             raise ValueError(f"node {parent.id} already has a child for token {token}")
-        return self._attach(parent, token, log_prob, 0)
+        return self._attach(parent, token, log_prob, 0, len(parent.children))
 
     def growth(self, nodes: Sequence[Node]) -> Growth:
         """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
@@ -188,7 +192,8 @@ class TokenTree:
             if known is not None:
                 self._name(known, source, id_)
             elif parent.position >= self.root.position and self.size < max_size:  # not under committed ones
-                self._name(self._attach(parent, token, log_prob, source), source, id_)
+                rank = sum(source in sibling.ids for sibling in parent.children.values())
+                self._name(self._attach(parent, token, log_prob, source, rank), source, id_)
         return self.size - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
@@ -250,10 +255,11 @@ class TokenTree:
     def _parent(self, source: int, id_: int, base_position: int) -> Node | None:
         return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get((source, id_))
 
-    def _attach(self, parent: Node, token: int, log_prob: float, source: int) -> Node:
+    def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int) -> Node:
         log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
-        path_log_prob = parent.path_log_prob + self._weigh(log_prob, source)
-        node = Node(token, parent.position + 1, parent, log_prob, path_log_prob, source)
+        position = parent.position + 1
+        node = Node(token, position, parent, log_prob, 0.0, source, rank, position - self.root.position)
+        node.path_log_prob = parent.path_log_prob + self._weigh(node)
         parent.children[token] = node
         self.size += 1
         return node

@@ -30,7 +30,7 @@ from paceline.sampling import Row as DrawRow
 from paceline.sampling import draw, log_probs
 from paceline.speculators.base import Commit, Context
 from paceline.telemetry.step import StepStats
-from paceline.tree import TokenTree
+from paceline.tree import Node, TokenTree
 from paceline.verify import STRATEGIES, walk
 
 
@@ -40,7 +40,7 @@ class _Tally:
 
     prompt_tokens: int = 0
     speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    guesses: list[tuple[float, bool]] = field(default_factory=list)
+    guesses: list[tuple[int, bool]] = field(default_factory=list)
 
 
 class Engine:
@@ -93,7 +93,7 @@ class Engine:
         return Load(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: guesses verified and drawn, by `Calibration`'s bins."""
+        """Start from what was learned elsewhere: guesses verified and drawn, by `Calibration`'s cells."""
         for greedy in (True, False):
             self.calibrations[POOL, greedy].seed(drafted, accepted)
 
@@ -180,8 +180,8 @@ class Engine:
             raise ValueError(f"the request is over already: {done} tokens were committed, the last one ended it")
         return request
 
-    def _weigh(self, log_prob: float, source: int, *, greedy: bool) -> float:
-        return self.calibrations[source, greedy](log_prob)
+    def _weigh(self, node: Node, *, greedy: bool) -> float:
+        return self.calibrations[node.source, greedy](node.log_prob, node.rank, node.first_depth)
 
     def _end(self, request: Request) -> None:
         self._scheduler.finish(request)
@@ -279,9 +279,10 @@ class Engine:
         for node in work.nodes:
             if id(node.parent) in drawn:
                 hit = node.token == drawn[id(node.parent)]
-                self.calibrations[node.source, greedy].observe(node.log_prob, hit)
+                cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
+                self.calibrations[node.source, greedy].observe(cell, hit)
                 if node.source == POOL:
-                    self._tally.guesses.append((node.log_prob, hit))
+                    self._tally.guesses.append((cell, hit))
 
     def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
         """Guesses on the committed path keep their slots, in order; the others give theirs back.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
+from paceline.budget import Calibration
 from paceline.messages import SpeculationStats
 
 REQUEST_TTL_S = 3600.0
@@ -46,15 +47,15 @@ class Acceptance:
 
     `drafted` counts verified nodes, several per depth in a tree. `drafted_by_depth[i]` counts verifications
     in which some node at depth i + 1 was verified, `accepted_by_depth[i]` those in which it was accepted.
-    Calibration: bin i of n covers guesses to which the speculator gave a probability in [i/n, (i+1)/n): how
-    many there were, and how many of them the target drew, among those whose parent was accepted.
+    `cell_drafted` counts guesses by the cells of `budget.Calibration`, in its order, `cell_accepted` those of them
+    that the target drew, among those whose parent was accepted.
     """
 
     drafted: float = 0.0
     drafted_by_depth: Sequence[float] = ()
     accepted_by_depth: Sequence[float] = ()
-    bin_drafted: Sequence[float] = ()
-    bin_accepted: Sequence[float] = ()
+    cell_drafted: Sequence[float] = ()
+    cell_accepted: Sequence[float] = ()
 
     @classmethod
     def of(cls, stats: SpeculationStats) -> Acceptance:
@@ -82,16 +83,18 @@ class Acceptance:
         return conditional_rates(self.drafted_by_depth, self.accepted_by_depth)
 
     def calibration(self) -> list[float | None]:
-        """Share of each bin's guesses that were drawn; None for bins without a guess."""
-        return [a / d if d else None for d, a in zip(self.bin_drafted, self.bin_accepted, strict=True)]
+        """Share drawn of the guesses to which the speculator gave a probability in each bin of `budget.Calibration`;
+        None for bins without a guess."""
+        drafted, accepted = Calibration.by_bin(self.cell_drafted), Calibration.by_bin(self.cell_accepted)
+        return [a / d if d else None for d, a in zip(drafted, accepted, strict=True)]
 
     def __add__(self, other: Acceptance) -> Acceptance:
         return Acceptance(
             self.drafted + other.drafted,
             _sum(self.drafted_by_depth, other.drafted_by_depth),
             _sum(self.accepted_by_depth, other.accepted_by_depth),
-            _sum(self.bin_drafted, other.bin_drafted),
-            _sum(self.bin_accepted, other.bin_accepted),
+            _sum(self.cell_drafted, other.cell_drafted),
+            _sum(self.cell_accepted, other.cell_accepted),
         )
 
     def __mul__(self, factor: float) -> Acceptance:
@@ -102,8 +105,8 @@ class Acceptance:
                 for counts in (
                     self.drafted_by_depth,
                     self.accepted_by_depth,
-                    self.bin_drafted,
-                    self.bin_accepted,
+                    self.cell_drafted,
+                    self.cell_accepted,
                 )
             ),
         )

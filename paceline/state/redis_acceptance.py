@@ -42,7 +42,7 @@ ARGV[2], ARGV[3] and on: pairs of a field and what is added to it
 Returns: the number of fields
 """
 
-SEQUENCES = ("drafted_by_depth", "accepted_by_depth", "bin_drafted", "bin_accepted")
+SEQUENCES = ("drafted_by_depth", "accepted_by_depth", "cell_drafted", "cell_accepted")
 
 
 class RedisAcceptance:

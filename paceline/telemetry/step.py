@@ -44,5 +44,5 @@ class StepStats:
     """Nodes that drafts sent since the last step."""
     nodes_grafted: int = 0
     """Those of them that joined a tree; the others were late, double, or over the tree's limit."""
-    guesses: Sequence[tuple[float, bool]] = ()
-    """Verified nodes whose parent was drawn: the draft's log-probability, and whether it was drawn."""
+    guesses: Sequence[tuple[int, bool]] = ()
+    """Verified nodes whose parent was drawn: the cell of `Calibration`, and whether it was drawn."""

@@ -112,7 +112,7 @@ async def assemble(
 
     compute.connection.deliver(Stepped, stepped)
     known = await known_acceptance(store, description)
-    compute.connection.send(Hearsay(known.bin_drafted, known.bin_accepted))
+    compute.connection.send(Hearsay(known.cell_drafted, known.cell_accepted))
     if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
         terms = Terms(facts.fingerprint, facts.vocabulary_size)
         pool = DraftPool(terms, compute.connection.send, facts.hidden_state_layers, series)

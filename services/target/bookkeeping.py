@@ -85,24 +85,25 @@ class Bookkeeping(Periodic):
 
     async def once(self) -> None:
         """Pass on the steps that have come together."""
-        counts = Acceptance()
+        counts, guesses = Acceptance(), list[tuple[int, bool]]()
         while self._steps:
             step = self._steps.popleft()
             self._log.add(step.speculation, step.generation_tokens)
             self._metrics.observe_step(step)
             if step.speculation.verifications:
-                counts += Acceptance.of(step.speculation) + _by_confidence(step.guesses)
+                counts += Acceptance.of(step.speculation)
+                guesses += step.guesses
         if counts.drafted:
-            self._recorder.count(self._model, self._speculator, counts)
+            self._recorder.count(self._model, self._speculator, counts + _by_cell(guesses))
         if time.monotonic() - self._logged_at >= INTERVAL_S:
             self._logged_at = time.monotonic()
             self._log.emit()
 
 
-def _by_confidence(guesses: Sequence[tuple[float, bool]]) -> Acceptance:
+def _by_cell(guesses: Sequence[tuple[int, bool]]) -> Acceptance:
     """The counts that calibration starts from next time."""
-    drafted, accepted = [0.0] * Calibration.BINS, [0.0] * Calibration.BINS
-    for log_prob, drawn in guesses:
-        drafted[Calibration.bin_of(log_prob)] += 1
-        accepted[Calibration.bin_of(log_prob)] += drawn
-    return Acceptance(bin_drafted=drafted, bin_accepted=accepted)
+    drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
+    for cell, drawn in guesses:
+        drafted[cell] += 1
+        accepted[cell] += drawn
+    return Acceptance(cell_drafted=drafted, cell_accepted=accepted)

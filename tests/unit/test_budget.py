@@ -169,52 +169,136 @@ class TestWorthwhile:
         assert worthwhile([], 1, 1, 10, FLAT) == 0
 
 
+def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
+    return Calibration.cell_of(math.log(probability), rank, depth)
+
+
+def believed(calibration: Calibration, probability: float, rank: int = 0, depth: int = 1) -> float:
+    return math.exp(calibration(math.log(probability), rank, depth))
+
+
+PLACES = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
+"""Ranks and depths."""
+
+
 class TestCalibration:
-    def test_at_first_it_believes_the_draft(self) -> None:
+    @pytest.mark.parametrize(("rank", "depth"), PLACES)
+    def test_at_first_it_believes_the_draft(self, rank: int, depth: int) -> None:
         calibration = Calibration()
         for probability in (0.01, 0.3, 0.99, 1.0):
-            assert calibration(math.log(probability)) == pytest.approx(math.log(probability))
+            assert believed(calibration, probability, rank, depth) == pytest.approx(probability)
 
     @pytest.mark.parametrize("claimed", [0.95, 0.3])
     def test_it_learns_what_a_claim_is_worth(self, claimed: float) -> None:
         calibration = Calibration()
         rng = random.Random(1)
         for _ in range(3000):
-            calibration.observe(math.log(claimed), rng.random() < 0.6)
-        assert math.exp(calibration(math.log(claimed))) == pytest.approx(0.6, abs=0.05)
-        assert math.exp(calibration(math.log(0.05))) == pytest.approx(0.05), "other claims are another matter"
+            calibration.observe(cell(claimed), rng.random() < 0.6)
+        assert believed(calibration, claimed) == pytest.approx(0.6, abs=0.05)
+        assert believed(calibration, 0.05) == pytest.approx(0.05), "other claims are another matter"
+
+    @pytest.mark.parametrize(
+        "drawn", [{(0, 1): 0.7, (1, 1): 0.3, (2, 1): 0.1}, {(0, 1): 0.9, (0, 3): 0.6, (0, 8): 0.2}]
+    )
+    def test_it_learns_what_ranks_and_depths_are_worth(self, drawn: dict[tuple[int, int], float]) -> None:
+        """The draft claims the same of all. What tells only claims apart believes in the mean of them all."""
+        calibration, blind = Calibration(), Calibration()
+        rng = random.Random(1)
+        for _ in range(1500):
+            for (rank, depth), share in drawn.items():
+                hit = rng.random() < share
+                calibration.observe(cell(0.42, rank, depth), hit)
+                blind.observe(cell(0.42), hit)
+        for (rank, depth), share in drawn.items():
+            assert believed(calibration, 0.42, rank, depth) == pytest.approx(share, abs=0.06)
+        assert max(abs(believed(blind, 0.42) - share) for share in drawn.values()) > 0.2
+
+    def test_a_cell_of_which_nothing_is_known_is_like_its_bin(self) -> None:
+        calibration = Calibration()
+        rng = random.Random(1)
+        for _ in range(1000):
+            calibration.observe(cell(0.42, rank=0), rng.random() < 0.8)
+            calibration.observe(cell(0.42, rank=1), rng.random() < 0.4)
+        assert believed(calibration, 0.42, rank=2, depth=9) == pytest.approx(0.6, abs=0.03)
+        for _ in range(3):
+            calibration.observe(cell(0.42, rank=2, depth=9), accepted=False)
+        assert 0.3 < believed(calibration, 0.42, rank=2, depth=9) < 0.5, "a few guesses count for as many"
 
     def test_it_follows_a_draft_that_changes(self) -> None:
         calibration = Calibration()
         for _ in range(100_000):
-            calibration.observe(math.log(0.7), accepted=True)
+            calibration.observe(cell(0.7), accepted=True)
         for _ in range(5_000):
-            calibration.observe(math.log(0.7), accepted=False)
-        assert math.exp(calibration(math.log(0.7))) < 0.15
+            calibration.observe(cell(0.7), accepted=False)
+        assert believed(calibration, 0.7) < 0.15
+        assert believed(calibration, 0.7, rank=1) < 0.15, "so does the bin"
 
-    @given(st.floats(-2e4, 0.0), st.lists(st.booleans(), max_size=30))
-    def test_it_stays_a_probability(self, log_prob: float, outcomes: list[bool]) -> None:
+    @given(st.floats(-2e4, 0.0), st.integers(0, 9), st.integers(1, 600), st.lists(st.booleans(), max_size=30))
+    def test_it_stays_a_probability(self, log_prob: float, rank: int, depth: int, outcomes: list[bool]) -> None:
         calibration = Calibration()
         for outcome in outcomes:
-            calibration.observe(log_prob, outcome)
-        assert -math.inf < calibration(log_prob) <= 0.0
+            calibration.observe(Calibration.cell_of(log_prob, rank, depth), outcome)
+        assert -math.inf < calibration(log_prob, rank, depth) <= 0.0
 
-    def test_bins_cover_every_probability(self) -> None:
-        assert Calibration.bin_of(0.0) == Calibration.BINS - 1
-        assert Calibration.bin_of(-1e4) == 0
-        assert [Calibration.bin_of(math.log(i / 20 + 0.01)) for i in range(20)] == list(range(20))
+    @given(
+        st.lists(st.tuples(st.sampled_from(PLACES), st.booleans()), max_size=60),
+        st.sampled_from(PLACES),
+        st.booleans(),
+    )
+    def test_hits_and_a_surer_draft_make_a_guess_likelier_and_misses_do_not(
+        self, outcomes: list[tuple[tuple[int, int], bool]], place: tuple[int, int], hit: bool
+    ) -> None:
+        calibration = Calibration()
+        for (rank, depth), outcome in outcomes:
+            calibration.observe(cell(0.42, rank, depth), outcome)
+        before = believed(calibration, 0.42, *place)
+        assert believed(calibration, 0.41, *place) <= before <= believed(calibration, 0.44, *place)
+        calibration.observe(cell(0.42, *place), accepted=hit)
+        after = believed(calibration, 0.42, *place)
+        assert after >= before if hit else after <= before
+
+    def test_cells_go_by_bin_then_rank_then_depth(self) -> None:
+        """What is stored is in this order: another one needs another name there."""
+        claims = [math.log(i / 20 + 0.01) for i in range(20)]
+        cells = [Calibration.cell_of(c, rank, depth) for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
+        assert cells == list(range(Calibration.CELLS)) == list(range(240))
+
+    def test_cells_cover_everything(self) -> None:
+        assert Calibration.cell_of(0.0, 99, 999) == Calibration.CELLS - 1
+        assert Calibration.cell_of(-1e4, 0, 1) == 0
+        assert [cell(0.01, 0, depth) for depth in range(1, 10)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
 
     def test_hearsay_is_believed_until_something_is_seen(self) -> None:
         calibration = Calibration()
-        calibration.seed([0.0] * 10 + [1e6], [0.0] * 10 + [9e5])
-        claim = math.log(0.52)
-        assert math.exp(calibration(claim)) == pytest.approx(0.9, abs=0.05)
+        drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
+        drafted[cell(0.52)], accepted[cell(0.52)] = 1e6, 9e5
+        calibration.seed(drafted, accepted)
+        assert believed(calibration, 0.52) == pytest.approx(0.9, abs=0.05)
+        assert believed(calibration, 0.52, rank=1, depth=3) == pytest.approx(0.9, abs=0.05), "all that is known"
         for _ in range(500):
-            calibration.observe(claim, accepted=False)
-        assert math.exp(calibration(claim)) < 0.2
+            calibration.observe(cell(0.52), accepted=False)
+        assert believed(calibration, 0.52) < 0.2
+
+    def test_hearsay_of_a_cell_counts_in_its_bin_for_what_it_is(self) -> None:
+        """A bin is as its guesses were, however many of each cell are believed."""
+        calibration = Calibration()
+        drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
+        drafted[cell(0.52)], accepted[cell(0.52)] = 9e5, 9e5
+        drafted[cell(0.52, rank=1)] = 1e5
+        calibration.seed(drafted, accepted)
+        assert believed(calibration, 0.52, rank=2) == pytest.approx(0.9, abs=0.05)
+        assert believed(calibration, 0.52, rank=1) < 0.1
+        assert sum(calibration.drafted) == 2 * Calibration.HEARSAY
+
+    @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (20, 20), (239, 239), (480, 480), (240, 20), (20, 240)])
+    def test_hearsay_of_another_shape_is_ignored(self, drafted: int, accepted: int) -> None:
+        calibration = Calibration()
+        calibration.seed([100.0] * drafted, [1.0] * accepted)
+        assert believed(calibration, 0.52) == pytest.approx(0.52)
 
     def test_hearsay_may_be_nonsense(self) -> None:
-        """More accepted than drafted, more bins than there are: a probability all the same."""
+        """More accepted than drafted, some of nothing: a probability all the same."""
         calibration = Calibration()
-        calibration.seed([1.0] * 50, [7.0] * 50)
-        assert calibration(math.log(0.5)) <= 0.0
+        calibration.seed([1.0] * 120 + [0.0] * 120, [7.0] * 240)
+        assert calibration(math.log(0.3), 0, 1) <= 0.0
+        assert believed(calibration, 0.7) == pytest.approx(0.7)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 
 import pytest
 
-from paceline.budget import RowCost, Worth
+from paceline.budget import Calibration, RowCost, Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
 from paceline.engine.engine import Engine
+from paceline.engine.guesses import POOL
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Limit, Opening
@@ -249,6 +252,75 @@ class Useless(Script):
         base = commit.base_position + len(commit.tokens)
         self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0], [token], [-0.01])))
         self._next_id += 1
+
+
+class Overrated(Script):
+    """Says the same of its two guesses for every root: the first is right every other time, the second never."""
+
+    CLAIM = math.log(0.47)
+
+    def __init__(self, right: Sequence[int]) -> None:
+        super().__init__()
+        self.right = right
+        self._done = 0
+
+    def commit(self, commit: Commit) -> None:
+        self._done += len(commit.tokens)
+        right, wrong, hopeless = ((self.right[self._done] + i) % VOCABULARY for i in range(3))
+        first = right if self._done % 3 else wrong
+        base = commit.base_position + len(commit.tokens)
+        growth = Growth(base, 1 + 2 * self._done, [0, 0], [first, hopeless], [self.CLAIM] * 2)
+        self.next.grown.append((commit.request_id, growth))
+
+
+class Recording(Calibration):
+    """Knows which cells were asked for, and which were learned of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weighed: Counter[int] = Counter()
+        self.learned: Counter[int] = Counter()
+
+    def __call__(self, log_prob: float, rank: int, depth: int) -> float:
+        self.weighed[self.cell_of(log_prob, rank, depth)] += 1
+        return super().__call__(log_prob, rank, depth)
+
+    def observe(self, cell: int, accepted: bool) -> None:
+        self.learned[cell] += 1
+        super().observe(cell, accepted)
+
+
+class TestCalibration:
+    LONG = 240
+
+    def test_second_choices_are_believed_for_what_they_are_worth(self) -> None:
+        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Overrated(right))
+        target.submit(submission("a", 5, output=self.LONG))
+        shares: list[list[float]] = []
+        for _ in range(self.LONG // 2):
+            target.step()
+            target._guesses.take_in(target._requests)
+            tree = target._requests[1].tree
+            shares.append([math.exp(node.path_log_prob) for node in tree.root.children.values()])
+        assert shares[0] == pytest.approx([0.47, 0.47]), "nothing is known yet"
+        first, second = shares[-1]
+        assert first > 0.4
+        assert second < 0.1
+
+    def test_a_guess_is_weighed_as_what_it_is_learned_from(self) -> None:
+        """It may be verified long after it came, when the root is nearer."""
+        target = engine(LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2)))
+        recordings = {key: Recording() for key in target.calibrations}
+        target.calibrations.update(recordings)
+        steps: list[StepStats] = []
+        served(target, *(submission(name, 9, output=100) for name in "abc"), steps=steps)
+        pool = recordings[POOL, True]
+        assert pool.learned
+        assert pool.learned <= pool.weighed
+        assert pool.learned == Counter(cell for step in steps for cell, _ in step.guesses), "and told others"
+        assert len({cell % Calibration.DEPTHS for cell in pool.learned}) > 2, "from near the root and far from it"
+        assert len({cell // Calibration.DEPTHS % Calibration.RANKS for cell in pool.learned}) > 1, "first and others"
 
 
 class TestPauses:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
+from paceline.budget import Calibration
 from paceline.messages import SpeculationStats
 from paceline.state import (
     Acceptance,
@@ -181,7 +182,9 @@ class TestRequests:
 class TestAcceptance:
     async def test_counts_of_a_pair_add_up(self, url: str | None) -> None:
         async with open_store(url, half_life_s=1e9) as store:
-            await store.acceptance.record("m", "ngram", Acceptance(5, (2, 2), (2, 1), (4, 1), (2, 1)))
+            await store.acceptance.record(
+                "m", "ngram", Acceptance(5, (2, 2), (2, 1), (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1))
+            )
             await store.acceptance.record("m", "ngram", Acceptance(3, (1, 1, 1), (1, 0, 0)))
             totals = await store.acceptance.acceptance("m", "ngram")
         assert totals.drafted == pytest.approx(8)
@@ -189,6 +192,22 @@ class TestAcceptance:
         assert totals.accepted_by_depth == pytest.approx((3, 1, 0))
         assert totals.calibration() == pytest.approx([0.5, 1.0])
         assert totals.accepted == pytest.approx(4)
+
+    async def test_every_cell_comes_back_as_it_was(self, url: str | None) -> None:
+        drafted, accepted = [i + 0.5 for i in range(Calibration.CELLS)], [i / 4 for i in range(Calibration.CELLS)]
+        async with open_store(url, half_life_s=1e9) as store:
+            await store.acceptance.record("m", "ngram", Acceptance(cell_drafted=drafted, cell_accepted=accepted))
+            totals = await store.acceptance.acceptance("m", "ngram")
+        assert totals.cell_drafted == pytest.approx(drafted)
+        assert totals.cell_accepted == pytest.approx(accepted)
+
+    async def test_what_an_older_release_stored_is_passed_over(self, redis_url: str, redis: Redis) -> None:
+        """It counted by bin, in fields of other names, of which there are fewer."""
+        await redis.hset(keys.acceptance("m", "ngram"), mapping={"bin_drafted:0": "7", "bin_accepted:0": "5"})
+        async with open_store(redis_url) as store:
+            assert await store.acceptance.acceptance("m", "ngram") == Acceptance()
+            await store.acceptance.record("m", "ngram", Acceptance(1, cell_drafted=(2.0,), cell_accepted=(1.0,)))
+            assert (await store.acceptance.acceptance("m", "ngram")).cell_drafted == pytest.approx((2,))
 
     async def test_pairs_are_kept_apart_whatever_their_names(self, store: Store) -> None:
         await store.acceptance.record("a:b", "c", Acceptance(1))

@@ -139,13 +139,37 @@ class TestExamples:
             tree.add(tree.root, 1, -0.5)
 
     def test_a_weighed_tree_ranks_by_the_corrected_value(self) -> None:
-        tree = TokenTree(9, 0, weigh=lambda log_prob, _: 2 * log_prob)
+        tree = TokenTree(9, 0, weigh=lambda node: 2 * node.log_prob)
         first = tree.add(tree.root, 1, -0.5)
         second = tree.add(first, 2, -0.25)
         assert (second.log_prob, second.path_log_prob) == (-0.25, -1.5)
 
         tree.commit([1])
         assert second.path_log_prob == -0.5
+
+    def test_a_guess_remembers_which_choice_it_was_and_how_far_ahead(self) -> None:
+        weighed: list[tuple[int, int, int]] = []
+
+        def weigh(node: Node) -> float:
+            weighed.append((node.token, node.rank, node.first_depth))
+            return node.log_prob
+
+        tree = TokenTree(9, 0, weigh)
+        tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.5] * 3), ROOM)
+        tree.commit([1])
+        tree.graft(Growth(9, 4, [2], [4], [-0.5]), ROOM)
+        assert weighed == [(1, 0, 1), (2, 0, 2), (3, 1, 2), (4, 0, 2)]
+        tree.commit([2])
+        [node] = tree.nodes()
+        assert (node.token, node.rank, node.first_depth) == (4, 0, 2), "as when it came"
+
+    def test_each_draft_has_first_choices_of_its_own(self) -> None:
+        """One that guesses what another has guessed made that choice all the same."""
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0, 0], [1, 2], [-0.5] * 2), ROOM, source=0)
+        tree.graft(Growth(9, 1, [0, 0, 0], [3, 2, 4], [-0.5] * 3), ROOM, source=1)
+        ranks = {node.token: (node.source, node.rank) for node in tree.nodes()}
+        assert ranks == {1: (0, 0), 2: (0, 1), 3: (1, 0), 4: (1, 2)}
 
 
 class TestBest:

@@ -1,0 +1,46 @@
+"""What a target saves of its steps, and that another one can start from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.budget import Calibration
+from paceline.messages import SpeculationStats, TargetDescription
+from paceline.state import Store, open_store
+from paceline.telemetry.step import StepStats
+from paceline.telemetry.target_metrics import TargetMetrics
+from services.target.bookkeeping import Bookkeeping
+
+DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
+
+
+async def keep_books(store: Store, steps: Sequence[StepStats]) -> None:
+    async with store.recorder() as recorder:
+        books = Bookkeeping(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
+        for step in steps:
+            books.observe(step)
+        await books.once()
+
+
+def step(*guesses: tuple[int, bool]) -> StepStats:
+    stats = SpeculationStats()
+    stats.record([1] * len(guesses), any(hit for _, hit in guesses))
+    return StepStats(0.01, 8, 1, 0, 256, speculation=stats, guesses=guesses)
+
+
+async def test_another_target_starts_from_what_was_learned() -> None:
+    first, second, known = Calibration(), Calibration(), -0.9
+    places = [(0, 1, True), (1, 1, False), (0, 9, False)]
+    cells = [(Calibration.cell_of(known, rank, depth), hit) for rank, depth, hit in places]
+    for cell, hit in cells * 30:
+        first.observe(cell, hit)
+    async with open_store(None, half_life_s=1e9) as store:
+        await keep_books(store, [step(*cells)] * 30)
+        totals = await store.acceptance.acceptance("m", "ngram")
+    second.seed(totals.cell_drafted, totals.cell_accepted)
+    for rank, depth, _ in places:
+        assert second(known, rank, depth) == pytest.approx(first(known, rank, depth))
+    assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])
