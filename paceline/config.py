@@ -142,7 +142,7 @@ class SpeculativeConfig(Settings):
     )
 
     row_budget: bool = Field(
-        True, description="false: verify as many nodes as a request allows, whatever they cost; to compare"
+        True, description="false: draft and verify all that a request allows, whatever it costs or brings; to compare"
     )
 
     @model_validator(mode="before")

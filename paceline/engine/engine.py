@@ -15,7 +15,7 @@ from functools import partial
 
 from torch import Tensor
 
-from paceline.budget import FREE_ROWS, Calibration, RowCost, StepCost
+from paceline.budget import FREE_ROWS, Calibration, RowCost
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, NoDrafting
 from paceline.engine.guesses import POOL, SOURCES, Guesses
@@ -63,12 +63,11 @@ class Engine:
         self._speculation = speculation
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
         self._clock = clock
-        self._cost = StepCost(cost)
-        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(self._cost, clock)
+        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
         strategy = speculation.rejection_sampling_strategy
         self._guesses = Guesses(drafting, beside or NoDrafting(), strategy, waiting, model.vocabulary_size, clock)
         self.hidden_layers = tuple(drafting.hidden_state_layers)
-        budgeted = self._cost if speculation.row_budget else FREE_ROWS
+        budgeted = cost if speculation.row_budget else FREE_ROWS
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
         caching = config.enable_prefix_caching and not self.hidden_layers
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), budgeted)
@@ -122,17 +121,15 @@ class Engine:
         """Run one forward pass, if there is anything to run, and return what is new."""
         start = self._clock()
         deltas, self._ended = self._ended, []
-        waited_s = self._gather_guesses()
+        self._gather_guesses()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
-            self._guesses.judge(self._scheduler.refused)
+            if self._speculation.row_budget:
+                self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
-        seconds = self._clock() - start
-        if works and all(work.stop - work.start == 1 for work in works):
-            self._cost.observe(sum(1 + len(work.nodes) for work in works), seconds - waited_s)
-        self._report(works, deltas, seconds)
+        self._report(works, deltas, self._clock() - start)
         return deltas
 
     def abandon(self) -> None:
@@ -190,13 +187,10 @@ class Engine:
 
     # One forward pass.
 
-    def _gather_guesses(self) -> float:
-        """Take in guesses; return for how many seconds more were waited for."""
+    def _gather_guesses(self) -> None:
         self._guesses.take_in(self._requests)
-        start = self._clock()
         if self._scheduler.only_draws():
             self._guesses.wait(self._requests, self._scheduler.running)
-        return self._clock() - start
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:
         """Run all works' rows, draw, and commit what was drawn."""

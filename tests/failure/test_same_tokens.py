@@ -72,10 +72,13 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Work
         name: start("draft", name, "--speculative-config", config, "--engine-config", '{"slots": 4096}')
         for name, config in (("model-1", by_model), ("model-2", by_model), ("lookup", by_lookup))
     }
+    always = json.dumps(
+        {**json.loads(by_model), "row_budget": False}
+    )  # even where it does not pay, which it does not here
     for dtype in ("float32", "bfloat16"):
         engine = json.dumps({"dtype": dtype, "slots": SLOTS, "max_num_batched_rows": 48})
         pool[dtype] = start(
-            "target", dtype, "--model", target, "--speculative-config", by_model, "--engine-config", engine
+            "target", dtype, "--model", target, "--speculative-config", always, "--engine-config", engine
         )
     try:
         for worker in pool.values():
