@@ -149,13 +149,18 @@ def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def shortlist(logits_RV: Tensor, rows: Sequence[Row], count: int) -> tuple[Tensor, Tensor]:
-    """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K].
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K], falling.
 
     For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
     sees nothing but the list.
     """
-    logits_RK, tokens_RK = _ruled(logits_RV, rows).topk(min(count, logits_RV.shape[-1]))
-    return tokens_RK, _scored(logits_RK, rows, tokens_RK)
+    logits_RV = _ruled(logits_RV, rows) if any(row.history.rules for row in rows) else logits_RV.float()
+    logits_RK, tokens_RK = logits_RV.topk(min(count, logits_RV.shape[-1]))
+    scores_RK = _scored(logits_RK, rows, tokens_RK)
+    if all(row.params.greedy for row in rows):
+        return tokens_RK, scores_RK
+    scores_RK, order_RK = scores_RK.sort(dim=-1, descending=True, stable=True)
+    return tokens_RK.gather(-1, order_RK), scores_RK
 
 
 def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from paceline.compute.process import Connection
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
-from paceline.speculators.growing import GrowingLoop, Round, SpeculatorFacts
+from paceline.speculators.growing import GrowingLoop, Rounds, SpeculatorFacts
 from paceline.tree import Growth, TokenTree
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_link import Observer, Terms, Unobserved
@@ -144,7 +144,7 @@ async def draft_worker(speculator: Speculator | None = None, worker_id: str = "o
     speculator = speculator or Counting()
     async with joined() as (connection, pipe):
         servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
-        connection.deliver(Round, lambda this: servicer.deliver(this.grown))
+        connection.deliver(Rounds, lambda this: servicer.deliver(this.grown))
         async with computing(connection, GrowingLoop(speculator, pipe).run), serving(servicer) as server:
             yield DraftWorker(server.address, servicer, speculator, server)
 

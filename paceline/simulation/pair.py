@@ -22,7 +22,7 @@ from paceline.messages import Submission
 from paceline.model.timed import SimulatedModel
 from paceline.simulation.virtual import VirtualTime, Wire
 from paceline.speculators.draft_model import MOST_ROWS, DraftModel
-from paceline.speculators.growing import GrowingLoop, Round, Told
+from paceline.speculators.growing import GrowingLoop, Rounds, Told
 from paceline.timed import TimedModel
 from paceline.wire.draft_frames import encode_grown, read_frame, read_grown
 from paceline.wire.drafting import RemoteDrafting
@@ -151,7 +151,7 @@ class _Run:
                 pass
 
     def _draft_says(self, link: int, message: object) -> None:
-        assert isinstance(message, Round)
+        assert isinstance(message, Rounds)
         for _, grown in message.grown:
             self._travel(encode_grown(grown).SerializeToString(), partial(self._engine_hears, link))
 

@@ -66,6 +66,8 @@ class _Draft:
     computed: int = 0
     slots: dict[Node, int] = field(default_factory=dict)
     """Slots of expanded guesses. There are none while tokens are missing."""
+    frontier: list[Node] = field(default_factory=list)
+    """The guesses that are not expanded and may be, likeliest first."""
 
     @property
     def missing(self) -> int:
@@ -77,22 +79,28 @@ class _Draft:
         depth = node.position - self.tree.root.position
         return node.path_log_prob > self.floor and depth < self.opening.max_depth and node.position + 1 < self.limit
 
-    def frontier(self) -> Iterator[Node]:
-        """The guesses that are not expanded and may be, likeliest first."""
-        serial = itertools.count()  # so that nodes are never compared
-        heap = [(0.0, next(serial), self.tree.root)]
-        while heap:
-            _, _, node = heapq.heappop(heap)
-            if node is not self.tree.root and node not in self.slots:
-                yield node
-                continue
-            for child in filter(self.may_expand, node.children.values()):
-                heapq.heappush(heap, (-child.path_log_prob, next(serial), child))
+    def survey(self) -> None:
+        """Find the frontier, after anything but growth."""
+        self.frontier.clear()
+        reached = [self.tree.root]
+        while reached:
+            for child in filter(self.may_expand, reached.pop().children.values()):
+                (reached if child in self.slots else self.frontier).append(child)
+        self.frontier.sort(key=_unlikeliness)
 
-    def expandable(self, width: int) -> Iterator[Node]:
+    def advance(self, expanded: Sequence[Node]) -> None:
+        """After growth: the root has been expanded, or the first nodes of the frontier. Some had children before."""
+        if self.tree.root in expanded:
+            return self.survey()
+        del self.frontier[: len(expanded)]
+        for node in expanded:
+            self.frontier += filter(self.may_expand, node.children.values())
+        self.frontier.sort(key=_unlikeliness)
+
+    def expandable(self, width: int) -> Sequence[Node]:
         """As many of the frontier as the tree has room for a child of, if all but the last get `width` of them."""
         room = 0 if self.missing else max(0, self.opening.max_nodes - self.tree.size)
-        return itertools.islice(self.frontier(), -(-room // width))
+        return self.frontier[: -(-room // width)]
 
 
 @dataclass(slots=True)
@@ -175,6 +183,7 @@ class DraftModel(Speculator):
         alive = set(draft.tree.nodes())
         self._free += [draft.slots.pop(node) for node in list(draft.slots) if node not in alive]
         draft.lane.slots += self._take(len(commit.tokens) - len(known))
+        draft.survey()
 
     def limit(self, limit: Limit) -> None:
         draft = self._drafts.get(limit.request_id)
@@ -186,6 +195,7 @@ class DraftModel(Speculator):
                 least_path_probability=limit.least_path_probability,
             )
             draft.floor = self._floor(limit.least_path_probability)
+            draft.survey()
 
     def close(self, request_id: int) -> None:
         draft = self._drafts.pop(request_id, None)
@@ -248,6 +258,7 @@ class DraftModel(Speculator):
         most = max(guessing, key=lambda draft: (held[draft.opening.owner], len(draft.slots)))
         for node in sorted(most.slots, key=lambda node: (node.path_log_prob, -node.position))[:count]:
             self._free.append(most.slots.pop(node))
+        most.survey()
 
     def _owned(self) -> list[list[_Draft]]:
         """The requests of each owner, first of the one whose turn it is."""
@@ -274,13 +285,14 @@ class DraftModel(Speculator):
 
         As many as make the most of the pass if the likeliest had it: the chance that children are wanted, per second.
         """
-        guesses = [itertools.tee(self._likeliest(drafts)) for drafts in owned]
         most = min(MOST_ROWS, len(self._free))
-        offered = itertools.islice(heapq.merge(*(each for each, _ in guesses), key=_unlikeliness), most)
+        hands = [list(itertools.islice(self._likeliest(drafts), most)) for drafts in owned]
+        offered = itertools.islice(heapq.merge(*hands, key=_unlikeliness_of), most)
         chances = [math.exp(node.path_log_prob) for _, node in offered]
         count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
         self._turn += count
-        for draft, node in list(itertools.islice(dealt(each for _, each in guesses), count)):
+        chosen = itertools.islice(dealt(map(iter, hands)), count)
+        for draft, node in sorted(chosen, key=_node_id):  # on the wire, parents cost least in this order
             branch = [draft.slots[above] for above in node.path()[:-1]]
             draft.slots[node] = self._free.pop()
             this.rows.append(draft.lane.branch_row(node.token, [*branch, draft.slots[node]]))
@@ -288,14 +300,16 @@ class DraftModel(Speculator):
 
     def _likeliest(self, drafts: Iterable[_Draft]) -> Iterator[tuple[_Draft, Node]]:
         """What these requests could have expanded, best first."""
-        return heapq.merge(*(_paired(draft, draft.expandable(self._width)) for draft in drafts), key=_unlikeliness)
+        offers = (zip(itertools.repeat(draft), draft.expandable(self._width)) for draft in drafts)
+        return heapq.merge(*offers, key=_unlikeliness_of)
 
     def _add_children(self, expanded: Sequence[tuple[_Draft, Node]], logits: torch.Tensor) -> dict[int, Growth]:
-        listed, scores = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED)
-        best = torch.log_softmax(scores, -1).topk(self._width)
-        chosen = listed.gather(-1, best.indices).tolist()
+        tokens_RK, scores_RK = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED)
+        log_probs_RK = torch.log_softmax(scores_RK, -1)
+        chosen, likely = (each[:, : self._width].tolist() for each in (tokens_RK, log_probs_RK))
         new: dict[int, list[Node]] = {}
-        for (draft, node), tokens, log_probs in zip(expanded, chosen, best.values.tolist(), strict=True):
+        ran: dict[int, list[Node]] = {}
+        for (draft, node), tokens, log_probs in zip(expanded, chosen, likely, strict=True):
             # A node whose slot was taken back is expanded again, and has its children already.
             guesses = [
                 (token, log_prob)
@@ -303,8 +317,11 @@ class DraftModel(Speculator):
                 if node.path_log_prob + log_prob > draft.floor and token not in node.children
             ]
             room = max(0, draft.opening.max_nodes - draft.tree.size)
-            nodes = [draft.tree.add(node, token, log_prob) for token, log_prob in guesses[:room]]
+            nodes = [draft.tree.add(node, *guess) for guess in guesses[:room]]
             new.setdefault(draft.opening.request_id, []).extend(nodes)
+            ran.setdefault(draft.opening.request_id, []).append(node)
+        for key, nodes in ran.items():
+            self._drafts[key].advance(nodes)
         return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
 
 
@@ -324,12 +341,16 @@ def _missing(drafts: Iterable[_Draft]) -> Iterator[int]:
         yield from itertools.repeat(draft.opening.request_id, draft.missing)
 
 
-def _unlikeliness(guess: tuple[_Draft, Node]) -> float:
+def _unlikeliness(node: Node) -> float:
+    return -node.path_log_prob
+
+
+def _unlikeliness_of(guess: tuple[_Draft, Node]) -> float:
     return -guess[1].path_log_prob
 
 
-def _paired(draft: _Draft, nodes: Iterator[Node]) -> Iterator[tuple[_Draft, Node]]:
-    return ((draft, node) for node in nodes)
+def _node_id(guess: tuple[_Draft, Node]) -> int:
+    return guess[1].id
 
 
 def _draw_row(draft: _Draft, node: Node) -> DrawRow:

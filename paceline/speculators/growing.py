@@ -61,10 +61,10 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """From the loop: one round was made. `grown` has something for each link that it concerns."""
+class Rounds:
+    """From the loop: so many rounds were made. `grown` has something for each link that it concerns."""
 
-    stats: RoundStats
+    stats: Sequence[RoundStats]
     grown: Sequence[tuple[int, Grown]]
 
 
@@ -115,7 +115,7 @@ class _Link:
 
 
 class GrowingLoop:
-    """Grows until the pipe closes; every round is told as `Round`."""
+    """Grows until the pipe closes; what it did is told as `Rounds`."""
 
     def __init__(self, speculator: Speculator, pipe: Pipe, clock: Callable[[], float] = time.perf_counter) -> None:
         self._speculator = speculator
@@ -128,6 +128,8 @@ class GrowingLoop:
         self._owners: dict[int, tuple[_Link, int]] = {}  # by the speculator's id: the link, and its id there
         self._next_id = 1
         self._dropped = 0
+        self._stats: list[RoundStats] = []
+        """Of rounds that are not told yet."""
         self._began = 0.0
         """This round: when somebody spoke, or when the last one had been written."""
 
@@ -219,8 +221,11 @@ class GrowingLoop:
                 link.news = Grown(applied=link.news.applied)
         nodes = sum(map(len, grown.values()))
         began, self._began = self._began, self._clock()
-        self._pipe.send(Round(RoundStats(self._began - began, nodes, self._dropped), news))
+        self._stats.append(RoundStats(self._began - began, nodes, self._dropped))
         self._dropped = 0
+        if news or last:
+            self._pipe.send(Rounds(self._stats, news))
+            self._stats = []
 
 
 def joined(growths: Sequence[tuple[int, Growth]]) -> list[tuple[int, Growth]]:

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from prometheus_client import CollectorRegistry
 
 from paceline.compute.process import compute_process
-from paceline.speculators.growing import Round, SpeculatorFacts
+from paceline.speculators.growing import Rounds, SpeculatorFacts
 from paceline.state import WorkerRecord, open_store
 from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
@@ -54,11 +54,12 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         servicer = DraftServicer(options.worker_id, facts, compute.connection.send)
         series.follow(lambda: servicer.open_requests, lambda: servicer.target_links)
 
-        def grown(this: Round) -> None:
-            series.observe_round(this.stats)
+        def grown(this: Rounds) -> None:
+            for each in this.stats:
+                series.observe_round(each)
             servicer.deliver(this.grown)
 
-        compute.connection.deliver(Round, grown)
+        compute.connection.deliver(Rounds, grown)
         stack.enter_context(exported(metrics, options))
         server = Server(options.host, options.port)
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)

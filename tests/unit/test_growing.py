@@ -8,7 +8,7 @@ import pytest
 
 from paceline.compute.pipe import Pipe
 from paceline.speculators.base import Commit, Opening, Speculator
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Round, Said, Told, joined
+from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Rounds, Said, Told, joined
 from paceline.tree import TokenTree
 from tests.pipes import pipes
 from tests.workers import Counting, opening
@@ -21,9 +21,9 @@ class Peer:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.rounds: list[Round] = []
+        self.rounds: list[Rounds] = []
         self._heard: dict[int, list[Grown]] = {}
-        pipe.deliver(Round, self._take)
+        pipe.deliver(Rounds, self._take)
 
     def say(self, link: int, *said: Said) -> None:
         self._pipe.send(Told(link, said))
@@ -48,7 +48,7 @@ class Peer:
             tokens += [t for key, growth in self.next(link).growths if key == request_id for t in growth.tokens]
         return tokens
 
-    def _take(self, this: Round) -> None:
+    def _take(self, this: Rounds) -> None:
         self.rounds.append(this)
         for link, grown in this.grown:
             self._heard.setdefault(link, []).append(grown)
@@ -130,12 +130,13 @@ def test_a_link_that_leaves_takes_its_requests_along() -> None:
 
 
 def test_every_round_is_told() -> None:
-    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5])])
+    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5], max_depth=20)])
     with growing(Counting(longest=2), said) as (peer, _):
-        peer.next(1)
-        stats = peer.rounds[0].stats
-    assert (stats.nodes, stats.dropped) == (1, 1)
-    assert stats.round_s > 0
+        heard = peer.tokens(1, 2, 20)
+        stats = [each for rounds in peer.rounds for each in rounds.stats]
+    assert [(each.nodes, each.dropped) for each in stats[: len(heard)]] == [(1, 1)] + [(1, 0)] * (len(heard) - 1)
+    assert len(peer.rounds) < len(heard)  # several at once
+    assert all(each.round_s > 0 for each in stats)
 
 
 def test_a_bug_in_the_speculator_ends_the_loop() -> None:

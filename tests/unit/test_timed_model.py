@@ -14,7 +14,7 @@ import torch
 from paceline.model import Lane
 from paceline.model.probe import row_cost, rows_invariant
 from paceline.model.rows import TILE
-from paceline.model.timed import UNLISTED, SimulatedModel, mean_log_odds
+from paceline.model.timed import MOST_LATE_S, UNLISTED, SimulatedModel, mean_log_odds
 from paceline.models import ModelNotFoundError, numbers, resolve_model, served_name
 from paceline.timed import TimedModel
 
@@ -69,6 +69,20 @@ def test_computing_counts_towards_the_deadline() -> None:
     )
     laws(simulated, [1, 2])
     assert clock.now == pytest.approx(0.007)
+
+
+def test_what_a_timer_is_late_the_next_pass_makes_up_for() -> None:
+    clock, late = Clock(), 0.0
+    spec = TimedModel.parse("timed:step_ms=10")
+    simulated = SimulatedModel("timed:", spec, 64, 64, clock, lambda seconds: clock.sleep(seconds + late))
+    late = 1e-4
+    for _ in range(10):
+        laws(simulated, [1])
+    assert clock.now == pytest.approx(10 * 0.01 + late)
+    late = 3e-3  # no timer, but somebody else who took the processor
+    laws(simulated, [1])
+    laws(simulated, [1])
+    assert clock.now == pytest.approx(12 * 0.01 + 2 * late - MOST_LATE_S)
 
 
 def test_the_probe_finds_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
