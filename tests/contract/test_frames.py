@@ -252,9 +252,10 @@ def test_a_round_of_hours_is_the_longest_that_can_be_said() -> None:
 
 
 def test_what_a_typical_growth_costs() -> None:
-    """Twenty nodes of a tree of width two: 12 bits for a token, 4 for a parent, 5 for a probability, so 53 bytes."""
+    """Twenty nodes of a tree of width two: 12 bits for a token, 5 for a probability, 1 or 2 for most parents and 38 for
+    all of them, so 48 bytes."""
     parents = [0, 0, *(100 + i // 2 for i in range(18))]
     growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
     frame = draft_frames.encode_grown(Grown([(1, growth)]))
-    assert len(frame.growths[0].nodes) == 2 + 53
-    assert frame.ByteSize() == 66
+    assert len(frame.growths[0].nodes) == 2 + 48
+    assert frame.ByteSize() == 61

@@ -29,17 +29,27 @@ def log_odds(log_prob: float) -> float:
 
 @st.composite
 def some_nodes(draw: st.DrawFn) -> Nodes:
-    """Of widths that are drawn first, so that narrow ones and wide ones come."""
+    """Of widths that are drawn first, so that narrow ones and wide ones come, and parents near that before and far."""
     count = draw(st.integers(0, 40))
     tokens = st.integers(0, 2 ** draw(st.integers(1, 32)) - 1)
-    distances = st.integers(0, 2 ** draw(st.integers(0, 32)) - 1)
+    anywhere = st.integers(0, 2 ** draw(st.integers(0, 32)) - 1)
     log_probs = st.floats(max_value=0.0) | st.floats(-5.0, 0.0)
-    return Nodes(*(draw(st.lists(each, min_size=count, max_size=count)) for each in (tokens, distances, log_probs)))
+    distances = [draw(anywhere)] if count else []
+    while len(distances) < count:
+        distances.append(draw(st.integers(max(distances[-1] - 2, 0), distances[-1] + 2) | anywhere))
+    return Nodes(
+        draw(st.lists(tokens, min_size=count, max_size=count)),
+        distances,
+        draw(st.lists(log_probs, min_size=count, max_size=count)),
+    )
 
 
 @given(some_nodes())
+@example(Nodes([1], [32], [-1.0]))
+@example(Nodes([1, 1], [1, 0], [-1.0, -1.0]))
 def test_what_is_packed_comes_out(nodes: Nodes) -> None:
-    """Ids as they were; log-odds within half a level, where there are levels, and at the nearer end elsewhere."""
+    """Ids as they were, also where the padding is as long as it gets; log-odds within half a level, where there are
+    levels, and at the nearer end elsewhere."""
     data = pack(nodes)
     found = unpack(data, len(nodes.tokens))
     assert (found.tokens, found.distances) == (nodes.tokens, nodes.distances)
@@ -50,18 +60,35 @@ def test_what_is_packed_comes_out(nodes: Nodes) -> None:
     assert pack(found) == data
 
 
-def bits(*fields: tuple[int, int]) -> bytes:
-    """(value, bits) after (value, bits), as the contract has it."""
-    text = "".join(f"{value:0{width}b}" for value, width in fields if width)
+def bits(*fields: str) -> bytes:
+    """Digits in groups, as the contract has them."""
+    text = "".join(fields).replace(" ", "")
     text += "0" * (-len(text) % 8)
     return bytes(int(text[place : place + 8], 2) for place in range(0, len(text), 8))
 
 
 def test_every_bit_is_where_the_contract_says() -> None:
-    """Log-odds 0 is code 13; certainty is 31."""
-    nodes = Nodes([300, 5], [0, 3], [EVEN, 0.0])
-    assert pack(nodes) == bytes([9, 2]) + bits((300, 9), (0, 2), (13, 5), (5, 9), (3, 2), (31, 5))
-    assert pack(Nodes([5], [1], [-math.inf])) == bytes([3, 1]) + bits((5, 3), (1, 1), (0, 5))
+    """Two children of the committed token, a child of the first, every step from there, the committed token again."""
+    tokens, distances = [5, 2, 7, 1, 6, 0, 4], [0, 0, 2, 2, 3, 2, 0]
+    log_probs = [EVEN, CERTAIN, log_probability(LOG_ODDS[0]), EVEN, EVEN, EVEN, EVEN]
+    data = bytes([3, 2]) + bits(
+        "101 01101 111 00",
+        "010 11111 10",
+        "111 00000 111 10",
+        "001 01101 0",
+        "110 01101 10",
+        "000 01101 110",
+        "100 01101 111 00",
+    )
+    assert data == bytes.fromhex("03 02 ad e2 fd c1 e2 d6 6c 1b a3 78")
+    assert pack(Nodes(tokens, distances, log_probs)) == data
+    assert unpack(data, 7) == Nodes(tokens, distances, log_probs)
+
+
+def test_wide_fields_are_where_the_contract_says() -> None:
+    """Certainty is code 31 and impossibility 0."""
+    nodes = Nodes([300, 5], [2, 5], [0.0, -math.inf])
+    assert pack(nodes) == bytes([9, 3]) + bits("100101100 11111 111 010", "000000101 00000 111 101")
 
 
 def test_levels() -> None:
@@ -77,16 +104,16 @@ def test_levels() -> None:
     ("tokens", "distances", "size"),
     [
         ([], [], 2),
-        ([0], [0], 2 + 1),
-        ([1] * 8, [0] * 8, 2 + 8),
+        ([0], [0], 2 + 2),
+        ([1] * 8, [0] * 8, 2 + 11),
         ([7, 1], [0, 1], 2 + 3),
-        ([2**17 - 1] * 3, [0] * 3, 2 + 9),
+        ([1] * 10, list(range(1, 11)), 2 + 13),
+        ([2**17 - 1] * 3, [0] * 3, 2 + 10),
         ([2**32 - 1], [2**32 - 1], 2 + 9),
-        ([2**12 - 1 - i for i in range(20)], [0, *(1 + i % 15 for i in range(19))], 2 + 53),
-        (list(range(MAX_NODES)), [0, *[1] * (MAX_NODES - 1)], 2 + MAX_NODES * 18 // 8),
-        ([2**32 - 1] * MAX_NODES, [2**32 - 1] * MAX_NODES, 2 + MAX_NODES * 69 // 8),
+        (list(range(MAX_NODES)), [0, *[1] * (MAX_NODES - 1)], 2 + MAX_NODES * 18 // 8 + 1),
+        ([2**32 - 1] * MAX_NODES, [2**32 - 1, 1] * (MAX_NODES // 2), 2 + MAX_NODES * 72 // 8),
     ],
-    ids=["none", "one", "roots", "small", "large tokens", "largest", "typical", "a chain of most", "most and largest"],
+    ids=["none", "one", "roots", "small", "siblings", "large tokens", "largest", "a chain of most", "most and largest"],
 )
 def test_sizes(tokens: Sequence[int], distances: Sequence[int], size: int) -> None:
     nodes = Nodes(tokens, distances, [CERTAIN] * len(tokens))
@@ -95,27 +122,62 @@ def test_sizes(tokens: Sequence[int], distances: Sequence[int], size: int) -> No
     assert unpack(data, MAX_NODES) == nodes
 
 
-@given(st.integers(0, 64), st.integers(3, 32), st.integers(0, 32))
-@example(1, 3, 0)
-@example(1, 4, 0)
-def test_the_length_tells_how_many(count: int, token_bits: int, distance_bits: int) -> None:
-    """Also in widths that are larger than need be."""
-    data = bytes([token_bits, distance_bits]) + bits(*[(0, token_bits), (0, distance_bits), (13, 5)] * count)
-    assert unpack(data, 64) == Nodes([0] * count, [0] * count, [EVEN] * count)
+def test_what_nodes_in_the_order_of_their_parents_cost() -> None:
+    """6 bits for a token and 5 for a probability, 7 for the first parent, then 2 for a sibling, 1 for the next parent
+    and 3 for the one after a node without children: 23 for 11 of them, and no bit is left over."""
+    parents = [1, 1, 2, 3, 5, 5, 6, 7, 7, 7, 8]
+    distances = [id_ - parent for id_, parent in enumerate(parents, start=9)]
+    nodes = Nodes([63] * 11, distances, [CERTAIN] * 11)
+    data = pack(nodes)
+    assert 11 * (6 + 5) + 7 + 2 + 1 + 1 + 3 + 2 + 1 + 1 + 2 + 2 + 1 == 8 * 18
+    assert len(data) == 2 + 18
+    assert unpack(data, 11) == nodes
 
 
+@given(st.integers(3, 32), st.integers(1, 32), st.lists(st.sampled_from(["0", "10", "111"]), max_size=64))
+@example(3, 1, ["0"] * 64)
+def test_the_length_tells_how_many(token_bits: int, distance_bits: int, forms: list[str]) -> None:
+    """Also in widths and forms that are longer than need be."""
+    token, far = "0" * token_bits + "01101", f"111{1:0{distance_bits}b}"
+    distances = [1]
+    for form in forms:
+        distances.append({"0": distances[-1], "10": distances[-1] + 1, "111": 1}[form])
+    parents = [far, *(form if form != "111" else far for form in forms)]
+    data = bytes([token_bits, distance_bits]) + bits(*(token + parent for parent in parents))
+    count = len(parents)
+    assert unpack(data, count) == Nodes([0] * count, distances, [EVEN] * count)
+
+
+TWO = pack(Nodes([300, 5], [0, 3], [EVEN, EVEN]))
 BAD = {
     "nothing": (b"", "do not tell the widths"),
     "one width": (b"\x03", "do not tell the widths"),
     "token ids without bits": (bytes([0, 0]), "0 bits per token id"),
-    "nodes under a byte": (bytes([2, 0]) + bytes(7), "2 bits per token id"),
+    "nodes of a byte": (bytes([2, 0]) + bytes(7), "2 bits per token id"),
     "token ids too wide": (bytes([33, 0]) + bytes(20), "33 bits per token id"),
     "distances too wide": (bytes([3, 33]) + bytes(20), "33 bits per parent distance"),
-    "cut": (pack(Nodes([300, 5], [0, 3], [EVEN, EVEN]))[:-1], "8 bits after the last one"),
-    "a byte too many": (pack(Nodes([300, 5], [0, 3], [EVEN, EVEN])) + b"\0", "8 bits after the last one"),
-    "less than a node": (bytes([17, 0, 0, 0]), "16 bits after the last one"),
-    "padding of ones": (bytes([4, 0, 0b00000110, 0b11000000]), "7 bits after the last one"),
-    "one node too many": (bytes([3, 0]) + bytes(MAX_NODES + 1), f"{MAX_NODES + 1}, more than"),
+    "cut": (TWO[:-1], "6 bits of the last one are missing"),
+    "a byte too many": (TWO + b"\0", "9 bits of the last one are missing"),
+    "eight bits too many": (
+        bytes([3, 1]) + bits("000 01101 111 0", "000 01101 111 1", "00000000"),
+        "4 bits of the last one are missing",
+    ),
+    "less than a node": (bytes([17, 0, 0, 0]), "9 bits of the last one are missing"),
+    "cut after 1": (bytes([3, 4]) + bits("000 01101 111 0001", "000 01101 1"), "6 bits of the last one are missing"),
+    "cut after 11": (bytes([3, 3]) + bits("000 01101 111 001", "000 01101 11"), "4 bits of the last one are missing"),
+    "padding ends in one": (bytes([3, 0]) + bits("000 01101 111", "00001"), "5 bits after the last one"),
+    "padding begins with one": (bytes([8, 1]) + bits("00000000 01101 111 0", "1000000"), "7 bits after the last one"),
+    "a first next": (bytes([3, 1]) + bits("000 01101 0"), "the first one's parent"),
+    "a first same": (bytes([3, 1]) + bits("000 01101 10"), "the first one's parent"),
+    "a first next but one": (bytes([3, 1]) + bits("000 01101 110"), "the first one's parent"),
+    "next after the root": (bytes([3, 0]) + bits("000 01101 111", "000 01101 0"), "number 2 steps"),
+    "next but one after the root": (bytes([3, 0]) + bits("000 01101 111", "000 01101 110"), "number 2 steps"),
+    "its own parent": (bytes([3, 1]) + bits("000 01101 111 1", "000 01101 110"), "number 2 steps"),
+    "one node too many": (
+        pack(Nodes([0] * (MAX_NODES + 1), [0] * (MAX_NODES + 1), [EVEN] * (MAX_NODES + 1))),
+        f"more than {MAX_NODES}",
+    ),
+    "bytes for more nodes": (bytes([3, 0]) + bytes(2 * MAX_NODES), f"{2 + 2 * MAX_NODES} bytes have more than"),
 }
 
 
@@ -126,13 +188,32 @@ def test_nonsense_is_refused(bad: str) -> None:
         unpack(data, MAX_NODES)
 
 
-@given(st.binary(max_size=40))
+@st.composite
+def half_sensible(draw: st.DrawFn) -> bytes:
+    """Widths and a first node as they must be, anything after that."""
+    token_bits, distance_bits = draw(st.integers(3, 8)), draw(st.integers(0, 4))
+    return bytes([token_bits, distance_bits]) + bits("0" * token_bits, "01101 111", draw(st.text("01", max_size=150)))
+
+
+@given(st.binary(max_size=40) | half_sensible())
 def test_any_bytes_are_nodes_or_refused(data: bytes) -> None:
+    """Nodes that take no fewer bytes than `pack` needs, none before its parent."""
     try:
         nodes = unpack(data, 8)
     except WireError:
         return
     assert len(nodes.tokens) == len(nodes.distances) == len(nodes.log_probs) <= 8
+    assert min(nodes.distances, default=0) >= 0
+    again = pack(nodes)
+    assert len(again) <= len(data)
+    assert unpack(again, 8) == nodes
+
+
+def test_a_byte_after_the_most_nodes_is_one_too_many() -> None:
+    data = bytes([3, 1]) + bits("000 01101 111 1", *["000 01101 0"] * 4)
+    assert unpack(data, 5).distances == [1] * 5
+    with pytest.raises(WireError, match="more than 5"):
+        unpack(data + b"\0", 5)
 
 
 def test_too_many_nodes_cost_nothing() -> None:
@@ -146,7 +227,15 @@ def test_too_many_nodes_cost_nothing() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("nodes", [Nodes([-1], [0], [-1.0]), Nodes([5, 5], [1, -1], [-1.0, -1.0])])
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        Nodes([-1], [0], [-1.0]),
+        Nodes([5], [-1], [-1.0]),
+        Nodes([5, 5], [0, -1], [-1.0, -1.0]),
+        Nodes([5, 5], [1, -1], [-1.0, -1.0]),
+    ],
+)
 def test_what_is_negative_is_not_packed(nodes: Nodes) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         pack(nodes)
