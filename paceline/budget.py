@@ -69,6 +69,11 @@ class StepCost:
     def __call__(self, rows: int) -> float:
         return self._passes(rows) + self._rest(rows)
 
+    @property
+    def row_s(self) -> float:
+        """What another row costs a step of usual size."""
+        return (self(64) - self(8)) / 56
+
     def observe(self, rows: int, seconds: float) -> None:
         """A step of so many rows, none of them of prompts, took so long."""
         expected = self._passes(rows)
@@ -130,6 +135,30 @@ class Price:
             return False
         self.wanted = wanted
         return True
+
+
+class Haste:
+    """What the time of a row costs: tokens that requests would have had while a draft was busy with it.
+
+    A draft that runs a row keeps all its requests waiting, and they commit so many tokens per second. A `SHARE` of
+    what they would have committed is lost, the rest hides behind the passes of targets.
+    """
+
+    SHARE = 0.5
+    MEMORY_S = 0.2
+
+    def __init__(self) -> None:
+        self._tokens_per_s = self._at = 0.0
+
+    def observe(self, tokens: int, now: float) -> None:
+        """So many tokens were committed, at this time in seconds."""
+        self._tokens_per_s *= math.exp((self._at - now) / self.MEMORY_S)
+        self._tokens_per_s += tokens / self.MEMORY_S
+        self._at = now
+
+    def price(self, row_s: float) -> float:
+        """In tokens, of a row that takes so long."""
+        return self.SHARE * row_s * self._tokens_per_s
 
 
 class Patience:

@@ -133,7 +133,7 @@ class SpeculativeConfig(Settings):
     )
 
     least_path_probability: float = Field(
-        0.005, ge=0.0, lt=1.0, description="a draft model's guess that is not likelier is not worth its bytes"
+        0.003, ge=0.0, lt=1.0, description="a draft model's guess that is not likelier is not worth its bytes"
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",

@@ -9,7 +9,8 @@ with a network between target and draft that is as slow as asked (`paceline.wire
 - `streamed`: the draft grows ahead, the target takes what is there. What Paceline does.
 
 Tokens per second are those of all requests together, over the time from the first request sent to the last token, on
-the client's clock. All ways must give the same tokens, or the benchmark fails.
+the client's clock. What is compared takes turns, several times. All ways must give the same tokens, or the benchmark
+fails.
 
 - `rtt`: one request at a time, by the round trip between target and draft.
 - `concurrency`: requests that run at once, on a roofline: beyond so many rows, a pass takes longer. There `streamed` is
@@ -30,9 +31,11 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from statistics import harmonic_mean
 from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -55,13 +58,21 @@ ROUND_TRIPS_MS = (0.0, 2.0, 10.0, 40.0)
 CONCURRENCY = (1, 8, 32, 64)
 CHAINS = (3, 4, 5, 6, 8, 10)
 FIXED = (1, 2, 4, 8, 16)
+USELESS_CASES = ((0.0, 1), (10.0, 1), (40.0, 1), (0.0, 8), (0.0, 32), (0.0, 64))
+"""Round trips in milliseconds, and requests."""
 TOKENS = 200
 PROMPTS = tuple(f"{7 * i} {11 * i} {13 * i}" for i in range(1, 65))
 ROUNDS = "paceline_draft_round_seconds"
 ROUND_TRIPS = "paceline_draft_link_round_trip_seconds"
-ALONE = 3
+ALONE = 6
 """Prompts of a line with one request at a time."""
+TURNS = 3
+"""How often requests that run at once are served in each way."""
 ENGINE = EngineConfig(slots=65536, max_num_seqs=64, max_num_batched_rows=1024, cpus=())
+
+
+Way = Callable[[Sequence[str]], Awaitable[float]]
+"""Serves prompts; gives tokens per second."""
 
 
 class OutputDiffersError(Exception):
@@ -148,14 +159,13 @@ class Bench:
             self.check(prompt, answer.tokens)
         return sum(len(answer.tokens) for _, answer in answers) / seconds
 
-    async def plain(self, prompts: Sequence[str], at_once: int = 1) -> float:
-        return await self.rate(prompts, at_once, enabled=False)
+    def way(self, at_once: int = 1, **options: Any) -> Way:
+        return partial(self.rate, at_once=at_once, **options)
 
-    async def best(self, prompts: Sequence[str], at_once: int, choices: Sequence[int], key: str) -> tuple[float, int]:
-        """The highest rate, and the choice that gives it: tried shortly first, then measured."""
-        rates = {k: await self.rate(prompts[:at_once], at_once, TOKENS // 2, **{key: k}) for k in choices}
-        k = max(rates, key=lambda choice: rates[choice])
-        return await self.rate(prompts, at_once, **{key: k}), k
+    async def best(self, prompts: Sequence[str], choices: Sequence[int], key: str) -> int:
+        """The choice with the highest rate for these prompts at once: each is tried shortly."""
+        rates = {k: await self.rate(prompts, len(prompts), TOKENS // 2, **{key: k}) for k in choices}
+        return max(rates, key=lambda choice: rates[choice])
 
     async def seen(self) -> Seen:
         """What there is to see so far."""
@@ -219,7 +229,7 @@ async def _run(console: Console) -> Result:
             _show_concurrency(console, concurrency)
         killed = await _killed(streamed)
     async with session.bench(USELESS) as useless:
-        ratios = [await _useless(useless, *case) for case in ((0.0, 1), (10.0, 1), (40.0, 1), (0.0, 8), (0.0, 32))]
+        ratios = [await _useless(useless, *case) for case in USELESS_CASES]
     console.print(f"useless draft, streamed over plain: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
     return Result(
         rtt,
@@ -232,24 +242,26 @@ async def _run(console: Console) -> Result:
 
 
 async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundTrip:
-    """One request at a time; the ways in turns, prompt by prompt, so that the machine's moods hit all alike."""
+    """One request at a time."""
     for bench in (streamed, lockstep):
         bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
     prompts = PROMPTS[:ALONE]
-    _, k = await lockstep.best(prompts[:1], 1, CHAINS, "num_speculative_tokens")
+    k = await lockstep.best(prompts[:1], CHAINS, "num_speculative_tokens")
     before, seen = streamed.link.traffic.total, await streamed.seen()
-    rates: dict[str, list[float]] = {"plain": [], "lockstep": [], "streamed": []}
-    for prompt in prompts:
-        rates["streamed"].append(await streamed.rate([prompt]))
-        rates["plain"].append(await streamed.plain([prompt]))
-        rates["lockstep"].append(await lockstep.rate([prompt], num_speculative_tokens=k))
+    rates = await _in_turns(
+        _batches(1),
+        {
+            "plain": streamed.way(enabled=False),
+            "lockstep": lockstep.way(num_speculative_tokens=k),
+            "streamed": streamed.way(),
+        },
+    )
     sent = streamed.link.traffic.total - before
-    mean = {way: round(len(each) / sum(1 / rate for rate in each), 1) for way, each in rates.items()}
     for bench in (streamed, lockstep):
         bench.link.impair(Impairment())
     now = await streamed.seen()
     pair = Pair(
-        _as_slow_as(TARGET, 1 / mean["plain"]),
+        _as_slow_as(TARGET, 1 / rates["plain"]),
         _as_slow_as(DRAFT, now.rounds.since(seen.rounds)),
         rtt_s=now.round_trips.since(seen.round_trips),
         speculation=streamed.stack.deployment.speculation,
@@ -260,7 +272,7 @@ async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundT
         streamed.check(prompt, answer)
     return RoundTrip(
         rtt_ms,
-        **mean,
+        **rates,
         lockstep_k=k,
         wire_bytes_per_token=round(sent / (ALONE * TOKENS), 1),
         forecast=round(foreseen.tokens_per_s, 1),
@@ -274,26 +286,41 @@ def _as_slow_as(name: str, pass_s: float) -> TimedModel:
 
 
 async def _concurrency(requests: int, streamed: Bench, lockstep: Bench, fixed: Bench) -> Concurrency:
-    prompts = PROMPTS[: max(requests, ALONE)]
-    lockstep_rate, lockstep_k = await lockstep.best(prompts, requests, CHAINS, "num_speculative_tokens")
-    fixed_rate, fixed_k = await fixed.best(prompts, requests, FIXED, "max_tree_nodes")
-    return Concurrency(
-        requests,
-        plain=round(await streamed.plain(prompts, requests), 1),
-        lockstep=round(lockstep_rate, 1),
-        streamed=round(await streamed.rate(prompts, requests), 1),
-        lockstep_k=lockstep_k,
-        fixed=round(fixed_rate, 1),
-        fixed_k=fixed_k,
+    prompts = PROMPTS[:requests]
+    lockstep_k = await lockstep.best(prompts, CHAINS, "num_speculative_tokens")
+    fixed_k = await fixed.best(prompts, FIXED, "max_tree_nodes")
+    await streamed.rate(prompts, requests, TOKENS // 2)
+    rates = await _in_turns(
+        _batches(requests),
+        {
+            "plain": streamed.way(requests, enabled=False),
+            "lockstep": lockstep.way(requests, num_speculative_tokens=lockstep_k),
+            "streamed": streamed.way(requests),
+            "fixed": fixed.way(requests, max_tree_nodes=fixed_k),
+        },
     )
+    return Concurrency(requests, **rates, lockstep_k=lockstep_k, fixed_k=fixed_k)
 
 
 async def _useless(bench: Bench, rtt_ms: float, requests: int) -> float:
     bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
-    prompts = PROMPTS[: max(requests, ALONE)]
-    await bench.rate(prompts[:requests], requests)  # it has to show what it is worth
-    plain = await bench.plain(prompts, requests)
-    return await bench.rate(prompts, requests) / plain
+    await bench.rate(PROMPTS[:requests], requests)  # it has to show what it is worth
+    ways = {"plain": bench.way(requests, enabled=False), "streamed": bench.way(requests)}
+    rates = await _in_turns(_batches(requests), ways)
+    return rates["streamed"] / rates["plain"]
+
+
+def _batches(at_once: int) -> list[Sequence[str]]:
+    return [PROMPTS[i : i + 1] for i in range(ALONE)] if at_once == 1 else [PROMPTS[:at_once]] * TURNS
+
+
+async def _in_turns(batches: Sequence[Sequence[str]], ways: Mapping[str, Way]) -> dict[str, float]:
+    """The rate of each way over all batches; by turns, so that the machine's moods hit all alike."""
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    for batch in batches:
+        for way, serve in ways.items():
+            rates[way].append(await serve(batch))
+    return {way: round(harmonic_mean(each), 1) for way, each in rates.items()}
 
 
 async def _killed(bench: Bench) -> dict[str, Any]:

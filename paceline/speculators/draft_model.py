@@ -28,7 +28,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.budget import ROW_BUCKET, RowCost, StepCost, worthwhile
+from paceline.budget import ROW_BUCKET, Haste, RowCost, StepCost, worthwhile
 from paceline.model.model import Model
 from paceline.model.rows import Lane, Row
 from paceline.sampling import History, shortlist
@@ -43,6 +43,8 @@ LISTED = 64
 """Tokens per node among which the target's draw is looked for."""
 MOST_ROWS = 256
 """Rows of one round."""
+MOST_PRICE = 0.2
+"""Path probability of guesses that are made however slow a round is."""
 BY_THE_BUCKET = RowCost([ROW_BUCKET], [1.0])
 """What rows cost where nobody has measured it."""
 
@@ -126,19 +128,20 @@ class DraftModel(Speculator):
         self,
         model: Model,
         tree_width: int,
-        cost: RowCost = BY_THE_BUCKET,
+        cost: RowCost | None = None,
         least_path_probability: float = 0.02,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`tree_width`: most children per node. `cost`: of the draft model's passes. Guesses whose path is not likelier
-        than `least_path_probability` are not made."""
+        """`tree_width`: most children per node. `cost`: of the draft model's passes, if anybody measured it. Guesses
+        whose path is not likelier than `least_path_probability`, or than what a row costs (`Haste`), are not made."""
         self.model = model.name
         self.vocabulary_fingerprint = model.fingerprint
         self.vocabulary_size = model.vocabulary_size
         self.position_limit = model.max_model_len
         self._model = model
         self._width = min(tree_width, model.vocabulary_size)
-        self._cost = StepCost(cost)
+        self._cost = StepCost(cost or BY_THE_BUCKET)
+        self._haste = Haste() if cost else None
         self._clock = clock
         self._least = least_path_probability
         self._free = list(range(model.slots, 0, -1))
@@ -183,6 +186,9 @@ class DraftModel(Speculator):
         alive = set(draft.tree.nodes())
         self._free += [draft.slots.pop(node) for node in list(draft.slots) if node not in alive]
         draft.lane.slots += self._take(len(commit.tokens) - len(known))
+        if self._haste and draft.opening.max_nodes:
+            self._haste.observe(len(commit.tokens), self._clock())
+        draft.floor = self._floor(draft.opening.least_path_probability)
         draft.survey()
 
     def limit(self, limit: Limit) -> None:
@@ -228,7 +234,8 @@ class DraftModel(Speculator):
             raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self._model.slots}")
 
     def _floor(self, wanted: float) -> float:
-        least = max(wanted, self._least)
+        price = self._haste.price(self._cost.row_s) if self._haste else 0.0
+        least = max(wanted, self._least, min(price, MOST_PRICE))
         return math.log(least) if least else -math.inf
 
     def _check(self, tokens: Sequence[int], length: int) -> None:

@@ -105,12 +105,12 @@ class _Link:
     """After so many, what there is of news goes out."""
 
     def is_due(self) -> bool:
-        """Count a round. News goes out after 1, 2, 3, 4, 6, 9, 13, ... of them: at once where a target may be waiting,
+        """Count a round. News goes out after 1, 3, 5, 7, 10, 15, ... of them: at once where a target may be waiting,
         and by and by in larger pieces, when it is busy and each frame costs more than what it carries."""
         self.rounds += 1
         if self.rounds < self.due:
             return False
-        self.due = self.rounds + max(1, self.rounds // 2)
+        self.due = self.rounds + max(2, self.rounds // 2)
         return True
 
 

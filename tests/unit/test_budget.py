@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.budget import ROW_BUCKET, Calibration, Price, RowCost, StepCost, worthwhile
+from paceline.budget import ROW_BUCKET, Calibration, Haste, Price, RowCost, StepCost, worthwhile
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
 FLAT = RowCost([8, 256], [1.0, 1.0])
@@ -115,6 +115,23 @@ class TestPrice:
         for _ in range(100):
             price.observe(0.5)
         assert not any(price.observe(0.4 + 0.2 * (step % 2)) for step in range(200))
+
+
+class TestHaste:
+    def test_a_row_costs_what_requests_would_have_committed_meanwhile(self) -> None:
+        haste = Haste()
+        for step in range(100):
+            haste.observe(3, step * 0.01)  # 300 tokens per second
+        assert haste.price(0.002) == pytest.approx(Haste.SHARE * 0.6, rel=0.05)
+        assert haste.price(0.004) == 2 * haste.price(0.002)
+
+    def test_where_nobody_commits_rows_are_free(self) -> None:
+        haste = Haste()
+        assert haste.price(0.002) == 0.0
+        haste.observe(3, 5.0)
+        before = haste.price(0.002)
+        haste.observe(0, 5.0 + 5 * Haste.MEMORY_S)
+        assert 0 < haste.price(0.002) < 0.01 * before
 
 
 probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda ps: sorted(ps, reverse=True))

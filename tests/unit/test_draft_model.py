@@ -207,6 +207,26 @@ def expanded(grown: dict[int, Growth]) -> dict[int, int]:
     return {key: len(set(growth.parent_ids)) for key, growth in grown.items()}
 
 
+@pytest.mark.parametrize(("commits_per_s", "least"), [(1000, 0.05), (1, 0.0)])
+def test_the_faster_requests_go_on_the_likelier_a_guess_has_to_be(commits_per_s: int, least: float) -> None:
+    """A row of 0.1 ms holds up 1,000 tokens per second, of which half are lost: 0.05 tokens."""
+    now = 0.0
+    draft = DraftModel(table(2000, 2000), 4, RowCost([8, 64], [1e-3, 6.6e-3]), 0.0, lambda: now)
+    tokens = [*PROMPT]
+    draft.open(opening(depth=3))
+    for token in [2, 7] * 500:
+        now += 1 / commits_per_s
+        draft.commit(Commit(1, len(tokens) - 1, [token], 0))
+        tokens.append(token)
+    replica = Replica(opening(tokens, depth=3))
+    for grown in rounds(draft):
+        if grown:
+            replica.graft(grown[1])
+    probabilities = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+    assert min(probabilities) > 0.95 * least
+    assert min(probabilities) < 2 * least + 0.02
+
+
 class TestFairness:
     """Requests of several targets share what a round has, and no target takes another's part."""
 

@@ -165,7 +165,7 @@ def test_rounds_go_out_at_once_and_then_in_growing_pieces() -> None:
         while sum(sizes) < 40:
             [(_, growth)] = peer.next(1).growths
             sizes.append(len(growth))
-        assert sizes == [1, 1, 1, 1, 2, 3, 4, 6, 9, 12]
+        assert sizes == [1, 2, 2, 2, 3, 5, 7, 11, 7]
         peer.say(1, Commit(1, 0, [50], 0))
         assert len(peer.next(1).growths[0][1]) == 1, "whoever commits may be waiting"
 
