@@ -1,0 +1,55 @@
+"""`paceline bench overlap`, shrunk: every part of it runs, on the real stack, and its last line is what it says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import bench_overlap
+from paceline.cli.app import main
+
+
+@pytest.fixture
+def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    small: dict[str, object] = {
+        "TARGET": "timed:vocabulary=1024,step_ms=2,knee_rows=128",
+        "ROUND_TRIPS_MS": (0.0, 10.0),
+        "CONCURRENCY": (1, 4),
+        "CHAINS": (3,),
+        "FIXED": (4,),
+        "USELESS_CASES": ((10.0, 4),),
+        "ALONE": 1,
+        "TURNS": 1,
+    }
+    for name, value in small.items():
+        assert hasattr(bench_overlap, name)
+        monkeypatch.setattr(bench_overlap, name, value)
+
+
+@pytest.mark.usefixtures("shrunk")
+def test_the_whole_benchmark() -> None:
+    ran = CliRunner().invoke(main, ["bench", "overlap"], catch_exceptions=False)
+    assert ran.exit_code == 0
+    said = json.loads(ran.stdout.splitlines()[-1])
+    assert [line["rtt_ms"] for line in said["rtt"]] == [0.0, 10.0]
+    assert [line["requests"] for line in said["concurrency"]] == [1, 4]
+    for line in (*said["rtt"], *said["concurrency"]):
+        assert min(line["plain"], line["lockstep"], line["streamed"]) > 0
+    slow = said["rtt"][1]
+    assert slow["lockstep"] < 1 / 0.010 * 4, "the network is as slow as asked: K + 1 tokens per round trip at most"
+    assert said["wire_bytes_per_token"] == max(line["wire_bytes_per_token"] for line in said["rtt"]) > 0
+    errors = [abs(line["forecast"] / line["streamed"] - 1) for line in said["rtt"]]
+    assert said["plan_error"] == pytest.approx(max(errors), abs=1e-3)
+    assert said["useless_draft_ratio"] > 0
+    assert min(said["killed"].values()) > 0
+
+
+def test_other_tokens_end_it() -> None:
+    bench = bench_overlap.Bench(stack=None, client=None, link=None, tokens={})  # type: ignore[arg-type]
+    bench.check("a", [1, 2])
+    bench.check("a", [1, 2, 3])
+    bench.check("a", [1])
+    with pytest.raises(bench_overlap.OutputDiffersError):
+        bench.check("a", [1, 2, 4])
