@@ -64,8 +64,15 @@ class Engine:
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
         self._clock = clock
         waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
-        strategy = speculation.rejection_sampling_strategy
-        self._guesses = Guesses(drafting, beside or NoDrafting(), strategy, waiting, model.vocabulary_size, clock)
+        self._guesses = Guesses(
+            drafting,
+            beside or NoDrafting(),
+            speculation.rejection_sampling_strategy,
+            waiting,
+            model.vocabulary_size,
+            clock,
+            judged=speculation.row_budget,
+        )
         self.hidden_layers = tuple(drafting.hidden_state_layers)
         budgeted = cost if speculation.row_budget else FREE_ROWS
         # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
@@ -126,8 +133,7 @@ class Engine:
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
-            if self._speculation.row_budget:
-                self._guesses.judge(self._scheduler.refused)
+            self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
         self._report(works, deltas, self._clock() - start)
         return deltas

@@ -30,8 +30,11 @@ class Guesses:
         waiting: Waiting,
         vocabulary_size: int,
         clock: Clock,
+        *,
+        judged: bool,
     ) -> None:
-        """`drafting`: finds each request a draft. `beside`: drafts for every request, too. `strategy`: by its name."""
+        """`drafting`: finds each request a draft. `beside`: drafts for every request, too. `strategy`: by its name.
+        `judged`: whether drafts are paused, and told what a row is worth."""
         self.received = 0
         """Nodes that came."""
         self.grafted = 0
@@ -42,10 +45,11 @@ class Guesses:
         self._waiting = waiting
         self._vocabulary_size = vocabulary_size
         self._clock = clock
+        self._judged = judged
         self._trials: dict[str, Trial] = {}
-        """By draft."""
+        """By draft. None where nobody is judged."""
         self._trial_of: dict[int, Trial] = {}
-        """By request that has a draft."""
+        """By request that has a draft that is judged."""
 
     def find_drafts(self, requests: Iterable[Request]) -> None:
         """Look for a draft for each of these that has none and has not looked lately."""
@@ -61,8 +65,9 @@ class Guesses:
             request.retry_draft_at = now + RETRY_DRAFT_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
-                trial = self._trial_of[request.key] = self._trial(request.draft)
-                trial.join(request)
+                if self._judged:
+                    trial = self._trial_of[request.key] = self._trial(request.draft)
+                    trial.join(request)
         if seeking:
             self._drafting.flush()
 
@@ -94,7 +99,7 @@ class Guesses:
         """
         for trial in self._trials.values():
             trial.judge()
-        if self._waiting.refused(refused):
+        if self._judged and self._waiting.refused(refused):
             for trial in self._trials.values():
                 for request in trial.requests.values():
                     self._limit(request)

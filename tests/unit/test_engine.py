@@ -69,11 +69,11 @@ class Watched(TableModel):
         return super().run(*arguments)  # type: ignore[arg-type]
 
 
-def engine(drafting: Drafting, *, model: TableModel | None = None, **settings: int) -> Engine:
+def engine(drafting: Drafting, *, model: TableModel | None = None, row_budget: bool = True, **settings: int) -> Engine:
     return Engine(
         model or TableModel(VOCABULARY, SLOTS, SLOTS),
         EngineConfig(slots=SLOTS, **settings),
-        SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8),
+        SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8, row_budget=row_budget),
         drafting,
         FREE,
     )
@@ -233,13 +233,12 @@ class TestDrafts:
 
 
 class Useless(Script):
-    """Has a guess for every root, and never the right one."""
+    """Has guesses for every root, and never the right one."""
 
-    wrong = VOCABULARY - 1
-
-    def __init__(self, right: Sequence[int]) -> None:
+    def __init__(self, right: Sequence[int], width: int = 1) -> None:
         super().__init__()
         self.right = right
+        self.width = width
         self._next_id = 1
         self._done = 0
 
@@ -248,10 +247,10 @@ class Useless(Script):
 
     def commit(self, commit: Commit) -> None:
         self._done += len(commit.tokens)
-        token = (self.right[self._done] + 1) % VOCABULARY
-        base = commit.base_position + len(commit.tokens)
-        self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0], [token], [-0.01])))
-        self._next_id += 1
+        tokens = [(self.right[self._done] + 1 + i) % VOCABULARY for i in range(self.width)]
+        base, log_probs = commit.base_position + len(commit.tokens), [math.log(0.99 / self.width)] * self.width
+        self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0] * self.width, tokens, log_probs)))
+        self._next_id += self.width
 
 
 class Overrated(Script):
@@ -370,6 +369,19 @@ class TestPauses:
         script = Script()
         served(engine(script), submission("a", 5, output=self.LONG))
         assert script.limits == []
+
+    @pytest.mark.parametrize("judged", [True, False])
+    def test_without_the_row_budget_nobody_is_judged(self, judged: bool) -> None:
+        """Neither paused nor told a price; and nothing is kept of each step to judge by."""
+        script = Useless(self.right(), width=8)
+        target = engine(script, row_budget=judged, max_num_batched_rows=8)
+        for name in "ab":
+            script.start_over()
+            served(target, submission(name, 5, output=self.LONG))
+        assert any(limit.max_nodes == 0 for limit in script.limits) is judged
+        assert any(limit.least_path_probability > 0 for limit in script.limits) is judged
+        assert (script.openings[1].least_path_probability > 0) is judged
+        assert bool(target._guesses._trials) is judged
 
 
 @pytest.mark.parametrize(("budgeted", "most"), [(True, 8), (False, 9)])
