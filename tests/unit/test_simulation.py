@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
 from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.engine.waiting import LockStep
 from paceline.messages import Submission
 from paceline.simulation.forecast import forecast
 from paceline.simulation.pair import Outcome, Pair, simulate
@@ -100,6 +102,16 @@ def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None
         return served(pair, requests, tokens=60).tokens_per_s
 
     assert rate() >= max(rate(row_budget=False, max_tree_nodes=nodes) for nodes in (1, 2, 4, 8))
+
+
+@pytest.mark.parametrize("k", CHAINS)
+def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None:
+    """A chain that came up short would have its step wait for as long as it can."""
+    requests, rtt_s = 64, 0.01
+    outcome = served(lockstep(k, rtt_s), requests, tokens=40)
+    ends = sorted({0.0}.union(*outcome.times.values()))
+    longest_s = TARGET.seconds(requests * (1 + k)) + k * DRAFT.seconds(requests) + rtt_s
+    assert max(end - start for start, end in itertools.pairwise(ends)) <= longest_s < LockStep.PATIENCE_S / 10
 
 
 # Virtual time itself
