@@ -219,6 +219,7 @@ class Worth:
     has to bring more than `RESUME` to be as good as new.
     """
 
+    HOPE = 1.0
     PAUSE = 0.05
     RESUME = 0.15
     LEARNING = 0.1
@@ -228,7 +229,7 @@ class Worth:
 
     def __init__(self) -> None:
         self.paused = self.tried = False
-        self._brings = 1.0
+        self._brings = self.HOPE
         self._pause = self.LEAST_PAUSE
         self._left = 0
 

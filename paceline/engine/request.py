@@ -65,6 +65,8 @@ class Request:
         """Whether its draft is told to grow nothing, and what it grows all the same is not looked at."""
         self.heard = False
         """Whether its draft has grown something since it was opened or resumed."""
+        self.brings = 0.0
+        """Guesses of its draft that a step commits, as of late."""
         self.retry_draft_at = 0.0
 
     @property

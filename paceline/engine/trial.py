@@ -1,4 +1,4 @@
-"""Whether a draft worker pays, judged by all its requests together."""
+"""Whether a draft worker pays, judged by all its requests together, and by each one alone where it does not."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from paceline.engine.request import Request
 class Trial:
     """One draft worker, for as long as an engine knows it.
 
-    While it does not pay, its requests are paused: it follows their commits, and grows nothing. To see whether that has
-    changed, one of them, the *scout*, is drafted for again. What the scout learns holds for all.
+    While it does not pay, its requests are paused: it follows their commits, and grows nothing. *Spared* are those to
+    which it brings enough all the same, for as long as it does. To see whether the draft has changed, the *scout*, the
+    most promising of those that are paused, is drafted for again. What the scout learns holds for all.
     """
 
     def __init__(self, tell: Callable[[Request], None]) -> None:
@@ -20,7 +21,7 @@ class Trial:
         self.requests: dict[int, Request] = {}
         self._tell = tell
         self._worth = Worth()
-        self._scout: int | None = None
+        self._scout: Request | None = None
         self._brought: list[int] = []
         self._stepped = False
 
@@ -28,8 +29,8 @@ class Trial:
         """The draft has been opened for this request, unpaused."""
         self.requests[request.key] = request
         request.paused = request.heard = False
-        if not self._worth.pays:
-            self._pause(request, True)
+        request.brings = Worth.HOPE if self._worth.pays else Worth.PAUSE  # then it is the next scout
+        self._decide(request)
 
     def leave(self, key: int) -> None:
         self.requests.pop(key, None)
@@ -41,19 +42,26 @@ class Trial:
         """
         self._stepped = True
         if request.heard:
-            self._brought.append(accepted)
+            request.brings += Worth.LEARNING * (accepted - request.brings)
+            if self._scout in (None, request):
+                self._brought.append(accepted)
 
     def judge(self) -> None:
         """A step has ended."""
         if self._stepped and (self._brought or self._worth.paused):
             self._worth.observe(sum(self._brought) / max(len(self._brought), 1))
         self._stepped, self._brought = False, []
-        if self._worth.tried and self._scout not in self.requests:
-            self._scout = next(iter(self.requests), None)
-        for key, request in self.requests.items():
-            self._pause(request, self._worth.paused or (self._worth.tried and key != self._scout))
+        if not self._worth.tried:
+            self._scout = None
+        elif self._scout is None or self._scout.key not in self.requests:
+            paused = (request for request in self.requests.values() if request.paused)
+            self._scout = max(paused, key=lambda request: request.brings, default=None)
+        for request in self.requests.values():
+            self._decide(request)
 
-    def _pause(self, request: Request, paused: bool) -> None:
+    def _decide(self, request: Request) -> None:
+        spared = request.brings > Worth.PAUSE
+        paused = not (self._worth.pays or spared or request is self._scout)
         if request.paused is not paused:
             request.paused, request.heard = paused, False
             self._tell(request)

@@ -1,6 +1,10 @@
-"""All requests of a draft are paused together, and one of them tries it again."""
+"""Requests of a draft are paused together but for those that it helps, and one of them tries it again."""
 
 from __future__ import annotations
+
+from collections import Counter
+
+import pytest
 
 from paceline.budget import Worth
 from paceline.config import SamplingParams
@@ -16,25 +20,32 @@ def request(key: int) -> Request:
 
 
 class Judged:
-    """A trial of three requests, and who was told what."""
+    """A trial of some requests, who was told what, and for how many steps each was drafted for."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: int = 3, helped: int | None = None, every: int = 3) -> None:
+        """`helped`: a request that has a guess accepted in one of so many steps, whatever the others have."""
         self.told: list[tuple[int, bool]] = []
+        self.drafted: Counter[int] = Counter()
+        self.helped, self.every = helped, every
         self.trial = Trial(lambda request: self.told.append((request.key, request.paused)))
-        self.requests = [request(key) for key in (1, 2, 3)]
-        for each in self.requests:
-            self.trial.join(each)
+        for key in range(1, requests + 1):
+            self.trial.join(request(key))
+        self._step = 0
 
     def steps(self, count: int, accepted: int = 0, *, heard: bool = True) -> None:
         for _ in range(count):
-            for each in list(self.trial.requests.values()):
+            self._step += 1
+            for key, each in list(self.trial.requests.items()):
                 each.heard = heard and not each.paused
-                self.trial.count(each, accepted)
+                self.drafted[key] += each.heard
+                self.trial.count(each, self._step % self.every == 0 if key == self.helped else accepted)
             self.trial.judge()
 
     def until_told(self) -> list[tuple[int, bool]]:
         self.told.clear()
-        while not self.told:
+        for _ in range(2 * Worth.MOST_PAUSE):
+            if self.told:
+                break
             self.steps(1)
         return self.told
 
@@ -54,13 +65,17 @@ def test_what_the_scout_finds_holds_for_all() -> None:
     assert judged.told == [(1, False), (2, False), (3, False)]
 
 
-def test_many_requests_do_not_make_a_verdict_hastier() -> None:
-    judged, alone = Judged(), Worth()
-    steps = 0
+def steps_to_a_verdict() -> int:
+    alone, steps = Worth(), 0
     while not alone.paused:
         alone.observe(0)
         steps += 1
-    judged.steps(steps - 1)
+    return steps
+
+
+def test_many_requests_do_not_make_a_verdict_hastier() -> None:
+    judged = Judged()
+    judged.steps(steps_to_a_verdict() - 1)
     assert judged.told == []
     judged.steps(1)
     assert len(judged.told) == 3
@@ -88,3 +103,61 @@ def test_steps_before_the_first_growth_say_nothing() -> None:
     judged = Judged()
     judged.steps(500, heard=False)
     assert judged.told == []
+
+
+def test_every_trial_has_another_scout() -> None:
+    judged = Judged()
+    judged.until_told()
+    scouts = []
+    for _ in range(3):
+        scouts += judged.until_told()
+        judged.until_told()
+    assert scouts == [(1, False), (2, False), (3, False)]
+
+
+@pytest.mark.parametrize("every", [3, 10])
+def test_of_nine_the_one_that_it_helps_is_drafted_for(every: int) -> None:
+    judged = Judged(9, helped=5, every=every)
+    judged.steps(4000)
+    useless = set(range(1, 10)) - {5}
+    assert judged.drafted[5] == 4000
+    assert 0 < max(judged.drafted[key] for key in useless) < 0.03 * 4000
+    assert {key for key, paused in judged.told if paused} == useless
+
+
+def test_one_that_it_helps_no_longer_is_paused_as_well() -> None:
+    judged = Judged(9, helped=5)
+    judged.until_told()
+    judged.helped = None
+    assert judged.until_told() == [(5, True)]
+
+
+def test_one_that_joined_just_before_the_verdict_has_its_chance() -> None:
+    judged = Judged(9)
+    judged.steps(steps_to_a_verdict() - 1)
+    judged.trial.join(request(10))
+    judged.steps(1)
+    assert judged.told == [(key, True) for key in range(1, 10)]
+    assert judged.until_told() == [(10, True)]
+    assert judged.drafted[10] == steps_to_a_verdict()
+
+
+def test_one_that_joined_a_paused_draft_is_its_next_scout_and_may_be_helped() -> None:
+    judged = Judged(9, helped=10)
+    judged.until_told()
+    judged.trial.join(request(10))
+    assert judged.until_told() == [(10, False)]
+    assert judged.until_told() == [(key, False) for key in range(1, 10)]
+    judged.steps(4000)
+    assert judged.drafted[10] > 0.98 * 4000 > 50 * judged.drafted[1]
+
+
+def test_where_only_those_are_left_that_it_helps_a_draft_pays_again() -> None:
+    judged = Judged(9, helped=5)
+    judged.until_told()
+    for key in set(judged.trial.requests) - {5}:
+        judged.trial.leave(key)
+    judged.steps(2 * Worth.LEAST_PAUSE)
+    late = request(10)
+    judged.trial.join(late)
+    assert not late.paused
