@@ -29,6 +29,9 @@ from services.process import StartError
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+KEEP_ALIVE_S = 75
+"""Clients and load balancers give up an idle connection after 5 to 60 seconds. They have to be the first: a request
+that meets a connection as it closes here is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,14 @@ class _Http(uvicorn.Server):
 @asynccontextmanager
 async def _http_server(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells what this module tells
-    config = uvicorn.Config(app, lifespan="off", log_config=None, access_log=False, timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=1,
+    )
     server = _Http(config)
     serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
     await server.listening.wait()

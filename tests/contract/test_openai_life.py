@@ -118,6 +118,20 @@ async def test_no_other_target_is_an_error_of_the_stream() -> None:
         await idle(stack)
 
 
+async def test_an_idle_connection_is_the_clients_to_close() -> None:
+    """Clients keep theirs for 5 seconds, as uvicorn would; a request sent just then would fail."""
+    async with open_stack(says("hello")) as stack:
+        address = stack.http.base_url
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        for wait_s in (6, 0):
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b" 200 " in await reader.readline()
+            while await reader.readline() != b"\r\n":
+                pass
+            await asyncio.sleep(wait_s)
+        writer.close()
+
+
 async def test_health_follows_the_targets() -> None:
     async with open_stack() as stack:
         assert (await stack.http.get("/health")).status_code == 503
