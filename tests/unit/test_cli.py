@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import subprocess
 import sys
 
@@ -16,9 +18,12 @@ from paceline.cli.client import Answer
 from paceline.cli.colours import ACCEPTED, BONUS, Painter, summary
 from paceline.cli.demo import Runs
 from paceline.cli.workloads import CODE_FILES, Workload, code_prompts, workloads
+from paceline.simulation import plan as planning
+from paceline.simulation.pair import Pair
+from paceline.timed import TimedModel
 from paceline.training.corpus import HELD_OUT
 
-COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train")
+COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan")
 
 
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:
@@ -54,6 +59,47 @@ def test_chat_without_a_server_says_how_to_get_one() -> None:
     assert result.exit_code == 2
     assert "no server answers at http://127.0.0.1:1" in result.output
     assert "paceline serve" in result.output
+
+
+@pytest.fixture
+def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "LOADS", (1, 4, 16))
+    monkeypatch.setattr(planning, "TOKENS", 40)
+
+
+@pytest.mark.usefixtures("few_loads")
+def test_a_plan_is_that_of_the_figures_given() -> None:
+    options = (
+        "--target-step-ms 12 --target-knee-rows 32 --draft-step-ms 4 --draft-knee-rows 8 --agreement 0.7 --rtt-ms 3 "
+        "--overhead-ms 1 --requests-per-s 56 --output-tokens 50 --token-ms 13.5"
+    )
+    result = CliRunner().invoke(main, ["plan", *options.split()], env={"COLUMNS": "120"})
+    target = TimedModel(step_ms=12, knee_rows=32, overhead_ms=1)
+    draft = TimedModel(step_ms=4, knee_rows=8, agreement=0.7)
+    planned = planning.plan(Pair(target, draft, rtt_s=0.003), planning.Demand(56, 50, 13.5))
+    assert result.exit_code == 0
+    *shown, told = result.output.splitlines()
+    expected = dataclasses.asdict(planned)
+    for load, each in zip(expected["loads"], planned.loads, strict=True):
+        load["token_ms"] = pytest.approx(each.token_ms, abs=0.005)
+    assert json.loads(told) == expected
+    assert [row.replace("│", " ").split() for row in shown if row.startswith("│")] == [
+        f"{x.requests} {x.plain:.0f} {x.streamed:.0f} {x.streamed / x.plain:.2f} {x.token_ms:.1f}".split()
+        for x in planned.loads
+    ]
+    assert shown[-2:] == [
+        f"speculation pays up to {planned.pays_up_to} requests per target",
+        f"{planned.target_workers} target workers, {planned.draft_workers} draft workers: "
+        f"{planned.at_once:.1f} requests at once on each target, a token every {planned.token_ms:.1f} ms",
+    ]
+
+
+@pytest.mark.usefixtures("few_loads")
+def test_a_plan_that_cannot_be_says_why() -> None:
+    result = CliRunner().invoke(main, ["plan", "--token-ms", "0.5"])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert "0.5 ms needs a faster target, a better draft, or a shorter round trip" in result.stderr
 
 
 def test_an_answer_adds_up_its_chunks() -> None:
