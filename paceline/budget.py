@@ -72,7 +72,8 @@ class StepCost:
     @property
     def row_s(self) -> float:
         """What another row costs a step of usual size."""
-        return (self(64) - self(8)) / 56
+        usual = max(1, round(self._rows))
+        return (self(usual + ROW_BUCKET) - self(usual)) / ROW_BUCKET
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step of so many rows, none of them of prompts, took so long."""
@@ -144,7 +145,7 @@ class Haste:
     what they would have committed is lost, the rest hides behind the passes of targets.
     """
 
-    SHARE = 0.5
+    SHARE = 0.25
     MEMORY_S = 0.2
 
     def __init__(self) -> None:

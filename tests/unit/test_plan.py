@@ -22,7 +22,7 @@ def pair(agreement: float = 0.8, draft_knee_rows: int = 128, rtt_s: float = 0.0)
 @pytest.fixture(autouse=True)
 def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "LOADS", (1, 4, 16))
-    monkeypatch.setattr(planning, "TOKENS", 40)
+    monkeypatch.setattr(planning, "TOKENS", 64)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_useless_draft_is_planned_without() -> None:
 
 def test_a_draft_that_many_rows_slow_down_needs_company() -> None:
     quick, slow = pair(), pair(draft_knee_rows=8)
-    slow_draft = TimedModel(step_ms=8, knee_rows=8, agreement=0.8)
+    slow_draft = TimedModel(step_ms=3, knee_rows=8, agreement=0.8)
     assert planning.drafts_for(quick, 4) == 1
     assert planning.drafts_for(Pair(slow.target, slow_draft), 4) > 1
 
