@@ -133,7 +133,10 @@ class SpeculativeConfig(Settings):
     )
 
     least_path_probability: float = Field(
-        0.003, ge=0.0, lt=1.0, description="a draft model's guess that is not likelier is not worth its bytes"
+        0.0035,
+        ge=0.0,
+        lt=1.0,
+        description="a draft model's guess that is not likelier is not worth its bytes; 0: all are made",
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",

@@ -14,7 +14,8 @@ fails.
 
 - `rtt`: one request at a time, by the round trip between target and draft.
 - `concurrency`: requests that run at once, on a roofline: beyond so many rows, a pass takes longer. There `streamed` is
-  also compared with verifying always the same number of guesses, the best of `FIXED`, instead of those worth a row.
+  also compared with verifying always the same number of guesses, whichever of `FIXED` turns out best, instead of those
+  worth a row.
 - `useless_draft_ratio`: streamed over plain, with a draft that is always wrong and always sure of itself; the worst of
   several round trips and numbers of requests.
 - `wire_bytes_per_token`: between target and draft, both ways, TCP's payload, per committed token; the worst of the
@@ -288,18 +289,18 @@ def _as_slow_as(name: str, pass_s: float) -> TimedModel:
 async def _concurrency(requests: int, streamed: Bench, lockstep: Bench, fixed: Bench) -> Concurrency:
     prompts = PROMPTS[:requests]
     lockstep_k = await lockstep.best(prompts, CHAINS, "num_speculative_tokens")
-    fixed_k = await fixed.best(prompts, FIXED, "max_tree_nodes")
-    await streamed.rate(prompts, requests, TOKENS // 2)
-    rates = await _in_turns(
-        _batches(requests),
-        {
-            "plain": streamed.way(requests, enabled=False),
-            "lockstep": lockstep.way(requests, num_speculative_tokens=lockstep_k),
-            "streamed": streamed.way(requests),
-            "fixed": fixed.way(requests, max_tree_nodes=fixed_k),
-        },
-    )
-    return Concurrency(requests, **rates, lockstep_k=lockstep_k, fixed_k=fixed_k)
+    for bench in (streamed, fixed):
+        await bench.rate(prompts, requests, TOKENS // 2)
+    ways = {
+        "plain": streamed.way(requests, enabled=False),
+        "lockstep": lockstep.way(requests, num_speculative_tokens=lockstep_k),
+        "streamed": streamed.way(requests),
+    }
+    fixed_ways = {f"{k} nodes": fixed.way(requests, max_tree_nodes=k) for k in FIXED}
+    rates = await _in_turns(_batches(requests), ways | fixed_ways)
+    by_nodes = {k: rates.pop(f"{k} nodes") for k in FIXED}
+    fixed_k = max(by_nodes, key=lambda k: by_nodes[k])
+    return Concurrency(requests, **rates, lockstep_k=lockstep_k, fixed=by_nodes[fixed_k], fixed_k=fixed_k)
 
 
 async def _useless(bench: Bench, rtt_ms: float, requests: int) -> float:

@@ -133,7 +133,8 @@ class DraftModel(Speculator):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`tree_width`: most children per node. `cost`: of the draft model's passes, if anybody measured it. Guesses
-        whose path is not likelier than `least_path_probability`, or than what a row costs (`Haste`), are not made."""
+        whose path is not likelier than `least_path_probability`, or than what a row costs (`Haste`), are not made; with
+        0 none is too unlikely or too dear."""
         self.model = model.name
         self.vocabulary_fingerprint = model.fingerprint
         self.vocabulary_size = model.vocabulary_size
@@ -141,7 +142,7 @@ class DraftModel(Speculator):
         self._model = model
         self._width = min(tree_width, model.vocabulary_size)
         self._cost = StepCost(cost or BY_THE_BUCKET)
-        self._haste = Haste() if cost else None
+        self._haste = Haste() if cost and least_path_probability else None
         self._clock = clock
         self._least = least_path_probability
         self._free = list(range(model.slots, 0, -1))

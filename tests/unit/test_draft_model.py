@@ -207,11 +207,16 @@ def expanded(grown: dict[int, Growth]) -> dict[int, int]:
     return {key: len(set(growth.parent_ids)) for key, growth in grown.items()}
 
 
-@pytest.mark.parametrize(("commits_per_s", "least"), [(2000, 0.05), (1, 0.0)])
-def test_the_faster_requests_go_on_the_likelier_a_guess_has_to_be(commits_per_s: int, least: float) -> None:
-    """A row of 0.1 ms holds up 2,000 tokens per second, of which a quarter is lost: 0.05 tokens."""
+@pytest.mark.parametrize(
+    ("commits_per_s", "configured", "least"), [(2000, 1e-6, 0.05), (1, 1e-6, 0.0), (2000, 0.0, 0.0)]
+)
+def test_the_faster_requests_go_on_the_likelier_a_guess_has_to_be(
+    commits_per_s: int, configured: float, least: float
+) -> None:
+    """A row of 0.1 ms holds up 2,000 tokens per second, of which a quarter is lost: 0.05 tokens. To whoever wants all,
+    none is too dear."""
     now = 0.0
-    draft = DraftModel(table(2000, 2000), 4, RowCost([8, 64], [1e-3, 6.6e-3]), 0.0, lambda: now)
+    draft = DraftModel(table(2000, 2000), 4, RowCost([8, 64], [1e-3, 6.6e-3]), configured, lambda: now)
     tokens = [*PROMPT]
     draft.open(opening(depth=3))
     for token in [2, 7] * 500:

@@ -108,9 +108,10 @@ def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None
 def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None:
     """A chain that came up short would have its step wait for as long as it can."""
     requests, rtt_s = 64, 0.01
-    outcome = served(lockstep(k, rtt_s), requests, tokens=40)
+    draft = DRAFT.model_copy(update={"knee_rows": 16})
+    outcome = served(replace(lockstep(k, rtt_s), draft=draft), requests, tokens=40)
     ends = sorted({0.0}.union(*outcome.times.values()))
-    longest_s = TARGET.seconds(requests * (1 + k)) + k * DRAFT.seconds(requests) + rtt_s
+    longest_s = TARGET.seconds(requests * (1 + k)) + k * draft.seconds(requests) + rtt_s
     assert max(end - start for start, end in itertools.pairwise(ends)) <= longest_s < LockStep.PATIENCE_S / 10
 
 
