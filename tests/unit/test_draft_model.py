@@ -25,7 +25,7 @@ from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.draft_model import PREFILL_ROWS, DraftModel, dealt
+from paceline.speculators.draft_model import MOST_PRICE, PREFILL_ROWS, DraftModel, dealt
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
@@ -207,6 +207,25 @@ def expanded(grown: dict[int, Growth]) -> dict[int, int]:
     return {key: len(set(growth.parent_ids)) for key, growth in grown.items()}
 
 
+def hurried(row_s: float, commits_per_s: int, configured: float, committing: int = 1) -> list[float]:
+    """Path probabilities of what is guessed for request 1 after many commits of one of two; request 2 is paused."""
+    now = 0.0
+    draft = DraftModel(table(4000, 2000), 4, RowCost([8, 64], [8 * row_s, 64 * row_s]), configured, lambda: now)
+    draft.open(opening(depth=3, key=1))
+    draft.open(opening(depth=3, key=2))
+    draft.limit(Limit(2, 0, 0))
+    tokens = {1: [*PROMPT], 2: [*PROMPT]}
+    for key, token in [(committing, token) for token in [2, 7] * 500] + [(1, 2)]:
+        now += 1 / commits_per_s
+        draft.commit(Commit(key, len(tokens[key]) - 1, [token], 0))
+        tokens[key].append(token)
+    replica = Replica(opening(tokens[1], depth=3))
+    for grown in rounds(draft):
+        if grown:
+            replica.graft(grown[1])
+    return [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+
+
 @pytest.mark.parametrize(
     ("commits_per_s", "configured", "least"), [(2000, 1e-6, 0.05), (1, 1e-6, 0.0), (2000, 0.0, 0.0)]
 )
@@ -215,21 +234,49 @@ def test_the_faster_requests_go_on_the_likelier_a_guess_has_to_be(
 ) -> None:
     """A row of 0.1 ms holds up 2,000 tokens per second, of which a quarter is lost: 0.05 tokens. To whoever wants all,
     none is too dear."""
-    now = 0.0
-    draft = DraftModel(table(2000, 2000), 4, RowCost([8, 64], [1e-3, 6.6e-3]), configured, lambda: now)
-    tokens = [*PROMPT]
-    draft.open(opening(depth=3))
-    for token in [2, 7] * 500:
-        now += 1 / commits_per_s
-        draft.commit(Commit(1, len(tokens) - 1, [token], 0))
-        tokens.append(token)
-    replica = Replica(opening(tokens, depth=3))
+    assert 0.95 * least < min(hurried(1e-4, commits_per_s, configured)) < 2 * least + 0.02
+
+
+def test_a_paused_request_is_not_held_up() -> None:
+    assert min(hurried(1e-4, 2000, 1e-6, committing=2)) < 0.02
+
+
+def test_likely_guesses_are_made_however_dear_rows_are() -> None:
+    assert min(hurried(1.0, 2000, 1e-6)) > 0.9 * MOST_PRICE
+
+
+def test_a_limit_that_is_raised_is_used_at_once() -> None:
+    draft = thorough(table(), 2)
+    drafted(draft, opening(depth=1))
+    assert not any(rounds(draft))
+    draft.limit(Limit(1, 3, 1000))
+    assert any(rounds(draft))
+
+
+def test_a_request_whose_guesses_gave_way_grows_as_if_it_were_new() -> None:
+    draft = thorough(table(400), 2)
+    replica = drafted(draft, opening(depth=4))
+    draft.open(opening([1] * (400 - len(PROMPT)), key=9, depth=0))
+    draft.close(9)
+    token = next(iter(replica.tree.root.children))
+    draft.commit(Commit(1, len(PROMPT) - 1, [token], 1))
+    replica.tree.commit([token])
     for grown in rounds(draft):
         if grown:
             replica.graft(grown[1])
-    probabilities = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
-    assert min(probabilities) > 0.95 * least
-    assert min(probabilities) < 2 * least + 0.02
+    draft.check_integrity()
+    new = drafted(thorough(table(400), 2), opening([*PROMPT, token], depth=4))
+    known, expected = ([[n.token for n in node.path()] for node in each.tree.nodes()] for each in (replica, new))
+    assert sorted(known) == sorted(expected)
+
+
+def test_nodes_of_a_round_come_in_the_order_of_their_parents() -> None:
+    """In which they are cheapest on the wire, see `paceline.wire.node_bits`."""
+    draft = thorough(table(), 3)
+    draft.open(opening(depth=5))
+    told = [grown[1].parent_ids for grown in rounds(draft) if grown]
+    assert max(len(set(parents)) for parents in told) > 4
+    assert all(list(parents) == sorted(parents) for parents in told)
 
 
 class TestFairness:
