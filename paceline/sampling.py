@@ -148,14 +148,16 @@ def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
     return _scored(_ruled(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device))
 
 
-def shortlist(logits_RV: Tensor, rows: Sequence[Row], count: int) -> tuple[Tensor, Tensor]:
+def shortlist(logits_RV: Tensor, rows: Sequence[Row], count: int, ids_V: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K], falling.
 
     For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
-    sees nothing but the list.
+    sees nothing but the list. `ids_V`: the tokens that the columns stand for, each once; None: column n is token n.
     """
-    logits_RV = _ruled(logits_RV, rows) if any(row.history.rules for row in rows) else logits_RV.float()
-    logits_RK, tokens_RK = logits_RV.topk(min(count, logits_RV.shape[-1]))
+    if any(row.history.rules for row in rows):
+        logits_RV, ids_V = _ruled(_spread(logits_RV, rows, ids_V), rows), None
+    logits_RK, tokens_RK = logits_RV.float().topk(min(count, logits_RV.shape[-1]))
+    tokens_RK = tokens_RK if ids_V is None else ids_V[tokens_RK]
     scores_RK = _scored(logits_RK, rows, tokens_RK)
     if all(row.params.greedy for row in rows):
         return tokens_RK, scores_RK
@@ -233,6 +235,14 @@ def _ruled(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
         if row.history.rules:
             logits_RV[i] = row.history.apply(logits_RV[i], row.path)
     return logits_RV
+
+
+def _spread(logits_RV: Tensor, rows: Sequence[Row], ids_V: Tensor | None) -> Tensor:
+    """Columns in the order of the whole vocabulary: rules know tokens. Those that there are none of have -inf."""
+    if ids_V is None:
+        return logits_RV
+    whole = logits_RV.new_full((len(logits_RV), rows[0].history.vocabulary_size), BARRED)
+    return whole.index_copy_(1, ids_V, logits_RV)
 
 
 def _scored(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:

@@ -19,12 +19,13 @@ from paceline.budget import FREE_ROWS, Calibration, RowCost
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, NoDrafting
 from paceline.engine.guesses import POOL, SOURCES, Guesses
+from paceline.engine.hidden import HiddenStates
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, LockStep, Streamed
 from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
-from paceline.model.model import Model, Output
+from paceline.model.model import Model
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
 from paceline.sampling import draw, log_probs
@@ -32,6 +33,9 @@ from paceline.speculators.base import Commit, Context
 from paceline.telemetry.step import StepStats
 from paceline.tree import Node, TokenTree
 from paceline.verify import STRATEGIES, walk
+
+MOST_TOLD = 256
+"""Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
 
 
 @dataclass(slots=True)
@@ -75,9 +79,8 @@ class Engine:
         )
         self.hidden_layers = tuple(drafting.hidden_state_layers)
         budgeted = cost if speculation.row_budget else FREE_ROWS
-        # A position found in the prefix cache has no hidden states to hand to a draft that wants them.
-        caching = config.enable_prefix_caching and not self.hidden_layers
-        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=caching), budgeted)
+        self._hidden = HiddenStates(model.slots)
+        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
         self._serial = itertools.count(1)
@@ -203,26 +206,23 @@ class Engine:
         start = self._clock()
         rows, wanted = _rows(works)
         output = self.model.run(rows, wanted, self.hidden_layers)
+        if output.hidden is not None:
+            self._hidden.keep([row.slot for row in rows], output.hidden)
         draws = draw(output.logits, [row for work in works if work.draws for row in _draw_rows(work)]).tolist()
         seconds = self._clock() - start
         for work in works:
             self._count(work, start, seconds)
-        return self._verify(works, output, draws)
+        return self._verify(works, output.logits, draws)
 
-    def _verify(self, works: Sequence[Work], output: Output, draws: Sequence[int]) -> list[Delta]:
+    def _verify(self, works: Sequence[Work], logits: Tensor, draws: Sequence[int]) -> list[Delta]:
         deltas = []
-        row = drawn = 0  # where the next work's rows and draws begin
+        drawn = 0  # where the next work's draws begin
         for work in works:
-            rows = slice(row, row + work.stop - work.start + len(work.nodes))
-            row = rows.stop
-            hidden = output.hidden[rows] if output.hidden is not None else None
-            if hidden is not None:
-                self._send_context(work, hidden)
-                hidden = hidden[work.stop - work.start - 1 :]
+            self._tell_context(work)
             if work.draws:
                 these = slice(drawn, drawn + 1 + len(work.nodes))
                 drawn = these.stop
-                deltas.append(self._commit(work, draws[these], output.logits[these], hidden))
+                deltas.append(self._commit(work, draws[these], logits[these]))
         return deltas
 
     def _count(self, work: Work, start: float, seconds: float) -> None:
@@ -231,17 +231,21 @@ class Engine:
         times.compute_s += seconds
         self._tally.prompt_tokens += work.request.prefill(work.stop)
 
-    def _send_context(self, work: Work, hidden: Tensor) -> None:
-        """Hidden states of the tokens before the root; those of the root travel with the commit."""
+    def _tell_context(self, work: Work) -> None:
+        """Tell the draft the hidden states before the root that it does not know; the root's come with the commit.
+
+        After a hit in the prefix cache or a move to another draft it is told of all, by and by.
+        """
         request = work.request
-        count = work.stop - work.start - work.draws
-        if request.draft is not None and count:
-            self._guesses.context(Context(request.key, work.start, hidden[:count]))
+        told = slice(request.told, min(work.stop - work.draws, request.told + MOST_TOLD))
+        if self.hidden_layers and request.draft is not None and told.start < told.stop:
+            self._guesses.context(Context(request.key, told.start, self._hidden.of(request.lane.slots[told])))
+            request.told = told.stop
 
     # What was drawn becomes final.
 
-    def _commit(self, work: Work, draws: Sequence[int], logits: Tensor, hidden: Tensor | None) -> Delta:
-        """`draws`, `logits` and `hidden` are those of the root and of each verified node, in this order."""
+    def _commit(self, work: Work, draws: Sequence[int], logits: Tensor) -> Delta:
+        """`draws` and `logits` are those of the root and of each verified node, in this order."""
         request, base = work.request, len(work.request.tokens) - 1
         walked = walk(request.tree.root, work.nodes, draws)
         tokens, reason = _until_end(request, walked)
@@ -264,9 +268,18 @@ class Engine:
         if reason is not None:
             self._close(request, delta)
         else:
-            states = hidden[places] if hidden is not None else None
-            self._guesses.commit(Commit(request.key, base, tokens, accepted, states))
+            self._guesses.commit(Commit(request.key, base, tokens, accepted, self._states_from(request, base)))
         return delta
+
+    def _states_from(self, request: Request, base: int) -> Tensor | None:
+        """Hidden states of the root at `base` and the accepted tokens; None if the draft lacks those before.
+
+        It is told of all with its context then.
+        """
+        if not self.hidden_layers or request.told < base:
+            return None
+        request.told = len(request.lane)
+        return self._hidden.of(request.lane.slots[base:])
 
     def _learn(self, work: Work, tokens: Sequence[int], accepted: int) -> None:
         """Count what was verified, and what the draft's confidence turned out to be worth."""

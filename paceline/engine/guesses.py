@@ -61,6 +61,7 @@ class Guesses:
         seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
+            request.told = 0
             request.draft = self._drafting.open(self._opening(request), request.submission.drafts)
             request.retry_draft_at = now + RETRY_DRAFT_S
             if request.draft is not None:

@@ -59,6 +59,8 @@ class Request:
         self.stats = SpeculationStats()
         self.times = Times(arrived)
         self.draft: str | None = None
+        self.told = 0
+        """Positions whose hidden states its draft has been told of."""
         self.beside = False
         """Whether who drafts for all was told of it."""
         self.paused = False

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.model.attention import Heads, Pass, attend
-from paceline.model.rows import GROUP
+from paceline.model.attention import Heads, Pass
+from paceline.model.layers import Attention, Linear, Norm, Rotary, SwiGLU, Turn, joined_head_norms
 
 
 class Decoder(Protocol):
@@ -24,8 +24,15 @@ class Decoder(Protocol):
     def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         """Logits of the rows in `wanted` (int64, a multiple of GROUP of them: a product's result may depend on
         it), [wanted, vocabulary]; and if `layers` names some, their outputs for all rows, [R, layers, hidden
-        size]: 0 is the embedding, n the output of layer n, before any final norm.
+        size]: 0 is the embedding, n the output of layer n, and what comes after the last layer is the output of the
+        final norm.
         """
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """What the first layer sees of tokens: int64 [n] → [n, hidden size]."""
+
+    def output(self, final: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of what comes out of the final norm, [n, hidden size]."""
 
 
 class LayeredDecoder:
@@ -34,7 +41,9 @@ class LayeredDecoder:
     def __init__(self, model: Any) -> None:
         self._model = model
         base: Any = self._model.base_model
-        self._taps: list[nn.Module] = [base.get_input_embeddings(), *base.layers]
+        self._embedding: nn.Module = base.get_input_embeddings()
+        self._head: nn.Module = self._model.get_output_embeddings()
+        self._taps: list[nn.Module] = [self._embedding, *base.layers, base]
 
     def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         kept: dict[int, Tensor] = {}
@@ -52,117 +61,86 @@ class LayeredDecoder:
                 hook.remove()
         return logits, torch.stack([kept[n] for n in layers], 1) if layers else None
 
+    def embed(self, ids: Tensor) -> Tensor:
+        embedded: Tensor = self._embedding(ids)
+        return embedded
+
+    def output(self, final: Tensor) -> Tensor:
+        logits: Tensor = self._head(final)
+        return logits
+
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
     def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-        kept[n] = (output[0] if isinstance(output, tuple) else output)[0]
+        kept[n] = (output if isinstance(output, Tensor) else output[0])[0]  # the whole model's output is a mapping, too
 
     return hook
 
 
 class FusedDecoder:
-    """Layers of the Llama kind in few operators: joined projections, one-operator norms, rotary tables."""
+    """Layers of the Llama kind in few operators, see `paceline.model.layers`."""
 
     def __init__(self, model: nn.Module, heads: Heads, positions: int) -> None:
         base: Any = model.base_model
         self._embedding: Tensor = base.embed_tokens.weight
-        self._head = _Linear(model.get_output_embeddings())  # type: ignore[operator]
-        self._norm = _Norm(base.norm)
+        self._head = Linear.of(model.get_output_embeddings())  # type: ignore[operator]
+        self._norm = _norm(base.norm)
         self._layers = [_FusedLayer(n, layer, heads) for n, layer in enumerate(base.layers)]
-        like = self._embedding.new_empty(1)
-        cos, sin = base.rotary_emb(like, torch.arange(positions, device=like.device).unsqueeze(0))
-        half = heads.head_size // 2
-        # [positions, 1, D]: x * cos + swap_halves(x) * sin rotates, with the sign of the first half in the table.
-        self._cos = cos[0].unsqueeze(1)
-        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
+        self._rotary = Rotary(base.rotary_emb, positions, self._embedding.new_empty(1))
 
     def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
         batch = this.batch
-        state = F.embedding(batch.tokens, self._embedding)
-        rotary = self._cos.index_select(0, batch.positions), self._sin.index_select(0, batch.positions)
+        state = self.embed(batch.tokens)
+        turn = self._rotary(batch.positions)
         outputs = [state]
         for layer in self._layers:
-            state = layer(state, rotary, this)
+            state = layer(state, turn, this)
             outputs.append(state)
-        final = self._norm(state.index_select(0, wanted))
-        return self._head(final), torch.stack([outputs[n] for n in layers], 1) if layers else None
+        if len(outputs) in layers:
+            outputs.append(self._norm(state))
+            final = outputs[-1].index_select(0, wanted)
+        else:
+            final = self._norm(state.index_select(0, wanted))
+        return self.output(final), torch.stack([outputs[n] for n in layers], 1) if layers else None
 
+    def embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self._embedding)
 
-class _Norm:
-    """RMSNorm as one operator."""
-
-    def __init__(self, norm: Any) -> None:
-        self._weight: Tensor = norm.weight
-        self._eps = float(norm.variance_epsilon)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._weight.shape, self._weight, self._eps)
-
-
-class _Linear:
-    """One product for several projections of the same input.
-
-    On a CPU the weight is laid out once for oneDNN, as torch's own compiler does. In bf16 the result is the same bit
-    for bit; in fp32 it, too, does not depend on the number of rows, nor on where the weight lies in memory.
-    """
-
-    def __init__(self, *linears: Any) -> None:
-        weight = torch.cat([linear.weight for linear in linears])
-        self._bias: Tensor | None = None if linears[0].bias is None else torch.cat([x.bias for x in linears])
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP) if self._packed else weight
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return product
-        return F.linear(x, self._weight, self._bias)
+    def output(self, final: Tensor) -> Tensor:
+        return self._head(final)
 
 
 class _FusedLayer:
     def __init__(self, index: int, layer: Any, heads: Heads) -> None:
         attention, mlp = layer.self_attn, layer.mlp
-        self._index, self._heads = index, heads
-        self._scale = float(attention.scaling)
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self._window = int(window or 0)
-        self._into_attention, self._into_mlp = _Norm(layer.input_layernorm), _Norm(layer.post_attention_layernorm)
-        self._qkv = _Linear(attention.q_proj, attention.k_proj, attention.v_proj)
-        self._out = _Linear(attention.o_proj)
-        self._gate_up = _Linear(mlp.gate_proj, mlp.up_proj)
-        self._down = _Linear(mlp.down_proj)
-        self._head_norms = _head_norms(attention, heads)
-
-    def __call__(self, state: Tensor, rotary: tuple[Tensor, Tensor], this: Pass) -> Tensor:
-        attended = self._attend(self._into_attention(state), rotary, this)
-        state = state + self._out(attended)
-        gate, up = self._gate_up(self._into_mlp(state)).chunk(2, -1)
-        return state + self._down(F.silu(gate) * up)
-
-    def _attend(self, x: Tensor, rotary: tuple[Tensor, Tensor], this: Pass) -> Tensor:
-        heads = self._heads
-        queries = heads.kv_heads * heads.queries_per_kv
-        rotated = queries + heads.kv_heads
-        projected = self._qkv(x).view(x.shape[0], rotated + heads.kv_heads, heads.head_size)
-        qk = projected[:, :rotated]
-        if self._head_norms is not None:
-            weight, eps = self._head_norms
-            qk = F.rms_norm(qk, (heads.head_size,), None, eps) * weight
-        cos, sin = rotary
-        qk = torch.addcmul(qk * cos, qk.roll(heads.head_size // 2, -1), sin)
-        return attend(
-            qk[:, :queries], qk[:, queries:], projected[:, rotated:], self._index, this, self._scale, self._window
+        self._into_attention, self._into_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+        self._attention = Attention(
+            index,
+            heads,
+            Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
+            Linear.of(attention.o_proj),
+            scale=float(attention.scaling),
+            window=int(window or 0),
+            head_norms=_head_norms(attention, heads),
         )
+        self._mlp = SwiGLU(Linear.of(mlp.gate_proj, mlp.up_proj), Linear.of(mlp.down_proj))
+
+    def __call__(self, state: Tensor, turn: Turn, this: Pass) -> Tensor:
+        state = state + self._attention(self._into_attention(state), turn, this)
+        return state + self._mlp(self._into_mlp(state))
+
+
+def _norm(module: Any) -> Norm:
+    return Norm(module.weight, float(module.variance_epsilon))
 
 
 def _head_norms(attention: Any, heads: Heads) -> tuple[Tensor, float] | None:
-    """Qwen3 normalises every query and key head: weights [query heads + key heads, D]."""
+    """Qwen3 normalises every query and key head."""
     norm = getattr(attention, "q_norm", None)
     if norm is None:
         return None
-    queries = heads.kv_heads * heads.queries_per_kv
-    weight = torch.cat([norm.weight.expand(queries, -1), attention.k_norm.weight.expand(heads.kv_heads, -1)])
-    return weight, float(norm.variance_epsilon)
+    return joined_head_norms(heads, norm.weight, attention.k_norm.weight, float(norm.variance_epsilon))
 
 
 FUSED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})

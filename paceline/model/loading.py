@@ -44,13 +44,18 @@ def load(name: str, config: EngineConfig) -> Model:
         return SimulatedModel(name, spec, slots=config.slots, max_model_len=config.max_model_len or LONGEST)
     path = Path(folder)
     network = _read(path, DTYPES.get(config.dtype, "auto"))
-    model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network))
+    model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network), path)
     model.rows_invariant = rows_invariant(model)
     return model
 
 
 def build(
-    network: nn.Module, name: str, config: EngineConfig, fingerprint: str, eos_token_ids: list[int]
+    network: nn.Module,
+    name: str,
+    config: EngineConfig,
+    fingerprint: str,
+    eos_token_ids: list[int],
+    folder: Path | None = None,
 ) -> TransformersModel:
     """Put a transformers network over a KV cache of its own. Its parameters are frozen and moved to the device.
 
@@ -79,6 +84,8 @@ def build(
         max_model_len=config.max_model_len or longest,
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
+        folder=Path(name if folder is None else folder),
+        config=settings,
     )
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from paceline.model.attention import KVCache, Pass
 from paceline.model.decoder import Decoder
+from paceline.model.lending import Lent
 from paceline.model.rows import GROUP, Row, lay_out
 
 
@@ -50,6 +52,8 @@ class TransformersModel:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         fingerprint: str,
+        folder: Path,
+        config: Any,
     ) -> None:
         self.name = name
         self.vocabulary_size = vocabulary_size
@@ -59,6 +63,7 @@ class TransformersModel:
         self.fingerprint = fingerprint
         self.rows_invariant = False
         self._decoder, self._cache = decoder, cache
+        self._folder, self._config = folder, config
 
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
@@ -67,3 +72,17 @@ class TransformersModel:
         padding = -len(wanted) % GROUP if wanted else GROUP
         logits, hidden = self._decoder(this, torch.tensor([*wanted, *[0] * padding], device=device), hidden_layers)
         return Output(logits[: len(wanted)], hidden[: len(rows)] if hidden is not None else None)
+
+    def lend(self) -> Lent:
+        """What heads in this process draft with."""
+        return Lent(
+            embed=self._decoder.embed,
+            output=self._decoder.output,
+            folder=self._folder,
+            config=self._config,
+            dtype=self._cache.dtype,
+            device=self._cache.device,
+            vocabulary_size=self.vocabulary_size,
+            max_model_len=self.max_model_len,
+            fingerprint=self.fingerprint,
+        )

@@ -21,7 +21,8 @@ from paceline.engine.orders import Stepped
 from paceline.messages import Submission
 from paceline.model.timed import SimulatedModel
 from paceline.simulation.virtual import VirtualTime, Wire
-from paceline.speculators.draft_model import MOST_ROWS, DraftModel
+from paceline.speculators.best_first import MOST_ROWS
+from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.growing import GrowingLoop, Rounds, Told
 from paceline.timed import TimedModel
 from paceline.wire.draft_frames import encode_grown, read_frame, read_grown

@@ -20,7 +20,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
     if config.method == "draft_model" and config.model is not None:
         from paceline.model import load
         from paceline.model.probe import row_cost
-        from paceline.speculators.draft_model import MOST_ROWS, DraftModel
+        from paceline.speculators.best_first import MOST_ROWS
+        from paceline.speculators.draft_model import DraftModel
 
         # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
         model = load(config.model, engine.model_copy(update={"max_model_len": None}))

@@ -25,7 +25,8 @@ from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.draft_model import MOST_PRICE, PREFILL_ROWS, DraftModel, dealt
+from paceline.speculators.best_first import MOST_PRICE, PREFILL_ROWS, dealt
+from paceline.speculators.draft_model import DraftModel
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 

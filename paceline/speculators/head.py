@@ -1,0 +1,121 @@
+"""Drafting with a head that is fed with the target's hidden states: EAGLE-1, -2, -3 and multi-token prediction.
+
+A head has a row for every token but the first, which nothing stands before. Rows of guesses are fed with what the head
+itself made of the guess before, and are worse for it. So what they computed is forgotten when the target commits them:
+with the commit come the states that the rows should have had. The guesses themselves stay in the tree, and are expanded
+again under the better context.
+
+A row can wait: its state comes with the target's prefill, with a commit, or long after, when the target finds a prefix
+in its cache or moves a request here. Until all have come nothing is guessed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.budget import RowCost
+from paceline.sampling import History
+from paceline.speculators.base import Commit, Context, DraftError, Opening
+from paceline.speculators.best_first import BestFirst, Draft, Round
+from paceline.speculators.network import HeadNetwork
+from paceline.tree import Node, TokenTree
+
+
+@dataclass(slots=True, eq=False)
+class HeadDraft(Draft):
+    """Its tokens are all but the request's first."""
+
+    states: deque[Tensor] = field(default_factory=deque)
+    """[layers, H] for the tokens that can be computed, in their order."""
+    features: dict[Node, Tensor] = field(default_factory=dict)
+    """[h] of expanded nodes, the root among them."""
+
+    @property
+    def computable(self) -> int:
+        return min(self.missing, len(self.states))
+
+    @property
+    def known(self) -> int:
+        """Positions of which the target's states have come."""
+        return self.computed + len(self.states)
+
+    def hear(self, position: int, states: Tensor) -> None:
+        """States of positions from `position` on; those that were heard before are passed over."""
+        if position > self.known:
+            raise DraftError(f"hidden states of position {position}, but not of {self.known} before it")
+        self.states.extend(states[self.known - position :])
+
+    def keep(self, path: Sequence[Node]) -> None:
+        """Nothing: the target's states of these tokens are better than what was computed."""
+
+    def forgotten(self) -> list[int]:
+        slots = list(self.slots.values())
+        self.slots.clear()
+        self.features.clear()
+        return slots
+
+    def survey(self) -> None:
+        """Until the root is expanded, there is nothing to feed its children with."""
+        if self.tree.root in self.features:
+            Draft.survey(self)
+        else:
+            self.frontier.clear()
+
+
+class Head(BestFirst[HeadDraft]):
+    """Methods `eagle`, `eagle3` and `mtp`, by their networks."""
+
+    def __init__(
+        self,
+        method: str,
+        network: HeadNetwork,
+        fingerprint: str,
+        vocabulary_size: int,
+        tree_width: int,
+        cost: RowCost | None = None,
+        least_path_probability: float = 0.02,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`fingerprint` and `vocabulary_size` are the target's. The rest as in `BestFirst`."""
+        columns = vocabulary_size if network.ids is None else len(network.ids)
+        super().__init__(network.slots, min(tree_width, columns), cost, least_path_probability, clock)
+        self.method = method
+        self.model = network.model
+        self.vocabulary_fingerprint = fingerprint
+        self.vocabulary_size = vocabulary_size
+        self.hidden_state_layers = tuple(network.hidden_state_layers)
+        self.position_limit = network.position_limit
+        self._network = network
+
+    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HeadDraft:
+        return HeadDraft(opening, list(opening.tokens[1:]), tree, history, self.position_limit, floor)
+
+    def context(self, context: Context) -> None:
+        if draft := self._drafts.get(context.request_id):
+            draft.hear(context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        super().commit(commit)
+        if commit.hidden_states is not None and (draft := self._drafts.get(commit.request_id)):
+            draft.hear(commit.base_position, commit.hidden_states)
+
+    @torch.inference_mode()
+    def run(self, this: Round[HeadDraft]) -> tuple[Tensor, Tensor | None]:
+        output = self._network.run(this.rows, self._features(this), this.wanted)
+        for (draft, node), feature in zip(this.expanded, output.features, strict=True):
+            draft.features[node] = feature
+        return output.logits, self._network.ids
+
+    def _features(self, this: Round[HeadDraft]) -> Tensor:
+        """[rows, h]: those of committed tokens come before those of guesses."""
+        told = [draft.states.popleft() for draft, node in this.of if node is None]
+        guessed = [draft.features[node.parent] for draft, node in this.of if node is not None and node.parent]
+        parts = [self._network.encode(torch.stack(told))] if told else []
+        parts += [torch.stack(guessed)] if guessed else []
+        return torch.cat(parts)
