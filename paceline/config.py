@@ -9,12 +9,14 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-Method = Literal["none", "draft_model", "ngram", "custom"]
+Method = Literal["none", "draft_model", "eagle", "eagle3", "ngram", "custom"]
+HEADS = ("eagle", "eagle3")
+"""Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy"]
 
 # Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
 # "not yet", not "no such thing".
-PLANNED_METHODS = ("eagle", "eagle3", "mtp", "deepseek_mtp", "medusa", "suffix", "mlp_speculator", "pard")
+PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "suffix", "mlp_speculator", "pard")
 PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
 METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "off": "none"}
 
@@ -127,6 +129,15 @@ class SpeculativeConfig(Settings):
     prompt_lookup_max: int = Field(5, ge=1)
     draft_tensor_parallel_size: int = Field(1, ge=1)
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
+    eagle_aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = Field(
+        None,
+        description="what an EAGLE-3 head is fed with, if not what its checkpoint says: n is the output of layer n",
+    )
+    rope_theta: float | None = Field(
+        None,
+        gt=0.0,
+        description="base of a head's rotary embedding; many published ones were trained with 10000 and say otherwise",
+    )
     speculator: str | None = Field(None, description="with method custom: dotted path of a Speculator factory")
     draft_placement: Literal["worker", "target"] = Field(
         "worker", description="draft in a pool of draft workers, or inside the target's process"
@@ -197,8 +208,8 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> SpeculativeConfig:
-        if self.method == "draft_model" and not self.model:
-            raise ValueError("method draft_model needs `model`: the path of the draft's checkpoint")
+        if self.method in ("draft_model", *HEADS) and not self.model:
+            raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
         if self.method == "custom" and not self.speculator:
             raise ValueError("method custom needs `speculator`: the dotted path of a factory")
         if self.prompt_lookup_min > self.prompt_lookup_max:

@@ -132,7 +132,7 @@ class LLM:
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> Drafting:
         if not speculation.enabled:
             return NoDrafting()
-        speculator = build(speculation, config)
+        speculator = build(speculation, config, self._model.lend)
         if speculator.vocabulary_fingerprint not in ("", self._model.fingerprint):
             raise VocabularyMismatchError(
                 f"the vocabularies of {self._model.name} and {speculator.model} differ: "

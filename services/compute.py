@@ -7,7 +7,8 @@ import logging
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -15,7 +16,7 @@ from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.compute.process import CannotBegin
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
-from paceline.speculators import Speculator, build
+from paceline.speculators import Lend, Speculator, build
 from paceline.telemetry import logs
 from services.process import FAILED, StartError
 
@@ -48,9 +49,16 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
         return 0
 
 
-def build_speculator(speculation: SpeculativeConfig, config: EngineConfig) -> Speculator:
+def build_speculator(speculation: SpeculativeConfig, config: EngineConfig, lend: Lend) -> Speculator:
     """Raises `StartError` with what to do."""
+    with speculator_errors(speculation):
+        return build(speculation, config, lend)
+
+
+@contextmanager
+def speculator_errors(speculation: SpeculativeConfig) -> Iterator[None]:
+    """What is wrong with a speculator's configuration or checkpoint as a `StartError`."""
     try:
-        return build(speculation, config)
+        yield
     except (ValueError, OSError) as error:
         raise StartError(f"the {speculation.method} speculator cannot be built: {error}") from error

@@ -91,7 +91,8 @@ class Deployment:
             changes["device"] = devices[index % len(devices)]
         engine = self.engine.model_copy(update=changes)
         advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
-        return _service("draft", worker_id, *self._worker(redis_url, worker_id, port, engine), *advertised)
+        worker = self._worker(redis_url, worker_id, port, engine)
+        return _service("draft", worker_id, "--target-model", self.model, *worker, *advertised)
 
     def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
         place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", str(self.metrics[worker_id]))
@@ -148,18 +149,23 @@ def listenable(host: str, port: int) -> int:
 
 
 def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
-    """With the draft model's place resolved. Raises `StartError` if it does not suit the target."""
-    if not speculation.enabled or speculation.method != "draft_model" or speculation.model is None:
+    """With the draft's place resolved. Raises `StartError` if it does not suit the target."""
+    if not speculation.enabled or speculation.model is None:
         return speculation
+    draft = _place(speculation.model)
+    if speculation.method == "draft_model":
+        _check_vocabularies(draft, model)
+    return speculation.model_copy(update={"model": draft})
+
+
+def _check_vocabularies(draft: str, model: str) -> None:
     from paceline.text import vocabulary_fingerprint
 
-    draft = _place(speculation.model)
     if _found(vocabulary_fingerprint, draft) != _found(vocabulary_fingerprint, model):
         raise StartError(
             f"the vocabularies of {Path(model).name} and its draft {Path(draft).name} differ: choose a draft that was "
             'trained with the target\'s tokenizer, or {"method": "ngram"}, which needs none'
         )
-    return speculation.model_copy(update={"model": draft})
 
 
 def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:

@@ -28,6 +28,14 @@ class Heads:
     queries_per_kv: int
     head_size: int
 
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """As a transformers configuration says."""
+        heads = int(config.num_attention_heads)
+        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return cls(kv_heads, heads // kv_heads, size)
+
 
 class KVCache:
     """Keys and values of every layer, by slot: [layers, slots, 2 * K, D], keys first."""

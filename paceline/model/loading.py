@@ -65,7 +65,7 @@ def build(
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
-    heads = _heads(settings)
+    heads = Heads.of(settings)
     longest = int(settings.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
@@ -110,13 +110,6 @@ def _device(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"device {name!r} cannot be used here, choose another such as 'cpu': {error}") from error
     return device
-
-
-def _heads(settings: Any) -> Heads:
-    heads = int(settings.num_attention_heads)
-    kv_heads = int(getattr(settings, "num_key_value_heads", None) or heads)
-    size = int(getattr(settings, "head_dim", None) or settings.hidden_size // heads)
-    return Heads(kv_heads, heads // kv_heads, size)
 
 
 def _eos_token_ids(path: Path, network: nn.Module) -> list[int]:

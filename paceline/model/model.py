@@ -38,6 +38,9 @@ class Model(Protocol):
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         """One forward pass over `rows`. Logits are those of the rows indexed by `wanted`, in that order."""
 
+    def lend(self) -> Lent:
+        """What heads in this process draft with. Raises ValueError if there is nothing to lend."""
+
 
 class TransformersModel:
     """A transformers causal language model over its own KV cache. Its slots are 1 to `slots`; 0 is spare."""
@@ -74,7 +77,6 @@ class TransformersModel:
         return Output(logits[: len(wanted)], hidden[: len(rows)] if hidden is not None else None)
 
     def lend(self) -> Lent:
-        """What heads in this process draft with."""
         return Lent(
             embed=self._decoder.embed,
             output=self._decoder.output,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 
@@ -48,7 +49,17 @@ def _one_by_one(model: Model, tokens: Sequence[int], slots: Iterator[int]) -> li
     return logits
 
 
-def row_cost(model: Model, most: int, repeats: int = 5) -> RowCost:
+class Runs(Protocol):
+    """What takes the time."""
+
+    slots: int
+
+    max_model_len: int
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object: ...
+
+
+def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
     """Measure seconds per pass for 8, 16, ... `most` rows on top of a context of a tile or two."""
     lane = Lane()
     context = min(PROBE_CONTEXT, model.max_model_len // 2, model.slots // 4)
@@ -61,7 +72,7 @@ def row_cost(model: Model, most: int, repeats: int = 5) -> RowCost:
     return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)])
 
 
-def _timed(model: Model, rows: Sequence[Row]) -> float:
+def _timed(model: Runs, rows: Sequence[Row]) -> float:
     start = time.perf_counter()
     model.run(rows, range(len(rows)))
     return time.perf_counter() - start

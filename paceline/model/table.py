@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.model.lending import Lent
 from paceline.model.model import Output
 from paceline.model.rows import Row
 
@@ -62,6 +63,9 @@ class TableModel:
             for rank, token in enumerate(self._favourites(rows[r])):
                 logits[i, token] = 4.0 - rank
         return Output(logits, identity(rows, hidden_layers) if hidden_layers else None)
+
+    def lend(self) -> Lent:
+        raise ValueError(f"{self.name} has no weights: a head cannot draft for it")
 
     def _favourites(self, row: Row) -> list[int]:
         """The most probable next tokens, best first."""

@@ -16,6 +16,7 @@ from statistics import NormalDist, fmean
 
 import torch
 
+from paceline.model.lending import Lent
 from paceline.model.model import Output
 from paceline.model.rows import Row
 from paceline.model.table import identity
@@ -73,6 +74,9 @@ class SimulatedModel:
         hidden = identity(rows, hidden_layers) if hidden_layers else None
         self._late_s = self._wait(deadline)
         return Output(logits, hidden)
+
+    def lend(self) -> Lent:
+        raise ValueError(f"{self.name} has no weights: a head cannot draft for it")
 
     def _wait(self, deadline: float) -> float:
         """Sleep until then; by how much that was too long."""

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable, Sequence
 
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, EngineConfig, SpeculativeConfig
+from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 
-__all__ = ["Commit", "Context", "DraftError", "Opening", "Speculator", "build", "build_beside"]
+__all__ = ["Commit", "Context", "DraftError", "Opening", "Speculator", "build", "build_beside", "hidden_state_layers"]
+
+Lend = Callable[[], Lent]
+"""Gives what the target lends. Called only for methods that draft from it."""
 
 
-def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Speculator:
     """The speculator that `config` describes; one with a model loads it by `engine`'s settings.
 
-    Raises ValueError if there is none, or if a custom one is not what it says.
+    Raises ValueError if there is none, or if it is not what it says.
     """
     if config.method == "ngram":
         return _ngram(config)
     if config.method == "draft_model" and config.model is not None:
-        from paceline.model import load
-        from paceline.model.probe import row_cost
-        from paceline.speculators.best_first import MOST_ROWS
-        from paceline.speculators.draft_model import DraftModel
+        return _draft_model(config.model, config, engine)
+    if config.method in HEADS and config.model is not None:
+        from paceline.speculators.heads import build_head
 
-        # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
-        model = load(config.model, engine.model_copy(update={"max_model_len": None}))
-        return DraftModel(model, config.tree_width, row_cost(model, MOST_ROWS), config.least_path_probability)
+        return build_head(config.model, config, engine, lend())
     if config.method == "custom" and config.speculator is not None:
         return _custom(config.speculator, config, engine)
     raise ValueError(f"method {config.method!r} drafts nothing")
@@ -34,6 +36,31 @@ def build(config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
 def build_beside(config: SpeculativeConfig) -> Speculator | None:
     """The speculator that drafts in the target's process beside the other one, if one is to."""
     return _ngram(config) if config.enabled and config.beside == "ngram" else None
+
+
+def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Sequence[int]:
+    """What a speculator elsewhere, built from the same configuration, asks this target for.
+
+    Raises ValueError as `build` does.
+    """
+    if config.method in HEADS and config.model is not None:
+        from paceline.speculators.heads import layers_of_head
+
+        return layers_of_head(config.model, config, lend())
+    if config.method == "custom":  # only the speculator itself knows
+        return build(config, engine, lend).hidden_state_layers
+    return ()
+
+
+def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+    from paceline.model import load
+    from paceline.model.probe import row_cost
+    from paceline.speculators.best_first import MOST_ROWS
+    from paceline.speculators.draft_model import DraftModel
+
+    # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
+    draft = load(model, engine.model_copy(update={"max_model_len": None}))
+    return DraftModel(draft, config.tree_width, row_cost(draft, MOST_ROWS), config.least_path_probability)
 
 
 def _ngram(config: SpeculativeConfig) -> Speculator:

@@ -39,7 +39,9 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    return parser("draft", "Grows trees of guesses for target workers.").parse_args(arguments)
+    known = parser("draft", "Grows trees of guesses for target workers.")
+    known.add_argument("--target-model", metavar="MODEL", help="what it drafts for; methods made for one model need it")
+    return known.parse_args(arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:

@@ -8,6 +8,8 @@ import sys
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Ready
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.model.lending import Lent, borrow
+from paceline.model.loading import DTYPES
 from paceline.speculators import Speculator
 from paceline.speculators.growing import GrowingLoop, SpeculatorFacts
 from services.compute import build_speculator, run
@@ -16,16 +18,22 @@ from services.process import StartError
 
 def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     """Build the speculator, and grow until the pipe closes."""
-    speculator = load(options.speculative_config, options.engine_config)
+    speculator = load(options.speculative_config, options.engine_config, options.target_model)
     pipe.send(Ready(SpeculatorFacts.of(speculator)))
     GrowingLoop(speculator, pipe).run()
 
 
-def load(speculation: SpeculativeConfig, engine: EngineConfig) -> Speculator:
-    """Raises `StartError` with what to do."""
+def load(speculation: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
+    """`target_model`: of the target, whose matrices a head borrows. Raises `StartError` with what to do."""
+
+    def lend() -> Lent:
+        if target_model is None:
+            raise StartError(f"--target-model is needed for {speculation.method}: a head drafts for one model alone")
+        return borrow(target_model, DTYPES.get(engine.dtype), engine.device)
+
     if not speculation.enabled:
         raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
-    return build_speculator(speculation, engine)
+    return build_speculator(speculation, engine, lend)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load
 from paceline.model.probe import row_cost
-from paceline.speculators import build_beside
+from paceline.speculators import build_beside, hidden_state_layers
 from paceline.wire.drafting import RemoteDrafting
-from services.compute import build_speculator, run
+from services.compute import build_speculator, run, speculator_errors
 from services.process import StartError
 
 log = logging.getLogger(__name__)
@@ -72,10 +72,9 @@ def drafting_for(model: Model, pipe: Pipe, speculation: SpeculativeConfig, confi
     if not speculation.enabled:
         return NoDrafting()
     if speculation.draft_placement == "worker":
-        # Only a speculator itself knows what it asks for, and the engine must know before it starts.
-        layers = build_speculator(speculation, config).hidden_state_layers if speculation.method == "custom" else ()
-        return RemoteDrafting(pipe, layers)
-    local = build_speculator(speculation, config)
+        with speculator_errors(speculation):
+            return RemoteDrafting(pipe, hidden_state_layers(speculation, config, model.lend))
+    local = build_speculator(speculation, config, model.lend)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
             f"{local.model} and {model.name} have different vocabularies: "

@@ -1,0 +1,95 @@
+"""EAGLE-1 and EAGLE-2 heads (Li et al. 2024): a decoder layer that imitates the target's last state.
+
+    x      = fc([embedding of token i + 1; final-norm state of position i])
+    x      = x + attention(x)            the first layer has no norm before it
+    x      = x + mlp(norm(x))
+    logits = the target's output matrix of x; the next row is fed with x
+
+The two differ in the tree that is grown, not in weights; here it is grown best first, like EAGLE-2's. Heads that were
+trained with more norms (HASS; the speculators library with `layernorms`) have tensors for them, and are run with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.layers import Linear, Norm
+from paceline.model.lending import Lent
+from paceline.model.rows import Row
+from paceline.speculators.draft_config import draft_config
+from paceline.speculators.head_layers import HeadLayer, HeadPasses, padded, picked
+from paceline.speculators.network import HeadOutput
+from paceline.speculators.weights import Weights
+
+RENAMED = (
+    ("model.", ""),
+    ("fusion_fc.", "fc."),
+    ("transformer.", "layers.0."),
+    ("hidden_layernorm.", "layers.0.input_layernorm."),
+    ("embedding_layernorm.", "embed_layernorm."),
+    ("pre_lm_head_layernorm.", "lm_head_layernorm."),
+)
+"""How conversions call what the original calls otherwise, by how the names begin."""
+
+
+class Eagle:
+    """A `HeadNetwork` over keys and values of its own."""
+
+    def __init__(self, checkpoint: Checkpoint, lent: Lent, slots: int, rope_theta: float | None = None) -> None:
+        """Raises `CheckpointError` if this is no EAGLE-1 or -2 head for this target."""
+        config = draft_config(checkpoint, rope_theta)
+        weights = Weights(checkpoint, lent, _renamed)
+        h, eps, count = int(config.hidden_size), float(config.rms_norm_eps), int(config.num_hidden_layers)
+        if h != lent.hidden_size:
+            raise CheckpointError(
+                f"{checkpoint} is a head for hidden size {h}, {lent.name} has {lent.hidden_size}: choose one for it"
+            )
+        self.model = checkpoint.folder.name
+        self.hidden_state_layers: Sequence[int] = (lent.final,)
+        self.slots, self.position_limit = slots, lent.max_model_len
+        self.ids: Tensor | None = None
+        bias = weights.maybe("fc.bias", h)
+        self._fc = Linear(weights.take("fc.weight", h, 2 * h), biases=() if bias is None else [bias])
+        self._passes = HeadPasses(config, count, slots, lent)
+        self._layers = [HeadLayer(weights, n, config, self._passes.heads) for n in range(count)]
+        own = weights.own_embedding("embed_tokens.weight", lent.vocabulary_size, h)
+        self._embed = lent.embed if own is None else lambda ids: F.embedding(ids, own)
+        self._into, self._before_head = (
+            None if norm is None else Norm(norm, eps)
+            for norm in (weights.maybe(f"{name}_layernorm.weight", h) for name in ("embed", "lm_head"))
+        )
+        self._output = lent.output
+
+    def encode(self, states: Tensor) -> Tensor:
+        return states[:, 0]
+
+    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        this, turn = self._passes.begin(rows)
+        tokens = self._embed(this.batch.tokens)
+        tokens = tokens if self._into is None else self._into(tokens)
+        x = self._fc(torch.cat((tokens, padded(features)), -1))
+        for layer in self._layers:
+            x = layer(x, turn, this)
+        x = picked(x, wanted)
+        return HeadOutput(self._output(x if self._before_head is None else self._before_head(x)), x)
+
+
+def is_eagle(checkpoint: Checkpoint) -> bool:
+    """By its tensors: a layer, and an `fc` that takes two vectors of the width that it gives."""
+    fc = checkpoint.find("fc.weight") or checkpoint.find("fusion_fc.weight")
+    if fc is None:
+        return False
+    out, into = checkpoint.shape(fc)
+    return into == 2 * out
+
+
+def _renamed(name: str) -> str:
+    for old, new in RENAMED:
+        if name.startswith(old):
+            name = new + name.removeprefix(old)
+    return name

@@ -1,0 +1,227 @@
+"""EAGLE-3 heads (Li et al. 2025): a decoder layer over the target's states of three depths.
+
+    g      = fc([states of three layers]) in rows whose token the target has computed, else the x of the row before
+    x      = g + attention([norm(embedding of token i + 1); norm(g)])
+    x      = x + mlp(norm(x))
+    logits = the head's own output matrix, over a vocabulary of its own choice, of norm(x)
+
+Which of the variants that have been published a checkpoint is, its tensors and configuration say (`Eagle3Kind`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.attention import Pass
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.layers import Linear, Norm, Turn
+from paceline.model.lending import Lent
+from paceline.model.rows import Row
+from paceline.speculators.draft_config import draft_config, is_of_the_speculators_library
+from paceline.speculators.head_layers import HeadLayer, HeadPasses, attention_of, mlp_of, padded, picked
+from paceline.speculators.network import HeadOutput
+from paceline.speculators.weights import Weights
+
+PADDING = 512
+"""So many more rows than tokens a matrix may have, for the sake of kernels."""
+AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+"""What SGLang called `fc_norm.0` to `fc_norm.2`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Eagle3Kind:
+    """What distinguishes one checkpoint from another. `layers`: of the target, as `hidden_state_layers`."""
+
+    layers: Sequence[int]
+    norm_before_residual: bool
+    norm_output: bool
+    logit_scale: float
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, lent: Lent, layers: Sequence[int] | None = None) -> Eagle3Kind:
+        """`layers`: what the user says instead of the configuration. Raises `CheckpointError`."""
+        said = checkpoint.config
+        # Without the key vLLM reads the library's files as if it were true; the library itself always writes it.
+        residual = said.get("speculators_model_type") == "eagle3"
+        return cls(
+            tuple(layers) if layers else _layers(checkpoint, lent),
+            bool(said.get("norm_before_residual", residual)),
+            bool(said.get("norm_output", False)) and is_of_the_speculators_library(checkpoint),
+            float(said.get("logit_scale", 1.0)),
+        )
+
+
+class Eagle3:
+    """A `HeadNetwork` over keys and values of its own."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        lent: Lent,
+        slots: int,
+        rope_theta: float | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> None:
+        """`layers`: see `Eagle3Kind`. Raises `CheckpointError` if this is no EAGLE-3 head for this target."""
+        config = draft_config(checkpoint, rope_theta)
+        weights = Weights(checkpoint, lent, bare)
+        kind = Eagle3Kind.of(checkpoint, lent, layers)
+        h, eps, count = int(config.hidden_size), float(config.rms_norm_eps), int(config.num_hidden_layers)
+        _refuse_other_sizes(checkpoint, lent, h)
+        self.model = checkpoint.folder.name
+        self.hidden_state_layers: Sequence[int] = kind.layers
+        self.slots, self.position_limit = slots, lent.max_model_len
+        self.ids = _ids(weights, checkpoint, lent)
+        self._scale = kind.logit_scale
+        self._encode = _Encoder(weights, len(kind.layers), lent.hidden_size, h, eps)
+        self._passes = HeadPasses(config, count, slots, lent)
+        self._first = _FirstLayer(weights, config, self._passes, norm_before_residual=kind.norm_before_residual)
+        self._others = [HeadLayer(weights, n, config, self._passes.heads) for n in range(1, count)]
+        self._norm = Norm(weights.take("norm.weight", h), eps)
+        self._embed = _embedding(weights, lent, h)
+        self._output = _output(weights, lent, h, self.ids)
+        self._feeds_back_normed = kind.norm_output
+
+    def encode(self, states: Tensor) -> Tensor:
+        return self._encode(states)
+
+    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        this, turn = self._passes.begin(rows)
+        x = self._first(self._embed(this.batch.tokens), padded(features), turn, this)
+        for layer in self._others:
+            x = layer(x, turn, this)
+        x = picked(x, wanted)
+        final = self._norm(x)
+        logits = self._output(final)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        return HeadOutput(logits, final if self._feeds_back_normed else x)
+
+
+class _Encoder:
+    """States of some layers as one vector: `fc`, with a norm before it or one for each layer, if there are any."""
+
+    def __init__(self, weights: Weights, layers: int, width: int, h: int, eps: float) -> None:
+        whole = weights.maybe("input_norm.weight", layers * width)
+        self._whole = None if whole is None else Norm(whole, eps)
+        names = [n for n in (f"fc_norm.{i}.weight" for i in range(layers)) if n in weights]
+        names = names or [n for n in (f"{name}.weight" for name in AUX_NORMS) if n in weights]
+        self._each = [Norm(weights.take(name, width), eps) for name in names]
+        has_fc = "fc.weight" in weights or layers > 1 or width != h
+        self._fc = Linear(weights.take("fc.weight", h, layers * width)) if has_fc else None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        if self._each:
+            states = torch.stack([norm(states[:, i]) for i, norm in enumerate(self._each)], 1)
+        joined = states.flatten(1)
+        joined = joined if self._whole is None else self._whole(joined)
+        return joined if self._fc is None else self._fc(joined)
+
+
+class _FirstLayer:
+    """Attends over embedding and feature side by side; the feature alone is carried on."""
+
+    def __init__(self, weights: Weights, config: Any, passes: HeadPasses, *, norm_before_residual: bool) -> None:
+        h, eps = int(config.hidden_size), float(config.rms_norm_eps)
+        self._token_norm = Norm(weights.take("layers.0.input_layernorm.weight", h), eps)
+        self._feature_norm = Norm(weights.take("layers.0.hidden_norm.weight", h), eps)
+        self._attention = attention_of(weights, 0, config, passes.heads, 2 * h)
+        self._after = mlp_of(weights, 0, config)
+        self._norm_before_residual = norm_before_residual
+
+    def __call__(self, tokens: Tensor, features: Tensor, turn: Turn, this: Pass) -> Tensor:
+        normed = self._feature_norm(features)
+        x = normed if self._norm_before_residual else features
+        both = torch.cat((self._token_norm(tokens), normed), -1)
+        return self._after(x + self._attention(both, turn, this))
+
+
+def is_eagle3(checkpoint: Checkpoint) -> bool:
+    """By its tensors and keys; uploads name the class of a plain Llama."""
+    q_proj = checkpoint.find("layers.0.self_attn.q_proj.weight")
+    hidden_norm = any(bare(name) == "layers.0.hidden_norm.weight" for name in checkpoint.names)
+    wide = q_proj is not None and checkpoint.find("d2t") is not None
+    return hidden_norm or wide
+
+
+def bare(name: str) -> str:
+    """The name of a tensor without what conversions put before it."""
+    name = name.removeprefix("model.")
+    return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
+
+
+def _layers(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
+    """Which states of the target a head wants. Two fields of the same name count layers differently."""
+    said = checkpoint.config
+    nested: Mapping[str, Any] = said.get("eagle_config") or {}
+    if nested.get("use_aux_hidden_state", True) is False:
+        return (lent.final,)
+    outputs, entering = nested.get("eagle_aux_hidden_state_layer_ids"), said.get("eagle_aux_hidden_state_layer_ids")
+    if outputs:
+        layers = [int(n) + 1 for n in outputs]
+    elif entering or nested.get("layer_ids"):
+        layers = sorted({int(n) for n in entering or nested["layer_ids"]})
+    else:
+        layers = [2, lent.layers // 2, lent.layers - 3]
+    if any(not 0 <= layer <= lent.layers for layer in layers):
+        raise CheckpointError(
+            f"{checkpoint} wants the states of layers {layers}, {lent.name} has {lent.layers}: "
+            "name others with eagle_aux_hidden_state_layer_ids, or choose a head for this model"
+        )
+    return tuple(layers)
+
+
+def _refuse_other_sizes(checkpoint: Checkpoint, lent: Lent, h: int) -> None:
+    wanted = int(checkpoint.config.get("target_hidden_size") or h)
+    if wanted != lent.hidden_size:
+        raise CheckpointError(
+            f"{checkpoint} is a head for hidden size {wanted}, {lent.name} has {lent.hidden_size}: choose one for it"
+        )
+
+
+def _ids(weights: Weights, checkpoint: Checkpoint, lent: Lent) -> Tensor | None:
+    """The target's token of each of the head's, from the offsets in `d2t`."""
+    columns = weights.shape("lm_head.weight")[0] if "lm_head.weight" in weights else lent.vocabulary_size
+    if "d2t" not in weights:
+        if not lent.vocabulary_size <= columns < lent.vocabulary_size + PADDING:
+            raise CheckpointError(
+                f"{checkpoint} guesses {columns} tokens and has no d2t to say which, {lent.name} knows "
+                f"{lent.vocabulary_size}: it is a head for another vocabulary, or incomplete"
+            )
+        return None
+    count = weights.shape("d2t")[0]
+    ids = torch.arange(count, device=lent.device) + weights.take("d2t", count)
+    if count == 0 or int(ids.max()) >= lent.vocabulary_size or int(ids.min()) < 0 or not bool((ids.diff() > 0).all()):
+        raise CheckpointError(
+            f"d2t in {checkpoint} does not name {count} different tokens of {lent.name}, in rising order: "
+            "it is a head for another vocabulary, or it holds ids where offsets are expected"
+        )
+    return None if count == lent.vocabulary_size else ids
+
+
+def _embedding(weights: Weights, lent: Lent, h: int) -> Callable[[Tensor], Tensor]:
+    name = "embed_tokens.weight"
+    rows = weights.shape(name)[0] if name in weights else 0
+    if not rows and h == lent.hidden_size:
+        return lent.embed
+    if not lent.vocabulary_size <= rows < lent.vocabulary_size + PADDING:
+        weights.take(name, lent.vocabulary_size, h)  # raises: it is missing, or of another vocabulary
+    own = weights.own_embedding(name, rows, h)
+    return lent.embed if own is None else lambda ids: F.embedding(ids, own)
+
+
+def _output(weights: Weights, lent: Lent, h: int, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Logits with a column for each of `ids`."""
+    if "lm_head.weight" in weights:
+        rows = weights.shape("lm_head.weight")[0]
+        columns = lent.vocabulary_size if ids is None else len(ids)
+        return Linear(weights.take("lm_head.weight", rows, h)[:columns])
+    if ids is None:
+        return lent.output
+    return lambda final: lent.output(final).index_select(-1, ids)

@@ -1,0 +1,63 @@
+"""The tensors of a head's checkpoint, taken one by one, each with the shape that it has to have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.lending import Lent
+
+
+class Weights:
+    """Tensors by their normalised names, in the target's dtype and on its device."""
+
+    def __init__(self, checkpoint: Checkpoint, lent: Lent, rename: Callable[[str], str] = lambda name: name) -> None:
+        """`rename`: from the name in the file to the one that it is known by here."""
+        self._checkpoint, self._lent = checkpoint, lent
+        self._stored = {rename(name): name for name in checkpoint.names}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._stored
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Raises `CheckpointError` if there is no such tensor."""
+        return self._checkpoint.shape(self._stored_as(name))
+
+    def take(self, name: str, *shape: int) -> Tensor:
+        """Raises `CheckpointError` if there is no such tensor, or it has another shape."""
+        found = self.shape(name)
+        if found != shape:
+            raise CheckpointError(
+                f"{name} in {self._checkpoint} has shape {list(found)} where {list(shape)} is needed: "
+                f"is it a head for {self._lent.name} (hidden size {self._lent.hidden_size}, "
+                f"vocabulary {self._lent.vocabulary_size})?"
+            )
+        return self._checkpoint.tensor(self._stored_as(name), self._lent.dtype, self._lent.device)
+
+    def maybe(self, name: str, *shape: int) -> Tensor | None:
+        """The tensor if there is one."""
+        return self.take(name, *shape) if name in self else None
+
+    def own_embedding(self, name: str, rows: int, width: int) -> Tensor | None:
+        """The head's own embedding; None if there is none, or only a copy of the target's, which serves for both."""
+        embedding = self.maybe(name, rows, width)
+        if embedding is None or (width == self._lent.hidden_size and _copies(embedding, self._lent)):
+            return None
+        return embedding
+
+    def _stored_as(self, name: str) -> str:
+        if name not in self._stored:
+            raise CheckpointError(
+                f"{self._checkpoint} has no tensor {name}: it is incomplete, or not of the method that was asked for"
+            )
+        return self._stored[name]
+
+
+def _copies(embedding: Tensor, lent: Lent, step: int = 8192) -> bool:
+    """Whether this is what the target looks up, too. An embedding that the target scales is not."""
+    ids = torch.arange(min(len(embedding), lent.vocabulary_size), device=lent.device)
+    same = (torch.equal(embedding[part], lent.embed(part)) for part in ids.split(step))
+    return len(ids) == len(embedding) and all(same)
