@@ -32,7 +32,7 @@ from paceline.training.models import (
     shallow_config,
     target_config,
 )
-from paceline.training.session import Stopped, read_journal, train
+from paceline.training.session import Stopped, held_out_loss_of, read_journal, train
 from paceline.training.tokenizer import train_tokenizer
 from paceline.training.tokens import (
     corpus_documents,
@@ -70,14 +70,14 @@ def build_tokenizer(space: Workspace) -> None:
 def train_shallow(space: Workspace) -> None:
     """Train the first layers until their budget is spent."""
     trainer = _shallow_trainer(space)
-    train(trainer, space.folder / "shallow", space.held_out())
+    train(trainer, space.folder / "shallow", held_out_loss_of(trainer.model, space.held_out()))
     save_model(trainer.model, space.tokenizer(), space.shallow_folder)
 
 
 def train_target(space: Workspace) -> None:
     """Deepen the target and train it until its budget is spent, then export it."""
     trainer = _target_trainer(space)
-    train(trainer, space.folder / "target", space.held_out())
+    train(trainer, space.folder / "target", held_out_loss_of(trainer.model, space.held_out()))
     save_model(trainer.model, space.tokenizer(), space.target_folder)
 
 
@@ -89,7 +89,7 @@ def export_target(space: Workspace) -> None:
 def train_draft(space: Workspace) -> None:
     """Train the draft on the exported target's laws, then export it."""
     trainer = _draft_trainer(space)
-    train(trainer, space.folder / "draft", space.held_out())
+    train(trainer, space.folder / "draft", held_out_loss_of(trainer.model, space.held_out()))
     save_model(trainer.model, space.tokenizer(), space.draft_folder)
 
 

@@ -4,7 +4,7 @@ import json
 import logging
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -28,8 +28,11 @@ class Stopped(Exception):
     """A signal ended the sitting before the budget; the checkpoint holds everything."""
 
 
-def train(trainer: Trainer[Model], name: Path, held_out: Sequence[Ids]) -> None:
-    """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT."""
+def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[str, Any]]) -> None:
+    """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT.
+
+    `evaluate` says how good the model is now, for the journal.
+    """
     checkpoint, journal = name.with_suffix(".pt"), name.with_suffix(".jsonl")
     checkpoint_due, evaluation_due = _Timer(CHECKPOINT_SECONDS), _Timer(EVALUATION_SECONDS)
     with _noticed_signals() as signals:
@@ -38,13 +41,18 @@ def train(trainer: Trainer[Model], name: Path, held_out: Sequence[Ids]) -> None:
             if trainer.progress.step % STEPS_PER_RECORD == 0:
                 _record(journal, trainer, {"loss": loss})
             if evaluation_due():
-                _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
+                _record(journal, trainer, evaluate())
             if checkpoint_due():
                 trainer.save(checkpoint)
     trainer.save(checkpoint)
     if trainer.fraction < 1:
         raise Stopped(f"stopped at {trainer.fraction:.0%}; the same command goes on from {checkpoint.name}")
-    _record(journal, trainer, {"held_out_loss": held_out_loss(trainer.model, held_out)})
+    _record(journal, trainer, evaluate())
+
+
+def held_out_loss_of(model: nn.Module, documents: Sequence[Ids]) -> Callable[[], Mapping[str, Any]]:
+    """How a language model is evaluated."""
+    return lambda: {"held_out_loss": held_out_loss(model, documents)}
 
 
 @torch.no_grad()
@@ -60,7 +68,7 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _record(journal: Path, trainer: Trainer[Model], figures: Mapping[str, float]) -> None:
+def _record(journal: Path, trainer: Trainer[Model], figures: Mapping[str, Any]) -> None:
     progress = trainer.progress
     spent = {"step": progress.step, "tokens": progress.tokens, "seconds": progress.seconds}
     record = {**spent, "fraction": trainer.fraction, "threads": torch.get_num_threads(), **figures}

@@ -156,4 +156,4 @@ def _optimizers(masters: Mapping[str, Tensor], schedule: Schedule) -> list[Optim
 
 
 def _is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    return parameter.ndim == 2 and "embed" not in name
+    return parameter.ndim == 2 and "embed" not in name and "lm_head" not in name

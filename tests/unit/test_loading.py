@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.model import Lane, load
+from paceline.model.lending import Lent
 from paceline.model.model import TransformersModel
 from paceline.models import ModelNotFoundError
 from paceline.speculators import build as build_speculator
@@ -19,6 +20,10 @@ from tests.checkpoints import save_checkpoint, save_tokenizer
 from tests.llamas import POSITIONS, VOCABULARY, peaked_llama
 
 CONFIG = EngineConfig(slots=512)
+
+
+def nothing_lent() -> Lent:
+    raise AssertionError("this method needs nothing of the target's")
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +145,7 @@ def test_more_positions_than_the_model_has(checkpoint: Path) -> None:
 def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> None:
     """max_model_len is the target's; the draft guesses as far as it can."""
     config = SpeculativeConfig(method="draft_model", model=str(checkpoint))
-    draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000))
+    draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000), nothing_lent)
     assert draft.position_limit == POSITIONS
     assert draft.vocabulary_size == VOCABULARY
 
@@ -156,4 +161,4 @@ def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> N
 )
 def test_a_speculator_that_cannot_be_built(config: SpeculativeConfig, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        build_speculator(config, CONFIG)
+        build_speculator(config, CONFIG, nothing_lent)

@@ -33,7 +33,7 @@ from paceline.training.models import (
     next_token_loss,
     target_config,
 )
-from paceline.training.session import Stopped, read_journal, train
+from paceline.training.session import Stopped, held_out_loss_of, read_journal, train
 from paceline.training.tokenizer import END_OF_TEXT, SPECIAL, TURN_END
 from paceline.training.tokens import Ids, corpus_stream, encode_documents, windows
 from paceline.training.trainer import Phase, Schedule, Trainer
@@ -204,7 +204,7 @@ def test_a_resumed_run_is_bit_exact(documents: list[Ids], tmp_path: Path) -> Non
 
 def test_a_sitting_ends_with_its_budget(documents: list[Ids], tmp_path: Path) -> None:
     trainer = micro_trainer(documents, count().__next__)
-    train(trainer, tmp_path / "micro", documents[:1])
+    train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
     last = read_journal(tmp_path / "micro.jsonl")[-1]
     assert last["fraction"] == 1
     assert 0 < last["held_out_loss"] < 9
@@ -221,7 +221,7 @@ def test_a_sitting_that_is_told_to_stop_keeps_everything(documents: list[Ids], t
 
     trainer, resumed = micro_trainer(documents, clock), micro_trainer(documents)
     with pytest.raises(Stopped, match=r"micro\.pt"):
-        train(trainer, tmp_path / "micro", documents[:1])
+        train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
     resumed.load(tmp_path / "micro.pt")
     assert resumed.progress == trainer.progress
     assert resumed.progress.step == 3
