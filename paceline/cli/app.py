@@ -96,7 +96,7 @@ def _become(module: str, arguments: list[str]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
 
-train = typer.Typer(help="Train the models that ship with the package.", no_args_is_help=True)
+train = typer.Typer(help="Train heads for a model of yours, or the models that ship again.", no_args_is_help=True)
 main.add_typer(train, name="train")
 
 
@@ -104,6 +104,18 @@ main.add_typer(train, name="train")
 def family(context: typer.Context) -> None:
     """Train the shipped target and its draft from the standard library's sources."""
     _become("paceline.training.family", context.args)
+
+
+def _trains(method: str, what: str) -> None:
+    @train.command(method, context_settings=PASS_ON, help=f"Train {what} for a target, on text of yours.")
+    def head(context: typer.Context) -> None:
+        _become("paceline.training.heads", [method, *context.args])
+
+
+_trains("eagle3", "an EAGLE-3 head")
+_trains("eagle", "an EAGLE-1 head")
+_trains("medusa", "Medusa heads")
+_trains("mlp_speculator", "an MLP speculator")
 
 
 bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)

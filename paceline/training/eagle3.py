@@ -10,7 +10,6 @@ Shapes: B rows, L positions, H hidden size, h that of the head, N heads, G heads
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +17,6 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from paceline.training.states import Reading
-
-KEPT = 32
-"""Tokens kept of each law."""
-DECAY = 0.8
-"""Each step of a draft counts so much of the one before in the loss."""
 
 
 class Eagle3(nn.Module):
@@ -57,7 +51,7 @@ class _Layer(nn.Module):
         h, eps = config.hidden_size, config.rms_norm_eps
         self.hidden_norm = LlamaRMSNorm(h, eps)
         self.input_layernorm = LlamaRMSNorm(h, eps)
-        self.self_attn = _Attention(config)
+        self.self_attn = ChainAttention(config, 2 * h)
         self.post_attention_layernorm = LlamaRMSNorm(h, eps)
         self.mlp = LlamaMLP(config)
 
@@ -68,11 +62,13 @@ class _Layer(nn.Module):
         return x + normed
 
 
-class _Attention(nn.Module):
-    def __init__(self, config: LlamaConfig) -> None:
+class ChainAttention(nn.Module):
+    """Attention of a head over what it made in the steps before. Its input may be wider than its output."""
+
+    def __init__(self, config: LlamaConfig, into: int) -> None:
         super().__init__()
         self._size, self._heads, self._groups = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        inner, into = self._heads * self._size, 2 * config.hidden_size
+        inner = self._heads * self._size
         self.q_proj = nn.Linear(into, inner, bias=False)
         self.k_proj = nn.Linear(into, self._groups * self._size, bias=False)
         self.v_proj = nn.Linear(into, self._groups * self._size, bias=False)
@@ -108,39 +104,3 @@ def _attend(query: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     for n, (_, value) in enumerate(later):
         out = out + shares[..., length + n, None] * value
     return out
-
-
-def draft_loss(laws: Sequence[Tensor], reading: Reading, columns: Tensor | None = None) -> Tensor:
-    """Cross-entropy from the target's laws to those of each step, nats per token, weighted by DECAY: a scalar.
-
-    Of each law of the target the most probable tokens count, and the rest as one. `columns`: the target's token of each
-    column of the head; None: all of them.
-    """
-    target = reading.logits_BLV if columns is None else reading.logits_BLV[..., columns]
-    log_shares, likely = target.float().log_softmax(-1).topk(KEPT)
-    shares = log_shares.exp()
-    rest = 1 - shares.sum(-1)
-    total, weights = torch.zeros((), device=target.device), 0.0
-    for step, law in enumerate(laws):
-        after = slice(1 + step, None)
-        norm = law.float().logsumexp(-1)
-        said = law.gather(-1, likely[:, after]).float() - norm[..., None]
-        left = (1 - said.exp().sum(-1)).clamp_min(1e-6).log()
-        total = total - DECAY**step * ((shares[:, after] * said).sum(-1) + rest[:, after] * left).mean()
-        weights += DECAY**step
-    return total / weights
-
-
-@torch.no_grad()
-def accepted_by_depth(laws: Sequence[Tensor], reading: Reading, first: int, columns: Tensor | None = None) -> Tensor:
-    """Share of places from position `first` on where the head's most probable tokens of all steps up to each one are
-    the target's: float [steps]."""
-    chosen = reading.logits_BLV.argmax(-1)
-    alive: Any = None
-    shares = []
-    for step, law in enumerate(laws):
-        tokens = law.argmax(-1) if columns is None else columns[law.argmax(-1)]
-        hit = tokens == chosen[:, 1 + step :]
-        alive = hit if alive is None else alive[:, : hit.shape[1]] & hit
-        shares.append(alive[:, first:].float().mean())
-    return torch.stack(shares)

@@ -1,14 +1,18 @@
-"""Train a head for a target that exists, on text as the target would write it.
+"""Train a head for a target that exists, on text that the target would write.
 
-    python -m paceline.training.heads eagle3 --target pydoc --data texts.npz --held-out held_out.npz --out head
+    paceline train eagle3 --target pydoc --data chats.jsonl more.txt --out pydoc-eagle3
 
-It can be stopped by SIGTERM and started again, with other threads or another budget.
+The target reads the text, and the head learns its laws: what it says matters more than what stands there. So text that
+the target wrote itself serves best. Training can be stopped by SIGTERM and started again, with other threads or another
+budget; how many guesses would be accepted is measured on held-out text every few minutes. The files are those that the
+method's authors publish, and other servers read them, too.
 """
 
 import argparse
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,90 +22,50 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from paceline.models import resolve_model
-from paceline.training.eagle3 import Eagle3, accepted_by_depth, draft_loss
+from paceline.models import ModelNotFoundError, resolve_model
+from paceline.training.eagle import Eagle
+from paceline.training.eagle3 import Eagle3
+from paceline.training.medusa import Medusa
+from paceline.training.mlp_speculator import MlpSpeculator
 from paceline.training.session import Stopped, train
-from paceline.training.states import Reader
-from paceline.training.tokens import Ids, corpus_stream, load_documents, windows
+from paceline.training.states import Reader, accepted_by_depth, draft_loss
+from paceline.training.texts import TextError, divided, read_documents
+from paceline.training.tokens import Ids, corpus_stream, windows
 from paceline.training.trainer import Phase, Schedule, Trainer
 
 log = logging.getLogger(__name__)
 
 SCHEDULE = Schedule((Phase(0.88, 4, 512), Phase(1.0, 1, 2048)), muon_rate=0.02, adam_rate=2e-3, decay_from=0.3)
-STEPS = 4
-"""How deep a draft is trained: deeper guesses reuse what the last step taught."""
 INNER = 4
 """The width of a head's MLP, in hidden sizes."""
+READ_BEFORE = 64
+"""Tokens of a held-out row that come before the first guess that counts."""
+
+Described = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadPlan:
-    """What the command line says."""
+class Recipe:
+    """One kind of head. `steps`: how deep it is trained; deeper guesses reuse what the last step taught, if it can."""
 
-    target: str
-    data: Sequence[Path]
-    held_out: Path
-    work: Path
-    out: Path
-    minutes: float
-    device: str
-
-    def documents(self) -> list[Ids]:
-        return [document for path in self.data for document in load_documents(path)]
-
-
-def train_eagle3(plan: HeadPlan) -> None:
-    """Train an EAGLE-3 head, and write it as the original uploads are."""
-    target = _target(plan)
-    config = head_config(target.config)
-    layers = [2, config.target_layers // 2, config.target_layers - 3]
-    reader = Reader(target, layers)
-    head = Eagle3(config, len(layers), target.get_output_embeddings().weight.detach().float()).to(plan.device)
-
-    def loss(model: nn.Module, batch_BL: Tensor) -> Tensor:
-        reading = reader.read(batch_BL)
-        return draft_loss(model(reading, STEPS), reading)
-
-    trainer = Trainer(head, corpus_stream(plan.documents(), seed=21), loss, SCHEDULE, 60 * plan.minutes)
-    if (checkpoint := plan.work / "eagle3.pt").exists():
-        trainer.load(checkpoint)
-    held_out = windows(load_documents(plan.held_out), 512, seed=0)[:16, :-1]
-
-    @torch.no_grad()
-    def evaluate() -> Mapping[str, Any]:
-        reading = reader.read(held_out)
-        laws = trainer.model(reading, STEPS)
-        by_depth = accepted_by_depth(laws, reading, first=128)
-        return {"held_out_loss": float(draft_loss(laws, reading)), "accepted": [round(float(x), 4) for x in by_depth]}
-
-    train(trainer, plan.work / "eagle3", evaluate)
-    save_head(trainer.model, config, plan.out)
+    steps: int
+    layers: Callable[[int], Sequence[int]]
+    """Of a target with so many layers, those whose states it reads."""
+    begin: Callable[[LlamaConfig, Reader], nn.Module]
+    config: Callable[[LlamaConfig], Described]
+    """What config.json says."""
+    stored_as: Callable[[str], str] = lambda name: name
+    """The published name of a parameter."""
+    file: str = "model.safetensors"
 
 
-def head_config(target: Any) -> LlamaConfig:
-    """One layer as wide as the target's."""
-    return LlamaConfig(
-        vocab_size=target.vocab_size,
-        hidden_size=target.hidden_size,
-        intermediate_size=INNER * target.hidden_size,
-        num_hidden_layers=1,
-        num_attention_heads=target.num_attention_heads,
-        num_key_value_heads=target.num_key_value_heads,
-        head_dim=target.head_dim,
-        rms_norm_eps=target.rms_norm_eps,
-        max_position_embeddings=target.max_position_embeddings,
-        draft_vocab_size=target.vocab_size,
-        target_layers=target.num_hidden_layers,
-    )
+def _last(layers: int) -> Sequence[int]:
+    return (layers + 1,)
 
 
-def save_head(head: nn.Module, config: LlamaConfig, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.detach().to(torch.bfloat16).contiguous().cpu() for name, tensor in head.state_dict().items()
-    }
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    said = {
+def _llama(config: LlamaConfig) -> Described:
+    """As EAGLE's uploads describe their one layer: as a Llama."""
+    return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_size": config.hidden_size,
@@ -115,48 +79,167 @@ def save_head(head: nn.Module, config: LlamaConfig, folder: Path) -> None:
         "rope_theta": 10000.0,
         "max_position_embeddings": config.max_position_embeddings,
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.vocab_size,
         "tie_word_embeddings": False,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(said, indent=2) + "\n")
 
 
-def _target(plan: HeadPlan) -> PreTrainedModel:
+MEDUSA_HEADS = 3
+MLP_STEPS = 4
+
+RECIPES: Mapping[str, Recipe] = {
+    "eagle3": Recipe(
+        4,
+        lambda layers: (2, layers // 2, layers - 3),
+        lambda config, reader: Eagle3(config, 3, reader.output),
+        lambda config: {**_llama(config), "draft_vocab_size": config.vocab_size},
+    ),
+    "eagle": Recipe(4, _last, lambda config, reader: Eagle(config), lambda config: {**_llama(config), "bias": False}),
+    "medusa": Recipe(
+        MEDUSA_HEADS,
+        _last,
+        lambda config, reader: Medusa(MEDUSA_HEADS, reader.output),
+        lambda config: {
+            "medusa_num_heads": MEDUSA_HEADS,
+            "medusa_num_layers": 1,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+        },
+        lambda name: name.removeprefix("heads."),
+        "medusa_lm_head.safetensors",
+    ),
+    "mlp_speculator": Recipe(
+        MLP_STEPS,
+        _last,
+        lambda config, reader: MlpSpeculator(MLP_STEPS, config.hidden_size, reader.output),
+        lambda config: {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "vocab_size": config.vocab_size,
+            "emb_dim": config.hidden_size,
+            "inner_dim": config.hidden_size,
+            "n_predict": MLP_STEPS,
+            "top_k_tokens_per_head": [5, 4, 3, 2],
+            "n_candidates": 5,
+            "tie_weights": True,
+            "scale_input": False,
+        },
+        lambda name: f"speculator.{name}",
+    ),
+}
+
+
+def train_head(method: str, plan: argparse.Namespace) -> None:
+    """Train until the budget is spent, then write the head."""
+    recipe = RECIPES[method]
+    target = _target(plan)
+    reader = Reader(target, recipe.layers(target.config.num_hidden_layers))
+    config = head_config(target.config)
+    torch.manual_seed(0)
+    head = recipe.begin(config, reader).float().to(plan.device)
+    learned, held_out = _texts(plan, target)
+
+    def loss(model: nn.Module, batch_BL: Tensor) -> Tensor:
+        reading = reader.read(batch_BL)
+        return draft_loss(model(reading, recipe.steps), reading)
+
+    trainer = Trainer(head, corpus_stream(learned, seed=21), loss, SCHEDULE, 60 * plan.minutes)
+    checkpoint = plan.work_dir / method
+    if checkpoint.with_suffix(".pt").exists():
+        trainer.load(checkpoint.with_suffix(".pt"))
+    train(trainer, checkpoint, evaluation(trainer.model, recipe.steps, reader, held_out))
+    save_head(trainer.model, recipe, config, plan.out)
+
+
+def evaluation(head: nn.Module, steps: int, reader: Reader, documents: Sequence[Ids]) -> Callable[[], Described]:
+    """How good a head is on held-out documents: its loss, and the share of guesses accepted by depth."""
+    rows = windows(documents, min(512, sum(map(len, documents)) - 1), seed=0)[:16, :-1]
+
+    @torch.no_grad()
+    def evaluate() -> Described:
+        reading = reader.read(rows)
+        laws = head(reading, steps)
+        accepted = accepted_by_depth(laws, reading, READ_BEFORE)
+        return {
+            "held_out_loss": float(draft_loss(laws, reading)),
+            "accepted_by_depth": [round(float(share), 4) for share in accepted],
+        }
+
+    return evaluate
+
+
+def head_config(target: Any) -> LlamaConfig:
+    """One layer as wide as the target's."""
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=INNER * target.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+    )
+
+
+def save_head(head: nn.Module, recipe: Recipe, config: LlamaConfig, folder: Path) -> None:
+    """Write a head in bfloat16, in the layout of its method's uploads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in head.state_dict().items()}
+    save_file(tensors, folder / recipe.file, {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(recipe.config(config), indent=2) + "\n")
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.bfloat16).contiguous().cpu()
+
+
+def _texts(plan: argparse.Namespace, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
+    eos = target.config.eos_token_id
+    end = int(eos[0] if isinstance(eos, list) else eos)
+    documents = read_documents(plan.data, plan.target, end)
+    return (documents, read_documents(plan.held_out, plan.target, end)) if plan.held_out else divided(documents)
+
+
+def _target(plan: argparse.Namespace) -> PreTrainedModel:
     target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         resolve_model(plan.target), dtype=torch.bfloat16, local_files_only=True
     )
     return target.to(plan.device)
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line and train."""
-    options = _parser().parse_args()
+    plan = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(options.threads)
-    options.work_dir.mkdir(parents=True, exist_ok=True)
-    plan = HeadPlan(
-        options.target, options.data, options.held_out, options.work_dir, options.out, options.minutes, options.device
-    )
+    torch.set_num_threads(plan.threads)
+    plan.work_dir.mkdir(parents=True, exist_ok=True)
     try:
-        {"eagle3": train_eagle3}[options.method](plan)
+        train_head(plan.method, plan)
+    except (ModelNotFoundError, TextError, OSError) as error:
+        log.critical("%s", error)
+        return 2
     except Stopped as stop:
         log.warning("%s", stop)
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("method", choices=("eagle3",))
-    parser.add_argument("--target", required=True)
-    parser.add_argument("--data", type=Path, nargs="+", required=True)
-    parser.add_argument("--held-out", type=Path, required=True)
+    parser = argparse.ArgumentParser(
+        prog="paceline train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("method", choices=RECIPES)
+    parser.add_argument("--target", required=True, help="the model that the head is to draft for")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
+    parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
+    parser.add_argument("--minutes", type=float, default=60.0, help="training time in all, over all resumes")
+    parser.add_argument("--work-dir", type=Path, default=Path("work"), help="checkpoints and the journal")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--work-dir", type=Path, default=Path("work"))
-    parser.add_argument("--out", type=Path, required=True)
     return parser
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,4 +1,7 @@
-"""What heads learn from: the states and the law of a frozen target that reads a batch once."""
+"""What heads learn from: the states and the law of a frozen target that reads a batch once.
+
+Shapes: B rows, L positions, S layers that were asked for, H the target's width, V its vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,30 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+
+KEPT = 32
+"""Tokens kept of each law; the rest of its mass counts as one."""
+DECAY = 0.8
+"""Each step of a draft counts so much of the one before in the loss."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """B rows of L positions. `states` are of the layers that were asked for, as `hidden_state_layers` counts them."""
+    """`states` are of the layers that were asked for, as `hidden_state_layers` counts them."""
 
     ids_BL: Tensor
     embedded_BLH: Tensor
     states_BLSH: Tensor
     logits_BLV: Tensor
+    output_VH: Tensor
+    """The target's output matrix."""
+
+    def projected(self, final: Tensor) -> Tensor:
+        """Logits by the target's output matrix, for heads that have none."""
+        return F.linear(final, self.output_VH)
 
 
 class Reader:
@@ -30,19 +45,24 @@ class Reader:
         self._taps: list[nn.Module] = [base.get_input_embeddings(), *base.layers, base]
         self._layers = layers
 
+    @property
+    def output(self) -> Tensor:
+        """The target's output matrix [V, H]."""
+        weight: Tensor = self.target.get_output_embeddings().weight
+        return weight
+
     @torch.no_grad()
     def read(self, ids_BL: Tensor) -> Reading:
         kept: dict[int, Tensor] = {}
-        watched = {0, *self._layers}
-        hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in watched]
+        hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in {0, *self._layers}]
+        ids_BL = ids_BL.to(self.target.device)
         try:
-            output: Any = self.target(input_ids=ids_BL.to(self.target.device), use_cache=False)
+            output: Any = self.target(input_ids=ids_BL, use_cache=False)
         finally:
             for hook in hooks:
                 hook.remove()
-        return Reading(
-            ids_BL.to(self.target.device), kept[0], torch.stack([kept[n] for n in self._layers], 2), output.logits
-        )
+        states_BLSH = torch.stack([kept[n] for n in self._layers], 2)
+        return Reading(ids_BL, kept[0], states_BLSH, output.logits, self.output)
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
@@ -50,3 +70,38 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
         kept[n] = output if isinstance(output, Tensor) else output[0]
 
     return hook
+
+
+def draft_loss(laws: Sequence[Tensor], reading: Reading, columns: Tensor | None = None) -> Tensor:
+    """Cross-entropy from the target's laws to those of each step, nats per token, weighted by DECAY: a scalar.
+
+    `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it. `columns`: the
+    target's token of each column of the head; None: all of them.
+    """
+    target = reading.logits_BLV if columns is None else reading.logits_BLV[..., columns]
+    log_shares, likely = target.float().log_softmax(-1).topk(min(KEPT, target.shape[-1]))
+    shares = log_shares.exp()
+    rest = (1 - shares.sum(-1)).clamp_min(0)
+    total, weights = torch.zeros((), device=target.device), 0.0
+    for step, law in enumerate(laws):
+        after = slice(1 + step, None)
+        said = law.gather(-1, likely[:, after]).float() - law.float().logsumexp(-1, keepdim=True)
+        left = (1 - said.exp().sum(-1)).clamp_min(1e-6).log()
+        total = total - DECAY**step * ((shares[:, after] * said).sum(-1) + rest[:, after] * left).mean()
+        weights += DECAY**step
+    return total / weights
+
+
+@torch.no_grad()
+def accepted_by_depth(laws: Sequence[Tensor], reading: Reading, first: int, columns: Tensor | None = None) -> Tensor:
+    """Share of places from position `first` on where a head's most probable tokens of all steps up to each one are the
+    target's: float [steps]."""
+    chosen = reading.logits_BLV.argmax(-1)
+    alive: Tensor | None = None
+    shares = []
+    for step, law in enumerate(laws):
+        tokens = law.argmax(-1) if columns is None else columns[law.argmax(-1)]
+        hit = tokens == chosen[:, 1 + step :]
+        alive = hit if alive is None else alive[:, : hit.shape[1]] & hit
+        shares.append(alive[:, first:].float().mean())
+    return torch.stack(shares)
