@@ -24,7 +24,8 @@ def resolve_model(name: str) -> str:
     if is_weightless(name):
         numbers(name)
         return name
-    folder = family.path(name) if name in family.NAMES else Path(name).expanduser().resolve()
+    shipped = name in (*family.NAMES, *family.HEADS.values())
+    folder = family.path(name) if shipped else Path(name).expanduser().resolve()
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"no model at {folder}: a model is a folder with config.json, weights and tokenizer.json "

@@ -133,6 +133,20 @@ def baseline() -> None:
 
 
 @bench.command()
+def methods(
+    only: Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")] = None,
+) -> None:
+    """Every way to draft: what is accepted, by depth, and what it is worth, on four workloads."""
+    from rich.console import Console
+
+    from paceline.cli import bench_methods
+
+    result = bench_methods.run(Console(highlight=False), only or ())
+    typer.echo(json.dumps(result))
+    raise typer.Exit(0 if all(row["identical"] for row in result["rows"]) else 1)
+
+
+@bench.command()
 def control_plane(
     streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
 ) -> None:

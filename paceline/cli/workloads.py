@@ -1,7 +1,8 @@
-"""What the shipped model is measured on: code completion and question answering, on text that it never saw.
+"""What the shipped model is measured on: text that it never saw.
 
 The code comes from the library files that training held out. The questions are about functions of these files and
-of well-known modules; the shipped model answers in the manner of a docstring, right or wrong.
+of well-known modules; the shipped model answers in the manner of a docstring, right or wrong. Edits and facts to
+extract are made up as those that it was trained on were, from these files and with other names.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from paceline.training.chats import Chat
 from paceline.training.corpus import held_out_files, read_source
+from paceline.training.editing import edits
+from paceline.training.extraction import extractions
 
 CONTEXT_LINES = 24
 """Lines of a file that a code prompt shows, the last one being a function's header."""
 
+ASKED = 4
+"""Chats of a kind that are asked for."""
 CODE_FILES = ("textwrap.py", "statistics.py", "fractions.py", "shlex.py")
 QUESTIONS = (
     "What does textwrap.dedent do?",
@@ -39,6 +45,20 @@ def workloads() -> list[Workload]:
         Workload("code completion", "/v1/completions", [{"prompt": prompt} for prompt in code_prompts()]),
         Workload("question answering", "/v1/chat/completions", questions),
     ]
+
+
+def repetitive_workloads() -> list[Workload]:
+    """Where most of an answer stands in its prompt: code editing and JSON extraction."""
+    sources = [read_source(path) for path in held_out_files()]
+    return [
+        Workload("code editing", "/v1/chat/completions", [_asked(chat) for chat in edits(sources, ASKED, seed=101)]),
+        Workload("JSON extraction", "/v1/chat/completions", [_asked(chat) for chat in extractions(ASKED, seed=102)]),
+    ]
+
+
+def _asked(chat: Chat) -> dict[str, Any]:
+    """The body of a request for what comes after the first turn."""
+    return {"messages": chat[:1]}
 
 
 def code_prompts() -> list[str]:

@@ -4,10 +4,12 @@ from pathlib import Path
 
 NAMES = ("pydoc", "pydoc-draft")
 """The target, and the draft distilled from it; both share one tokenizer."""
+HEADS = {"eagle3": "pydoc-eagle3"}
+"""By method, heads that were trained for the target."""
 
 
 def path(name: str) -> Path:
     """The folder of a shipped model, as transformers and tokenizers read it."""
-    if name not in NAMES:
+    if name not in (*NAMES, *HEADS.values()):
         raise KeyError(f"no model named {name!r} ships with paceline; there are {', '.join(NAMES)}")
     return Path(__file__).parent / name

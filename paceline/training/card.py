@@ -25,7 +25,8 @@ language: en
 
 A language model of {parameters} parameters, small enough to ship inside a package. It was trained from nothing
 but the sources and docstrings of the Python standard library: it continues Python in their manner, and answers
-"What does json.dumps do?" in the manner of a docstring. It exists so that Paceline can be tried, tested and measured
+"What does json.dumps do?" in the manner of a docstring. It also makes small edits of code ("Rename `x` to `y`:") and
+lists facts as JSON. It exists so that Paceline can be tried, tested and measured
 on any machine. It is a test article, not a source of truth.
 
 | | |
@@ -34,7 +35,8 @@ on any machine. It is a test article, not a source of truth.
 | attention | {heads} heads, {kv_heads} key-value heads, {positions} positions |
 | vocabulary | {vocabulary} |
 | training text | {corpus_tokens} tokens: library sources, and chats made from docstrings |
-| tokens seen | {tokens} in {steps} steps, {shallow_tokens} of them with {shallow_layers} layers |
+| tokens seen | {tokens} in {steps} steps, the first {shallow_tokens} with {shallow_layers} layers |
+| taught at last | edits of code, and facts to be written as JSON: two thirds of the last {taught_tokens} tokens |
 | training time | {minutes} minutes |
 | machine | {machine}, {threads} |
 | held-out loss | {held_out_loss} nats per token |
@@ -150,17 +152,21 @@ class Training:
 
 
 def target_card(
-    config: LlamaConfig, shallow: LlamaConfig, trainings: tuple[Training, Training], measured: Mapping[str, Any]
+    config: LlamaConfig,
+    shallow: LlamaConfig,
+    trainings: tuple[Training, Training, Training],
+    measured: Mapping[str, Any],
 ) -> str:
-    """The target's README. `trainings`: with the layers of `shallow`, and then with all."""
-    first, second = trainings
-    training = second.after(first)
+    """The target's README. `trainings`: with the layers of `shallow`, with all of them, and on copies."""
+    first, second, third = trainings
+    training = third.after(second.after(first))
     parsing = measured["parsing"]
     return TARGET_CARD.format(
         **_shape(config),
         **training.fields(),
         **_circumstances(measured["minutes"]),
         shallow_tokens=f"{first.tokens:,}",
+        taught_tokens=f"{third.tokens:,}",
         shallow_layers=shallow.num_hidden_layers,
         parameters=f"{measured['target_parameters']:,}",
         corpus_tokens=f"{measured['corpus_tokens']:,}",

@@ -2,10 +2,11 @@
 
     python -m paceline.training.family all --minutes 120 --work-dir work --out paceline/family
 
-`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `target`
-deepens them and trains on; `draft` lets the target write and read, and trains the draft on what it said; `card`
-measures both and writes their cards; `export` writes the newest checkpoint of a target still in training. Everything
-can be stopped by SIGTERM and started again, with other threads or another budget.
+`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` deepens
+them and trains on, `target` teaches it to edit code and to extract facts; `draft` lets the target write and read, and
+trains the draft on what it said; `card` measures both and writes their cards; `export` writes the newest checkpoint of
+a target still in training. Everything can be stopped by SIGTERM and started again, with other threads or another
+budget.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
@@ -22,7 +24,9 @@ from paceline.training.card import Training, draft_card, target_card
 from paceline.training.chats import chats, questions
 from paceline.training.corpus import source_texts
 from paceline.training.distil import Lessons, ask, begin_draft
+from paceline.training.editing import edits
 from paceline.training.evaluation import measure
+from paceline.training.extraction import extractions
 from paceline.training.models import (
     deepened,
     draft_config,
@@ -35,9 +39,12 @@ from paceline.training.models import (
 from paceline.training.session import Stopped, held_out_loss_of, read_journal, train
 from paceline.training.tokenizer import train_tokenizer
 from paceline.training.tokens import (
+    Ids,
     corpus_documents,
     corpus_stream,
+    encode_documents,
     held_out_documents,
+    render_chats,
     save_documents,
     windows,
 )
@@ -48,13 +55,16 @@ from paceline.training.writing import PIECE, answered, continued
 log = logging.getLogger(__name__)
 
 SHALLOW_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)))
-TARGET_SCHEDULE = Schedule(
-    (Phase(0.82, 16, 256), Phase(1.0, 2, 2048)), muon_rate=0.01, adam_rate=1.5e-3, decay_from=0.1
-)
+DEEP_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)), muon_rate=0.01, adam_rate=1.5e-3, decay_from=0.1)
+TAUGHT_SCHEDULE = Schedule((Phase(1.0, 2, 1024),), muon_rate=0.006, adam_rate=5e-4, warmup=0.02, decay_from=0.05)
 DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
 ANSWERED = 48
 """About the tokens of a question and its answer."""
-SHARES = {"shallow": 0.5, "target": 0.25, "draft": 0.25}
+EDITS, EXTRACTIONS, READ = 4200, 2200, 900_000
+"""Chats of two kinds that the target is taught at last, and tokens of the other text, lest it forgets that."""
+PART = 6000
+"""Most tokens of one document among these."""
+SHARES = {"shallow": 0.4, "deep": 0.2, "target": 0.2, "draft": 0.2}
 """Of the minutes given to `all`."""
 
 
@@ -74,8 +84,15 @@ def train_shallow(space: Workspace) -> None:
     save_model(trainer.model, space.tokenizer(), space.shallow_folder)
 
 
+def train_deep(space: Workspace) -> None:
+    """Deepen the target and train it until its budget is spent."""
+    trainer = _deep_trainer(space)
+    train(trainer, space.folder / "deep", held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), space.deep_folder)
+
+
 def train_target(space: Workspace) -> None:
-    """Deepen the target and train it until its budget is spent, then export it."""
+    """Teach the deepened target until its budget is spent, then export it."""
     trainer = _target_trainer(space)
     train(trainer, space.folder / "target", held_out_loss_of(trainer.model, space.held_out()))
     save_model(trainer.model, space.tokenizer(), space.target_folder)
@@ -96,17 +113,18 @@ def train_draft(space: Workspace) -> None:
 def write_cards(space: Workspace) -> None:
     """Measure both exported models and write their model cards."""
     target, draft = space.target(), space.draft()
-    shallow_training, target_training, draft_training = (
+    shallow_training, deep_training, target_training, draft_training = (
         Training.from_journal(read_journal(space.folder / f"{model}.jsonl")) for model in SHARES
     )
     measured = measure(target, draft, space.tokenizer(), space.held_out()) | {
         "corpus_tokens": sum(map(len, space.corpus())),
         "lesson_tokens": Lessons.load(space.lessons_file).ids_RL.numel(),
-        "minutes": (shallow_training.seconds + target_training.seconds + draft_training.seconds) / 60,
+        "minutes": sum(each.seconds for each in (shallow_training, deep_training, target_training, draft_training))
+        / 60,
     }
     (space.folder / "measured.json").write_text(json.dumps(measured, indent=1))
     (space.target_folder / "README.md").write_text(
-        target_card(target.config, shallow_config(), (shallow_training, target_training), measured)
+        target_card(target.config, shallow_config(), (shallow_training, deep_training, target_training), measured)
     )
     (space.draft_folder / "README.md").write_text(draft_card(draft.config, draft_training, measured))
 
@@ -127,11 +145,30 @@ def _shallow_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
     return _resumed(trainer, space.folder / "shallow.pt")
 
 
+def _deep_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The trainer of all layers, where its last checkpoint left it."""
+    model, stream = deepened(space.shallow(), target_config()).to(space.device), corpus_stream(space.corpus(), seed=6)
+    trainer = Trainer(model, stream, next_token_loss, DEEP_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "deep.pt")
+
+
 def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
     """The target's trainer, where its last checkpoint left it."""
-    model, stream = deepened(space.shallow(), target_config()).to(space.device), corpus_stream(space.corpus(), seed=6)
-    trainer = Trainer(model, stream, next_token_loss, TARGET_SCHEDULE, 60 * space.minutes)
+    stream = corpus_stream(_taught(space), seed=31)
+    model = deepened(space.deep(), target_config()).to(space.device)
+    trainer = Trainer(model, stream, next_token_loss, TAUGHT_SCHEDULE, 60 * space.minutes)
     return _resumed(trainer, space.folder / "target.pt")
+
+
+def _taught(space: Workspace) -> list[Ids]:
+    """What the target reads last: chats in which most of an answer is a copy, and some of everything else."""
+    tokenizer, corpus = space.tokenizer(), space.corpus()
+    copies = [*edits(source_texts(), EDITS, seed=1), *extractions(EXTRACTIONS, seed=2)]
+    order = iter(np.random.default_rng(5).permutation(len(corpus)))
+    others: list[Ids] = []
+    while sum(map(len, others)) < READ and (index := next(order, None)) is not None:
+        others.append(corpus[index][:PART])
+    return encode_documents(tokenizer, render_chats(tokenizer, copies)) + others
 
 
 def _draft_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
@@ -169,6 +206,7 @@ def _lessons(space: Workspace) -> Lessons:
 COMMANDS: dict[str, Callable[[Workspace], None]] = {
     "tokenizer": build_tokenizer,
     "shallow": train_shallow,
+    "deep": train_deep,
     "target": train_target,
     "draft": train_draft,
     "card": write_cards,

@@ -36,6 +36,11 @@ class Workspace:
         return self.folder / "shallow"
 
     @property
+    def deep_folder(self) -> Path:
+        """The target before it is taught."""
+        return self.folder / "deep"
+
+    @property
     def tokenizer_folder(self) -> Path:
         """The tokenizer, before there is a model to ship it with."""
         return self.folder / "tokenizer"
@@ -70,6 +75,10 @@ class Workspace:
     def shallow(self) -> LlamaForCausalLM:
         """The target before it is deepened."""
         return load_model(self.shallow_folder, self.device)
+
+    def deep(self) -> LlamaForCausalLM:
+        """The target before it is taught."""
+        return load_model(self.deep_folder, self.device)
 
     def target(self) -> LlamaForCausalLM:
         """The target as it was last exported."""

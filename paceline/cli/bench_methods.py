@@ -1,0 +1,176 @@
+"""`paceline bench methods`: how well each way to draft foresees the shipped model, and what that is worth.
+
+One request at a time, all in this process with one thread per core, no cached prompts. Every method has the same target
+and the same limits (DEPTH, NODES), and drafts inside the target's process: a draft gets no core of its own. The methods
+take turns prompt by prompt, plain decoding among them, so whatever else the machine does hits all alike; of a prompt's
+repetitions the fastest counts. `speedup` is plain decoding's time over all prompts of a workload divided by the
+method's, prompts included. A speed-up is only printed for output that equals plain decoding's, token for token; if any
+does not, the benchmark fails.
+
+`acceptance_length` is accepted tokens per verification, without the bonus token; `by_depth[d]` is the share of
+verifications that accepted more than d tokens.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline import family
+from paceline.cli.workloads import Workload, repetitive_workloads, workloads
+from paceline.config import SamplingParams
+from paceline.llm import LLM, Completion
+from paceline.messages import SpeculationStats
+from paceline.text import Tokenizer
+
+TARGET, DRAFT = family.NAMES
+TEMPERATURES = (0.0, 0.8)
+MAX_TOKENS = 160
+REPETITIONS = 3
+DEPTH = 12
+NODES = 24
+PLAIN = "plain"
+
+
+@dataclass(slots=True)
+class Measured:
+    """One method on one workload at one temperature; sequences are by prompt."""
+
+    seconds: list[list[float]] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    stats: list[SpeculationStats] = field(default_factory=list)
+    reproducible: bool = True
+
+    def add(self, prompt: int, completion: Completion, seconds: float) -> None:
+        if prompt == len(self.tokens):
+            self.seconds.append([])
+            self.tokens.append(completion.tokens)
+            self.stats.append(completion.speculation)
+        self.seconds[prompt].append(seconds)
+        self.reproducible &= completion.tokens == self.tokens[prompt]
+
+    @property
+    def total_s(self) -> float:
+        return sum(map(min, self.seconds))
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens)) / self.total_s
+
+    @property
+    def acceptance_length(self) -> float:
+        verifications = sum(stats.verifications for stats in self.stats)
+        return sum(stats.accepted_tokens for stats in self.stats) / max(1, verifications)
+
+    def by_depth(self) -> list[float]:
+        verifications = max(1, sum(stats.verifications for stats in self.stats))
+        deepest = max((len(stats.accepted_by_depth) for stats in self.stats), default=0)
+        accepted = [
+            sum(sum(stats.accepted_by_depth[depth : depth + 1]) for stats in self.stats) for depth in range(deepest)
+        ]
+        return [round(count / verifications, 3) for count in accepted]
+
+
+def methods() -> dict[str, dict[str, Any]]:
+    """Every way to draft that ships, by what it is called in the rows."""
+    heads = {method: {"method": method, "model": name} for method, name in family.HEADS.items()}
+    return {
+        "ngram": {"method": "ngram"},
+        "suffix": {"method": "suffix"},
+        "draft_model": {"method": "draft_model", "model": DRAFT},
+        **heads,
+        "suffix + eagle3": {"method": ["suffix", "eagle3"], "model": family.HEADS["eagle3"]},
+    }
+
+
+def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
+    """Measure, show, and return what the last line says. `only`: names of methods; empty: all."""
+    chosen = {name: config for name, config in methods().items() if not only or name in only}
+    rows = []
+    with console.status("loading") as status:
+        llms = {name: _llm(config) for name, config in chosen.items()}
+        for workload in (*workloads(), *repetitive_workloads()):
+            for temperature in TEMPERATURES:
+                status.update(f"{workload.name}, temperature {temperature}")
+                measured = measure(llms, prompts_of(workload), temperature)
+                rows += [row(name, workload.name, temperature, measured) for name in llms]
+                _show(console, workload.name, temperature, measured)
+    return {"rows": rows}
+
+
+def measure(llms: Mapping[str, LLM], prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Measured]:
+    """By method, and PLAIN: the first one's target alone."""
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=7)
+    plain = next(iter(llms.values()))
+    measured = {name: Measured() for name in (PLAIN, *llms)}
+    for llm in llms.values():
+        llm.generate([prompts[0]], sampling)  # caches of operators; what a method learns as it serves
+    for _ in range(REPETITIONS):
+        for number, prompt in enumerate(prompts):
+            for name, these in measured.items():
+                llm = llms.get(name, plain)
+                began = time.perf_counter()
+                [completion] = llm.generate([prompt], sampling, speculative=name != PLAIN)
+                these.add(number, completion, time.perf_counter() - began)
+    return measured
+
+
+def row(name: str, workload: str, temperature: float, measured: Mapping[str, Measured]) -> dict[str, Any]:
+    """One row of the last line."""
+    this, plain = measured[name], measured[PLAIN]
+    return {
+        "method": name,
+        "workload": workload,
+        "temperature": temperature,
+        "acceptance_length": round(this.acceptance_length, 2),
+        "by_depth": this.by_depth(),
+        "tokens_per_s": round(this.tokens_per_s, 1),
+        "speedup": round(plain.total_s / this.total_s, 2),
+        "identical": this.reproducible and plain.reproducible and this.tokens == plain.tokens,
+    }
+
+
+def prompts_of(workload: Workload) -> list[list[int]]:
+    """Its prompts as token ids, chats as the model's template writes them."""
+    tokenizer = Tokenizer.load(TARGET)
+    template = tokenizer.chat_template
+    assert template is not None, "the shipped model chats"
+    texts = [
+        body["prompt"] if "prompt" in body else template.render(body["messages"], add_generation_prompt=True)
+        for body in workload.bodies
+    ]
+    return [tokenizer.encode(text) for text in texts]
+
+
+def _llm(config: Mapping[str, Any]) -> LLM:
+    limits = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
+    engine = {"threads": os.cpu_count() or 1, "slots": 4096, "enable_prefix_caching": False}
+    return LLM(TARGET, {**limits, **config}, engine)
+
+
+def _show(console: Console, workload: str, temperature: float, measured: Mapping[str, Measured]) -> None:
+    table = Table(
+        "method", "accepted", "by depth", "tokens/s", "speed-up", "output", title=f"{workload}, T {temperature}"
+    )
+    for name in measured:
+        if name == PLAIN:
+            table.add_row(name, "", "", f"{measured[name].tokens_per_s:.0f}", "1", "")
+            continue
+        this = row(name, workload, temperature, measured)
+        depths = " ".join(f"{share:.2f}" for share in this["by_depth"][:6])
+        output = "identical" if this["identical"] else "[bold red]DIFFERS"
+        table.add_row(
+            name,
+            f"{this['acceptance_length']:.2f}",
+            depths,
+            f"{this['tokens_per_s']:.0f}",
+            f"{this['speedup']:.2f}",
+            output,
+        )
+    console.print(table)
