@@ -265,10 +265,10 @@ class Engine:
             speculation=request.stats.snapshot(),
         )
         self._guesses.count(request, pooled)
+        # The last tokens, too: who drafts may learn from them for other requests.
+        self._guesses.commit(Commit(request.key, base, tokens, accepted, self._states_from(request, base)))
         if reason is not None:
             self._close(request, delta)
-        else:
-            self._guesses.commit(Commit(request.key, base, tokens, accepted, self._states_from(request, base)))
         return delta
 
     def _states_from(self, request: Request, base: int) -> Tensor | None:

@@ -247,6 +247,8 @@ class Useless(Script):
 
     def commit(self, commit: Commit) -> None:
         self._done += len(commit.tokens)
+        if self._done == len(self.right):
+            return  # it was the last commit
         tokens = [(self.right[self._done] + 1 + i) % VOCABULARY for i in range(self.width)]
         base, log_probs = commit.base_position + len(commit.tokens), [math.log(0.99 / self.width)] * self.width
         self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0] * self.width, tokens, log_probs)))
@@ -265,6 +267,8 @@ class Overrated(Script):
 
     def commit(self, commit: Commit) -> None:
         self._done += len(commit.tokens)
+        if self._done == len(self.right):
+            return  # it was the last commit
         right, wrong, hopeless = ((self.right[self._done] + i) % VOCABULARY for i in range(3))
         first = right if self._done % 3 else wrong
         base = commit.base_position + len(commit.tokens)
