@@ -161,14 +161,20 @@ def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
 
 
 def _taught(space: Workspace) -> list[Ids]:
-    """What the target reads last: chats in which most of an answer is a copy, and some of everything else."""
-    tokenizer, corpus = space.tokenizer(), space.corpus()
-    copies = [*edits(source_texts(), EDITS, seed=1), *extractions(EXTRACTIONS, seed=2)]
+    """What the target reads last: copies, and some of everything else."""
+    corpus = space.corpus()
     order = iter(np.random.default_rng(5).permutation(len(corpus)))
     others: list[Ids] = []
     while sum(map(len, others)) < READ and (index := next(order, None)) is not None:
         others.append(corpus[index][:PART])
-    return encode_documents(tokenizer, render_chats(tokenizer, copies)) + others
+    return _copies(space) + others
+
+
+def _copies(space: Workspace) -> list[Ids]:
+    """Chats in which most of an answer is a copy of what was asked about."""
+    tokenizer = space.tokenizer()
+    copies = [*edits(source_texts(), EDITS, seed=1), *extractions(EXTRACTIONS, seed=2)]
+    return encode_documents(tokenizer, render_chats(tokenizer, copies))
 
 
 def _draft_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
@@ -190,7 +196,7 @@ def _lessons(space: Workspace) -> Lessons:
     """The lessons in the work folder, or new ones: half training text, the rest written by the target."""
     stored = space.lessons_file
     if not stored.exists():
-        target, read = space.target(), space.corpus()
+        target, read = space.target(), space.corpus() + _copies(space)
         quarter, length = space.lesson_rows // 4, DRAFT_SCHEDULE.phases[0].length
         pieces = continued(target, read, quarter * length // PIECE, seed=2)
         answers = answered(target, space.tokenizer(), questions(quarter * length // ANSWERED, seed=3), seed=3)
