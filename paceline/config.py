@@ -9,19 +9,26 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-Method = Literal["none", "draft_model", "eagle", "eagle3", "ngram", "custom"]
+Method = Literal["none", "draft_model", "eagle", "eagle3", "ngram", "suffix", "custom_class"]
+ModelFree = Literal["ngram", "suffix"]
 HEADS = ("eagle", "eagle3")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy"]
 
 # Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
 # "not yet", not "no such thing".
-PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "suffix", "mlp_speculator", "pard")
+PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "mlp_speculator", "pard")
 PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
-METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "off": "none"}
+METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom": "custom_class", "off": "none"}
+
+STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
 
 # Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
 SEED_BITS = 64
+
+MOST_DEPTH = 64
+"""Of a node."""
+SUFFIX_DEPTH = 24
 
 
 class Settings(BaseModel):
@@ -99,16 +106,16 @@ class SpeculativeConfig(Settings):
     """
 
     method: Method = Field("none", validation_alias=AliasChoices("method", "speculative_method"))
-    beside: Literal["none", "ngram"] = Field(
-        "none", description='drafts too, inside the target; two methods set it: ["ngram", "draft_model"]'
+    beside: tuple[ModelFree, ...] = Field(
+        (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'
     )
     model: str | None = Field(None, validation_alias=AliasChoices("model", "draft_model_path"))
     num_speculative_tokens: int = Field(
         5,
         ge=0,
-        le=64,
+        le=MOST_DEPTH,
         validation_alias=AliasChoices("num_speculative_tokens", "speculative_num_steps"),
-        description="deepest node verified in one step",
+        description="deepest node verified in one step; 5, and with method suffix as deep as its tree",
     )
     tree_width: int = Field(
         3,
@@ -127,6 +134,18 @@ class SpeculativeConfig(Settings):
     rejection_sampling_strategy: Strategy = "coupled"
     prompt_lookup_min: int = Field(2, ge=1)
     prompt_lookup_max: int = Field(5, ge=1)
+    suffix_decoding_max_tree_depth: int = Field(
+        SUFFIX_DEPTH, ge=1, le=256, description="longest match and guess together"
+    )
+    suffix_decoding_max_cached_requests: int = Field(
+        10000, ge=0, description="finished requests whose output is looked up, too; 0: none"
+    )
+    suffix_decoding_max_spec_factor: float = Field(
+        1.0, ge=0.0, le=256.0, description="tokens guessed ahead, for each one that matched"
+    )
+    suffix_decoding_min_token_prob: float = Field(
+        0.1, ge=0.0, le=1.0, description="a path that is less likely, as counted, is not guessed"
+    )
     draft_tensor_parallel_size: int = Field(1, ge=1)
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
     eagle_aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = Field(
@@ -138,7 +157,9 @@ class SpeculativeConfig(Settings):
         gt=0.0,
         description="base of a head's rotary embedding; many published ones were trained with 10000 and say otherwise",
     )
-    speculator: str | None = Field(None, description="with method custom: dotted path of a Speculator factory")
+    speculator: str | None = Field(
+        None, description="with method custom_class: dotted path of a Speculator class or factory; else it is `model`"
+    )
     draft_placement: Literal["worker", "target"] = Field(
         "worker", description="draft in a pool of draft workers, or inside the target's process"
     )
@@ -161,6 +182,18 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _suffix_depth(cls, data: Any) -> Any:
+        """Suffix decoding guesses as deep as it counts, as in vLLM, unless told otherwise."""
+        if not isinstance(data, dict) or "suffix" not in (data.get("method"), data.get("speculative_method")):
+            return data
+        depth = data.get("suffix_decoding_max_tree_depth", SUFFIX_DEPTH)
+        told = "num_speculative_tokens" in data or "speculative_num_steps" in data
+        if told or not isinstance(depth, int):
+            return data
+        return {**data, "num_speculative_tokens": min(max(depth, 0), MOST_DEPTH)}
+
+    @model_validator(mode="before")
+    @classmethod
     def _lookup_range(cls, data: Any) -> Any:
         """Of the two bounds, one that is left out makes way for the other."""
         if not isinstance(data, dict):
@@ -174,16 +207,20 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _both_methods(cls, data: Any) -> Any:
-        """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree."""
+    def _stack(cls, data: Any) -> Any:
+        """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree. Model-free ones go beside."""
         for key in ("method", "speculative_method"):
             methods = data.get(key) if isinstance(data, dict) else None
             if isinstance(methods, (list, tuple)):
                 names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
-                others = [name for name in names if name != "ngram"]
-                if len(names) != 2 or len(others) != 1:
-                    raise ValueError("of several methods, one has to be ngram, and there can be two")
-                return {**data, key: others[0], "beside": "ngram"}
+                others = [name for name in names if name not in get_args(ModelFree)]
+                if not names or len(others) > 1:
+                    raise ValueError(STACKS)
+                if data.get("beside"):
+                    raise ValueError("a list of methods names all that draft: leave out `beside`")
+                method = (others or names)[0]
+                names.remove(method)
+                return {**data, key: method, "beside": names}
         return data
 
     @field_validator("method", mode="before")
@@ -208,10 +245,13 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="after")
     def _complete(self) -> SpeculativeConfig:
+        together = (self.method, *self.beside)
+        if self.beside and (self.method == "none" or len(set(together)) < len(together)):
+            raise ValueError(STACKS)
         if self.method in ("draft_model", *HEADS) and not self.model:
             raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
-        if self.method == "custom" and not self.speculator:
-            raise ValueError("method custom needs `speculator`: the dotted path of a factory")
+        if self.method == "custom_class" and not (self.speculator or self.model):
+            raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"

@@ -43,7 +43,7 @@ class Completion:
 
 
 class LLM:
-    """A target engine in this process, with its speculator, if any, beside it."""
+    """A target engine in this process, with its speculators, if any, beside it."""
 
     def __init__(
         self,
@@ -61,14 +61,13 @@ class LLM:
         self._model = load(model, config)
         self._tokenizer = Tokenizer.load(model)
         cost = row_cost(self._model, config.max_num_batched_rows)
-        beside = build_beside(speculation)
         self._engine = Engine(
             self._model,
             config,
             speculation,
             self._drafting(speculation, config),
             cost,
-            beside=LocalDrafting(beside) if beside else None,
+            beside=[LocalDrafting(each) for each in build_beside(speculation)],
         )
         self._serial = itertools.count()
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field
 
 from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.engine.drafting import LocalDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import Stepped
 from paceline.messages import Delta, Submission, TargetDescription
 from paceline.model import Model
 from paceline.model.table import TableModel
+from paceline.speculators import build_beside
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.draft_link import Terms
 from paceline.wire.draft_pool import DraftPool
@@ -73,12 +75,14 @@ async def target_worker(
     hidden_state_layers: Sequence[int] = (),
     hang_s: float = PATIENCE_S,
 ) -> AsyncIterator[TargetWorker]:
-    """It asks no draft until its pool reaches one, or a request names one."""
+    """It asks no draft until its pool reaches one, or a request names one; model-free methods draft beside it."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
     config = EngineConfig(slots=model.slots)
     async with joined() as (connection, pipe):
         drafting = RemoteDrafting(pipe, hidden_state_layers)
-        engine = Engine(model, config, speculation or SpeculativeConfig(), drafting, FREE)
+        speculation = speculation or SpeculativeConfig()
+        beside = [LocalDrafting(each) for each in build_beside(speculation)]
+        engine = Engine(model, config, speculation, drafting, FREE, beside=beside)
         notebook = Notebook()
         servicer = TargetServicer(described(model), notebook, RemoteEngine(connection))
         connection.deliver(Stepped, lambda step: servicer.deliver(step.deltas, step.load))

@@ -27,7 +27,7 @@ TARGET, DRAFT = family.NAMES
 def default_speculation(model: str) -> SpeculativeConfig:
     """The shipped target comes with a draft; for any other model nobody can know one."""
     if model == TARGET:
-        return SpeculativeConfig(method="draft_model", model=DRAFT, beside="ngram", prompt_lookup_min=1)
+        return SpeculativeConfig(method="draft_model", model=DRAFT, beside=("ngram",), prompt_lookup_min=1)
     return SpeculativeConfig()
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from paceline.budget import FREE_ROWS, Calibration, RowCost
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.engine.drafting import Drafting, NoDrafting
-from paceline.engine.guesses import POOL, SOURCES, Guesses
+from paceline.engine.drafting import Drafting
+from paceline.engine.guesses import POOL, Guesses
 from paceline.engine.hidden import HiddenStates
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work
@@ -58,11 +58,12 @@ class Engine:
         drafting: Drafting,
         cost: RowCost,
         clock: Clock = time.perf_counter,
-        beside: Drafting | None = None,
+        beside: Sequence[Drafting] = (),
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: drafts for every request, too."""
+        """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: draft for every request, too."""
         self.model = model
-        self.calibrations = {(source, greedy): Calibration() for source in SOURCES for greedy in (True, False)}
+        sources = range(POOL, POOL + 1 + len(beside))
+        self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
         self._speculation = speculation
         self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
@@ -70,7 +71,7 @@ class Engine:
         waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
         self._guesses = Guesses(
             drafting,
-            beside or NoDrafting(),
+            beside,
             speculation.rejection_sampling_strategy,
             waiting,
             model.vocabulary_size,

@@ -11,8 +11,9 @@ from paceline.engine.waiting import Clock, Waiting
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.tree import Growth
 
-POOL, BESIDE = SOURCES = (0, 1)
-"""Whose guesses a tree tells apart: those of a request's draft, and of who drafts for all in this process."""
+POOL = 0
+"""A tree tells apart whose guesses it holds. This is the source of those that a request's draft makes; those who draft
+for all in this process have the next numbers."""
 RETRY_DRAFT_S = 0.5
 """How often a request without a draft looks for one."""
 REMEMBERED = 256
@@ -25,7 +26,7 @@ class Guesses:
     def __init__(
         self,
         drafting: Drafting,
-        beside: Drafting,
+        beside: Sequence[Drafting],
         strategy: str,
         waiting: Waiting,
         vocabulary_size: int,
@@ -33,7 +34,7 @@ class Guesses:
         *,
         judged: bool,
     ) -> None:
-        """`drafting`: finds each request a draft. `beside`: drafts for every request, too. `strategy`: by its name.
+        """`drafting`: finds each request a draft. `beside`: draft for every request, too. `strategy`: by its name.
         `judged`: whether drafts are paused, and told what a row is worth."""
         self.received = 0
         """Nodes that came."""
@@ -57,7 +58,8 @@ class Guesses:
         for request in requests:
             if request.speculative and not request.beside:
                 request.beside = True
-                self._beside.open(self._opening(request), ())
+                for each in self._beside:
+                    each.open(self._opening(request), ())
         seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
@@ -77,12 +79,14 @@ class Guesses:
 
     def commit(self, commit: Commit) -> None:
         self._drafting.commit(commit)
-        self._beside.commit(commit)
+        for each in self._beside:
+            each.commit(commit)
 
     def close(self, key: int) -> None:
         self._leave(key)
         self._drafting.close(key)
-        self._beside.close(key)
+        for each in self._beside:
+            each.close(key)
 
     def flush(self) -> None:
         """Send what was said."""
@@ -126,7 +130,8 @@ class Guesses:
     def take_in(self, requests: Mapping[int, Request]) -> None:
         """Graft what has arrived."""
         self._absorb(self._drafting.poll(0.0), requests, POOL)
-        self._absorb(self._beside.poll(0.0), requests, BESIDE)
+        for source, each in enumerate(self._beside, POOL + 1):
+            self._absorb(each.poll(0.0), requests, source)
 
     def wait(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
         """Take in more for as long as that pays: `drawing` is all that the next step would run."""
@@ -143,7 +148,7 @@ class Guesses:
         for key, growth in news.grown:
             self.received += len(growth)
             request = requests.get(key)
-            if request is not None and (source == BESIDE or not request.paused) and self._knows(growth):
+            if request is not None and (source != POOL or not request.paused) and self._knows(growth):
                 request.heard |= source == POOL
                 self.grafted += request.tree.graft(growth, request.most_held, source)
         for key in news.lost:

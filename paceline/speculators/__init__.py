@@ -20,22 +20,22 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Specul
 
     Raises ValueError if there is none, or if it is not what it says.
     """
-    if config.method == "ngram":
-        return _ngram(config)
+    if config.method in MODEL_FREE:
+        return MODEL_FREE[config.method](config)
     if config.method == "draft_model" and config.model is not None:
         return _draft_model(config.model, config, engine)
     if config.method in HEADS and config.model is not None:
         from paceline.speculators.heads import build_head
 
         return build_head(config.model, config, engine, lend())
-    if config.method == "custom" and config.speculator is not None:
-        return _custom(config.speculator, config, engine)
+    if config.method == "custom_class" and (path := config.speculator or config.model) is not None:
+        return _custom(path, config, engine)
     raise ValueError(f"method {config.method!r} drafts nothing")
 
 
-def build_beside(config: SpeculativeConfig) -> Speculator | None:
-    """The speculator that drafts in the target's process beside the other one, if one is to."""
-    return _ngram(config) if config.enabled and config.beside == "ngram" else None
+def build_beside(config: SpeculativeConfig) -> list[Speculator]:
+    """The speculators that draft in the target's process beside the other one."""
+    return [MODEL_FREE[method](config) for method in config.beside] if config.enabled else []
 
 
 def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Sequence[int]:
@@ -47,7 +47,7 @@ def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: L
         from paceline.speculators.heads import layers_of_head
 
         return layers_of_head(config.model, config, lend())
-    if config.method == "custom":  # only the speculator itself knows
+    if config.method == "custom_class":  # only the speculator itself knows
         return build(config, engine, lend).hidden_state_layers
     return ()
 
@@ -69,8 +69,17 @@ def _ngram(config: SpeculativeConfig) -> Speculator:
     return NGram(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
 
 
+def _suffix(config: SpeculativeConfig) -> Speculator:
+    from paceline.speculators.suffix import Suffix
+
+    return Suffix(config)
+
+
+MODEL_FREE: dict[str, Callable[[SpeculativeConfig], Speculator]] = {"ngram": _ngram, "suffix": _suffix}
+
+
 def _custom(path: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
-    """Call the factory at a dotted path `package.module.factory` with both configurations."""
+    """Call the class or factory at a dotted path `package.module.name` with both configurations."""
     module, _, name = path.rpartition(".")
     try:
         factory = getattr(importlib.import_module(module), name)

@@ -48,8 +48,8 @@ def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: Spe
     model = load_model(model_name, config)
     drafting = drafting_for(model, pipe, speculation, config)
     cost = row_cost(model, config.max_num_batched_rows)
-    beside = build_beside(speculation)
-    return Engine(model, config, speculation, drafting, cost, beside=LocalDrafting(beside) if beside else None)
+    beside = [LocalDrafting(each) for each in build_beside(speculation)]
+    return Engine(model, config, speculation, drafting, cost, beside=beside)
 
 
 def load_model(name: str, config: EngineConfig) -> Model:

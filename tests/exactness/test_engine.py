@@ -13,7 +13,7 @@ from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
-from paceline.engine.guesses import BESIDE, POOL, SOURCES
+from paceline.engine.guesses import POOL
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.loading import build
 from paceline.model.model import Model
@@ -21,6 +21,7 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Opening, Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
+from paceline.speculators.suffix import Suffix
 from paceline.telemetry.step import StepStats
 from paceline.tree import Growth, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
@@ -69,6 +70,7 @@ def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> Draftin
         "draft_model": lambda: DraftModel(llama(dtype, noise=0.02), width),
         "perfect": lambda: DraftModel(llama(dtype), width),
         "ngram": lambda: NGram(1, 4, width),
+        "suffix": lambda: Suffix(SpeculativeConfig(method="suffix", tree_width=width)),
         "liar": Liar,
     }
     return LocalDrafting(speculators[method]())
@@ -78,7 +80,7 @@ def engine(
     model: Model,
     source: Drafting,
     *,
-    beside: Drafting | None = None,
+    beside: Sequence[Drafting] = (),
     depth: int = 4,
     nodes: int = 16,
     **settings: int,
@@ -139,20 +141,39 @@ def plain(dtype: torch.dtype) -> dict[str, Delta]:
     return answers
 
 
+def accepted(target: Engine, source: int) -> float:
+    """Guesses of this source that the target drew."""
+    return sum(sum(target.calibrations[source, greedy].accepted) for greedy in (True, False))
+
+
 @pytest.mark.parametrize("method", ["draft_model", "liar"])
-def test_two_speculators_that_grow_one_tree_change_no_token(
-    plain: dict[str, Delta], dtype: torch.dtype, method: str
+@pytest.mark.parametrize("beside", [("ngram",), ("suffix",), ("ngram", "suffix"), ("suffix", "ngram")])
+def test_speculators_that_grow_one_tree_change_no_token(
+    plain: dict[str, Delta], dtype: torch.dtype, method: str, beside: Sequence[str]
 ) -> None:
-    target = engine(
-        llama(dtype), drafting(method, dtype, 3, 6), beside=LocalDrafting(NGram(1, 4, 2)), depth=6, nodes=24
-    )
+    others = [drafting(name, dtype, 2, 6) for name in beside]
+    target = engine(llama(dtype), drafting(method, dtype, 3, 6), beside=others, depth=6, nodes=24)
     assert same(run(target, submissions()), plain)
-    accepted = {source: sum(sum(target.calibrations[source, g].accepted) for g in (True, False)) for source in SOURCES}
-    assert accepted[BESIDE] > 0, "what only the n-gram finds"
-    assert method == "liar" or accepted[POOL] > 5, "and what the other one guesses"
+    sources = range(POOL + 1, POOL + 1 + len(beside))
+    assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
+    assert sum(accepted(target, source) for source in sources) > 0, "what the other one does not find"
+    assert method == "liar" or accepted(target, POOL) > 5, "and what the other one guesses"
 
 
-@pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "liar"])
+def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> None:
+    """Whoever lies is not believed, and takes nobody else's credit."""
+    others = [drafting(name, dtype, 2, 6) for name in ("liar", "perfect")]
+    target = engine(llama(dtype), drafting("ngram", dtype, 2, 6), beside=others, depth=6, nodes=24)
+    run(target, submissions())
+
+    def share(source: int) -> float:
+        return accepted(target, source) / sum(sum(target.calibrations[source, g].drafted) for g in (True, False))
+
+    assert share(POOL + 1) < 0.1
+    assert share(POOL + 2) > 0.4
+
+
+@pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "suffix", "liar"])
 @pytest.mark.parametrize(("depth", "nodes", "width"), [(1, 1, 1), (3, 3, 1), (4, 16, 3), (8, 40, 4)])
 def test_speculation_changes_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, depth: int, nodes: int, width: int

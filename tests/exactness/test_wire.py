@@ -20,6 +20,7 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
+from paceline.speculators.suffix import Suffix
 from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
 from tests.llamas import peaked_llama
@@ -77,23 +78,52 @@ async def served(
         yield link, addresses
 
 
-def config(method: str, depth: int, width: int) -> SpeculativeConfig:
+def config(method: str | Sequence[str], depth: int, width: int) -> SpeculativeConfig:
     return SpeculativeConfig(method=method, model="-", num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
+
+
+def speculator(method: str, width: int) -> Speculator:
+    if method == "draft_model":
+        return DraftModel(table(0.3), width)
+    return NGram(1, 4, width) if method == "ngram" else Suffix(config("suffix", 4, width))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(("depth", "width"), [(1, 1), (4, 1), (5, 3)])
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 async def test_speculation_changes_nothing(method: str, depth: int, width: int, temperature: float) -> None:
     """Plain and speculative requests run mixed; each comes out as it does alone."""
-    speculator = DraftModel(table(0.3), width) if method == "draft_model" else NGram(1, 4, width)
-    async with served(table(), config(method, depth, width), speculator) as (link, drafts):
+    async with served(table(), config(method, depth, width), speculator(method, width)) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
         assert mixed == plain == alone
         assert sum(each.drafted_tokens for each in stats) > 0
         if method == "draft_model":
             assert sum(each.accepted_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(
+    "methods",
+    [["suffix", "draft_model"], ["ngram", "draft_model"], ["ngram", "suffix"], ["ngram", "draft_model", "suffix"]],
+)
+async def test_several_speculators_change_nothing(methods: Sequence[str], temperature: float) -> None:
+    """One drafts in a worker, those without a model in the target, for every request and in the same tree."""
+    stack = config(methods, 5, 3)
+    async with served(table(), stack, speculator(stack.method, 3)) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert sum(each.accepted_tokens for each in stats) > 0
+
+
+async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> None:
+    async with served(table(), config(["suffix", "draft_model"], 5, 3)) as (link, _):
+        alone, _ = await run(link, requests(0.0, plain=True, tokens=200))
+        answers, stats = await run(link, requests(0.0, plain=False, tokens=200))
+        assert answers == alone
+        assert sum(each.accepted_tokens for each in stats) > 0
+        assert not any(each.drafts for each in stats)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

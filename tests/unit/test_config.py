@@ -11,6 +11,8 @@ from pydantic import ValidationError
 from paceline.config import EngineConfig, SamplingParams, Settings, SpeculativeConfig, SpeculativeOptions
 
 DRAFT = {"method": "draft_model", "model": "d"}
+CUSTOM = {"method": "custom_class", "speculator": "a.B"}
+TOGETHER = "methods that draft together are ngram, suffix and at most one other, none of them twice"
 
 
 @pytest.mark.parametrize(
@@ -21,8 +23,14 @@ DRAFT = {"method": "draft_model", "model": "d"}
         ({"method": "off"}, {"method": "none"}),
         ({"method": "prompt_lookup"}, {"method": "ngram"}),
         ({"method": "standalone", "model": "d"}, DRAFT),
-        ({"method": ["ngram", "draft_model"], "model": "d"}, DRAFT | {"beside": "ngram"}),
-        ({"speculative_method": ["standalone", "prompt_lookup"], "model": "d"}, DRAFT | {"beside": "ngram"}),
+        ({"method": ["ngram", "draft_model"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
+        ({"speculative_method": ["standalone", "prompt_lookup"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
+        ({"method": ["suffix", "draft_model", "ngram"], "model": "d"}, DRAFT | {"beside": ["suffix", "ngram"]}),
+        ({"method": ["ngram", "suffix"]}, {"method": "ngram", "beside": ["suffix"]}),
+        ({"method": ["suffix", "ngram"]}, {"method": "suffix", "beside": ["ngram"]}),
+        ({"method": ["suffix", "custom"], "speculator": "a.B"}, CUSTOM | {"beside": ["suffix"]}),
+        ({"method": ["ngram"]}, {"method": "ngram"}),
+        ({"method": "custom", "speculator": "a.B"}, CUSTOM),
         ({"method": "draft_model", "draft_model_path": "d"}, DRAFT),
         ({"speculative_num_steps": 7}, {"num_speculative_tokens": 7}),
         ({"speculative_eagle_topk": 4}, {"tree_width": 4}),
@@ -45,6 +53,43 @@ def test_what_vllm_users_write() -> None:
     assert config.limits(SpeculativeOptions()) == (3, 32)
 
 
+def test_suffix_decoding_has_vllm_s_names_and_defaults() -> None:
+    config = SpeculativeConfig.model_validate({"method": "suffix"})
+    assert config.suffix_decoding_max_tree_depth == config.num_speculative_tokens == 24
+    assert config.suffix_decoding_max_cached_requests == 10000
+    assert config.suffix_decoding_max_spec_factor == 1.0
+    assert config.suffix_decoding_min_token_prob == 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "depth"),
+    [
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 9}, 9),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 200}, 64),
+        ({"method": "suffix", "num_speculative_tokens": 3}, 3),
+        ({"method": ["suffix", "draft_model"], "model": "d"}, 5),
+        ({"method": "ngram"}, 5),
+    ],
+)
+def test_suffix_decoding_guesses_as_deep_as_its_tree_unless_told_otherwise(given: dict[str, Any], depth: int) -> None:
+    assert SpeculativeConfig.model_validate(given).num_speculative_tokens == depth
+
+
+def test_a_custom_class_is_named_as_vllm_does_or_by_a_key_of_its_own() -> None:
+    assert SpeculativeConfig.model_validate({"method": "custom_class", "model": "a.B"}).enabled
+    assert SpeculativeConfig.model_validate(CUSTOM).enabled
+
+
+def test_a_suffix_tree_that_is_no_tree_is_refused_by_its_own_name() -> None:
+    with pytest.raises(ValidationError, match=r"1 validation error.*\n.*suffix_decoding_max_tree_depth"):
+        SpeculativeConfig.model_validate({"method": "suffix", "suffix_decoding_max_tree_depth": -1})
+
+
+def test_a_stack_survives_the_command_line_of_a_service() -> None:
+    config = SpeculativeConfig.model_validate({"method": ["suffix", "ngram", "draft_model"], "model": "d"})
+    assert SpeculativeConfig.model_validate_json(config.model_dump_json()) == config
+
+
 WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"num_speculative_token": 5}, "num_speculative_token"),
     (SpeculativeConfig, {"num_speculative_tokens": 5, "speculative_num_steps": 4}, "speculative_num_steps"),
@@ -53,12 +98,25 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"tree_width": 0}, "tree_width"),
     (SpeculativeConfig, {"max_tree_nodes": "many"}, "max_tree_nodes"),
     (SpeculativeConfig, {"method": "warp"}, "method"),
-    (SpeculativeConfig, {"method": ["ngram"]}, "method"),
+    (SpeculativeConfig, {"method": []}, TOGETHER),
     (SpeculativeConfig, {"method": ["ngram", {}]}, "method"),
-    (SpeculativeConfig, {"method": ["ngram", "ngram"]}, "method"),
-    (SpeculativeConfig, {"method": ["draft_model", "custom"], "model": "d"}, "method"),
+    (SpeculativeConfig, {"method": ["ngram", "warp"]}, "method"),
+    (SpeculativeConfig, {"method": ["ngram", "medusa"]}, "'medusa' is planned but not built yet"),
+    (SpeculativeConfig, {"method": ["ngram", "ngram"]}, TOGETHER),
+    (SpeculativeConfig, {"method": ["ngram", "prompt_lookup", "suffix"]}, TOGETHER),
+    (SpeculativeConfig, {"method": ["draft_model", "custom"], "model": "d"}, TOGETHER),
+    (SpeculativeConfig, {"method": ["ngram", "none"]}, TOGETHER),
+    (SpeculativeConfig, {"beside": ["ngram"]}, TOGETHER),
+    (SpeculativeConfig, DRAFT | {"beside": ["suffix", "suffix"]}, TOGETHER),
+    (SpeculativeConfig, {"method": ["suffix", "draft_model"], "model": "d", "beside": ["ngram"]}, "leave out `beside`"),
+    (SpeculativeConfig, {"method": "ngram", "beside": ["draft_model"]}, "beside"),
     (SpeculativeConfig, {"method": "draft_model"}, "model"),
-    (SpeculativeConfig, {"method": "custom"}, "speculator"),
+    (SpeculativeConfig, {"method": "custom_class"}, "speculator"),
+    (SpeculativeConfig, {"suffix_decoding_max_tree_depth": 0}, "suffix_decoding_max_tree_depth"),
+    (SpeculativeConfig, {"suffix_decoding_max_cached_requests": -1}, "suffix_decoding_max_cached_requests"),
+    (SpeculativeConfig, {"suffix_decoding_max_spec_factor": -0.5}, "suffix_decoding_max_spec_factor"),
+    (SpeculativeConfig, {"suffix_decoding_max_spec_factor": math.nan}, "suffix_decoding_max_spec_factor"),
+    (SpeculativeConfig, {"suffix_decoding_min_token_prob": 1.1}, "suffix_decoding_min_token_prob"),
     (SpeculativeConfig, {"rejection_sampling_strategy": "hope"}, "rejection_sampling_strategy"),
     (SpeculativeConfig, {"prompt_lookup_max": "x"}, "prompt_lookup_max"),
     (SpeculativeConfig, {"prompt_lookup_max": None}, "prompt_lookup_max"),
@@ -104,7 +162,7 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
     assert named in f"{place}: {error['msg']}"
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "suffix", "mtp"])
+@pytest.mark.parametrize("method", ["eagle3", "medusa", "mtp"])
 def test_what_is_planned_is_not_unknown(method: str) -> None:
     with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
         SpeculativeConfig.model_validate({"method": method})

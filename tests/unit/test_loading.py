@@ -154,9 +154,9 @@ def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> N
     ("config", "said"),
     [
         (SpeculativeConfig(), "method 'none' drafts nothing"),
-        (SpeculativeConfig(method="custom", speculator="nowhere.at.all"), "'nowhere.at.all' cannot be imported"),
-        (SpeculativeConfig(method="custom", speculator="all"), "'all' cannot be imported"),
-        (SpeculativeConfig(method="custom", speculator="builtins.zip"), "made a zip, which is no Speculator"),
+        (SpeculativeConfig(method="custom_class", speculator="nowhere.at.all"), "'nowhere.at.all' cannot be imported"),
+        (SpeculativeConfig(method="custom_class", speculator="all"), "'all' cannot be imported"),
+        (SpeculativeConfig(method="custom_class", speculator="builtins.zip"), "made a zip, which is no Speculator"),
     ],
 )
 def test_a_speculator_that_cannot_be_built(config: SpeculativeConfig, said: str) -> None:

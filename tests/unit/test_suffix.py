@@ -1,0 +1,501 @@
+"""Suffix decoding: what is counted equals a count by hand, and what is guessed follows from the counts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.speculators.base import Commit, DraftError, Limit, Opening
+from paceline.speculators.suffix import FinishedOutputs, Suffix
+from paceline.speculators.suffix_automaton import SuffixAutomaton
+from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
+from paceline.speculators.suffix_tree import MANY, SuffixTree
+from paceline.tree import Growth, TokenTree
+
+A, B, C, D, E, X, Y, Z = range(8)
+ALL = 1000
+"""More children than any place has."""
+
+
+@dataclass
+class ByHand:
+    """The definition: how often a string occurs in some sequences, counted afresh each time."""
+
+    sequences: Sequence[Sequence[int]]
+    depth: int
+    counts: dict[tuple[int, ...], int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.counts = {}
+        for tokens in self.sequences:
+            for start, length in itertools.product(range(len(tokens)), range(1, self.depth + 1)):
+                if start + length <= len(tokens):
+                    string = tuple(tokens[start : start + length])
+                    self.counts[string] = self.counts.get(string, 0) + 1
+
+    def count(self, string: Sequence[int]) -> int:
+        return self.counts.get(tuple(string), 0)
+
+    def followers(self, string: Sequence[int]) -> dict[int, int]:
+        counts = {token: self.count([*string, token]) for token in range(8)}
+        return {token: count for token, count in counts.items() if count}
+
+    def best(self, context: Sequence[int], factor: float, least: float, bounds: Bounds) -> list[float]:
+        """The paths' probabilities of the tree with the highest score, most probable first; of equals the one with the
+        longest match."""
+        best: list[float] = []
+        for length in range(1, len(context)):
+            match = tuple(context[-length:])
+            if not self.count(match):
+                break
+            reach = min(int(length * factor + 1e-6), bounds.reach[-1], self.depth - length)
+            found = sorted(self.paths(match, 1.0, reach, least), reverse=True)[: bounds.nodes]
+            if sum(found) >= sum(best):
+                best = found
+        return best
+
+    def paths(self, string: tuple[int, ...], path: float, levels: int, least: float) -> Iterator[float]:
+        for token, count in self.followers(string).items() if levels else ():
+            probability = path * (count / self.count(string))
+            if probability >= least:
+                yield probability
+                yield from self.paths((*string, token), probability, levels - 1, least)
+
+
+def chance(case: int) -> random.Random:
+    return random.Random(case)
+
+
+def sequence(rng: random.Random, letters: int, longest: int) -> list[int]:
+    tokens = rng.choices(range(letters), k=rng.randrange(1, longest))
+    return tokens[: rng.randrange(1, 6)] * 20 if rng.random() < 0.2 else tokens
+
+
+def paths(guess: Guess) -> list[float]:
+    """Every node's path probability."""
+    found: list[float] = []
+    for parent, probability in zip(guess.parents, guess.probabilities, strict=True):
+        found.append(probability * (1.0 if parent == NO_PARENT else found[parent]))
+    return found
+
+
+def strings(guess: Guess) -> list[list[int]]:
+    """Every node's path."""
+    found: list[list[int]] = []
+    for parent, token in zip(guess.parents, guess.tokens, strict=True):
+        found.append([*([] if parent == NO_PARENT else found[parent]), token])
+    return found
+
+
+def automaton(tokens: Sequence[int], depth: int, width: int = ALL) -> SuffixAutomaton:
+    counts = SuffixAutomaton(depth, width)
+    for token in tokens:
+        counts.append(token)
+    return counts
+
+
+def tree(sequences: Sequence[list[int]], depth: int, width: int = ALL) -> SuffixTree:
+    counts = SuffixTree(depth, width)
+    for tokens in sequences:
+        counts.add(tokens)
+    return counts
+
+
+@dataclass
+class Case:
+    """One draw of everything."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        rng = chance(self.number)
+        letters = rng.choice([1, 2, 2, 3, 3, 5, 8])
+        self.depth = rng.randrange(1, 12)
+        self.tokens = sequence(rng, letters, 60)
+        self.outputs = [sequence(rng, letters, 25) for _ in range(rng.randrange(1, 8))]
+        self.evicted = rng.randrange(len(self.outputs) + 1)
+        self.factor = rng.choice([0.0, 0.5, 1.0, 1.0, 2.5])
+        self.least = rng.choice([0.0, 0.1, 0.3, 1.0])
+        deepest = rng.randrange(0, 8)
+        reach = [min(int(m * self.factor + 1e-6), deepest, self.depth - m) for m in range(self.depth)]
+        self.bounds = Bounds([*reach, deepest], rng.choice([0, 1, 3, 10, 200]), self.least)
+
+    @property
+    def context(self) -> list[int]:
+        return self.tokens[-self.depth :]
+
+    def best(self, counts: ByHand) -> list[float]:
+        return counts.best(self.context, self.factor, self.least, self.bounds)
+
+
+CASES = pytest.mark.parametrize("case", [range(first, first + 50) for first in range(0, 500, 50)], ids=str)
+
+
+@CASES
+def test_what_a_growing_sequence_counts_is_right_after_every_token(case: range) -> None:
+    for each in map(Case, case):
+        counts = SuffixAutomaton(each.depth, ALL)
+        for end, token in enumerate(each.tokens, 1):
+            counts.append(token)
+            if end % 7 == 0 or end == len(each.tokens):
+                seen = ByHand([each.tokens[:end]], each.depth)
+                context = each.tokens[max(0, end - each.depth) : end]
+                told = {length: match for match in counts.matches() for length in match.lengths}
+                followed = {m for m in range(1, len(context)) if seen.followers(context[-m:])} - {each.depth}
+                assert set(told) == followed
+                for length, match in told.items():
+                    assert match.count == seen.count(context[-length:])
+                    followers = {token: count for count, token, _ in counts.followers(match.place)}
+                    assert followers == seen.followers(context[-length:])
+
+
+@CASES
+def test_what_many_sequences_count_is_right_with_the_first_ones_gone(case: range) -> None:
+    for each in map(Case, case):
+        counts = tree(each.outputs, each.depth)
+        for gone in each.outputs[: each.evicted]:
+            counts.remove(gone)
+        left = ByHand(each.outputs[each.evicted :], each.depth)
+        told = {match.lengths[0]: match for match in counts.matches(each.context)}
+        assert set(told) == {m for m in range(1, len(each.context)) if left.count(each.context[-m:])}
+        for length, match in told.items():
+            assert match.count == left.count(each.context[-length:])
+            if length < each.depth:
+                followers = {token: count for count, token, _ in counts.followers(match.place)}
+                assert followers == left.followers(each.context[-length:])
+
+
+@CASES
+def test_the_best_tree_is_that_of_the_definition(case: range) -> None:
+    for each in map(Case, case):
+        own = automaton(each.tokens, each.depth)
+        local = better(Guess(), own, own.matches(), each.bounds)
+        assert paths(local) == pytest.approx(each.best(ByHand([each.tokens], each.depth)))
+        assert local.score == pytest.approx(sum(paths(local)))
+
+        others = tree(each.outputs, each.depth)
+        found = better(Guess(), others, others.matches(each.context), each.bounds)
+        assert paths(found) == pytest.approx(each.best(ByHand(each.outputs, each.depth)))
+
+
+@CASES
+def test_a_chain_is_what_greedy_choices_give_however_ties_are_broken(case: range) -> None:
+    for each in map(Case, case):
+        counts = automaton(each.tokens, each.depth, width=1)
+        guess = better(Guess(), counts, counts.matches(), each.bounds)
+        seen = ByHand([each.tokens], each.depth)
+        scores: dict[int, set[float]] = {}
+        for length in range(1, len(each.context)):
+            reach = min(each.bounds.reach[length], each.bounds.nodes)
+            chains = greedy(seen, tuple(each.context[-length:]), reach, each.least)
+            scores[length] = {round(sum(chain), 9) for chain in chains}
+        lowest = max((min(each) for each in scores.values()), default=0.0)
+        highest = max((max(each) for each in scores.values()), default=0.0)
+        assert lowest - 1e-6 <= guess.score <= highest + 1e-6
+        assert round(guess.score, 9) in {0.0, *itertools.chain(*scores.values())}
+        assert guess.parents == [NO_PARENT, *range(len(guess.tokens) - 1)][: len(guess.tokens)]
+
+
+def greedy(seen: ByHand, string: tuple[int, ...], levels: int, least: float, path: float = 1.0) -> list[list[float]]:
+    """Path probabilities of all chains of most frequent followers."""
+    followers = seen.followers(string) if levels else {}
+    most = max(followers.values(), default=0)
+    path *= most / max(seen.count(string), 1)
+    if not most or path < least:
+        return [[]]
+    likeliest = [token for token, count in followers.items() if count == most]
+    return [[path, *rest] for token in likeliest for rest in greedy(seen, (*string, token), levels - 1, least, path)]
+
+
+def test_a_tree_forgets_whatever_goes_first() -> None:
+    rng = chance(1)
+    outputs = [sequence(rng, 3, 40) for _ in range(60)]
+    counts = SuffixTree(6, ALL)
+    for i, output in enumerate(outputs):
+        counts.add(output)
+        if i >= 5:
+            counts.remove(outputs[i - 5])
+            left = tree(outputs[i - 4 : i + 1], 6)
+            assert counts.nodes == left.nodes, "as small as one that never had the others"
+            names = {id(tokens) for tokens in counts._sequences} - {id(each) for each in outputs[i - 4 : i + 1]}
+            assert all(not tokens for tokens in counts._sequences if id(tokens) in names), "and names none of them"
+    for output in outputs[-5:]:
+        counts.remove(output)
+    assert counts.nodes == 0
+    assert len(counts._counts) < 2 * 6 * 40 * 6, "places of nodes are used again"
+
+
+def test_a_tree_has_fewer_than_two_nodes_for_each_token() -> None:
+    rng = chance(2)
+    outputs = [rng.choices(range(4), k=200) for _ in range(10)]
+    outputs += outputs
+    assert tree(outputs, 24).nodes < 2 * 2000
+
+
+def test_an_automaton_has_fewer_than_two_states_for_each_token() -> None:
+    assert len(automaton(chance(3).choices(range(3), k=1000), 24)._lengths) < 2000
+    assert len(automaton([A] * 1000, 24)._lengths) == 1001
+
+
+def test_of_many_followers_the_most_frequent_are_told_whatever_changed_since() -> None:
+    counts = SuffixTree(4, 2)
+    first = [each for token in range(1, 3 * MANY) for each in (A, token)]
+    counts.add(first)
+    counts.add([A, 7, A, 7, A, 9, X])
+
+    def told() -> list[tuple[int, int]]:
+        [match] = [match for match in counts.matches([X, A]) if match.lengths[0] == 1]
+        return [(token, count) for count, token, _ in counts.followers(match.place)]
+
+    assert told() == [(7, 3), (9, 2)]
+    assert told() == [(7, 3), (9, 2)]
+    counts.add([A, 9, A, 9, A, 9])
+    assert told() == [(9, 5), (7, 3)]
+    counts.remove(first)
+    assert told() == [(9, 4), (7, 2)]
+
+
+class TestFinishedOutputs:
+    def known(self, outputs: FinishedOutputs, *tokens: int) -> int:
+        """How often these are counted."""
+        return max((m.count for m in outputs.tree.matches([Z, *tokens]) if len(tokens) in m.lengths), default=0)
+
+    def test_the_oldest_make_room_for_the_newest(self) -> None:
+        outputs = FinishedOutputs(4, 3, requests=2)
+        for output in ([A, B], [A, C], [A, D]):
+            outputs.add(output)
+        assert [self.known(outputs, A, token) for token in (B, C, D)] == [0, 1, 1]
+
+    def test_of_tokens_there_are_only_so_many(self) -> None:
+        outputs = FinishedOutputs(4, 3, requests=100, tokens=5)
+        for output in ([A, A], [B, B, B], [C]):
+            outputs.add(output)
+        assert [self.known(outputs, token) for token in (A, B, C)] == [0, 3, 1]
+
+    def test_what_is_too_long_alone_drives_nobody_out(self) -> None:
+        outputs = FinishedOutputs(4, 3, requests=100, tokens=3)
+        outputs.add([A, A, A])
+        outputs.add([B] * 4)
+        assert [self.known(outputs, token) for token in (A, B)] == [3, 0]
+
+    def test_what_is_empty_counts_as_no_request(self) -> None:
+        outputs = FinishedOutputs(4, 3, requests=1)
+        outputs.add([A])
+        outputs.add([])
+        assert self.known(outputs, A) == 1
+
+    def test_none_are_kept_where_none_are_wanted(self) -> None:
+        outputs = FinishedOutputs(4, 3, requests=0)
+        outputs.add([A])
+        assert self.known(outputs, A) == 0
+
+
+def suffix(width: int = 1, **settings: Any) -> Suffix:
+    keys = {f"suffix_decoding_{key}": value for key, value in settings.items()}
+    return Suffix(SpeculativeConfig.model_validate({"method": "suffix", "tree_width": width} | keys))
+
+
+def opening(tokens: Sequence[int], key: int = 1, *, output: int = 0, depth: int = 10, nodes: int = 100) -> Opening:
+    return Opening(key, tokens, output, SamplingParams(), depth, nodes)
+
+
+def leaves(growth: Growth) -> list[tuple[list[int], float]]:
+    """Tokens from the root to each leaf, and the probability of the path."""
+    known: dict[int, tuple[list[int], float]] = {0: ([], 1.0)}
+    rows = zip(growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, strict=True)
+    for id_, parent, token, log_prob in rows:
+        tokens, probability = known[parent]
+        known[id_] = ([*tokens, token], probability * math.exp(log_prob))
+    return [known[id_] for id_ in growth.node_ids if id_ not in growth.parent_ids]
+
+
+def guessed(speculator: Suffix, tokens: Sequence[int], **more: int) -> list[tuple[list[int], float]]:
+    speculator.open(opening(tokens, 99, **more))
+    grown = speculator.grow()
+    speculator._requests.pop(99)
+    return leaves(grown[99]) if 99 in grown else []
+
+
+def finish(speculator: Suffix, output: Sequence[int], prompt: Sequence[int] = (Z,)) -> None:
+    speculator.open(opening(list(prompt), 50))
+    speculator.commit(Commit(50, len(prompt) - 1, output, 0))
+    speculator.close(50)
+
+
+class TestSuffix:
+    def test_what_followed_is_guessed_as_far_as_the_match_is_long(self) -> None:
+        assert guessed(suffix(), [A, B, C, D, E, X, A, B, C]) == [([D, E, X], 0.5)]
+
+    def test_the_factor_stretches_that(self) -> None:
+        tokens = [A, B, C, D, E, X, A, B]
+        assert guessed(suffix(max_spec_factor=0.5), tokens) == [([C], 0.5)]
+        assert guessed(suffix(max_spec_factor=2.0), tokens) == [([C, D, E, X], 0.5)]
+        assert guessed(suffix(max_spec_factor=0.0), tokens) == []
+
+    def test_match_and_guess_together_are_no_deeper_than_the_tree(self) -> None:
+        assert guessed(suffix(max_tree_depth=5), [A, B, C, D, E, X, A, B, C]) == [([D, E], 0.5)]
+        assert guessed(suffix(max_tree_depth=1), [A, A, A]) == []
+
+    def test_the_target_s_depth_and_room_are_kept(self) -> None:
+        tokens = [A, B, C, D, E, X, A, B, C]
+        assert guessed(suffix(), tokens, depth=2) == [([D, E], 0.5)]
+        assert guessed(suffix(), tokens, nodes=1) == [([D], 0.5)]
+        assert guessed(suffix(), tokens, nodes=0) == []
+
+    def test_shares_become_branches(self) -> None:
+        tokens = [A, B, A, B, A, C, X, A]
+        assert guessed(suffix(width=3), tokens) == [([B], pytest.approx(0.5)), ([C], pytest.approx(0.25))]
+        assert guessed(suffix(width=1), tokens) == [([B], pytest.approx(0.5))]
+
+    def test_what_is_less_likely_than_asked_is_not_guessed(self) -> None:
+        tokens = [A, B, A, B, A, C, X, A]
+        assert guessed(suffix(width=3, min_token_prob=0.3), tokens) == [([B], pytest.approx(0.5))]
+        assert guessed(suffix(width=3, min_token_prob=0.25), tokens)[1:] == [([C], pytest.approx(0.25))]
+        assert guessed(suffix(width=3, min_token_prob=0.6), tokens) == []
+
+    def test_finished_outputs_are_known_and_their_prompts_are_not(self) -> None:
+        speculator = suffix()
+        finish(speculator, [A, B, C], prompt=[X, Y, Z])
+        assert guessed(speculator, [Y, A]) == [([B], 1.0)]
+        assert guessed(speculator, [A, X]) == []
+        assert guessed(speculator, [A, Z]) == []
+
+    def test_output_that_was_there_when_a_request_came_is_output(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([X, Y, A, B], output=2))
+        speculator.commit(Commit(1, 3, [C], 0))
+        speculator.close(1)
+        assert guessed(speculator, [Z, A, B]) == [([C], 1.0)]
+        assert guessed(speculator, [Z, X]) == []
+
+    def test_a_request_is_not_known_to_others_before_it_ends(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, C], output=3))
+        assert guessed(speculator, [Z, A]) == []
+        speculator.close(1)
+        assert guessed(speculator, [Z, A]) == [([B], 1.0)]
+
+    def test_a_request_that_is_opened_afresh_counts_once(self) -> None:
+        speculator = suffix(width=2)
+        for _ in range(3):
+            speculator.open(opening([A, B], output=2))
+        speculator.close(1)
+        finish(speculator, [A, C])
+        assert sorted(guessed(speculator, [Z, A])) == [([B], 0.5), ([C], 0.5)]
+
+    def test_no_more_requests_are_kept_than_asked(self) -> None:
+        speculator = suffix(max_cached_requests=1)
+        finish(speculator, [A, B])
+        finish(speculator, [A, C])
+        assert guessed(speculator, [Z, A]) == [([C], 1.0)]
+        speculator = suffix(max_cached_requests=0)
+        finish(speculator, [A, B])
+        assert guessed(speculator, [Z, A]) == []
+
+    def test_of_equals_the_request_s_own_wins(self) -> None:
+        speculator = suffix()
+        finish(speculator, [A, B])
+        finish(speculator, [A, C])
+        assert guessed(speculator, [A, D, A]) == [([D], 0.5)]
+        finish(speculator, [A, C])
+        assert guessed(speculator, [A, D, A]) == [([C], pytest.approx(2 / 3))]
+
+    def test_of_equals_the_longer_match_wins(self) -> None:
+        """One half for one token: after A twice, after B A once."""
+        tokens = [A, C, A, C, X, B, A, D, Y, B, A]
+        assert guessed(suffix(), tokens, depth=1) == [([D], 0.5)]
+
+    def test_output_is_looked_up_too(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, C]))
+        assert speculator.grow() == {}
+        speculator.commit(Commit(1, 2, [D, A, B], 0))
+        assert leaves(speculator.grow()[1]) == [([C, D], 0.5)]
+
+    def test_nothing_new_is_guessed_until_something_is_committed(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, A]))
+        assert speculator.grow()
+        assert speculator.grow() == {}
+        assert not speculator.behind
+
+    def test_guesses_that_came_true_are_not_sent_again(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, C, D, E, X, Y, A, B]))
+        replica = TokenTree(8, B)
+        replica.graft(speculator.grow()[1], 100)
+        assert [n.token for n in replica.nodes()] == [C, D]
+        replica.commit([C])
+        speculator.commit(Commit(1, 8, [C], 1))
+        growth = speculator.grow()[1]
+        assert growth.tokens == [E, X], "D was sent before"
+        replica.graft(growth, 100)
+        assert [n.token for n in replica.nodes()] == [D, E, X]
+
+    def test_a_tree_that_is_full_takes_the_likeliest(self) -> None:
+        """The room that a limit leaves is what is not taken by guesses that are still alive."""
+        speculator = suffix()
+        speculator.open(opening([A, B, C, D, E, X, Y, A, B], nodes=2))
+        assert speculator.grow()[1].tokens == [C, D]
+        speculator.commit(Commit(1, 8, [C], 1))
+        assert speculator.grow()[1].tokens == [E]
+
+    def test_a_paused_request_follows_its_commits_and_grows_nothing(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, C, D, A, B]))
+        speculator.limit(Limit(1, 0, 0))
+        assert speculator.grow() == {}
+        speculator.commit(Commit(1, 5, [C], 0))
+        assert speculator.grow() == {}
+        speculator.limit(Limit(1, 10, 100))
+        speculator.commit(Commit(1, 6, [D], 0))
+        assert leaves(speculator.grow()[1]) == [([A, B, C, D], 0.5)]
+
+    def test_a_commit_at_another_place_is_refused(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B]))
+        with pytest.raises(DraftError, match="the root is at 1, the commit at 5"):
+            speculator.commit(Commit(1, 5, [A], 0))
+
+    def test_requests_do_not_see_each_other_and_may_close(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([A, B, A], 1))
+        speculator.open(opening([X, C, X], 2))
+        speculator.open(opening([A], 3))
+        speculator.close(1)
+        speculator.close(9)
+        speculator.commit(Commit(1, 2, [B], 0))
+        speculator.limit(Limit(1, 1, 1))
+        grown = speculator.grow()
+        assert leaves(grown[2]) == [([C], 0.5)]
+        assert set(grown) == {2}
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=40),
+    st.integers(1, 4),
+    st.integers(0, 6),
+    st.integers(0, 8),
+    st.lists(st.integers(0, 3), max_size=20),
+)
+def test_a_tree_stays_within_its_limits(
+    tokens: list[int], width: int, depth: int, nodes: int, commits: list[int]
+) -> None:
+    speculator = suffix(width=width)
+    speculator.open(opening(tokens, depth=depth, nodes=nodes))
+    replica = TokenTree(len(tokens) - 1, tokens[-1])
+    for position, token in enumerate([*commits, 0], len(tokens) - 1):
+        for growth in speculator.grow().values():
+            assert replica.graft(growth, nodes) == len(growth), "no node is sent twice, or beyond the room"
+        assert all(node.position - replica.root.position <= depth for node in replica.nodes())
+        replica.commit([token])
+        speculator.commit(Commit(1, position, [token], 0))
