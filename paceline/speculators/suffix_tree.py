@@ -153,11 +153,11 @@ class SuffixTree:
         return upper
 
     def _join(self, node: int) -> None:
-        """Take in the only child, if whatever passes through the node passes through it, too."""
+        """Take in the only child, if whatever passes through the node passes through it, too. Then the last one did, and
+        both runs are one piece of it."""
         (child,) = self._children[node].values()
         if self._counts[child] == self._counts[node]:
-            self._starts[node] = self._starts[child] - self._length(node)
-            self._stops[node], self._sequences[node] = self._stops[child], self._sequences[child]
+            self._stops[node] = self._stops[child]
             self._children[node] = self._children[child]
             self._drop(child)
 
