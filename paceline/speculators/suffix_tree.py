@@ -66,14 +66,12 @@ class SuffixTree:
             self._remove(tokens, start, min(start + self._depth, len(tokens)))
 
     def matches(self, context: list[int]) -> Iterator[Match[Spot]]:
-        """The ends of the context that occur, longest first. None is as long as the context."""
-        found: list[Match[Spot]] = []
+        """The ends of the context that occur. None is as long as the context."""
         for length in range(1, len(context)):
             spot = self._find(context, len(context) - length)
             if spot is None:
-                break
-            found.append(Match(range(length, length + 1), self._counts[spot[0]], spot))
-        return reversed(found)
+                return
+            yield Match(range(length, length + 1), self._counts[spot[0]], spot)
 
     def followers(self, place: Spot) -> Sequence[Follower[Spot]]:
         node, read = place
@@ -129,7 +127,7 @@ class SuffixTree:
                 self._drop(child)
                 break
             node, start = child, start + self._length(child)
-        if node != ROOT and len(self._children[node]) == 1:
+        if len(self._children[node]) == 1:
             self._join(node)
 
     def _length(self, node: int) -> int:
@@ -153,8 +151,8 @@ class SuffixTree:
         return upper
 
     def _join(self, node: int) -> None:
-        """Take in the only child, if whatever passes through the node passes through it, too. Then the last one did, and
-        both runs are one piece of it."""
+        """Take in the only child, if whatever passes through the node passes through it, too: so did the last sequence
+        that did, and both runs are one piece of it. (The root counts nothing, and takes in nobody.)"""
         (child,) = self._children[node].values()
         if self._counts[child] == self._counts[node]:
             self._stops[node] = self._stops[child]

@@ -147,7 +147,7 @@ def accepted(target: Engine, source: int) -> float:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "liar"])
-@pytest.mark.parametrize("beside", [("ngram",), ("suffix",), ("ngram", "suffix"), ("suffix", "ngram")])
+@pytest.mark.parametrize("beside", [("ngram",), ("suffix", "ngram")])
 def test_speculators_that_grow_one_tree_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, beside: Sequence[str]
 ) -> None:
@@ -171,6 +171,15 @@ def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> Non
 
     assert share(POOL + 1) < 0.1
     assert share(POOL + 2) > 0.4
+
+
+def test_what_was_answered_before_is_guessed_when_it_is_asked_again(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+    others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
+    target = engine(llama(dtype), NoDrafting(), beside=others, depth=6, nodes=24)
+    run(target, submissions())
+    first = accepted(target, POOL + 2)
+    assert same(run(target, submissions()), plain)
+    assert accepted(target, POOL + 2) > 2 * first + 20
 
 
 @pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "suffix", "liar"])

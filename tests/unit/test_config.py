@@ -26,6 +26,7 @@ TOGETHER = "methods that draft together are ngram, suffix and at most one other,
         ({"method": ["ngram", "draft_model"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
         ({"speculative_method": ["standalone", "prompt_lookup"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
         ({"method": ["suffix", "draft_model", "ngram"], "model": "d"}, DRAFT | {"beside": ["suffix", "ngram"]}),
+        ({"method": ["suffix", "eagle3"], "model": "d"}, {"method": "eagle3", "model": "d", "beside": ["suffix"]}),
         ({"method": ["ngram", "suffix"]}, {"method": "ngram", "beside": ["suffix"]}),
         ({"method": ["suffix", "ngram"]}, {"method": "suffix", "beside": ["ngram"]}),
         ({"method": ["suffix", "custom"], "speculator": "a.B"}, CUSTOM | {"beside": ["suffix"]}),
@@ -162,7 +163,7 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
     assert named in f"{place}: {error['msg']}"
 
 
-@pytest.mark.parametrize("method", ["eagle3", "medusa", "mtp"])
+@pytest.mark.parametrize("method", ["medusa", "mtp"])
 def test_what_is_planned_is_not_unknown(method: str) -> None:
     with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
         SpeculativeConfig.model_validate({"method": method})

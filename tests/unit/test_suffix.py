@@ -421,6 +421,12 @@ class TestSuffix:
         tokens = [A, C, A, C, X, B, A, D, Y, B, A]
         assert guessed(suffix(), tokens, depth=1) == [([D], 0.5)]
 
+    def test_of_equals_the_longer_match_wins_though_the_other_one_may_reach_further(self) -> None:
+        """After E B A, D in one of two, and one token ahead; after B A, C in two of four, and two ahead."""
+        tokens = [B, A, C, X, B, A, C, Y, E, B, A, D, E, B, A]
+        assert guessed(suffix(max_tree_depth=4, min_token_prob=0.5), tokens) == [([D], 0.5)]
+        assert guessed(suffix(max_tree_depth=4, min_token_prob=0.5), tokens[4:]) == [([D], 0.5)]
+
     def test_output_is_looked_up_too(self) -> None:
         speculator = suffix()
         speculator.open(opening([A, B, C]))
