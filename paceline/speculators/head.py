@@ -12,7 +12,6 @@ in its cache or moves a request here. Until all have come nothing is guessed.
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from paceline.budget import RowCost
 from paceline.sampling import History
-from paceline.speculators.base import Commit, Context, DraftError, Opening
+from paceline.speculators.base import Opening
 from paceline.speculators.best_first import BestFirst, Draft, Round
 from paceline.speculators.network import HeadNetwork
 from paceline.tree import Node, TokenTree
@@ -31,25 +30,12 @@ from paceline.tree import Node, TokenTree
 class HeadDraft(Draft):
     """Its tokens are all but the request's first."""
 
-    states: deque[Tensor] = field(default_factory=deque)
-    """[layers, H] for the tokens that can be computed, in their order."""
     features: dict[Node, Tensor] = field(default_factory=dict)
     """[h] of expanded nodes, the root among them."""
 
     @property
     def computable(self) -> int:
         return min(self.missing, len(self.states))
-
-    @property
-    def known(self) -> int:
-        """Positions of which the target's states have come."""
-        return self.computed + len(self.states)
-
-    def hear(self, position: int, states: Tensor) -> None:
-        """States of positions from `position` on; those that were heard before are passed over."""
-        if position > self.known:
-            raise DraftError(f"hidden states of position {position}, but not of {self.known} before it")
-        self.states.extend(states[self.known - position :])
 
     def keep(self, path: Sequence[Node]) -> None:
         """Nothing: the target's states of these tokens are better than what was computed."""
@@ -96,15 +82,6 @@ class Head(BestFirst[HeadDraft]):
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HeadDraft:
         return HeadDraft(opening, list(opening.tokens[1:]), tree, history, self.position_limit, floor)
 
-    def context(self, context: Context) -> None:
-        if draft := self._drafts.get(context.request_id):
-            draft.hear(context.base_position, context.hidden_states)
-
-    def commit(self, commit: Commit) -> None:
-        super().commit(commit)
-        if commit.hidden_states is not None and (draft := self._drafts.get(commit.request_id)):
-            draft.hear(commit.base_position, commit.hidden_states)
-
     @torch.inference_mode()
     def run(self, this: Round[HeadDraft]) -> tuple[Tensor, Tensor | None]:
         output = self._network.run(this.rows, self._features(this), this.wanted)
@@ -114,7 +91,7 @@ class Head(BestFirst[HeadDraft]):
 
     def _features(self, this: Round[HeadDraft]) -> Tensor:
         """[rows, h]: those of committed tokens come before those of guesses."""
-        told = [draft.states.popleft() for draft, node in this.of if node is None]
+        told = [state for draft, node in this.of if node is None for state in draft.states.take(1)]
         guessed = [draft.features[node.parent] for draft, node in this.of if node is not None and node.parent]
         parts = [self._network.encode(torch.stack(told))] if told else []
         parts += [torch.stack(guessed)] if guessed else []

@@ -25,8 +25,9 @@ from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.best_first import MOST_PRICE, PREFILL_ROWS, dealt
+from paceline.speculators.best_first import MOST_PRICE
 from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.follower import PREFILL_ROWS, dealt
 from paceline.tree import Growth, Node, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 

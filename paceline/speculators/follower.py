@@ -1,0 +1,254 @@
+"""Following what targets commit with a network that is run over it: what all methods with one share.
+
+Committed tokens own their slots from the moment they are known, so a request that was taken in can always be computed,
+and one that cannot be is refused at once. A network may be fed with the target's hidden states, too. They come with the
+target's prefill, with a commit, or long after, when the target finds a prefix in its cache or moves a request here.
+
+Requests have owners, the targets that one draft serves. What a round has is divided among these max-min fairly: nobody
+gets more than an equal share while others want theirs, and what one does not want is there for the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import abstractmethod
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from paceline.model.rows import Lane
+from paceline.sampling import History
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.tree import Node, TokenTree
+from paceline.verify import STRATEGIES
+
+PREFILL_ROWS = 256
+"""Context tokens computed per round."""
+
+Each = TypeVar("Each")
+F = TypeVar("F", bound="Followed")
+
+
+class States:
+    """The target's hidden states of a request's positions, in their order, until they are used."""
+
+    def __init__(self) -> None:
+        self.known = 0
+        """Positions of which they have come."""
+        self._waiting: deque[Tensor] = deque()
+
+    def __len__(self) -> int:
+        """How many wait to be used."""
+        return len(self._waiting)
+
+    def hear(self, position: int, states: Tensor) -> None:
+        """States [positions, layers, H] from `position` on; those that were heard before are passed over.
+
+        Raises `DraftError` if some before are not known.
+        """
+        if position > self.known:
+            raise DraftError(f"hidden states of position {position}, but not of {self.known} before it")
+        new = states[self.known - position :]
+        self._waiting.extend(new)
+        self.known += len(new)
+
+    def take(self, count: int) -> list[Tensor]:
+        """The first so many of them, [layers, H] each."""
+        return [self._waiting.popleft() for _ in range(count)]
+
+
+@dataclass(slots=True, eq=False)
+class Followed:
+    """One request: its replica of the tree, and what of its tokens the network has computed."""
+
+    opening: Opening
+    tokens: list[int]
+    """Those that the network is run over."""
+    tree: TokenTree
+    history: History
+    limit: int
+    """No node stands at or beyond this position."""
+    floor: float
+    """Log-probability of a path, above which guesses are made."""
+    lane: Lane = field(default_factory=Lane)
+    """Slots of all tokens, computed or not."""
+    computed: int = 0
+    states: States = field(default_factory=States)
+    """For tokens that are not computed, where the network is fed with them."""
+
+    @property
+    def missing(self) -> int:
+        """Committed tokens, the root among them, that are not computed."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def computable(self) -> int:
+        """How many of them can be computed now."""
+        return self.missing
+
+    @property
+    def held(self) -> list[int]:
+        """All its slots."""
+        return self.lane.slots
+
+    @property
+    def room(self) -> int:
+        """How many more guesses are wanted."""
+        return max(0, self.opening.max_nodes - self.tree.size)
+
+    def keep(self, path: Sequence[Node]) -> None:
+        """These guesses were committed; their slots may become those of the tokens."""
+
+    def forgotten(self) -> list[int]:
+        """After a commit: the slots of guesses that are of no use any more, taken from them."""
+        return []
+
+    def survey(self) -> None:
+        """Find out what may be guessed, after anything but growth."""
+
+
+class Follower(Speculator, Generic[F]):
+    """Keeps a replica of each request and slots for its tokens; a subclass computes and guesses."""
+
+    def __init__(self, slots: int, least_path_probability: float) -> None:
+        """`slots`: positions for which there is room. Guesses on paths that are not likelier are not made."""
+        self.slots = slots
+        self._least = least_path_probability
+        self._free = list(range(slots, 0, -1))
+        self._drafts: dict[int, F] = {}
+        self._turn = 0
+        """What was divided so far: the next one goes to the next owner."""
+        self._ran = False
+        """Whether the last round ran the network; if not, there was nothing worth it."""
+
+    @abstractmethod
+    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> F:
+        """A draft of this request, nothing of which is computed."""
+
+    @property
+    def behind(self) -> bool:
+        return self._ran
+
+    def open(self, opening: Opening) -> None:
+        self.close(opening.request_id)
+        strategy = STRATEGIES.get(opening.strategy)
+        if strategy is None:
+            raise DraftError(f"unknown strategy {opening.strategy!r}")
+        tokens = list(opening.tokens)
+        self._check(tokens, len(tokens))
+        split = len(tokens) - opening.output_tokens
+        history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
+        tree = TokenTree(len(tokens) - 1, tokens[-1])
+        draft = self.begin(opening, tree, history, self._floor(opening.least_path_probability))
+        draft.lane.slots += self._take(len(draft.tokens))
+        self._drafts[opening.request_id] = draft
+
+    def context(self, context: Context) -> None:
+        if draft := self._drafts.get(context.request_id):
+            draft.states.hear(context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        draft = self._drafts.get(commit.request_id)
+        if draft is None:
+            return
+        if draft.tree.root.position != commit.base_position:
+            raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
+        self._check(commit.tokens, len(draft.tokens) + len(commit.tokens))
+        draft.keep(draft.tree.commit(commit.tokens).path)
+        draft.tokens += commit.tokens
+        draft.history.extend(commit.tokens)
+        self._free += draft.forgotten()
+        draft.lane.slots += self._take(len(draft.tokens) - len(draft.lane))
+        if commit.hidden_states is not None:
+            draft.states.hear(commit.base_position, commit.hidden_states)
+        self._moved(draft, len(commit.tokens))
+
+    def limit(self, limit: Limit) -> None:
+        draft = self._drafts.get(limit.request_id)
+        if draft is not None:
+            draft.opening = replace(
+                draft.opening,
+                max_depth=limit.max_depth,
+                max_nodes=limit.max_nodes,
+                least_path_probability=limit.least_path_probability,
+            )
+            self._refresh(draft)
+
+    def close(self, request_id: int) -> None:
+        draft = self._drafts.pop(request_id, None)
+        if draft is not None:
+            self._free += draft.held
+
+    def check_integrity(self) -> None:
+        """Prove that every slot is free, or has one holder. Raises AssertionError."""
+        held = [slot for draft in self._drafts.values() for slot in draft.held]
+        if sorted([*self._free, *held]) != list(range(1, self.slots + 1)):
+            raise AssertionError(f"{len(self._free)} slots free and {len(held)} held, of {self.slots}")
+
+    def _moved(self, draft: F, tokens: int) -> None:
+        """So many tokens were committed."""
+        self._refresh(draft)
+
+    def _refresh(self, draft: F) -> None:
+        draft.floor = self._floor(draft.opening.least_path_probability)
+        draft.survey()
+
+    def _floor(self, wanted: float) -> float:
+        least = max(wanted, self._least)
+        return math.log(least) if least else -math.inf
+
+    def _check(self, tokens: Sequence[int], length: int) -> None:
+        """Raises `DraftError` unless these tokens can be run, as the last of so many."""
+        if length >= self.position_limit:
+            raise DraftError(f"{length} tokens; the draft's positions end at {self.position_limit}")
+        if not all(0 <= token < self.vocabulary_size for token in tokens):
+            raise DraftError(f"a token id is outside the draft's vocabulary of {self.vocabulary_size}")
+
+    @property
+    def _within_reach(self) -> int:
+        """Slots that committed tokens can have."""
+        return len(self._free)
+
+    def _take(self, count: int) -> list[int]:
+        """Slots for committed tokens. Raises `DraftError` if there are not so many."""
+        if count > len(self._free):
+            raise DraftError(f"out of slots: {count} needed, {self._within_reach} of {self.slots} free")
+        return [self._free.pop() for _ in range(count)]
+
+    def _owned(self) -> list[list[F]]:
+        """The requests of each owner, first of the one whose turn it is."""
+        owned: defaultdict[int, list[F]] = defaultdict(list)
+        for draft in self._drafts.values():
+            owned[draft.opening.owner].append(draft)
+        turn = self._turn % max(1, len(owned))
+        whole = list(owned.values())
+        return whole[turn:] + whole[:turn]
+
+    def _context(self, owned: Sequence[Sequence[F]]) -> Iterator[tuple[F, range]]:
+        """Which committed tokens this round computes; from then on they count as computed."""
+        shares = Counter(itertools.islice(dealt(map(_missing, owned)), PREFILL_ROWS))
+        for key, count in shares.items():
+            draft = self._drafts[key]
+            start = draft.computed
+            draft.computed += count
+            yield draft, range(start, draft.computed)
+
+
+def dealt(hands: Iterable[Iterator[Each]]) -> Iterator[Each]:
+    """One of each in turn, for as long as it has any: every beginning is a max-min fair share of the whole."""
+    turns = deque(hands)
+    while turns:
+        hand = turns.popleft()
+        for each in itertools.islice(hand, 1):
+            yield each
+            turns.append(hand)
+
+
+def _missing(drafts: Iterable[Followed]) -> Iterator[int]:
+    """The request of each token that can be computed. Few missing ones first: a prompt takes several rounds anyway."""
+    for draft in sorted(drafts, key=lambda draft: draft.computable):
+        yield from itertools.repeat(draft.opening.request_id, draft.computable)
