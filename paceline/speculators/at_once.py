@@ -1,0 +1,166 @@
+"""Drafting several tokens in one pass: PARD, P-EAGLE and DFlash.
+
+Once after each commit the network is run over the root, and over places behind it that stand for tokens nobody knows
+yet. It gives one law for each of the next positions, whatever the guesses between are, and the tree is their product
+(`paceline.speculators.product_tree`), with the target's noise in each of them. Guesses that a commit leaves standing
+stay, beside those that the new laws make.
+
+What is computed for the unknown places is never kept: the tokens that come to stand there were not known.
+"""
+
+from __future__ import annotations
+
+import itertools
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.model.rows import Row
+from paceline.speculators import product_tree
+from paceline.speculators.follower import Followed, Follower, dealt
+from paceline.speculators.product_tree import Law, draws, predicted
+from paceline.tree import Growth, Node
+
+MOST_ROWS = 256
+"""Rows of guesses in one round."""
+
+
+@dataclass(slots=True, eq=False)
+class AtOnceDraft(Followed):
+    """Tokens before the root are computed as they become known, the root when guesses are wanted."""
+
+    laws: Sequence[Law] | None = None
+    """Of the tokens after the root; None: there was no pass for this root yet."""
+    due: bool = False
+    """Whether there may be more to guess by these laws."""
+
+    @property
+    def computable(self) -> int:
+        return max(0, self.missing - 1)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all is there that the root's pass needs."""
+        return self.missing == 1
+
+    @property
+    def depth(self) -> int:
+        """How far below the root guesses may stand."""
+        return max(0, min(self.opening.max_depth, self.limit - 1 - self.tree.root.position))
+
+    @property
+    def asks(self) -> bool:
+        """Whether the root's pass is wanted, and can be made."""
+        return self.laws is None and self.ready and self.depth > 0 and self.room > 0
+
+    def keep(self, path: Sequence[Node]) -> None:
+        """Nothing; and the laws were another root's."""
+        self.laws = None
+
+    def survey(self) -> None:
+        self.due = True
+
+    def guess(self) -> list[Node]:
+        """New nodes by the laws there are."""
+        self.due = False
+        return product_tree.grow(self.tree, (self.laws or ())[: self.depth], self.room, self.floor)
+
+
+@dataclass(slots=True, eq=False)
+class FedDraft(AtOnceDraft):
+    """The target's hidden states of a position are needed before what builds on them can be computed."""
+
+    @property
+    def computable(self) -> int:
+        return min(max(0, self.missing - 1), len(self.states))
+
+    @property
+    def ready(self) -> bool:
+        return self.missing == 1 and self.states.known >= self.tree.root.position
+
+
+D = TypeVar("D", bound=AtOnceDraft)
+Spans = Sequence[tuple[D, range]]
+"""Which committed tokens of which requests are to be computed."""
+Asked = Sequence[tuple[D, int]]
+"""Requests whose root's pass is to be made, and how many laws each wants."""
+
+
+class AtOnce(Follower[D]):
+    """What all methods share that guess in one pass; a subclass says what it computes."""
+
+    def __init__(
+        self, slots: int, ahead: int, tree_width: int, least_path_probability: float = 0.02, spare: int = 0
+    ) -> None:
+        """`slots`: positions for which there is room. `ahead`: most laws of one pass. `tree_width`: most tokens of
+        each. `spare`: free slots that a request's pass needs for its duration."""
+        super().__init__(slots, least_path_probability)
+        self._ahead, self._width, self._spare = ahead, tree_width, spare
+
+    @abstractmethod
+    def look(self, context: Spans[D], asked: Asked[D]) -> tuple[Tensor, Tensor | None]:
+        """One pass: the wanted laws' logits, request by request [laws, columns], and the token of each column; None:
+        column n is token n."""
+
+    @torch.inference_mode()
+    def grow(self) -> dict[int, Growth]:
+        """One pass: missing context, and the roots whose context is complete with it."""
+        owned = self._owned()
+        context = list(self._context(owned))
+        asked = self._asked(owned)
+        self._ran = bool(context or asked)
+        if self._ran:
+            self._tell(asked, *self.look(context, asked))
+        new = {key: draft.guess() for key, draft in self._drafts.items() if draft.due and draft.laws is not None}
+        return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
+
+    def _asked(self, owned: Sequence[Sequence[D]]) -> Asked[D]:
+        most = max(1, MOST_ROWS // self._ahead)
+        if self._spare:
+            most = min(most, len(self._free) // self._spare)
+        hands = [iter([draft for draft in drafts if draft.asks]) for drafts in owned]
+        asked = [(draft, min(draft.depth, self._ahead)) for draft in itertools.islice(dealt(hands), most)]
+        self._turn += len(asked)
+        return asked
+
+    def _tell(self, asked: Asked[D], logits: Tensor, ids: Tensor | None) -> None:
+        """Every request its laws."""
+        if not asked:
+            return
+        rows = [row for draft, count in asked for row in draws(draft.history, draft.tree.root.position + 1, count)]
+        laws = iter(predicted(logits, rows, self._width, ids))
+        for draft, count in asked:
+            draft.laws = list(itertools.islice(laws, count))
+            draft.survey()
+
+
+class Masked(AtOnce[D]):
+    """The unknown places are rows of a mask token, each of which sees the ones before it."""
+
+    def __init__(
+        self, slots: int, mask_token: int, ahead: int, tree_width: int, least_path_probability: float = 0.02
+    ) -> None:
+        """The root's row gives the first law, so there is one mask less than laws. The rest as in `AtOnce`."""
+        super().__init__(slots, ahead, tree_width, least_path_probability, ahead - 1)
+        self._mask_token = mask_token
+
+    def rows(self, context: Spans[D], asked: Asked[D]) -> tuple[list[Row], list[int]]:
+        """The rows of one pass: context, then for each request its root and masks. And which of them give laws.
+
+        The roots count as computed from then on.
+        """
+        rows = [draft.lane.row(draft.tokens[i], i) for draft, span in context for i in span]
+        wanted = range(len(rows), len(rows) + sum(count for _, count in asked))
+        free = reversed(self._free)  # nobody takes any during the pass
+        for draft, count in asked:
+            rows.append(draft.lane.row(draft.tokens[-1], draft.computed))
+            draft.computed += 1
+            masks: list[int] = []
+            for slot in itertools.islice(free, count - 1):
+                masks.append(slot)
+                rows.append(draft.lane.branch_row(self._mask_token, masks))
+        return rows, list(wanted)
