@@ -71,6 +71,12 @@ class Rotary:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
+def turned(x: Tensor, turn: Turn) -> Tensor:
+    """Heads [R, heads, D], each row rotated to its position."""
+    cos, sin = turn
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
 class Attention:
     """Grouped-query attention of one layer. Its input may be wider than its output."""
 
@@ -100,8 +106,7 @@ class Attention:
         if self._head_norms is not None:
             weight, eps = self._head_norms
             qk = F.rms_norm(qk, (heads.head_size,), None, eps) * weight
-        cos, sin = turn
-        qk = torch.addcmul(qk * cos, qk.roll(heads.head_size // 2, -1), sin)
+        qk = turned(qk, turn)
         query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
         return self._out(attend(query, key, value, self._index, this, self._scale, self._window))
 

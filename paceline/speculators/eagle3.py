@@ -10,12 +10,11 @@ Which of the variants that have been published a checkpoint is, its tensors and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import Pass
@@ -25,11 +24,10 @@ from paceline.model.lending import Lent
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config, is_of_the_speculators_library
 from paceline.speculators.head_layers import HeadLayer, HeadPasses, attention_of, mlp_of, padded, picked
+from paceline.speculators.head_vocabulary import embedding_of, ids_of, output_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
 
-PADDING = 512
-"""So many more rows than tokens a matrix may have, for the sake of kernels."""
 AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
 """What SGLang called `fc_norm.0` to `fc_norm.2`."""
 
@@ -77,15 +75,15 @@ class Eagle3:
         self.model = checkpoint.folder.name
         self.hidden_state_layers: Sequence[int] = kind.layers
         self.slots, self.position_limit = slots, lent.max_model_len
-        self.ids = _ids(weights, checkpoint, lent)
+        self.ids = ids_of(weights, checkpoint, lent)
         self._scale = kind.logit_scale
         self._encode = _Encoder(weights, len(kind.layers), lent.hidden_size, h, eps)
         self._passes = HeadPasses(config, count, slots, lent)
         self._first = _FirstLayer(weights, config, self._passes, norm_before_residual=kind.norm_before_residual)
         self._others = [HeadLayer(weights, n, config, self._passes.heads) for n in range(1, count)]
         self._norm = Norm(weights.take("norm.weight", h), eps)
-        self._embed = _embedding(weights, lent, h)
-        self._output = _output(weights, lent, h, self.ids)
+        self._embed = embedding_of(weights, lent, h)
+        self._output = output_of(weights, lent, h, self.ids)
         self._feeds_back_normed = kind.norm_output
 
     def encode(self, states: Tensor) -> Tensor:
@@ -183,45 +181,3 @@ def _refuse_other_sizes(checkpoint: Checkpoint, lent: Lent, h: int) -> None:
         raise CheckpointError(
             f"{checkpoint} is a head for hidden size {wanted}, {lent.name} has {lent.hidden_size}: choose one for it"
         )
-
-
-def _ids(weights: Weights, checkpoint: Checkpoint, lent: Lent) -> Tensor | None:
-    """The target's token of each of the head's, from the offsets in `d2t`."""
-    columns = weights.shape("lm_head.weight")[0] if "lm_head.weight" in weights else lent.vocabulary_size
-    if "d2t" not in weights:
-        if not lent.vocabulary_size <= columns < lent.vocabulary_size + PADDING:
-            raise CheckpointError(
-                f"{checkpoint} guesses {columns} tokens and has no d2t to say which, {lent.name} knows "
-                f"{lent.vocabulary_size}: it is a head for another vocabulary, or incomplete"
-            )
-        return None
-    count = weights.shape("d2t")[0]
-    ids = torch.arange(count, device=lent.device) + weights.take("d2t", count)
-    if count == 0 or int(ids.max()) >= lent.vocabulary_size or int(ids.min()) < 0 or not bool((ids.diff() > 0).all()):
-        raise CheckpointError(
-            f"d2t in {checkpoint} does not name {count} different tokens of {lent.name}, in rising order: "
-            "it is a head for another vocabulary, or it holds ids where offsets are expected"
-        )
-    return None if count == lent.vocabulary_size else ids
-
-
-def _embedding(weights: Weights, lent: Lent, h: int) -> Callable[[Tensor], Tensor]:
-    name = "embed_tokens.weight"
-    rows = weights.shape(name)[0] if name in weights else 0
-    if not rows and h == lent.hidden_size:
-        return lent.embed
-    if not lent.vocabulary_size <= rows < lent.vocabulary_size + PADDING:
-        weights.take(name, lent.vocabulary_size, h)  # raises: it is missing, or of another vocabulary
-    own = weights.own_embedding(name, rows, h)
-    return lent.embed if own is None else lambda ids: F.embedding(ids, own)
-
-
-def _output(weights: Weights, lent: Lent, h: int, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
-    """Logits with a column for each of `ids`."""
-    if "lm_head.weight" in weights:
-        rows = weights.shape("lm_head.weight")[0]
-        columns = lent.vocabulary_size if ids is None else len(ids)
-        return Linear(weights.take("lm_head.weight", rows, h)[:columns])
-    if ids is None:
-        return lent.output
-    return lambda final: lent.output(final).index_select(-1, ids)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
@@ -48,6 +49,14 @@ class Weights:
             return None
         return embedding
 
+    def own_output(self, name: str, columns: int, width: int) -> Tensor | None:
+        """The first so many rows of the head's own output matrix; None if there is none, or they are the target's."""
+        if name not in self:
+            return None
+        output = self.take(name, self.shape(name)[0], width)[:columns]
+        same = columns == self._lent.vocabulary_size and width == self._lent.hidden_size
+        return None if same and _gives_the_same(output, self._lent) else output
+
     def _stored_as(self, name: str) -> str:
         if name not in self._stored:
             raise CheckpointError(
@@ -61,3 +70,10 @@ def _copies(embedding: Tensor, lent: Lent, step: int = 8192) -> bool:
     ids = torch.arange(min(len(embedding), lent.vocabulary_size), device=lent.device)
     same = (torch.equal(embedding[part], lent.embed(part)) for part in ids.split(step))
     return len(ids) == len(embedding) and all(same)
+
+
+def _gives_the_same(output: Tensor, lent: Lent, probed: int = 64) -> bool:
+    """Whether the target's output has the same weights for so many of its inputs, one at a time: that is exact."""
+    inputs = torch.arange(lent.hidden_size, device=lent.device)[:: max(1, lent.hidden_size // probed)]
+    ones = F.one_hot(inputs, lent.hidden_size).to(lent.dtype)
+    return torch.equal(lent.output(ones), output[:, inputs].T)
