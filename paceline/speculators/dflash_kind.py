@@ -47,7 +47,7 @@ class DFlashKind:
             layers_of(checkpoint, lent),
             _block(checkpoint),
             _mask_token(checkpoint),
-            0 if _own(said).get("sample_from_anchor", said.get("sample_from_anchor", False)) else 1,
+            0 if _own(said).get("sample_from_anchor") or said.get("sample_from_anchor") else 1,
             [int(config.sliding_window) if sliding else 0 for sliding in _sliding(config)],
             _causal(checkpoint, config),
         )
@@ -100,10 +100,14 @@ def layers_of(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
 def _outputs(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
     """In z-lab's format: layers whose outputs it wants, counted from 0."""
     said = checkpoint.config
+    layers = int(said.get("num_target_layers") or lent.layers)
+    if layers != lent.layers:
+        raise CheckpointError(
+            f"{checkpoint} is a draft for a model of {layers} layers, {lent.name} has {lent.layers}: choose one for it"
+        )
     named = _own(said).get("target_layer_ids") or said.get("target_layer_ids")
     if named:
         return [int(n) for n in named]
-    layers = int(said.get("num_target_layers") or lent.layers)
     count = int(said.get("num_hidden_layers", 1))
     if count == 1:
         return [layers // 2]
@@ -117,8 +121,7 @@ def _own(said: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _block(checkpoint: Checkpoint) -> int:
     said = checkpoint.config
-    # The library has a default, and writes it; the original has none.
-    block = said.get("block_size", _own(said).get("block_size"))
+    block = said.get("block_size") or _own(said).get("block_size")
     if not isinstance(block, int) or block < 2:
         raise CheckpointError(f"config.json in {checkpoint} names no block_size of 2 or more: it is incomplete")
     return block
