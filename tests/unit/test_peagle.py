@@ -1,0 +1,285 @@
+"""P-EAGLE heads: against a computation without a cache written from the paper's formulas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from paceline.config import EngineConfig
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.lending import Lent
+from paceline.model.loading import build
+from paceline.speculators.eagle3 import Eagle3
+from paceline.speculators.follower import PREFILL_ROWS
+from paceline.speculators.peagle import PEagle, is_peagle
+from tests.dense import HEADS, HIDDEN, INNER, KV_HEADS, SIZE, attention, heads_of, layer_tensors, mlp, random, rms_norm
+from tests.feeding import Feeding, Guess
+from tests.llamas import VOCABULARY, peaked_llama
+
+NETWORK = peaked_llama()
+MASK, AHEAD, LAYERS = 60, 4, (0, 1, 2)
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+LIBRARY: dict[str, Any] = {
+    "architectures": ["PEagleSpeculator"],
+    "speculators_model_type": "peagle",
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "num_hidden_layers": 2,
+        "vocab_size": VOCABULARY,
+    },
+    "draft_vocab_size": VOCABULARY,
+    "norm_before_residual": False,
+    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
+    "mask_token_id": MASK,
+}
+
+
+def tensors() -> dict[str, Tensor]:
+    """Random weights of two layers, and an embedding that was trained, too."""
+    torch.manual_seed(6)
+    named = {
+        "fc.weight": random(HIDDEN, 3 * HIDDEN),
+        "norm.weight": random(HIDDEN),
+        "lm_head.weight": 2 * random(VOCABULARY, HIDDEN),
+        "embed_tokens.weight": random(VOCABULARY, HIDDEN),
+        "mask_hidden": torch.randn(1, 1, 3 * HIDDEN),
+        "layers.0.hidden_norm.weight": random(HIDDEN),
+    }
+    return named | layer_tensors("layers.0", 2 * HIDDEN) | layer_tensors("layers.1")
+
+
+def reduced() -> tuple[dict[str, Tensor], list[int]]:
+    ids = list(range(1, VOCABULARY, 4))
+    offsets = torch.tensor(ids) - torch.arange(len(ids))
+    return tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets}, ids
+
+
+def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Checkpoint:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
+    return Checkpoint(folder)
+
+
+def lent() -> Lent:
+    return build(peaked_llama(), "target", EngineConfig(), "", []).lend()
+
+
+def drafting(checkpoint: Checkpoint, ahead: int = AHEAD, width: int = 2) -> PEagle:
+    target = lent()
+    return PEagle(Eagle3(checkpoint, target, 1024), checkpoint, target, ahead, width, 0.0)
+
+
+@torch.no_grad()
+def laws(
+    request: Feeding, weights: Mapping[str, Tensor], ahead: int = AHEAD, *, normed_residual: bool = False
+) -> Tensor:
+    """Log-probabilities [ahead, columns] of the last real row and of the mask rows behind it."""
+    before = len(request.tokens) - 1
+    told = request.states()[:before].flatten(1)
+    states = torch.cat((told, weights["mask_hidden"].view(1, -1).expand(ahead - 1, -1)))
+    if "input_norm.weight" in weights:
+        states = rms_norm(states, weights["input_norm.weight"])
+    elif "fc_norm.0.weight" in weights:
+        chunks = states.chunk(3, -1)
+        states = torch.cat([rms_norm(x, weights[f"fc_norm.{i}.weight"]) for i, x in enumerate(chunks)], -1)
+    g = states @ weights["fc.weight"].T
+    embedding = weights.get("embed_tokens.weight", NETWORK.model.embed_tokens.weight)
+    tokens = embedding[torch.tensor([*request.tokens[1:], *[MASK] * (ahead - 1)])]
+    u = rms_norm(g, weights["layers.0.hidden_norm.weight"])
+    e = rms_norm(tokens, weights["layers.0.input_layernorm.weight"])
+    x = layer(u if normed_residual else g, torch.cat((e, u), -1), weights, 0)
+    x = layer(x, rms_norm(x, weights["layers.1.input_layernorm.weight"]), weights, 1)
+    head = weights.get("lm_head.weight", NETWORK.lm_head.weight)
+    return (rms_norm(x[before - 1 :], weights["norm.weight"]) @ head.T).log_softmax(-1)
+
+
+def layer(x: Tensor, y: Tensor, weights: Mapping[str, Tensor], n: int) -> Tensor:
+    """A causal layer with residual `x` and attention over `y`."""
+    name, positions = f"layers.{n}", torch.arange(len(y))
+    query, key = (heads_of(y, weights, f"{name}.self_attn.{p}", positions) for p in ("q", "k"))
+    value = heads_of(y, weights, f"{name}.self_attn.v")
+    seen = positions <= positions[:, None]
+    x = x + attention(query, key, value, seen) @ weights[f"{name}.self_attn.o_proj.weight"].T
+    return x + mlp(rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"]), weights, name)
+
+
+def check(request: Feeding, guesses: Sequence[Guess], expected: Tensor, ids: Sequence[int] | None) -> None:
+    """Each guess has its depth's log-probability, and the likeliest path is there."""
+    columns = {token: column for column, token in enumerate(ids or range(VOCABULARY))}
+    assert guesses
+    for path, log_prob in guesses:
+        assert log_prob == pytest.approx(float(expected[len(path) - 1, columns[path[-1]]]), abs=2e-3)
+    best = [int(law.argmax()) for law in expected]
+    request.tree.followed([ids[column] if ids else column for column in best])
+
+
+class Variant:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Tensor] | None = None,
+        ids: Sequence[int] | None = None,
+        *,
+        normed_residual: bool = False,
+    ) -> None:
+        self.config, self.weights, self.ids = config, weights or tensors(), ids
+        self.normed_residual = normed_residual
+
+
+def without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
+    return {key: value for key, value in mapping.items() if key not in keys}
+
+
+VARIANTS = {
+    "library": Variant(LIBRARY),
+    "residual not said": Variant(without(LIBRARY, "norm_before_residual")),
+    "normed residual": Variant({**LIBRARY, "norm_before_residual": True}, normed_residual=True),
+    "norm before fc": Variant({**LIBRARY, "norm_before_fc": True}, tensors() | {"input_norm.weight": random(192)}),
+    "norms before fc": Variant(
+        {**LIBRARY, "fc_norm": True}, tensors() | {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(3)}
+    ),
+    "the target's matrices": Variant(LIBRARY, without(tensors(), "embed_tokens.weight", "lm_head.weight")),
+    "reduced vocabulary": Variant(LIBRARY, *reduced()),
+    "the mask's other name": Variant({**without(LIBRARY, "mask_token_id"), "pard_token": MASK}),
+}
+
+
+@pytest.fixture(params=VARIANTS)
+def variant(request: pytest.FixtureRequest) -> Variant:
+    return VARIANTS[request.param]
+
+
+@pytest.mark.parametrize("length", [2, 8, 62, 64, 65])
+def test_laws_are_those_of_the_formulas(variant: Variant, tmp_path: Path, length: int) -> None:
+    request = Feeding(
+        drafting(save(tmp_path, variant.config, variant.weights)),
+        NETWORK,
+        [(7 * i + i // 5) % VOCABULARY for i in range(length)],
+    )
+    request.tell()
+    expected = laws(request, variant.weights, normed_residual=variant.normed_residual)
+    assert len(expected) == AHEAD
+    check(request, request.grow(), expected, variant.ids)
+
+
+def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant, tmp_path: Path) -> None:
+    """Masks leave nothing behind; accepted tokens are run with the target's states."""
+    rng = Random(3)
+    speculator = drafting(save(tmp_path, variant.config, variant.weights))
+    request = Feeding(speculator, NETWORK, PROMPT)
+    request.tell()
+    for _ in range(12):
+        expected = laws(request, variant.weights, normed_residual=variant.normed_residual)
+        check(request, request.grow(), expected, variant.ids)
+        speculator.check_integrity()
+        chosen = rng.choice(list(request.tree.nodes())).path()
+        request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 7])
+def test_the_laws_are_as_many_as_are_asked_for(tmp_path: Path, ahead: int) -> None:
+    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors()), ahead, 1), NETWORK, PROMPT)
+    request.tell()
+    guesses = request.grow()
+    assert len(guesses) == ahead
+    check(request, guesses, laws(request, tensors(), ahead), None)
+
+
+def test_a_first_token_alone_has_no_row(tmp_path: Path) -> None:
+    """Until there is one after it, and its state."""
+    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, [5])
+    assert request.grow() == []
+    request.commit([7])
+    check(request, request.grow(), laws(request, tensors()), None)
+
+
+def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:
+    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, PROMPT)
+    request.tell(len(PROMPT) - 2)
+    assert request.grow() == []
+    request.commit([7, 8])
+    assert request.grow() == []
+    request.tell()
+    check(request, request.grow(), laws(request, tensors()), None)
+
+
+def test_several_requests_share_a_pass(tmp_path: Path) -> None:
+    speculator = drafting(save(tmp_path, LIBRARY, tensors()))
+    requests = {
+        key: Feeding(speculator, NETWORK, [(key * i) % VOCABULARY for i in range(3 * key)], key=key)
+        for key in (1, 2, 5)
+    }
+    for request in requests.values():
+        request.tell()
+    grown = speculator.grow()
+    assert grown.keys() == requests.keys()
+    for key, request in requests.items():
+        request.tree.graft(grown[key], 1000)
+        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in request.tree.nodes()]
+        check(request, guesses, laws(request, tensors()), None)
+
+
+def test_a_long_prompt_takes_several_rounds(tmp_path: Path) -> None:
+    request = Feeding(
+        drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, [i % VOCABULARY for i in range(PREFILL_ROWS + 70)]
+    )
+    request.tell()
+    check(request, request.grow(), laws(request, tensors()), None)
+
+
+def test_the_first_guess_stands_on_the_state_before_the_root(tmp_path: Path) -> None:
+    """A head that lets through the last layer's output says in the root's row what the target says before the root."""
+    through = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    through["fc.weight"] = torch.cat((torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1)
+    through["lm_head.weight"] = NETWORK.lm_head.weight.detach().clone()
+    through["norm.weight"] = NETWORK.model.norm.weight.detach().clone()
+    with torch.no_grad():
+        said = NETWORK(torch.tensor([PROMPT])).logits[0].argmax(-1).tolist()
+    request = Feeding(drafting(save(tmp_path, LIBRARY, through), 1, 1), NETWORK, PROMPT)
+    request.tell()
+    assert [path for path, _ in request.grow()] == [(said[-2],)]
+    assert len(set(said[-3:])) == 3
+
+
+def test_a_head_without_mask_hidden_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, LIBRARY, without(tensors(), "mask_hidden"))
+    assert is_peagle(checkpoint)
+    with pytest.raises(CheckpointError, match="no tensor mask_hidden: it is an EAGLE-3 head"):
+        drafting(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("config", "weights", "words"),
+    [
+        (without(LIBRARY, "mask_token_id"), tensors(), "names no mask_token_id"),
+        ({**LIBRARY, "mask_token_id": VOCABULARY}, tensors(), f"no id in an embedding of {VOCABULARY} tokens"),
+        (LIBRARY, tensors() | {"mask_hidden": torch.zeros(1, 1, 64)}, "has 64 values where 3 states of 64"),
+        (LIBRARY, without(tensors(), "fc.weight"), "no tensor fc.weight"),
+        ({**LIBRARY, "target_hidden_size": 128}, tensors(), "hidden size 128, target has 64"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], words: str
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        drafting(save(tmp_path, config, weights))
+
+
+def test_a_head_is_recognised_by_its_mask(tmp_path: Path) -> None:
+    assert is_peagle(save(tmp_path, without(LIBRARY, "speculators_model_type", "architectures"), tensors()))
+    plain = without(LIBRARY, "speculators_model_type", "architectures")
+    assert not is_peagle(save(tmp_path / "other", plain, without(tensors(), "mask_hidden")))
