@@ -9,16 +9,20 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
-Method = Literal["none", "draft_model", "eagle", "eagle3", "ngram", "suffix", "custom_class"]
+Method = Literal[
+    "none", "draft_model", "eagle", "eagle3", "pard", "peagle", "dflash", "ngram", "suffix", "custom_class"
+]
 ModelFree = Literal["ngram", "suffix"]
-HEADS = ("eagle", "eagle3")
+HEADS = ("eagle", "eagle3", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy"]
 
 # Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
 # "not yet", not "no such thing".
-PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "mlp_speculator", "pard")
+PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "mlp_speculator")
 PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
+PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
+"""What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
 METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom": "custom_class", "off": "none"}
 
 STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
@@ -223,6 +227,21 @@ class SpeculativeConfig(Settings):
                 return {**data, key: method, "beside": names}
         return data
 
+    @model_validator(mode="before")
+    @classmethod
+    def _parallel_drafting(cls, data: Any) -> Any:
+        """`"parallel_drafting": true` makes another method of the one that is named, as in vLLM."""
+        if not isinstance(data, dict) or "parallel_drafting" not in data:
+            return data
+        rest = {key: value for key, value in data.items() if key != "parallel_drafting"}
+        key = "speculative_method" if "speculative_method" in rest else "method"
+        name = rest.get(key)
+        if not data["parallel_drafting"] or name in PARALLEL.values():
+            return rest
+        if METHOD_ALIASES.get(str(name), name) not in PARALLEL:
+            raise ValueError(f"parallel_drafting goes with {' and '.join(PARALLEL)}, not with {name!r}")
+        return rest | {key: PARALLEL[METHOD_ALIASES.get(str(name), str(name))]}
+
     @field_validator("method", mode="before")
     @classmethod
     def _known_method(cls, value: Any) -> Any:
@@ -248,7 +267,7 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        if self.method in ("draft_model", *HEADS) and not self.model:
+        if self.method in ("draft_model", "pard", *HEADS) and not self.model:
             raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
         if self.method == "custom_class" and not (self.speculator or self.model):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")

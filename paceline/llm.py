@@ -15,7 +15,7 @@ from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model import load
 from paceline.model.probe import row_cost
-from paceline.speculators import build, build_beside
+from paceline.speculators import build, build_beside, completed
 from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -56,7 +56,7 @@ class LLM:
         Raises `ModelNotFoundError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
         config = EngineConfig.model_validate(engine_config or {})
-        speculation = SpeculativeConfig.model_validate(speculative_config or {})
+        speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}))
         torch.set_num_threads(config.threads)
         self._model = load(model, config)
         self._tokenizer = Tokenizer.load(model)

@@ -153,9 +153,20 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     if not speculation.enabled or speculation.model is None:
         return speculation
     draft = _place(speculation.model)
-    if speculation.method == "draft_model":
+    if speculation.method in ("draft_model", "pard"):
         _check_vocabularies(draft, model)
-    return speculation.model_copy(update={"model": draft})
+    return _completed(speculation.model_copy(update={"model": draft}))
+
+
+def _completed(speculation: SpeculativeConfig) -> SpeculativeConfig:
+    if speculation.method != "dflash":
+        return speculation
+    from paceline.speculators import completed
+
+    try:
+        return completed(speculation)
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _check_vocabularies(draft: str, model: str) -> None:

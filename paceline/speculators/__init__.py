@@ -5,14 +5,39 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 
-from paceline.config import HEADS, EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, MOST_TOKENS, EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 
-__all__ = ["Commit", "Context", "DraftError", "Opening", "Speculator", "build", "build_beside", "hidden_state_layers"]
+__all__ = [
+    "Commit",
+    "Context",
+    "DraftError",
+    "Opening",
+    "Speculator",
+    "build",
+    "build_beside",
+    "completed",
+    "hidden_state_layers",
+]
 
 Lend = Callable[[], Lent]
 """Gives what the target lends. Called only for methods that draft from it."""
+
+
+def completed(config: SpeculativeConfig) -> SpeculativeConfig:
+    """With what a checkpoint says where the user says nothing: how many tokens a DFlash draft guesses.
+
+    Raises ValueError or `ModelNotFoundError` if there is no such checkpoint.
+    """
+    if config.method != "dflash" or config.model is None or "num_speculative_tokens" in config.model_fields_set:
+        return config
+    from paceline.model.checkpoint import Checkpoint
+    from paceline.models import resolve_model
+    from paceline.speculators.dflash_kind import ahead_of
+
+    ahead = ahead_of(Checkpoint(resolve_model(config.model)))
+    return config.model_copy(update={"num_speculative_tokens": min(ahead, MOST_TOKENS)})
 
 
 def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Speculator:
@@ -24,6 +49,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Specul
         return MODEL_FREE[config.method](config)
     if config.method == "draft_model" and config.model is not None:
         return _draft_model(config.model, config, engine)
+    if config.method == "pard" and config.model is not None:
+        return _pard(config.model, config, engine)
     if config.method in HEADS and config.model is not None:
         from paceline.speculators.heads import build_head
 
@@ -61,6 +88,17 @@ def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig) ->
     # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
     draft = load(model, engine.model_copy(update={"max_model_len": None}))
     return DraftModel(draft, config.tree_width, row_cost(draft, MOST_ROWS), config.least_path_probability)
+
+
+def _pard(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+    from paceline.model import load
+    from paceline.model.checkpoint import Checkpoint
+    from paceline.models import resolve_model
+    from paceline.speculators.pard import Pard, mask_token_of
+
+    mask_token = mask_token_of(Checkpoint(resolve_model(model)))
+    draft = load(model, engine.model_copy(update={"max_model_len": None}))
+    return Pard(draft, mask_token, config.num_speculative_tokens, config.tree_width, config.least_path_probability)
 
 
 def _ngram(config: SpeculativeConfig) -> Speculator:

@@ -41,13 +41,11 @@ class DFlashKind:
     @classmethod
     def of(cls, checkpoint: Checkpoint, lent: Lent, config: Any) -> DFlashKind:
         """`config`: of the draft's layers. Raises `CheckpointError` if it is another kind, or not for this target."""
-        said = checkpoint.config
-        refuse_relatives(checkpoint)
         return cls(
             layers_of(checkpoint, lent),
             _block(checkpoint),
             _mask_token(checkpoint),
-            0 if _own(said).get("sample_from_anchor") or said.get("sample_from_anchor") else 1,
+            _first(checkpoint),
             [int(config.sliding_window) if sliding else 0 for sliding in _sliding(config)],
             _causal(checkpoint, config),
         )
@@ -61,24 +59,14 @@ def is_dflash(checkpoint: Checkpoint) -> bool:
     return "dflash_config" in said or named or kind in ("dflash", *OTHERS)
 
 
-def refuse_relatives(checkpoint: Checkpoint) -> None:
-    """Raises `CheckpointError` for a checkpoint that is no plain DFlash."""
-    said = checkpoint.config
-    for name, keys in OTHERS.items():
-        tensor = checkpoint.find("markov_head.markov_w1.weight") if name == "dspark" else None
-        if said.get("speculators_model_type") == name or any(key in said for key in keys) or tensor:
-            raise CheckpointError(f"{checkpoint} is a {name} draft, which is not served yet: take a dflash one")
-    other = next((key for key in NOT_SERVED if _own(said).get(key)), None)
-    if other is None and said.get("is_neox_style") is False:
-        other = "is_neox_style"
-    if other is None and (checkpoint.find("g_proj.weight") or checkpoint.find("aux_hidden_norms.0.weight")):
-        other = "g_proj"
-    if other is not None:
-        raise CheckpointError(f"{checkpoint} is a variant of dflash with {other}, which is not served yet")
+def ahead_of(checkpoint: Checkpoint) -> int:
+    """Tokens that it guesses in one pass. Raises `CheckpointError` if it does not say."""
+    return _block(checkpoint) - _first(checkpoint)
 
 
 def layers_of(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
     """Which states of the target it is fed with. Raises `CheckpointError`."""
+    _refuse_relatives(checkpoint)
     said = checkpoint.config
     if is_of_the_speculators_library(checkpoint):
         layers = [int(n) for n in said.get("aux_hidden_state_layer_ids") or ()]
@@ -95,6 +83,22 @@ def layers_of(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
         return tuple(layers)
     # The reference takes transformers' last hidden state for the last layer's, which is after the norm.
     return tuple(lent.final if layer == lent.layers else layer for layer in layers)
+
+
+def _refuse_relatives(checkpoint: Checkpoint) -> None:
+    """Raises `CheckpointError` for a checkpoint that is no plain DFlash."""
+    said = checkpoint.config
+    for name, keys in OTHERS.items():
+        tensor = checkpoint.find("markov_head.markov_w1.weight") if name == "dspark" else None
+        if said.get("speculators_model_type") == name or any(key in said for key in keys) or tensor:
+            raise CheckpointError(f"{checkpoint} is a {name} draft, which is not served yet: take a dflash one")
+    other = next((key for key in NOT_SERVED if _own(said).get(key)), None)
+    if other is None and said.get("is_neox_style") is False:
+        other = "is_neox_style"
+    if other is None and (checkpoint.find("g_proj.weight") or checkpoint.find("aux_hidden_norms.0.weight")):
+        other = "g_proj"
+    if other is not None:
+        raise CheckpointError(f"{checkpoint} is a variant of dflash with {other}, which is not served yet")
 
 
 def _outputs(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
@@ -117,6 +121,11 @@ def _outputs(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
 def _own(said: Mapping[str, Any]) -> Mapping[str, Any]:
     own: Mapping[str, Any] = said.get("dflash_config") or {}
     return own
+
+
+def _first(checkpoint: Checkpoint) -> int:
+    said = checkpoint.config
+    return 0 if _own(said).get("sample_from_anchor") or said.get("sample_from_anchor") else 1
 
 
 def _block(checkpoint: Checkpoint) -> int:

@@ -18,7 +18,7 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load
 from paceline.model.probe import row_cost
-from paceline.speculators import build_beside, hidden_state_layers
+from paceline.speculators import build_beside, completed, hidden_state_layers
 from paceline.wire.drafting import RemoteDrafting
 from services.compute import build_speculator, run, speculator_errors
 from services.process import StartError
@@ -46,6 +46,8 @@ def bind(cpus: Sequence[int]) -> None:
 def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
     """Raises `StartError` or `ModelNotFoundError` with what to do."""
     model = load_model(model_name, config)
+    with speculator_errors(speculation):
+        speculation = completed(speculation)
     drafting = drafting_for(model, pipe, speculation, config)
     cost = row_cost(model, config.max_num_batched_rows)
     beside = [LocalDrafting(each) for each in build_beside(speculation)]

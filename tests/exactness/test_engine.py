@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from paceline.speculators.suffix import Suffix
 from paceline.telemetry.step import StepStats
 from paceline.tree import Growth, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.parallel import drafting_for
 
 FREE = RowCost([8, 256], [1.0, 1.001])
 """Rows that cost nothing: every guess is verified."""
@@ -189,6 +191,34 @@ def test_speculation_changes_no_token(
 ) -> None:
     source = drafting(method, dtype, width, depth)
     assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), submissions()), plain)
+
+
+@pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
+@pytest.mark.parametrize("rows", [17, 256])
+def test_guesses_of_one_pass_change_no_token(
+    plain: dict[str, Delta], dtype: torch.dtype, method: str, rows: int, tmp_path: Path
+) -> None:
+    """With whole prompts and chunks of them; twice, so that prefixes come from the cache."""
+    model = llama(dtype)
+    drafting = LocalDrafting(drafting_for(model if method != "pard" else llama(dtype), method, tmp_path, ahead=4))
+    target = engine(model, drafting, depth=4, nodes=24, max_num_batched_rows=rows)
+    steps: list[StepStats] = []
+    assert same(run(target, submissions(), steps=steps), plain)
+    assert same(run(target, submissions(), steps=steps), plain)
+    assert sum(step.speculation.accepted_tokens for step in steps) > (300 if method == "pard" else 20)
+
+
+@pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
+def test_preemption_amid_guesses_of_one_pass_changes_no_token(
+    plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path
+) -> None:
+    steps: list[StepStats] = []
+    model = llama(dtype, slots=256)
+    source = LocalDrafting(drafting_for(llama(dtype), method, tmp_path))
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
+    target = Engine(model, EngineConfig(slots=256), speculation, source, FREE)
+    assert same(run(target, submissions(), steps=steps), plain)
+    assert sum(step.preemptions for step in steps) > 3
 
 
 def test_company_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:

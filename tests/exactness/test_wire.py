@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from paceline.speculators.suffix import Suffix
 from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
 from tests.llamas import peaked_llama
+from tests.parallel import drafting_for
 from tests.targets import collect, linked, target_worker
 from tests.workers import Witness, draft_worker, until
 
@@ -135,6 +137,19 @@ async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, 
         (mixed, plain), stats = await both(link, temperature, drafts)
         assert mixed == plain == alone
         assert sum(each.accepted_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
+async def test_guesses_of_one_pass_change_nothing(method: str, temperature: float, tmp_path: Path) -> None:
+    """Fed over the wire with the states of another process's model, where the method needs them."""
+    draft = drafting_for(llama(torch.float32), method, tmp_path)
+    async with served(llama(torch.float32), config("draft_model", 4, 3), draft) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert sum(each.drafted_tokens for each in stats) > 0
+        assert sum(each.accepted_tokens for each in stats) > (50 if method == "pard" else 0)
 
 
 async def test_a_draft_killed_halfway_changes_nothing() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import EngineConfig
@@ -23,62 +21,14 @@ from paceline.speculators.base import DraftError
 from paceline.speculators.dflash import DFlash, DFlashNetwork
 from paceline.speculators.dflash_kind import is_dflash, layers_of
 from paceline.speculators.follower import PREFILL_ROWS
-from tests.dense import HEADS, HIDDEN, INNER, KV_HEADS, SIZE, attention, heads_of, layer_tensors, mlp, random, rms_norm
+from tests.dense import HEADS, HIDDEN, KV_HEADS, SIZE, attention, heads_of, mlp, random, rms_norm
 from tests.feeding import Feeding, Guess
 from tests.llamas import VOCABULARY, peaked_llama
+from tests.parallel import BLOCK, DFLASH, DFLASH_OF_THE_LIBRARY, MASK, dflash_tensors, save
 
 NETWORK = peaked_llama()
-BLOCK, MASK = 5, 63
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-DECODER: dict[str, Any] = {
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": KV_HEADS,
-    "head_dim": SIZE,
-    "num_hidden_layers": 2,
-    "vocab_size": VOCABULARY,
-    "rms_norm_eps": 1e-6,
-}
-ORIGINAL: dict[str, Any] = {
-    **DECODER,
-    "model_type": "qwen3",
-    "architectures": ["DFlashDraftModel"],
-    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
-    "block_size": BLOCK,
-    "num_target_layers": 2,
-    "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
-}
-LIBRARY: dict[str, Any] = {
-    "architectures": ["DFlashSpeculator"],
-    "speculators_model_type": "dflash",
-    "transformer_layer_config": {**DECODER, "model_type": "qwen3"},
-    "draft_vocab_size": VOCABULARY,
-    "block_size": BLOCK,
-    "aux_hidden_state_layer_ids": [0, 2],
-    "mask_token_id": MASK,
-}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
-
-
-def tensors(states: int = 2) -> dict[str, Tensor]:
-    """Random weights by the original format's names."""
-    torch.manual_seed(5)
-    named = {
-        "fc.weight": random(HIDDEN, states * HIDDEN),
-        "hidden_norm.weight": random(HIDDEN),
-        "norm.weight": random(HIDDEN),
-    }
-    for n in range(2):
-        named |= layer_tensors(f"layers.{n}", head_norms=True)
-    return named
-
-
-def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Checkpoint:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return Checkpoint(folder)
 
 
 def lent() -> Lent:
@@ -138,7 +88,7 @@ def biased() -> dict[str, Tensor]:
     """With attention biases, o_proj's among them."""
     sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * SIZE, "o": HIDDEN}
     added = {f"layers.{n}.self_attn.{p}_proj.bias": random(size) - 1 for n in range(2) for p, size in sizes.items()}
-    return tensors() | added
+    return dflash_tensors() | added
 
 
 def reduced() -> tuple[dict[str, Tensor], list[int]]:
@@ -147,7 +97,7 @@ def reduced() -> tuple[dict[str, Tensor], list[int]]:
     offsets = torch.tensor(ids) - torch.arange(len(ids))
     known = torch.zeros(VOCABULARY, dtype=torch.bool)
     known[ids] = True
-    return tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets, "t2d": known}, ids
+    return dflash_tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets, "t2d": known}, ids
 
 
 class Variant:
@@ -159,33 +109,38 @@ class Variant:
         first: int = 1,
         ids: Sequence[int] | None = None,
     ) -> None:
-        self.config, self.weights = config, weights or tensors()
+        self.config, self.weights = config, weights or dflash_tensors()
         self.seen, self.first, self.ids = seen or {}, first, ids
 
 
 def nested(**keys: Any) -> dict[str, Any]:
-    return {**LIBRARY, "transformer_layer_config": {**LIBRARY["transformer_layer_config"], **keys}}
+    return {
+        **DFLASH_OF_THE_LIBRARY,
+        "transformer_layer_config": {**DFLASH_OF_THE_LIBRARY["transformer_layer_config"], **keys},
+    }
 
 
 VARIANTS = {
-    "original": Variant(ORIGINAL),
-    "library": Variant(LIBRARY),
+    "original": Variant(DFLASH),
+    "library": Variant(DFLASH_OF_THE_LIBRARY),
     "block size nested": Variant(
-        {**ORIGINAL, "block_size": None, "dflash_config": {**ORIGINAL["dflash_config"], "block_size": BLOCK}}
+        {**DFLASH, "block_size": None, "dflash_config": {**DFLASH["dflash_config"], "block_size": BLOCK}}
     ),
-    "biases": Variant({**ORIGINAL, "attention_bias": True}, biased()),
-    "a mask's own embedding": Variant(ORIGINAL, tensors() | {"mask_embedding": random(HIDDEN)}),
-    "own embedding": Variant(LIBRARY, tensors() | {"embed_tokens.weight": random(VOCABULARY, HIDDEN)}),
-    "reduced vocabulary": Variant(LIBRARY, reduced()[0], ids=reduced()[1]),
-    "from the anchor": Variant({**LIBRARY, "sample_from_anchor": True}, first=0),
+    "biases": Variant({**DFLASH, "attention_bias": True}, biased()),
+    "a mask's own embedding": Variant(DFLASH, dflash_tensors() | {"mask_embedding": random(HIDDEN)}),
+    "own embedding": Variant(
+        DFLASH_OF_THE_LIBRARY, dflash_tensors() | {"embed_tokens.weight": random(VOCABULARY, HIDDEN)}
+    ),
+    "reduced vocabulary": Variant(DFLASH_OF_THE_LIBRARY, reduced()[0], ids=reduced()[1]),
+    "from the anchor": Variant({**DFLASH_OF_THE_LIBRARY, "sample_from_anchor": True}, first=0),
     "causal": Variant(
-        {**ORIGINAL, "dflash_config": {**ORIGINAL["dflash_config"], "causal": True}}, seen={0: (0, 1), 1: (0, 1)}
+        {**DFLASH, "dflash_config": {**DFLASH["dflash_config"], "causal": True}}, seen={0: (0, 1), 1: (0, 1)}
     ),
     "causal before nested": Variant(
-        {**ORIGINAL, "is_causal": False, "dflash_config": {**ORIGINAL["dflash_config"], "causal": True}}
+        {**DFLASH, "is_causal": False, "dflash_config": {**DFLASH["dflash_config"], "causal": True}}
     ),
-    "sliding": Variant({**ORIGINAL, **SLIDING}, seen={0: (6, True)}),
-    "sliding, not causal": Variant({**ORIGINAL, **SLIDING, "is_causal": False}, seen={0: (6, False)}),
+    "sliding": Variant({**DFLASH, **SLIDING}, seen={0: (6, True)}),
+    "sliding, not causal": Variant({**DFLASH, **SLIDING, "is_causal": False}, seen={0: (6, False)}),
     "library, sliding": Variant(nested(**SLIDING), seen={0: (6, True)}),
     "library, sliding, not causal": Variant(
         {**nested(**SLIDING), "sliding_window_non_causal": True}, seen={0: (6, False)}
@@ -225,8 +180,13 @@ def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant,
 def test_the_state_after_the_last_layer_is_the_one_that_the_format_means(tmp_path: Path) -> None:
     """The reference takes transformers' last hidden state, after the norm; the library what comes out of the layer."""
     target = lent()
-    assert drafting(save(tmp_path / "a", ORIGINAL, tensors()), target=target).hidden_state_layers == (1, target.final)
-    assert drafting(save(tmp_path / "b", LIBRARY, tensors()), target=target).hidden_state_layers == (0, 2)
+    assert drafting(save(tmp_path / "a", DFLASH, dflash_tensors()), target=target).hidden_state_layers == (
+        1,
+        target.final,
+    )
+    assert drafting(
+        save(tmp_path / "b", DFLASH_OF_THE_LIBRARY, dflash_tensors()), target=target
+    ).hidden_state_layers == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -238,12 +198,12 @@ def test_layers_that_are_not_named_are_spread_evenly(
 ) -> None:
     config = {"num_hidden_layers": count, "num_target_layers": layers, "dflash_config": {}}
     deep = replace(lent(), config=SimpleNamespace(num_hidden_layers=layers, hidden_size=HIDDEN))
-    assert layers_of(save(tmp_path, config, tensors()), deep) == expected
+    assert layers_of(save(tmp_path, config, dflash_tensors()), deep) == expected
 
 
 def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:
     """Commits may come before them, and what is said twice is heard once."""
-    speculator = drafting(save(tmp_path, ORIGINAL, tensors()))
+    speculator = drafting(save(tmp_path, DFLASH, dflash_tensors()))
     request = Feeding(speculator, NETWORK, PROMPT)
     assert request.grow() == []
     request.tell(3)
@@ -252,18 +212,18 @@ def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:
     assert request.grow() == []
     request.told = 1
     request.tell()
-    check(request, request.grow(), laws(request, tensors(), {}), 2, None)
+    check(request, request.grow(), laws(request, dflash_tensors(), {}), 2, None)
 
 
 def test_a_gap_in_the_states_is_refused(tmp_path: Path) -> None:
-    request = Feeding(drafting(save(tmp_path, ORIGINAL, tensors())), NETWORK, PROMPT)
+    request = Feeding(drafting(save(tmp_path, DFLASH, dflash_tensors())), NETWORK, PROMPT)
     request.told = 2
     with pytest.raises(DraftError, match="hidden states of position 2, but not of 0"):
         request.tell()
 
 
 def test_several_requests_share_a_pass_and_not_their_contexts(tmp_path: Path) -> None:
-    speculator = drafting(save(tmp_path, ORIGINAL, tensors()))
+    speculator = drafting(save(tmp_path, DFLASH, dflash_tensors()))
     prompts = {key: [(key * i) % VOCABULARY for i in range(3 * key)] for key in (1, 2, 5)}
     requests = {key: Feeding(speculator, NETWORK, prompt, key=key) for key, prompt in prompts.items()}
     for request in requests.values():
@@ -273,26 +233,26 @@ def test_several_requests_share_a_pass_and_not_their_contexts(tmp_path: Path) ->
     for key, request in requests.items():
         request.tree.graft(grown[key], 1000)
         guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in request.tree.nodes()]
-        check(request, guesses, laws(request, tensors(), {}), 2, None)
+        check(request, guesses, laws(request, dflash_tensors(), {}), 2, None)
 
 
 def test_a_long_prompt_takes_several_rounds(tmp_path: Path) -> None:
-    speculator = drafting(save(tmp_path, ORIGINAL, tensors()), width=1)
+    speculator = drafting(save(tmp_path, DFLASH, dflash_tensors()), width=1)
     request = Feeding(speculator, NETWORK, [i % VOCABULARY for i in range(PREFILL_ROWS + 30)])
     request.tell()
     assert speculator.grow() == {}
     assert speculator.behind
-    check(request, request.grow(), laws(request, tensors(), {}), 1, None)
+    check(request, request.grow(), laws(request, dflash_tensors(), {}), 1, None)
 
 
 def test_no_position_at_or_beyond_the_targets_last(tmp_path: Path) -> None:
     """Though the block reaches beyond it."""
     target = replace(lent(), max_model_len=len(PROMPT) + 2)
-    request = Feeding(drafting(save(tmp_path, ORIGINAL, tensors()), width=1, target=target), NETWORK, PROMPT)
+    request = Feeding(drafting(save(tmp_path, DFLASH, dflash_tensors()), width=1, target=target), NETWORK, PROMPT)
     request.tell()
     guesses = request.grow()
     assert [len(path) for path, _ in sorted(guesses)] == [1, 2]
-    expected = laws(request, tensors(), {})
+    expected = laws(request, dflash_tensors(), {})
     assert guesses[0][1] == pytest.approx(float(expected[0].max()), abs=2e-3)
 
 
@@ -304,14 +264,14 @@ class TestMemory:
             "lm_head.weight": NETWORK.lm_head.weight.detach().clone(),
         }
         target = lent()
-        network = DFlashNetwork(save(tmp_path, LIBRARY, tensors() | copies), target, 64)
+        network = DFlashNetwork(save(tmp_path, DFLASH_OF_THE_LIBRARY, dflash_tensors() | copies), target, 64)
         assert network._embed == target.embed
         assert network._output == target.output
 
     def test_matrices_of_its_own_are_used(self, tmp_path: Path) -> None:
         own = {"lm_head.weight": NETWORK.lm_head.weight.detach() + 1e-3}
         target = lent()
-        network = DFlashNetwork(save(tmp_path, LIBRARY, tensors() | own), target, 64)
+        network = DFlashNetwork(save(tmp_path, DFLASH_OF_THE_LIBRARY, dflash_tensors() | own), target, 64)
         assert network._output != target.output
 
 
@@ -323,24 +283,24 @@ def changed(config: Mapping[str, Any], **keys: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        (changed(LIBRARY, speculators_model_type="dspark"), "dspark draft, which is not served yet"),
-        (changed(ORIGINAL, markov_rank=8), "dspark draft"),
-        (changed(LIBRARY, speculators_model_type="dflash2"), "dflash2 draft"),
-        (changed(ORIGINAL, dflash_config={**ORIGINAL["dflash_config"], "use_swa": True}), "with use_swa"),
-        (changed(ORIGINAL, is_neox_style=False), "with is_neox_style"),
-        (changed(ORIGINAL, block_size=None), "names no block_size of 2 or more"),
-        (changed(ORIGINAL, block_size=1), "names no block_size of 2 or more"),
-        (changed(ORIGINAL, dflash_config={"target_layer_ids": [0, 1]}), "names no mask_token_id"),
-        (changed(LIBRARY, mask_token_id=VOCABULARY), f"mask_token_id {VOCABULARY} .* is no token"),
-        (changed(LIBRARY, aux_hidden_state_layer_ids=None), "lacks aux_hidden_state_layer_ids"),
-        (changed(LIBRARY, aux_hidden_state_layer_ids=[1, 3]), r"states of layers \[1, 3\], target has 2"),
-        (changed(ORIGINAL, num_target_layers=36), "is a draft for a model of 36 layers, target has 2"),
-        (changed(ORIGINAL, hidden_size=None), "names no hidden_size"),
-        (changed(ORIGINAL, hidden_size=32), "has shape"),
+        (changed(DFLASH_OF_THE_LIBRARY, speculators_model_type="dspark"), "dspark draft, which is not served yet"),
+        (changed(DFLASH, markov_rank=8), "dspark draft"),
+        (changed(DFLASH_OF_THE_LIBRARY, speculators_model_type="dflash2"), "dflash2 draft"),
+        (changed(DFLASH, dflash_config={**DFLASH["dflash_config"], "use_swa": True}), "with use_swa"),
+        (changed(DFLASH, is_neox_style=False), "with is_neox_style"),
+        (changed(DFLASH, block_size=None), "names no block_size of 2 or more"),
+        (changed(DFLASH, block_size=1), "names no block_size of 2 or more"),
+        (changed(DFLASH, dflash_config={"target_layer_ids": [0, 1]}), "names no mask_token_id"),
+        (changed(DFLASH_OF_THE_LIBRARY, mask_token_id=VOCABULARY), f"mask_token_id {VOCABULARY} .* is no token"),
+        (changed(DFLASH_OF_THE_LIBRARY, aux_hidden_state_layer_ids=None), "lacks aux_hidden_state_layer_ids"),
+        (changed(DFLASH_OF_THE_LIBRARY, aux_hidden_state_layer_ids=[1, 3]), r"states of layers \[1, 3\], target has 2"),
+        (changed(DFLASH, num_target_layers=36), "is a draft for a model of 36 layers, target has 2"),
+        (changed(DFLASH, hidden_size=None), "names no hidden_size"),
+        (changed(DFLASH, hidden_size=32), "has shape"),
     ],
 )
 def test_what_cannot_be_served_is_refused_in_a_sentence(tmp_path: Path, config: dict[str, Any], words: str) -> None:
-    checkpoint = save(tmp_path, config, tensors())
+    checkpoint = save(tmp_path, config, dflash_tensors())
     assert is_dflash(checkpoint)
     with pytest.raises(CheckpointError, match=words) as refused:
         drafting(checkpoint)
@@ -350,22 +310,22 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(tmp_path: Path, config: 
 @pytest.mark.parametrize(
     ("weights", "words"),
     [
-        ({k: v for k, v in tensors().items() if k != "hidden_norm.weight"}, "no tensor hidden_norm.weight"),
-        ({k: v for k, v in tensors().items() if "1.mlp.up" not in k}, "no tensor layers.1.mlp.up_proj.weight"),
-        (tensors(3), r"fc.weight .* has shape \[64, 192\] where \[64, 128\] is needed"),
-        (tensors() | {"layers.0.self_attn.g_proj.weight": random(4, 4)}, "with g_proj"),
-        (tensors() | {"markov_head.markov_w1.weight": random(4, 4)}, "dspark"),
-        (tensors() | {"lm_head.weight": random(7, HIDDEN)}, "guesses 7 tokens and has no d2t"),
-        (tensors() | {"embed_tokens.weight": random(9, HIDDEN)}, "embed_tokens.weight .* has shape"),
+        ({k: v for k, v in dflash_tensors().items() if k != "hidden_norm.weight"}, "no tensor hidden_norm.weight"),
+        ({k: v for k, v in dflash_tensors().items() if "1.mlp.up" not in k}, "no tensor layers.1.mlp.up_proj.weight"),
+        (dflash_tensors(3), r"fc.weight .* has shape \[64, 192\] where \[64, 128\] is needed"),
+        (dflash_tensors() | {"layers.0.self_attn.g_proj.weight": random(4, 4)}, "with g_proj"),
+        (dflash_tensors() | {"markov_head.markov_w1.weight": random(4, 4)}, "dspark"),
+        (dflash_tensors() | {"lm_head.weight": random(7, HIDDEN)}, "guesses 7 tokens and has no d2t"),
+        (dflash_tensors() | {"embed_tokens.weight": random(9, HIDDEN)}, "embed_tokens.weight .* has shape"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, Tensor], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
-        drafting(save(tmp_path, ORIGINAL, weights))
+        drafting(save(tmp_path, DFLASH, weights))
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
-    save(tmp_path, ORIGINAL, tensors())
+    save(tmp_path, DFLASH, dflash_tensors())
     path = tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="cannot be read"):

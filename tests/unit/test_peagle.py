@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from random import Random
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.config import EngineConfig
@@ -20,58 +18,20 @@ from paceline.model.loading import build
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.follower import PREFILL_ROWS
 from paceline.speculators.peagle import PEagle, is_peagle
-from tests.dense import HEADS, HIDDEN, INNER, KV_HEADS, SIZE, attention, heads_of, layer_tensors, mlp, random, rms_norm
+from tests.dense import HIDDEN, attention, heads_of, mlp, random, rms_norm
 from tests.feeding import Feeding, Guess
 from tests.llamas import VOCABULARY, peaked_llama
+from tests.parallel import MASK, PEAGLE, peagle_tensors, save
 
 NETWORK = peaked_llama()
-MASK, AHEAD, LAYERS = 60, 4, (0, 1, 2)
+AHEAD = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
-LIBRARY: dict[str, Any] = {
-    "architectures": ["PEagleSpeculator"],
-    "speculators_model_type": "peagle",
-    "transformer_layer_config": {
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": SIZE,
-        "num_hidden_layers": 2,
-        "vocab_size": VOCABULARY,
-    },
-    "draft_vocab_size": VOCABULARY,
-    "norm_before_residual": False,
-    "eagle_aux_hidden_state_layer_ids": list(LAYERS),
-    "mask_token_id": MASK,
-}
-
-
-def tensors() -> dict[str, Tensor]:
-    """Random weights of two layers, and an embedding that was trained, too."""
-    torch.manual_seed(6)
-    named = {
-        "fc.weight": random(HIDDEN, 3 * HIDDEN),
-        "norm.weight": random(HIDDEN),
-        "lm_head.weight": 2 * random(VOCABULARY, HIDDEN),
-        "embed_tokens.weight": random(VOCABULARY, HIDDEN),
-        "mask_hidden": torch.randn(1, 1, 3 * HIDDEN),
-        "layers.0.hidden_norm.weight": random(HIDDEN),
-    }
-    return named | layer_tensors("layers.0", 2 * HIDDEN) | layer_tensors("layers.1")
 
 
 def reduced() -> tuple[dict[str, Tensor], list[int]]:
     ids = list(range(1, VOCABULARY, 4))
     offsets = torch.tensor(ids) - torch.arange(len(ids))
-    return tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets}, ids
-
-
-def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Checkpoint:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return Checkpoint(folder)
+    return peagle_tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets}, ids
 
 
 def lent() -> Lent:
@@ -136,7 +96,7 @@ class Variant:
         *,
         normed_residual: bool = False,
     ) -> None:
-        self.config, self.weights, self.ids = config, weights or tensors(), ids
+        self.config, self.weights, self.ids = config, weights or peagle_tensors(), ids
         self.normed_residual = normed_residual
 
 
@@ -145,16 +105,18 @@ def without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
 
 
 VARIANTS = {
-    "library": Variant(LIBRARY),
-    "residual not said": Variant(without(LIBRARY, "norm_before_residual")),
-    "normed residual": Variant({**LIBRARY, "norm_before_residual": True}, normed_residual=True),
-    "norm before fc": Variant({**LIBRARY, "norm_before_fc": True}, tensors() | {"input_norm.weight": random(192)}),
-    "norms before fc": Variant(
-        {**LIBRARY, "fc_norm": True}, tensors() | {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(3)}
+    "library": Variant(PEAGLE),
+    "residual not said": Variant(without(PEAGLE, "norm_before_residual")),
+    "normed residual": Variant({**PEAGLE, "norm_before_residual": True}, normed_residual=True),
+    "norm before fc": Variant(
+        {**PEAGLE, "norm_before_fc": True}, peagle_tensors() | {"input_norm.weight": random(192)}
     ),
-    "the target's matrices": Variant(LIBRARY, without(tensors(), "embed_tokens.weight", "lm_head.weight")),
-    "reduced vocabulary": Variant(LIBRARY, *reduced()),
-    "the mask's other name": Variant({**without(LIBRARY, "mask_token_id"), "pard_token": MASK}),
+    "norms before fc": Variant(
+        {**PEAGLE, "fc_norm": True}, peagle_tensors() | {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(3)}
+    ),
+    "the target's matrices": Variant(PEAGLE, without(peagle_tensors(), "embed_tokens.weight", "lm_head.weight")),
+    "reduced vocabulary": Variant(PEAGLE, *reduced()),
+    "the mask's other name": Variant({**without(PEAGLE, "mask_token_id"), "pard_token": MASK}),
 }
 
 
@@ -192,33 +154,33 @@ def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant,
 
 @pytest.mark.parametrize("ahead", [1, 2, 7])
 def test_the_laws_are_as_many_as_are_asked_for(tmp_path: Path, ahead: int) -> None:
-    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors()), ahead, 1), NETWORK, PROMPT)
+    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors()), ahead, 1), NETWORK, PROMPT)
     request.tell()
     guesses = request.grow()
     assert len(guesses) == ahead
-    check(request, guesses, laws(request, tensors(), ahead), None)
+    check(request, guesses, laws(request, peagle_tensors(), ahead), None)
 
 
 def test_a_first_token_alone_has_no_row(tmp_path: Path) -> None:
     """Until there is one after it, and its state."""
-    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, [5])
+    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, [5])
     assert request.grow() == []
     request.commit([7])
-    check(request, request.grow(), laws(request, tensors()), None)
+    check(request, request.grow(), laws(request, peagle_tensors()), None)
 
 
 def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:
-    request = Feeding(drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, PROMPT)
+    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, PROMPT)
     request.tell(len(PROMPT) - 2)
     assert request.grow() == []
     request.commit([7, 8])
     assert request.grow() == []
     request.tell()
-    check(request, request.grow(), laws(request, tensors()), None)
+    check(request, request.grow(), laws(request, peagle_tensors()), None)
 
 
 def test_several_requests_share_a_pass(tmp_path: Path) -> None:
-    speculator = drafting(save(tmp_path, LIBRARY, tensors()))
+    speculator = drafting(save(tmp_path, PEAGLE, peagle_tensors()))
     requests = {
         key: Feeding(speculator, NETWORK, [(key * i) % VOCABULARY for i in range(3 * key)], key=key)
         for key in (1, 2, 5)
@@ -230,33 +192,33 @@ def test_several_requests_share_a_pass(tmp_path: Path) -> None:
     for key, request in requests.items():
         request.tree.graft(grown[key], 1000)
         guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in request.tree.nodes()]
-        check(request, guesses, laws(request, tensors()), None)
+        check(request, guesses, laws(request, peagle_tensors()), None)
 
 
 def test_a_long_prompt_takes_several_rounds(tmp_path: Path) -> None:
     request = Feeding(
-        drafting(save(tmp_path, LIBRARY, tensors())), NETWORK, [i % VOCABULARY for i in range(PREFILL_ROWS + 70)]
+        drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, [i % VOCABULARY for i in range(PREFILL_ROWS + 70)]
     )
     request.tell()
-    check(request, request.grow(), laws(request, tensors()), None)
+    check(request, request.grow(), laws(request, peagle_tensors()), None)
 
 
 def test_the_first_guess_stands_on_the_state_before_the_root(tmp_path: Path) -> None:
     """A head that lets through the last layer's output says in the root's row what the target says before the root."""
-    through = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    through = {name: torch.zeros_like(tensor) for name, tensor in peagle_tensors().items()}
     through["fc.weight"] = torch.cat((torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1)
     through["lm_head.weight"] = NETWORK.lm_head.weight.detach().clone()
     through["norm.weight"] = NETWORK.model.norm.weight.detach().clone()
     with torch.no_grad():
         said = NETWORK(torch.tensor([PROMPT])).logits[0].argmax(-1).tolist()
-    request = Feeding(drafting(save(tmp_path, LIBRARY, through), 1, 1), NETWORK, PROMPT)
+    request = Feeding(drafting(save(tmp_path, PEAGLE, through), 1, 1), NETWORK, PROMPT)
     request.tell()
     assert [path for path, _ in request.grow()] == [(said[-2],)]
     assert len(set(said[-3:])) == 3
 
 
 def test_a_head_without_mask_hidden_is_refused(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, LIBRARY, without(tensors(), "mask_hidden"))
+    checkpoint = save(tmp_path, PEAGLE, without(peagle_tensors(), "mask_hidden"))
     assert is_peagle(checkpoint)
     with pytest.raises(CheckpointError, match="no tensor mask_hidden: it is an EAGLE-3 head"):
         drafting(checkpoint)
@@ -265,11 +227,11 @@ def test_a_head_without_mask_hidden_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "weights", "words"),
     [
-        (without(LIBRARY, "mask_token_id"), tensors(), "names no mask_token_id"),
-        ({**LIBRARY, "mask_token_id": VOCABULARY}, tensors(), f"no id in an embedding of {VOCABULARY} tokens"),
-        (LIBRARY, tensors() | {"mask_hidden": torch.zeros(1, 1, 64)}, "has 64 values where 3 states of 64"),
-        (LIBRARY, without(tensors(), "fc.weight"), "no tensor fc.weight"),
-        ({**LIBRARY, "target_hidden_size": 128}, tensors(), "hidden size 128, target has 64"),
+        (without(PEAGLE, "mask_token_id"), peagle_tensors(), "names no mask_token_id"),
+        ({**PEAGLE, "mask_token_id": VOCABULARY}, peagle_tensors(), f"no id in an embedding of {VOCABULARY} tokens"),
+        (PEAGLE, peagle_tensors() | {"mask_hidden": torch.zeros(1, 1, 64)}, "has 64 values where 3 states of 64"),
+        (PEAGLE, without(peagle_tensors(), "fc.weight"), "no tensor fc.weight"),
+        ({**PEAGLE, "target_hidden_size": 128}, peagle_tensors(), "hidden size 128, target has 64"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
@@ -280,6 +242,6 @@ def test_what_cannot_be_served_is_refused(
 
 
 def test_a_head_is_recognised_by_its_mask(tmp_path: Path) -> None:
-    assert is_peagle(save(tmp_path, without(LIBRARY, "speculators_model_type", "architectures"), tensors()))
-    plain = without(LIBRARY, "speculators_model_type", "architectures")
-    assert not is_peagle(save(tmp_path / "other", plain, without(tensors(), "mask_hidden")))
+    assert is_peagle(save(tmp_path, without(PEAGLE, "speculators_model_type", "architectures"), peagle_tensors()))
+    plain = without(PEAGLE, "speculators_model_type", "architectures")
+    assert not is_peagle(save(tmp_path / "other", plain, without(peagle_tensors(), "mask_hidden")))
