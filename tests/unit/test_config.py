@@ -118,6 +118,9 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"suffix_decoding_max_spec_factor": -0.5}, "suffix_decoding_max_spec_factor"),
     (SpeculativeConfig, {"suffix_decoding_max_spec_factor": math.nan}, "suffix_decoding_max_spec_factor"),
     (SpeculativeConfig, {"suffix_decoding_min_token_prob": 1.1}, "suffix_decoding_min_token_prob"),
+    (SpeculativeConfig, {"method": "pard"}, "method pard needs `model`"),
+    (SpeculativeConfig, {"method": "dflash"}, "method dflash needs `model`"),
+    (SpeculativeConfig, {"method": "ngram", "parallel_drafting": True}, "goes with draft_model and eagle3, not with"),
     (SpeculativeConfig, {"rejection_sampling_strategy": "hope"}, "rejection_sampling_strategy"),
     (SpeculativeConfig, {"prompt_lookup_max": "x"}, "prompt_lookup_max"),
     (SpeculativeConfig, {"prompt_lookup_max": None}, "prompt_lookup_max"),
@@ -167,6 +170,20 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
 def test_what_is_planned_is_not_unknown(method: str) -> None:
     with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
         SpeculativeConfig.model_validate({"method": method})
+
+
+@pytest.mark.parametrize(
+    ("given", "method"),
+    [
+        ({"method": "draft_model", "parallel_drafting": True}, "pard"),
+        ({"speculative_method": "standalone", "parallel_drafting": True}, "pard"),
+        ({"method": "eagle3", "parallel_drafting": True}, "peagle"),
+        ({"method": "pard", "parallel_drafting": True}, "pard"),
+        ({"method": "draft_model", "parallel_drafting": False}, "draft_model"),
+    ],
+)
+def test_vllms_parallel_drafting_is_a_method_of_its_own(given: dict[str, Any], method: str) -> None:
+    assert SpeculativeConfig.model_validate(given | {"model": "x"}).method == method
 
 
 def test_a_planned_strategy_is_not_unknown() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from paceline.messages import FinishReason
 from paceline.models import ModelNotFoundError
 from paceline.text import Detokenizer, Tokenizer
 from tests.checkpoints import save_checkpoint
+from tests.parallel import BLOCK, DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors, save
 
 DRAFT = {"method": "draft_model", "model": "table:64:0.3"}
 SMALL = {"slots": 512, "max_num_batched_rows": 64}
@@ -34,6 +36,42 @@ def one(llm: LLM, sampling: SamplingParams = GREEDY, **options: Any) -> Completi
 
 def text_of(tokens: list[int]) -> str:
     return Detokenizer(Tokenizer.load("table:64")).feed(tokens)
+
+
+@pytest.mark.parametrize(
+    ("speculation", "method", "depth"),
+    [
+        ({"method": "pard"}, "pard", 5),
+        ({"method": "draft_model", "parallel_drafting": True, "num_speculative_tokens": 3}, "pard", 3),
+        ({"method": "dflash"}, "dflash", BLOCK - 1),
+        ({"method": "dflash", "num_speculative_tokens": 2}, "dflash", 2),
+        ({"method": "peagle"}, "peagle", 5),
+        ({"method": "eagle3", "parallel_drafting": True}, "peagle", 5),
+    ],
+)
+def test_methods_that_guess_in_one_pass_are_named_by_their_folder(
+    tmp_path: Path, speculation: dict[str, Any], method: str, depth: int
+) -> None:
+    """And change no token. A DFlash draft says itself how far it looks ahead."""
+    target = save_checkpoint(tmp_path / "target")
+    llm = LLM(str(target), {**speculation, "model": str(folder_of(method, tmp_path / "draft"))}, SMALL)
+    for sampling in (GREEDY, SAMPLED):
+        drafted, plain = one(llm, sampling), one(llm, sampling, speculative=False)
+        assert drafted.tokens == plain.tokens
+        assert drafted.speculation.drafted_tokens > 0
+        assert len(drafted.speculation.drafted_by_depth) <= depth
+
+
+def folder_of(method: str, folder: Path) -> Path:
+    if method == "pard":
+        save_checkpoint(folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"pard_token": MASK}))
+    elif method == "dflash":
+        save(folder, DFLASH, dflash_tensors())
+    else:
+        save(folder, PEAGLE, peagle_tensors())
+    return folder
 
 
 class TestPrompts:

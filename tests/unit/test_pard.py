@@ -151,6 +151,12 @@ class TestLimits:
         assert len(request.grow()) == 7
         assert len(model.passes) == passes
 
+    def test_a_limit_that_is_lowered_counts_for_laws_that_are_there(self) -> None:
+        request = asked(pard(4, 3), nodes=1)
+        assert len(request.grow()) == 1
+        request.limit(1, 1000)
+        assert sorted(len(path) for path, _ in request.grow()) == [1, 1]
+
     def test_no_position_at_or_beyond_the_models_last(self) -> None:
         request = asked(pard(4, 1, llama(max_model_len=10)))
         assert len(request.grow()) == 2
