@@ -95,8 +95,8 @@ class DFlashNetwork:
         self._masks = _masks(weights, checkpoint, lent, self.kind, h)
 
     def read(self, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
-        """Take in the target's states [n, layers, H] of these positions."""
-        context = self._context_norm(self._fc(states.flatten(1)))
+        """Take in the target's states [n, layers, H] of these positions, wherever they come from."""
+        context = self._context_norm(self._fc(states.flatten(1).to(self._cache.data)))
         turn = self._rotary(self._integers(positions))
         where = self._integers(slots)
         for layer, cache in zip(self._layers, self._cache.data, strict=True):

@@ -61,7 +61,7 @@ class PEagle(Masked[FedDraft]):
         """[rows, h], in the order of `rows`."""
         told = [state for draft, span in context for state in draft.states.take(len(span))]
         roots = [state for draft, _ in asked for state in draft.states.take(1)]
-        known = self._network.encode(torch.stack(told + roots))
+        known = self._network.encode(torch.stack(told + roots).to(self._mask))
         parts = [known[: len(told)]]
         for root, (_, count) in zip(known[len(told) :], asked, strict=True):
             parts += [root.unsqueeze(0), self._mask.expand(count - 1, -1)]

@@ -50,10 +50,13 @@ class Weights:
         return embedding
 
     def own_output(self, name: str, columns: int, width: int) -> Tensor | None:
-        """The first so many rows of the head's own output matrix; None if there is none, or they are the target's."""
-        if name not in self:
+        """The first so many rows of the head's own output matrix; None if there is none, or they are the target's.
+
+        Raises `CheckpointError` if it has fewer, or if the target's cannot stand in for it.
+        """
+        if name not in self and width == self._lent.hidden_size:
             return None
-        output = self.take(name, self.shape(name)[0], width)[:columns]
+        output = self.take(name, max(columns, self.shape(name)[0]), width)[:columns]
         same = columns == self._lent.vocabulary_size and width == self._lent.hidden_size
         return None if same and _gives_the_same(output, self._lent) else output
 

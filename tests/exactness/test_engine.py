@@ -175,7 +175,9 @@ def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> Non
     assert share(POOL + 2) > 0.4
 
 
-def test_what_was_answered_before_is_guessed_when_it_is_asked_again(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+def test_what_was_answered_before_is_guessed_when_it_is_asked_again(
+    plain: dict[str, Delta], dtype: torch.dtype
+) -> None:
     others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
     target = engine(llama(dtype), NoDrafting(), beside=others, depth=6, nodes=24)
     run(target, submissions())

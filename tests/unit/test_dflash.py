@@ -17,7 +17,7 @@ from paceline.config import EngineConfig
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.lending import Lent
 from paceline.model.loading import build
-from paceline.speculators.base import DraftError
+from paceline.speculators.base import Context, DraftError
 from paceline.speculators.dflash import DFlash, DFlashNetwork
 from paceline.speculators.dflash_kind import is_dflash, layers_of
 from paceline.speculators.follower import PREFILL_ROWS
@@ -322,6 +322,28 @@ def test_what_cannot_be_served_is_refused_in_a_sentence(tmp_path: Path, config: 
 def test_tensors_that_do_not_fit_are_refused(tmp_path: Path, weights: dict[str, Tensor], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         drafting(save(tmp_path, DFLASH, weights))
+
+
+def test_a_draft_of_another_width_needs_matrices_of_its_own(tmp_path: Path) -> None:
+    narrow = replace(lent(), config=SimpleNamespace(num_hidden_layers=2, hidden_size=128))
+    weights = dflash_tensors(4) | {"embed_tokens.weight": random(VOCABULARY, HIDDEN)}
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        drafting(save(tmp_path, DFLASH, weights), target=narrow)
+
+
+def test_a_vocabulary_larger_than_its_matrix_is_refused(tmp_path: Path) -> None:
+    weights, ids = reduced()
+    weights["lm_head.weight"] = weights["lm_head.weight"][1:]
+    with pytest.raises(CheckpointError, match=rf"lm_head.weight .* where \[{len(ids)}, 64\] is needed"):
+        drafting(save(tmp_path, DFLASH_OF_THE_LIBRARY, weights))
+
+
+def test_states_of_another_precision_are_taken(tmp_path: Path) -> None:
+    """As a target in bfloat16 sends them to a draft that computes in float32."""
+    speculator = drafting(save(tmp_path, DFLASH, dflash_tensors()))
+    request = Feeding(speculator, NETWORK, PROMPT)
+    speculator.context(Context(1, 0, request.states()[: len(PROMPT) - 1].bfloat16()))
+    assert request.grow()
 
 
 def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
