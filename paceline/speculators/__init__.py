@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 
-from paceline.config import HEADS, MOST_TOKENS, EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, MOST_DEPTH, EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 
@@ -37,7 +37,7 @@ def completed(config: SpeculativeConfig) -> SpeculativeConfig:
     from paceline.speculators.dflash_kind import ahead_of
 
     ahead = ahead_of(Checkpoint(resolve_model(config.model)))
-    return config.model_copy(update={"num_speculative_tokens": min(ahead, MOST_TOKENS)})
+    return config.model_copy(update={"num_speculative_tokens": min(ahead, MOST_DEPTH)})
 
 
 def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Speculator:
