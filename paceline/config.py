@@ -10,16 +10,27 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
 
 Method = Literal[
-    "none", "draft_model", "eagle", "eagle3", "pard", "peagle", "dflash", "ngram", "suffix", "custom_class"
+    "none",
+    "draft_model",
+    "eagle",
+    "eagle3",
+    "medusa",
+    "mlp_speculator",
+    "pard",
+    "peagle",
+    "dflash",
+    "ngram",
+    "suffix",
+    "custom_class",
 ]
 ModelFree = Literal["ngram", "suffix"]
-HEADS = ("eagle", "eagle3", "peagle", "dflash")
+HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy"]
 
 # Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
 # "not yet", not "no such thing".
-PLANNED_METHODS = ("mtp", "deepseek_mtp", "medusa", "mlp_speculator")
+PLANNED_METHODS = ("mtp", "deepseek_mtp")
 PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
 PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
 """What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -19,48 +20,106 @@ from paceline.speculators.dflash_kind import layers_of
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3, Eagle3Kind
 from paceline.speculators.head import Head
+from paceline.speculators.medusa import Medusa
+from paceline.speculators.medusa_heads import load_medusa
+from paceline.speculators.mlp_network import load_mlp_speculator
+from paceline.speculators.mlp_speculator import MlpSpeculator
 from paceline.speculators.network import HeadNetwork
 from paceline.speculators.peagle import PEagle
 
-EAGLE3 = ("eagle3", "peagle")
-"""Methods with an EAGLE-3 network."""
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What a head is built from."""
+
+    checkpoint: Checkpoint
+    config: SpeculativeConfig
+    slots: int
+    lent: Lent
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """How heads of one method are built, and which states of the target they are fed with."""
+
+    build: Callable[[_Parts], Speculator]
+    layers: Callable[[_Parts], Sequence[int]]
 
 
 def build_head(model: str, config: SpeculativeConfig, engine: EngineConfig, lent: Lent) -> Speculator:
     """The head in the folder `model`. Raises `CheckpointError`, or `ModelNotFoundError`."""
-    checkpoint = Checkpoint(resolve_model(model))
-    least = config.least_path_probability
-    if config.method == "dflash":
-        draft = DFlashNetwork(checkpoint, lent, engine.slots, config.rope_theta)
-        return DFlash(draft, lent, config.tree_width, least)
-    network = _network(checkpoint, config, engine, lent)
-    if config.method == "peagle":
-        return PEagle(network, checkpoint, lent, config.num_speculative_tokens, config.tree_width, least)
-    return Head(
-        config.method,
-        network,
-        lent.fingerprint,
-        lent.vocabulary_size,
-        config.tree_width,
-        row_cost(_Fed(network, lent), MOST_ROWS),
-        least,
-    )
+    return KINDS[config.method].build(_Parts(Checkpoint(resolve_model(model)), config, engine.slots, lent))
 
 
 def layers_of_head(model: str, config: SpeculativeConfig, lent: Lent) -> Sequence[int]:
     """What it is fed with, without loading it. Raises as `build_head` does."""
-    checkpoint = Checkpoint(resolve_model(model))
-    if config.method == "dflash":
-        return layers_of(checkpoint, lent)
-    if config.method in EAGLE3:
-        return Eagle3Kind.of(checkpoint, lent, config.eagle_aux_hidden_state_layer_ids).layers
-    return (lent.final,)
+    return KINDS[config.method].layers(_Parts(Checkpoint(resolve_model(model)), config, 0, lent))
 
 
-def _network(checkpoint: Checkpoint, config: SpeculativeConfig, engine: EngineConfig, lent: Lent) -> HeadNetwork:
-    if config.method in EAGLE3:
-        return Eagle3(checkpoint, lent, engine.slots, config.rope_theta, config.eagle_aux_hidden_state_layer_ids)
-    return Eagle(checkpoint, lent, engine.slots, config.rope_theta)
+def _final(parts: _Parts) -> Sequence[int]:
+    return (parts.lent.final,)
+
+
+def _eagle3_layers(parts: _Parts) -> Sequence[int]:
+    return Eagle3Kind.of(parts.checkpoint, parts.lent, parts.config.eagle_aux_hidden_state_layer_ids).layers
+
+
+def _eagle3_network(parts: _Parts) -> Eagle3:
+    layers = parts.config.eagle_aux_hidden_state_layer_ids
+    return Eagle3(parts.checkpoint, parts.lent, parts.slots, parts.config.rope_theta, layers)
+
+
+def _eagle(parts: _Parts) -> Speculator:
+    return _step_by_step(parts, Eagle(parts.checkpoint, parts.lent, parts.slots, parts.config.rope_theta))
+
+
+def _eagle3(parts: _Parts) -> Speculator:
+    return _step_by_step(parts, _eagle3_network(parts))
+
+
+def _step_by_step(parts: _Parts, network: HeadNetwork) -> Speculator:
+    """Every guess needs the one before."""
+    config, lent = parts.config, parts.lent
+    cost = row_cost(_Fed(network, lent), MOST_ROWS)
+    least = config.least_path_probability
+    return Head(config.method, network, lent.fingerprint, lent.vocabulary_size, config.tree_width, cost, least)
+
+
+def _medusa(parts: _Parts) -> Speculator:
+    heads, config = load_medusa(parts.checkpoint, parts.lent), parts.config
+    return Medusa(heads, parts.lent, config.tree_width, config.least_path_probability)
+
+
+def _mlp_speculator(parts: _Parts) -> Speculator:
+    chain, config = load_mlp_speculator(parts.checkpoint, parts.lent), parts.config
+    return MlpSpeculator(chain, parts.lent, config.tree_width, config.least_path_probability)
+
+
+def _peagle(parts: _Parts) -> Speculator:
+    network, config = _eagle3_network(parts), parts.config
+    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
+    return PEagle(network, parts.checkpoint, parts.lent, depth, width, least)
+
+
+def _dflash(parts: _Parts) -> Speculator:
+    config = parts.config
+    network = DFlashNetwork(parts.checkpoint, parts.lent, parts.slots, config.rope_theta)
+    return DFlash(network, parts.lent, config.tree_width, config.least_path_probability)
+
+
+def _dflash_layers(parts: _Parts) -> Sequence[int]:
+    return layers_of(parts.checkpoint, parts.lent)
+
+
+KINDS: Mapping[str, _Kind] = {
+    "eagle": _Kind(_eagle, _final),
+    "eagle3": _Kind(_eagle3, _eagle3_layers),
+    "medusa": _Kind(_medusa, _final),
+    "mlp_speculator": _Kind(_mlp_speculator, _final),
+    "peagle": _Kind(_peagle, _eagle3_layers),
+    "dflash": _Kind(_dflash, _dflash_layers),
+}
+"""By the names in `config.HEADS`."""
 
 
 class _Fed:

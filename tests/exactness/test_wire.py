@@ -15,9 +15,11 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.messages import SpeculationStats, Submission
-from paceline.model import Model
+from paceline.model import Model, load
+from paceline.model.lending import borrow
 from paceline.model.loading import build
 from paceline.model.table import TableModel
+from paceline.speculators import build as build_speculator
 from paceline.speculators.base import Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
@@ -25,6 +27,7 @@ from paceline.speculators.suffix import Suffix
 from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
 from tests.llamas import peaked_llama
+from tests.markov import save_markov, save_seeing
 from tests.parallel import drafting_for
 from tests.targets import collect, linked, target_worker
 from tests.workers import Witness, draft_worker, until
@@ -150,6 +153,25 @@ async def test_guesses_of_one_pass_change_nothing(method: str, temperature: floa
         assert mixed == plain == alone
         assert sum(each.drafted_tokens for each in stats) > 0
         assert method != "pard" or sum(each.accepted_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+async def test_speculation_from_one_hidden_state_changes_nothing(
+    method: str, temperature: float, tmp_path: Path
+) -> None:
+    """The worker has the head, and borrows from the target's checkpoint; the states come with the target's frames."""
+    target = str(save_markov(tmp_path / "target"))
+    head = save_seeing(method, tmp_path / "head", temperature)
+    speculation = config(method, 3, 3).model_copy(update={"model": str(head)})
+    settings = EngineConfig(slots=SLOTS)
+    speculator = build_speculator(speculation, settings, lambda: borrow(target, None, "cpu"))
+    async with served(load(target, settings), speculation, speculator) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
+        assert sum(each.accepted_tokens for each in stats) > 20
 
 
 async def test_a_draft_killed_halfway_changes_nothing() -> None:

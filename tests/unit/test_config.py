@@ -102,7 +102,7 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"method": []}, TOGETHER),
     (SpeculativeConfig, {"method": ["ngram", {}]}, "method"),
     (SpeculativeConfig, {"method": ["ngram", "warp"]}, "method"),
-    (SpeculativeConfig, {"method": ["ngram", "medusa"]}, "'medusa' is planned but not built yet"),
+    (SpeculativeConfig, {"method": ["ngram", "mtp"]}, "'mtp' is planned but not built yet"),
     (SpeculativeConfig, {"method": ["ngram", "ngram"]}, TOGETHER),
     (SpeculativeConfig, {"method": ["ngram", "prompt_lookup", "suffix"]}, TOGETHER),
     (SpeculativeConfig, {"method": ["draft_model", "custom"], "model": "d"}, TOGETHER),
@@ -166,7 +166,7 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
     assert named in f"{place}: {error['msg']}"
 
 
-@pytest.mark.parametrize("method", ["medusa", "mtp"])
+@pytest.mark.parametrize("method", ["mtp"])
 def test_what_is_planned_is_not_unknown(method: str) -> None:
     with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
         SpeculativeConfig.model_validate({"method": method})

@@ -1,0 +1,201 @@
+"""Growing trees from a single hidden state: what the methods share that keep no keys and values.
+
+All that such a method is fed with is what the target's final norm gave at the position before the root: the state that
+the root itself was drawn from. It comes with the target's prefill, with a commit, or long after, when the target finds
+a prefix in its cache or moves a request here; states of earlier positions are passed over. Until it has come nothing is
+guessed.
+
+A guess that survives a commit stays in the tree, but what follows it was guessed from a state that is old now. So after
+every commit the tree is grown again from the new state, and only the nodes that are not there yet are sent.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from paceline.model.lending import Lent
+from paceline.sampling import History, shortlist
+from paceline.sampling import Row as DrawRow
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.speculators.best_first import LISTED
+from paceline.tree import Growth, Node, TokenTree
+from paceline.verify import STRATEGIES
+
+MOST_ROWS = 256
+"""Rows of logits computed in one round."""
+
+Law = list[tuple[int, float]]
+"""The tokens that are guessed after a node, likeliest first, each with its log-probability."""
+D = TypeVar("D", bound="StateDraft")
+
+
+@dataclass(slots=True, eq=False)
+class StateDraft:
+    """One request: its replica of the tree, and the latest of the target's hidden states."""
+
+    opening: Opening
+    tree: TokenTree
+    history: History
+    floor: float
+    """Log-probability of a path, above which guesses are made."""
+    longest: int
+    """Deepest node that the method can guess."""
+    heard: int = 0
+    """Positions of which the target's states have come."""
+    state: Tensor | None = None
+    """[H] of the last of them."""
+
+    @property
+    def ready(self) -> Tensor | None:
+        """The state that the root was drawn from, once it has come."""
+        return self.state if self.heard == self.tree.root.position else None
+
+    @property
+    def room(self) -> int:
+        """How many more nodes are wanted."""
+        return max(0, self.opening.max_nodes - self.tree.size)
+
+    def hear(self, position: int, states: Tensor, like: Lent) -> None:
+        """States [positions, 1, H] from `position` on, of which only the last is kept. Raises `DraftError`."""
+        if states.shape[1:] != (1, like.hidden_size):
+            raise DraftError(f"hidden states of shape {list(states.shape)}, not [positions, 1, {like.hidden_size}]")
+        if position > self.heard:
+            raise DraftError(f"hidden states of position {position}, but not of {self.heard} before it")
+        if position + len(states) > self.heard:
+            self.heard = position + len(states)
+            self.state = states[-1, 0].to(like.device, like.dtype, copy=True)  # or else all of them would stay
+
+    def depth(self, node: Node) -> int:
+        """How far below the root."""
+        return node.position - self.tree.root.position
+
+    def may_expand(self, node: Node) -> bool:
+        """Whether children of this node are wanted."""
+        deepest = min(self.opening.max_depth, self.longest)
+        return node.path_log_prob > self.floor and self.depth(node) < deepest
+
+    def wanted(self, node: Node, law: Law) -> Law:
+        """Those of the guesses after this node that are likely enough, and not in the tree yet."""
+        return [
+            (token, log_prob)
+            for token, log_prob in law
+            if node.path_log_prob + log_prob > self.floor and token not in node.children
+        ]
+
+    def draw_row(self, node: Node) -> DrawRow:
+        """The draw after `node` that the target will make."""
+        path = [each.token for each in node.path()]
+        return DrawRow(self.history.params, node.position + 1, self.history, path)
+
+    @abstractmethod
+    def restart(self) -> None:
+        """The root, its state or the limits are others now: what was computed may not hold, or not be enough."""
+
+
+class Cacheless(Speculator, Generic[D]):
+    """A subclass says which nodes the states make it guess."""
+
+    def __init__(self, model: str, lent: Lent, tree_width: int, least_path_probability: float = 0.02) -> None:
+        """`model`: its name. `tree_width`: most children per node. Guesses whose path is not likelier than
+        `least_path_probability` are not made; with 0 none is too unlikely."""
+        self.model = model
+        self.vocabulary_fingerprint = lent.fingerprint
+        self.vocabulary_size = lent.vocabulary_size
+        self.hidden_state_layers = (lent.final,)
+        self._lent = lent
+        self._width = tree_width
+        self._least = least_path_probability
+        self._drafts: dict[int, D] = {}
+        self._ran = False
+        """Whether the last round computed anything; if not, there was nothing to compute."""
+
+    @abstractmethod
+    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> D:
+        """A draft of this request, which has heard nothing."""
+
+    @abstractmethod
+    def guess(self) -> Iterator[tuple[D, list[Node]]]:
+        """One round: requests and nodes that are new in their trees. It sets `_ran`."""
+
+    @property
+    def behind(self) -> bool:
+        return self._ran
+
+    def open(self, opening: Opening) -> None:
+        strategy = STRATEGIES.get(opening.strategy)
+        if strategy is None:
+            raise DraftError(f"unknown strategy {opening.strategy!r}")
+        tokens = list(opening.tokens)
+        split = len(tokens) - opening.output_tokens
+        history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
+        tree = TokenTree(len(tokens) - 1, tokens[-1])
+        floor = self._floor(opening.least_path_probability)
+        self._drafts[opening.request_id] = self.begin(opening, tree, history, floor)
+
+    def context(self, context: Context) -> None:
+        if draft := self._drafts.get(context.request_id):
+            draft.hear(context.base_position, context.hidden_states, self._lent)
+            draft.restart()
+
+    def commit(self, commit: Commit) -> None:
+        draft = self._drafts.get(commit.request_id)
+        if draft is None:
+            return
+        if draft.tree.root.position != commit.base_position:
+            raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
+        draft.tree.commit(commit.tokens)
+        draft.history.extend(commit.tokens)
+        if commit.hidden_states is not None:
+            draft.hear(commit.base_position, commit.hidden_states, self._lent)
+        draft.restart()
+
+    def limit(self, limit: Limit) -> None:
+        draft = self._drafts.get(limit.request_id)
+        if draft is not None:
+            draft.opening = replace(
+                draft.opening,
+                max_depth=limit.max_depth,
+                max_nodes=limit.max_nodes,
+                least_path_probability=limit.least_path_probability,
+            )
+            draft.floor = self._floor(limit.least_path_probability)
+            draft.restart()
+
+    def close(self, request_id: int) -> None:
+        self._drafts.pop(request_id, None)
+
+    @torch.inference_mode()
+    def grow(self) -> dict[int, Growth]:
+        new: dict[int, list[Node]] = {}
+        for draft, nodes in self.guess():
+            new.setdefault(draft.opening.request_id, []).extend(nodes)
+        return {key: self._drafts[key].tree.growth(by_parents(nodes)) for key, nodes in new.items() if nodes}
+
+    def _floor(self, wanted: float) -> float:
+        least = max(wanted, self._least)
+        return math.log(least) if least else -math.inf
+
+
+def laws(logits: Tensor, rows: Sequence[DrawRow], width: int, ids: Tensor | None) -> list[Law]:
+    """What is guessed from each row of logits [R, columns]. `ids`: each column's token; None: column n is token n."""
+    tokens_RK, scores_RK = shortlist(logits, rows, LISTED, ids)
+    log_probs_RK = torch.log_softmax(scores_RK, -1)
+    chosen, likely = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
+    return [list(zip(*law, strict=True)) for law in zip(chosen, likely, strict=True)]
+
+
+def by_parents(new: Sequence[Node]) -> list[Node]:
+    """New nodes in the order of their parents, in which they are cheapest on the wire (`paceline.wire.node_bits`)."""
+    fresh = set(new)
+    ordered = [node for node in new if node.parent not in fresh]
+    ordered.sort(key=lambda node: node.parent.id if node.parent and node.parent.parent else 0)
+    for node in ordered:  # it grows meanwhile
+        ordered += filter(fresh.__contains__, node.children.values())
+    return ordered

@@ -1,0 +1,120 @@
+"""Drafting with Medusa heads (Cai et al. 2024): head i guesses the token that is i + 1 places after the root.
+
+The heads see one state, and neither the root nor each other's guesses. So one pass gives the laws of all places, and
+every path of one token of each is a guess: its probability is the product of theirs. Medusa verifies a fixed choice of
+such paths by the ranks of their tokens (`medusa_choices`), found by trying on a sample of text; here the likeliest
+paths are taken, by what the heads themselves say at this place.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from paceline.model.lending import Lent
+from paceline.sampling import History
+from paceline.sampling import Row as DrawRow
+from paceline.speculators.base import Opening
+from paceline.speculators.cacheless import MOST_ROWS, Cacheless, Law, StateDraft, laws
+from paceline.speculators.medusa_heads import MedusaHeads
+from paceline.tree import Node, TokenTree
+
+
+@dataclass(slots=True, eq=False)
+class MedusaDraft(StateDraft):
+    """What the heads said about the state that it is at."""
+
+    laws: Sequence[Law] = field(default_factory=list)
+    """By head. Empty until the heads have run."""
+    logits: Tensor | None = None
+    """[heads, columns], where a rule makes a token's law depend on the path."""
+    at: int = -1
+    """The root's position when the heads ran."""
+    grown: bool = False
+    """Whether all that is wanted is in the tree."""
+
+    def restart(self) -> None:
+        self.grown = False
+        if self.at != self.tree.root.position:
+            self.laws, self.logits = [], None
+
+    @property
+    def hungry(self) -> bool:
+        """Whether there is something to do."""
+        return not self.grown and self.ready is not None and self.room > 0 and self.may_expand(self.tree.root)
+
+
+class Medusa(Cacheless[MedusaDraft]):
+    """Method `medusa`."""
+
+    method = "medusa"
+
+    def __init__(self, heads: MedusaHeads, lent: Lent, tree_width: int, least_path_probability: float = 0.02) -> None:
+        """See `Cacheless`."""
+        super().__init__(heads.model, lent, tree_width, least_path_probability)
+        self._heads = heads
+
+    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MedusaDraft:
+        return MedusaDraft(opening, tree, history, floor, longest=len(self._heads))
+
+    def guess(self) -> Iterator[tuple[MedusaDraft, list[Node]]]:
+        hungry = [draft for draft in self._drafts.values() if draft.hungry]
+        asking = [draft for draft in hungry if not draft.laws][: max(1, MOST_ROWS // len(self._heads))]
+        if asking:
+            self._ask(asking)
+        self._ran = bool(asking)
+        for draft in hungry:
+            if draft.laws:
+                draft.grown = True
+                yield draft, self._likeliest(draft)
+
+    def _ask(self, drafts: Sequence[MedusaDraft]) -> None:
+        """Run the heads."""
+        logits = self._heads(torch.stack([draft.state for draft in drafts if draft.state is not None]))
+        rows = [row for draft in drafts for row in _rows(draft, len(self._heads))]
+        told = iter(laws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
+        for draft, each in zip(drafts, logits, strict=True):
+            draft.laws = list(itertools.islice(told, len(self._heads)))
+            draft.logits = each.clone() if draft.history.rules else None
+            draft.at = draft.tree.root.position
+
+    def _law(self, draft: MedusaDraft, node: Node) -> Law:
+        """What its head says about the place after this node; rules see the path to it."""
+        head = draft.depth(node)
+        if draft.logits is None:
+            return draft.laws[head]
+        [law] = laws(draft.logits[head : head + 1], [draft.draw_row(node)], self._width, self._heads.ids)
+        return law
+
+    def _likeliest(self, draft: MedusaDraft) -> list[Node]:
+        """The likeliest of all paths that the tree has no node for join it, as many as there is room for."""
+        serial = itertools.count()  # breaks ties by age, so that nodes are never compared
+        offers: list[tuple[float, int, Node, int, float]] = []
+        new: list[Node] = []
+
+        def offer(node: Node) -> None:
+            if draft.may_expand(node):
+                known = [(child.token, child.log_prob) for child in node.children.values()]
+                for token, log_prob in [*known, *draft.wanted(node, self._law(draft, node))]:
+                    heapq.heappush(offers, (-node.path_log_prob - log_prob, next(serial), node, token, log_prob))
+
+        offer(draft.tree.root)
+        while offers and draft.room:
+            _, _, parent, token, log_prob = heapq.heappop(offers)
+            child = parent.children.get(token)
+            if child is None:
+                child = draft.tree.add(parent, token, log_prob)
+                new.append(child)
+            offer(child)
+        return new
+
+
+def _rows(draft: MedusaDraft, heads: int) -> Iterator[DrawRow]:
+    """The draws at all places that the heads guess, as far as they do not depend on the path."""
+    first = draft.tree.root.position + 1
+    return (DrawRow(draft.history.params, first + i, draft.history) for i in range(heads))

@@ -1,0 +1,109 @@
+"""The same tokens with heads that draft from one hidden state, inside the target; and that their guesses are good.
+
+The target is one whose next token depends on the last alone, so that heads can be built that know what it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.engine.drafting import LocalDrafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.llm import LLM, Completion
+from paceline.messages import Delta, Submission
+from paceline.model.checkpoint import Checkpoint
+from paceline.speculators.base import Speculator
+from paceline.speculators.medusa import Medusa
+from paceline.speculators.medusa_heads import load_medusa
+from paceline.speculators.mlp_network import load_mlp_speculator
+from paceline.speculators.mlp_speculator import MlpSpeculator
+from tests.llamas import LAWS
+from tests.markov import markov_model, save_markov, save_seeing
+
+FREE = RowCost([8, 256], [1.0, 1.001])
+METHODS = ["medusa", "mlp_speculator"]
+
+
+def speculator(method: str, folder: Path, dtype: torch.dtype) -> Speculator:
+    lent = markov_model(dtype).lend()
+    if method == "medusa":
+        return Medusa(load_medusa(Checkpoint(folder), lent), lent, 3)
+    return MlpSpeculator(load_mlp_speculator(Checkpoint(folder), lent), lent, 3)
+
+
+def submissions() -> list[Submission]:
+    """Every rule; prompts of one token, over a tile's border, and longer than a step."""
+    lengths = (1, 2, 63, 64, 65, 300, 7, 7)
+    prompts = [[(i + 5 * j) % 60 for j in range(n)] for i, n in enumerate(lengths)]
+    return [Submission(f"r{i}", prompt, law) for i, (prompt, law) in enumerate(zip(prompts, LAWS, strict=True))]
+
+
+def served(
+    dtype: torch.dtype, guessing: Speculator | None, requests: Sequence[Submission], slots: int = 2048
+) -> tuple[dict[str, Delta], int, int]:
+    """Whole answers, how many guesses were accepted, and how often a request was preempted."""
+    config = EngineConfig(slots=slots, max_num_batched_rows=64)
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
+    drafting = LocalDrafting(guessing) if guessing else NoDrafting()
+    engine = Engine(markov_model(dtype, slots), config, speculation, drafting, FREE)
+    answers = {request.request_id: Delta(request.request_id) for request in requests}
+    accepted = preemptions = 0
+    for request in requests:
+        engine.submit(request)
+    while engine.busy:
+        for delta in engine.step():
+            answers[delta.request_id].tokens += delta.tokens
+            answers[delta.request_id].log_probs += delta.log_probs
+            answers[delta.request_id].finish_reason = delta.finish_reason
+        accepted += engine.last_step.speculation.accepted_tokens
+        preemptions += engine.last_step.preemptions
+        engine.check_integrity()
+    return answers, accepted, preemptions
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_rule_and_length_comes_out_as_plain_decoding_has_it(
+    tmp_path: Path, method: str, dtype: torch.dtype
+) -> None:
+    plain, _, _ = served(dtype, None, submissions())
+    guessing = speculator(method, save_seeing(method, tmp_path, 0.0), dtype)
+    guessed, accepted, _ = served(dtype, guessing, submissions())
+    assert guessed == plain
+    assert accepted > 50
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_preempted_requests_come_out_the_same(tmp_path: Path, method: str) -> None:
+    requests = submissions()
+    plain, _, _ = served(torch.float32, None, requests)
+    guessing = speculator(method, save_seeing(method, tmp_path, 0.0), torch.float32)
+    guessed, accepted, preemptions = served(torch.float32, guessing, requests, slots=380)
+    assert guessed == plain
+    assert preemptions > 0
+    assert accepted > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", METHODS)
+def test_by_their_names_in_the_configuration(tmp_path: Path, method: str, temperature: float) -> None:
+    head = save_seeing(method, tmp_path / "head", temperature)
+    speculation = {"method": method, "model": str(head), "num_speculative_tokens": 3}
+    llm = LLM(str(save_markov(tmp_path / "target")), speculation, {"slots": 512})
+    sampling = SamplingParams(temperature=temperature, seed=4, max_tokens=60)
+    prompts = [[11], [3, 1, 4], [5] * 70]
+
+    def answers(*, speculative: bool) -> list[Completion]:
+        return llm.generate(prompts, sampling, speculative=speculative)
+
+    guessed = answers(speculative=True)
+    assert [each.tokens for each in guessed] == [each.tokens for each in answers(speculative=False)]
+    accepted = sum(each.speculation.accepted_tokens for each in guessed)
+    steps = sum(each.speculation.steps for each in guessed)
+    assert accepted > (1.5 if temperature == 0 else 0.5) * steps, "heads that know the target are not one position off"
