@@ -22,6 +22,7 @@ Method = Literal[
     "ngram",
     "suffix",
     "custom_class",
+    "extract_hidden_states",
 ]
 ModelFree = Literal["ngram", "suffix"]
 HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "peagle", "dflash")
@@ -165,7 +166,11 @@ class SpeculativeConfig(Settings):
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
     eagle_aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
-        description="what an EAGLE-3 head is fed with, if not what its checkpoint says: n is the output of layer n",
+        description="what an EAGLE-3 head is fed with, if not what its checkpoint says, and what extract_hidden_states "
+        "writes: n is the output of layer n",
+    )
+    hidden_states_path: str | None = Field(
+        None, description="with method extract_hidden_states: the folder that files are written to, by who drafts"
     )
     rope_theta: float | None = Field(
         None,
@@ -282,6 +287,8 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
         if self.method == "custom_class" and not (self.speculator or self.model):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
+        if self.method == "extract_hidden_states" and not self.hidden_states_path:
+            raise ValueError("method extract_hidden_states needs `hidden_states_path`: the folder that it writes to")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from paceline.config import HEADS, MOST_DEPTH, EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent
@@ -55,6 +56,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Specul
         from paceline.speculators.heads import build_head
 
         return build_head(config.model, config, engine, lend())
+    if config.method == "extract_hidden_states" and config.hidden_states_path is not None:
+        return _extraction(config.hidden_states_path, config, lend())
     if config.method == "custom_class" and (path := config.speculator or config.model) is not None:
         return _custom(path, config, engine)
     raise ValueError(f"method {config.method!r} drafts nothing")
@@ -74,6 +77,8 @@ def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: L
         from paceline.speculators.heads import layers_of_head
 
         return layers_of_head(config.model, config, lend())
+    if config.method == "extract_hidden_states":
+        return _extracted_layers(config, lend())
     if config.method == "custom_class":  # only the speculator itself knows
         return build(config, engine, lend).hidden_state_layers
     return ()
@@ -99,6 +104,17 @@ def _pard(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Specul
     mask_token = mask_token_of(Checkpoint(resolve_model(model)))
     draft = load(model, engine.model_copy(update={"max_model_len": None}))
     return Pard(draft, mask_token, config.num_speculative_tokens, config.tree_width, config.least_path_probability)
+
+
+def _extraction(folder: str, config: SpeculativeConfig, lent: Lent) -> Speculator:
+    from paceline.speculators.extract_hidden_states import ExtractHiddenStates
+
+    return ExtractHiddenStates(Path(folder).expanduser(), _extracted_layers(config, lent))
+
+
+def _extracted_layers(config: SpeculativeConfig, lent: Lent) -> Sequence[int]:
+    """What EAGLE-3 heads are fed with, and the state that all others are."""
+    return config.eagle_aux_hidden_state_layer_ids or (2, lent.layers // 2, lent.layers - 3, lent.final)
 
 
 def _ngram(config: SpeculativeConfig) -> Speculator:
