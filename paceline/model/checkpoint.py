@@ -7,6 +7,8 @@ that it is wanted in. What is wrong with a checkpoint is said in one sentence (`
 from __future__ import annotations
 
 import json
+import re
+import zipfile
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -19,6 +21,8 @@ from torch import Tensor
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".bin", ".pt", ".pth")
+OF_THE_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
+"""What files that trainers leave beside the weights begin with; they look like weights, and hold none."""
 
 
 class CheckpointError(ValueError):
@@ -45,7 +49,7 @@ class Checkpoint:
             return {}
         try:
             config = json.loads(path.read_text())
-        except ValueError as error:
+        except (ValueError, OSError) as error:
             raise CheckpointError(f"{path} is no JSON ({error}): download it again") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{path} holds no JSON object: download it again")
@@ -87,7 +91,7 @@ class Checkpoint:
     def _shelves(self) -> Mapping[str, _Shelf]:
         """By tensor, the file that holds it."""
         for endings, kind in ((SAFETENSORS, _Safetensors), (TORCH, _Torch)):
-            files = sorted(path for path in self.folder.iterdir() if path.suffix in endings)
+            files = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
             shelves = {name: shelf for path in files for shelf in [kind(path)] for name in shelf.names}
             if shelves:
                 return shelves
@@ -111,7 +115,7 @@ class _Safetensors(_Shelf):
         try:
             self._file = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}): download it again") from error
+            raise CheckpointError(f"{path} cannot be read ({first_sentence(error)}): download it again") from error
         self.names = list(self._file.keys())
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -127,9 +131,10 @@ class _Torch(_Shelf):
 
     def __init__(self, path: Path) -> None:
         try:
-            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            # Files from before torch 1.6 are no archives, and cannot be mapped.
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError) as error:
-            raise CheckpointError(f"{path} cannot be read ({_first_line(error)}): download it again") from error
+            raise CheckpointError(f"{path} cannot be read ({first_sentence(error)}): download it again") from error
         values = stored if isinstance(stored, dict) else {}
         self._tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         self.names = list(self._tensors)
@@ -141,5 +146,11 @@ class _Torch(_Shelf):
         return self._tensors[name]
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def _holds_weights(path: Path) -> bool:
+    return not path.name.startswith(OF_THE_TRAINING)
+
+
+def first_sentence(error: Exception) -> str:
+    """Of what a library says at length; without what would colour a screen."""
+    said = re.sub(r"\x1b\[\d*m", "", " ".join(str(error).split()))
+    return re.split(r"(?<=\w)\. ", said)[0].removesuffix(".") or type(error).__name__

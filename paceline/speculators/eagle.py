@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
@@ -23,6 +22,7 @@ from paceline.model.lending import Lent
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config
 from paceline.speculators.head_layers import HeadLayer, HeadPasses, padded, picked
+from paceline.speculators.head_vocabulary import embedding_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
 
@@ -57,13 +57,13 @@ class Eagle:
         self._fc = Linear(weights.take("fc.weight", h, 2 * h), biases=() if bias is None else [bias])
         self._passes = HeadPasses(config, count, slots, lent)
         self._layers = [HeadLayer(weights, n, config, self._passes.heads) for n in range(count)]
-        own = weights.own_embedding("embed_tokens.weight", lent.vocabulary_size, h)
-        self._embed = lent.embed if own is None else lambda ids: F.embedding(ids, own)
+        self._embed = embedding_of(weights, lent, h)
         self._into, self._before_head = (
             None if norm is None else Norm(norm, eps)
             for norm in (weights.maybe(f"{name}_layernorm.weight", h) for name in ("embed", "lm_head"))
         )
         self._output = lent.output
+        weights.refuse_others("EAGLE heads", but=("lm_head.weight", "token_map"))
 
     def encode(self, states: Tensor) -> Tensor:
         return states[:, 0]

@@ -48,7 +48,7 @@ class Eagle3Kind:
         # Without the key vLLM reads the library's files as if it were true; the library itself always writes it.
         residual = said.get("speculators_model_type") == "eagle3"
         return cls(
-            tuple(layers) if layers else _layers(checkpoint, lent),
+            _layers(checkpoint, lent, layers),
             bool(said.get("norm_before_residual", residual)),
             bool(said.get("norm_output", False)) and is_of_the_speculators_library(checkpoint),
             float(said.get("logit_scale", 1.0)),
@@ -85,6 +85,7 @@ class Eagle3:
         self._embed = embedding_of(weights, lent, h)
         self._output = output_of(weights, lent, h, self.ids)
         self._feeds_back_normed = kind.norm_output
+        weights.refuse_others("EAGLE-3 heads", but=("t2d",))
 
     def encode(self, states: Tensor) -> Tensor:
         return self._encode(states)
@@ -108,8 +109,8 @@ class _Encoder:
     def __init__(self, weights: Weights, layers: int, width: int, h: int, eps: float) -> None:
         whole = weights.maybe("input_norm.weight", layers * width)
         self._whole = None if whole is None else Norm(whole, eps)
-        names = [n for n in (f"fc_norm.{i}.weight" for i in range(layers)) if n in weights]
-        names = names or [n for n in (f"{name}.weight" for name in AUX_NORMS) if n in weights]
+        named = [f"fc_norm.{i}.weight" for i in range(layers)], [f"{name}.weight" for name in AUX_NORMS[:layers]]
+        names = next((names for names in named if any(name in weights for name in names)), [])
         self._each = [Norm(weights.take(name, width), eps) for name in names]
         has_fc = "fc.weight" in weights or layers > 1 or width != h
         self._fc = Linear(weights.take("fc.weight", h, layers * width)) if has_fc else None
@@ -154,25 +155,34 @@ def bare(name: str) -> str:
     return "layers.0." + name.removeprefix("midlayer.") if name.startswith("midlayer.") else name
 
 
-def _layers(checkpoint: Checkpoint, lent: Lent) -> Sequence[int]:
-    """Which states of the target a head wants. Two fields of the same name count layers differently."""
-    said = checkpoint.config
-    nested: Mapping[str, Any] = said.get("eagle_config") or {}
-    if nested.get("use_aux_hidden_state", True) is False:
-        return (lent.final,)
-    outputs, entering = nested.get("eagle_aux_hidden_state_layer_ids"), said.get("eagle_aux_hidden_state_layer_ids")
-    if outputs:
-        layers = [int(n) + 1 for n in outputs]
-    elif entering or nested.get("layer_ids"):
-        layers = sorted({int(n) for n in entering or nested["layer_ids"]})
-    else:
-        layers = [2, lent.layers // 2, lent.layers - 3]
-    if any(not 0 <= layer <= lent.layers for layer in layers):
+def _layers(checkpoint: Checkpoint, lent: Lent, wanted: Sequence[int] | None) -> Sequence[int]:
+    """Which states of the target a head is fed with: what is wanted, or what its configuration says."""
+    layers = list(wanted) if wanted else _said_layers(checkpoint, lent)
+    if layers != [lent.final] and any(not 0 <= layer <= lent.layers for layer in layers):
         raise CheckpointError(
             f"{checkpoint} wants the states of layers {layers}, {lent.name} has {lent.layers}: "
             "name others with eagle_aux_hidden_state_layer_ids, or choose a head for this model"
         )
     return tuple(layers)
+
+
+def _said_layers(checkpoint: Checkpoint, lent: Lent) -> list[int]:
+    """Two fields of the same name count layers differently."""
+    said = checkpoint.config
+    nested: Mapping[str, Any] = said.get("eagle_config") or {}
+    try:
+        if nested.get("use_aux_hidden_state", True) is False:
+            return [lent.final]
+        outputs, entering = nested.get("eagle_aux_hidden_state_layer_ids"), said.get("eagle_aux_hidden_state_layer_ids")
+        if outputs:
+            return [int(n) + 1 for n in outputs]
+        if entering or nested.get("layer_ids"):
+            return sorted({int(n) for n in entering or nested["layer_ids"]})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"config.json in {checkpoint} has an eagle_config or eagle_aux_hidden_state_layer_ids that is none: {error}"
+        ) from error
+    return [2, lent.layers // 2, lent.layers - 3]
 
 
 def _refuse_other_sizes(checkpoint: Checkpoint, lent: Lent, h: int) -> None:

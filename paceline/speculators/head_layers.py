@@ -73,7 +73,8 @@ def attention_of(weights: Weights, index: int, config: Any, heads: Heads, width:
     queries = heads.kv_heads * heads.queries_per_kv * heads.head_size
     keys = heads.kv_heads * heads.head_size
     sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    biases = [weights.take(f"{name}.{each}.bias", n) for each, n in sizes.items() if f"{name}.{each}.bias" in weights]
+    biased = any(f"{name}.{each}.bias" in weights for each in sizes)
+    biases = [weights.take(f"{name}.{each}.bias", n) for each, n in sizes.items()] if biased else []
     out_bias = weights.maybe(f"{name}.o_proj.bias", h)
     query_norm = weights.maybe(f"{name}.q_norm.weight", heads.head_size)
     norms = None

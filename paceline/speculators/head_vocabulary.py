@@ -40,6 +40,10 @@ def ids_of(weights: Weights, checkpoint: Checkpoint, lent: Lent) -> Tensor | Non
             f"d2t in {checkpoint} does not name {count} different tokens of {lent.name}, in rising order: "
             "it is a head for another vocabulary, or it holds ids where offsets are expected"
         )
+    if "t2d" in weights and not torch.equal(weights.take("t2d", *weights.shape("t2d")).bool().nonzero()[:, 0], ids):
+        raise CheckpointError(f"d2t and t2d in {checkpoint} name different tokens: d2t has to hold offsets, not ids")
+    if "lm_head.weight" in weights and not count <= columns < count + PADDING:
+        raise CheckpointError(f"{checkpoint} guesses {columns} tokens, and d2t names {count}: download it again")
     return None if count == lent.vocabulary_size else ids
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,9 @@ from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.lending import Lent
+
+TABLES = "rotary_emb.inv_freq"
+"""Old uploads hold what the configuration says anyway."""
 
 
 class Weights:
@@ -19,6 +22,7 @@ class Weights:
         """`rename`: from the name in the file to the one that it is known by here."""
         self._checkpoint, self._lent = checkpoint, lent
         self._stored = {rename(name): name for name in checkpoint.names}
+        self._taken: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
         return name in self._stored
@@ -36,6 +40,7 @@ class Weights:
                 f"is it a head for {self._lent.name} (hidden size {self._lent.hidden_size}, "
                 f"vocabulary {self._lent.vocabulary_size})?"
             )
+        self._taken.add(name)
         return self._checkpoint.tensor(self._stored_as(name), self._lent.dtype, self._lent.device)
 
     def maybe(self, name: str, *shape: int) -> Tensor | None:
@@ -60,6 +65,18 @@ class Weights:
         same = columns == self._lent.vocabulary_size and width == self._lent.hidden_size
         return None if same and _gives_the_same(output, self._lent) else output
 
+    def refuse_others(self, kind: str, but: Container[str] = ()) -> None:
+        """Raises `CheckpointError` if there are tensors that nobody took, `but` for these: `kind` has no use for them.
+
+        A head that lacks a part guesses badly, and nobody would know why.
+        """
+        others = [name for name in self._stored if name not in self._taken and name not in but]
+        if others := [name for name in others if not name.endswith(TABLES)]:
+            more = f" and {len(others) - 1} more" if len(others) > 1 else ""
+            raise CheckpointError(
+                f"{self._checkpoint} has {others[0]}{more}, which is no part of the {kind} that can be run"
+            )
+
     def _stored_as(self, name: str) -> str:
         if name not in self._stored:
             raise CheckpointError(
@@ -71,8 +88,7 @@ class Weights:
 def _copies(embedding: Tensor, lent: Lent, step: int = 8192) -> bool:
     """Whether this is what the target looks up, too. An embedding that the target scales is not."""
     ids = torch.arange(min(len(embedding), lent.vocabulary_size), device=lent.device)
-    same = (torch.equal(embedding[part], lent.embed(part)) for part in ids.split(step))
-    return len(ids) == len(embedding) and all(same)
+    return len(ids) == lent.vocabulary_size and all(torch.equal(embedding[p], lent.embed(p)) for p in ids.split(step))
 
 
 def _gives_the_same(output: Tensor, lent: Lent, probed: int = 64) -> bool:
