@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt,
 
 Method = Literal[
     "none",
+    "detect",
     "draft_model",
     "eagle",
     "eagle3",
@@ -25,6 +26,10 @@ Method = Literal[
     "extract_hidden_states",
 ]
 ModelFree = Literal["ngram", "suffix"]
+DETECT = "detect"
+"""The method that a checkpoint is for; `paceline.speculators.formats` finds it out."""
+TOLD_BY_CHECKPOINT = (DETECT, "dflash")
+"""Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
 HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy"]
@@ -38,6 +43,8 @@ PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
 METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom": "custom_class", "off": "none"}
 
 STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
+
+METHOD_KEYS = ("method", "speculative_method")
 
 # Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
 SEED_BITS = 64
@@ -121,7 +128,11 @@ class SpeculativeConfig(Settings):
     Keys carry the names of vLLM, SGLang and MAX where those exist.
     """
 
-    method: Method = Field("none", validation_alias=AliasChoices("method", "speculative_method"))
+    method: Method = Field(
+        "none",
+        validation_alias=AliasChoices(*METHOD_KEYS),
+        description="detect: what the checkpoint in `model` is for, as if only `model` is given",
+    )
     beside: tuple[ModelFree, ...] = Field(
         (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'
     )
@@ -227,9 +238,18 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
+    def _model_alone(cls, data: Any) -> Any:
+        """A checkpoint without a method says itself what it is for."""
+        if not isinstance(data, dict) or not (data.get("model") or data.get("draft_model_path")):
+            return data
+        named = {key: value for key, value in data.items() if key not in METHOD_KEYS or value is not None}
+        return named if any(key in named for key in METHOD_KEYS) else {"method": DETECT} | named
+
+    @model_validator(mode="before")
+    @classmethod
     def _stack(cls, data: Any) -> Any:
         """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree. Model-free ones go beside."""
-        for key in ("method", "speculative_method"):
+        for key in METHOD_KEYS:
             methods = data.get(key) if isinstance(data, dict) else None
             if isinstance(methods, (list, tuple)):
                 names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
@@ -283,7 +303,7 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        if self.method in ("draft_model", "pard", *HEADS) and not self.model:
+        if self.method in (DETECT, "draft_model", "pard", *HEADS) and not self.model:
             raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
         if self.method == "custom_class" and not (self.speculator or self.model):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")

@@ -53,7 +53,7 @@ class LLM:
     ) -> None:
         """`model`: a folder, or a shipped model's name. The configurations take the command line's keys.
 
-        Raises `ModelNotFoundError`, `VocabularyMismatchError`, or pydantic's ValidationError.
+        Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
         config = EngineConfig.model_validate(engine_config or {})
         speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}))

@@ -151,7 +151,7 @@ def renamed(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict
 
 def save_head(folder: Path, tensors: Mapping[str, Tensor], config: Config | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline import family
 from paceline.cli import cores
 from paceline.cli.child import Program, StartError
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError, is_weightless, resolve_model, served_name
 
 LOOPBACK = "127.0.0.1"
@@ -149,18 +149,19 @@ def listenable(host: str, port: int) -> int:
 
 
 def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
-    """With the draft's place resolved. Raises `StartError` if it does not suit the target."""
+    """With the draft's place resolved, and its method known. Raises `StartError` if it does not suit the target."""
     if not speculation.enabled or speculation.model is None:
         return speculation
     draft = _place(speculation.model)
-    if speculation.method in ("draft_model", "pard"):
+    known = _completed(speculation.model_copy(update={"model": draft}))
+    if known.method in ("draft_model", "pard"):
         _check_vocabularies(draft, model)
-    return _completed(speculation.model_copy(update={"model": draft}))
+    return known
 
 
 def _completed(speculation: SpeculativeConfig) -> SpeculativeConfig:
-    if speculation.method != "dflash":
-        return speculation
+    if speculation.method not in TOLD_BY_CHECKPOINT:
+        return speculation  # without loading torch
     from paceline.speculators import completed
 
     try:

@@ -38,7 +38,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Of the model that the engine runs, and of the layers whose outputs it will send to drafts."""
+    """Of the model that the engine runs, of the layers whose outputs it will send to drafts, and how these draft."""
 
     fingerprint: str
     vocabulary_size: int
@@ -47,3 +47,5 @@ class ModelFacts:
     rows_invariant: bool
     eos_token_ids: Sequence[int]
     hidden_state_layers: Sequence[int]
+    method: str
+    """Empty without speculation."""

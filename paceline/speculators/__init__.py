@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from paceline.config import HEADS, MOST_DEPTH, EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, MOST_DEPTH, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 
@@ -27,10 +27,15 @@ Lend = Callable[[], Lent]
 
 
 def completed(config: SpeculativeConfig) -> SpeculativeConfig:
-    """With what a checkpoint says where the user says nothing: how many tokens a DFlash draft guesses.
+    """With what a checkpoint says where the user says nothing: its method, and how many tokens a DFlash draft guesses.
 
-    Raises ValueError or `ModelNotFoundError` if there is no such checkpoint.
+    Raises `CheckpointError` or `ModelNotFoundError` if there is no such checkpoint.
     """
+    if config.method not in TOLD_BY_CHECKPOINT:
+        return config
+    from paceline.speculators.formats import detected
+
+    config = detected(config)
     if config.method != "dflash" or config.model is None or "num_speculative_tokens" in config.model_fields_set:
         return config
     from paceline.model.checkpoint import Checkpoint

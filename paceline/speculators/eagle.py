@@ -81,11 +81,9 @@ class Eagle:
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
     """By its tensors: a layer, and an `fc` that takes two vectors of the width that it gives."""
-    fc = checkpoint.find("fc.weight") or checkpoint.find("fusion_fc.weight")
-    if fc is None:
-        return False
-    out, into = checkpoint.shape(fc)
-    return into == 2 * out
+    stored = {_renamed(name): name for name in checkpoint.names}
+    shape = checkpoint.shape(stored["fc.weight"]) if "fc.weight" in stored else ()
+    return "layers.0.self_attn.q_proj.weight" in stored and len(shape) == 2 and shape[1] == 2 * shape[0]
 
 
 def _renamed(name: str) -> str:

@@ -142,11 +142,8 @@ class _FirstLayer:
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """By its tensors and keys; uploads name the class of a plain Llama."""
-    q_proj = checkpoint.find("layers.0.self_attn.q_proj.weight")
-    hidden_norm = any(bare(name) == "layers.0.hidden_norm.weight" for name in checkpoint.names)
-    wide = q_proj is not None and checkpoint.find("d2t") is not None
-    return hidden_norm or wide
+    """By its tensors: a norm for what its first layer is fed with beside tokens, or that layer's original name."""
+    return any(bare(name) == "layers.0.hidden_norm.weight" or "midlayer." in name for name in checkpoint.names)
 
 
 def bare(name: str) -> str:

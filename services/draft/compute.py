@@ -10,9 +10,9 @@ from paceline.compute.process import Ready
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent, borrow
 from paceline.model.loading import DTYPES
-from paceline.speculators import Speculator
+from paceline.speculators import Speculator, completed
 from paceline.speculators.growing import GrowingLoop, SpeculatorFacts
-from services.compute import build_speculator, run
+from services.compute import build_speculator, run, speculator_errors
 from services.process import StartError
 
 
@@ -23,8 +23,10 @@ def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     GrowingLoop(speculator, pipe).run()
 
 
-def load(speculation: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
+def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
     """`target_model`: of the target, whose matrices a head borrows. Raises `StartError` with what to do."""
+    with speculator_errors(wanted):
+        speculation = completed(wanted)
 
     def lend() -> Lent:
         if target_model is None:

@@ -124,7 +124,6 @@ async def assemble(
 
 
 def describe(facts: ModelFacts, options: argparse.Namespace) -> TargetDescription:
-    speculation = options.speculative_config
     return TargetDescription(
         worker_id=options.worker_id,
         model=options.served_model_name or options.model,
@@ -134,7 +133,7 @@ def describe(facts: ModelFacts, options: argparse.Namespace) -> TargetDescriptio
         slots=facts.slots,
         rows_invariant=facts.rows_invariant,
         eos_token_ids=facts.eos_token_ids,
-        method=speculation.method if speculation.enabled else "",
+        method=facts.method,
     )
 
 

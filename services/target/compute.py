@@ -30,8 +30,10 @@ def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     """Load the model, and decode until the pipe closes."""
     if cpus := options.engine_config.cpus:
         bind(cpus)
-    engine = assemble(pipe, options.model, options.engine_config, options.speculative_config)
-    pipe.send(Ready(facts(engine)))
+    with speculator_errors(options.speculative_config):
+        speculation = completed(options.speculative_config)
+    engine = assemble(pipe, options.model, options.engine_config, speculation)
+    pipe.send(Ready(facts(engine, speculation)))
     EngineLoop(engine, pipe).run()
 
 
@@ -46,8 +48,6 @@ def bind(cpus: Sequence[int]) -> None:
 def assemble(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
     """Raises `StartError` or `ModelNotFoundError` with what to do."""
     model = load_model(model_name, config)
-    with speculator_errors(speculation):
-        speculation = completed(speculation)
     drafting = drafting_for(model, pipe, speculation, config)
     cost = row_cost(model, config.max_num_batched_rows)
     beside = [LocalDrafting(each) for each in build_beside(speculation)]
@@ -85,7 +85,7 @@ def drafting_for(model: Model, pipe: Pipe, speculation: SpeculativeConfig, confi
     return LocalDrafting(local)
 
 
-def facts(engine: Engine) -> ModelFacts:
+def facts(engine: Engine, speculation: SpeculativeConfig) -> ModelFacts:
     model = engine.model
     return ModelFacts(
         fingerprint=model.fingerprint,
@@ -95,6 +95,7 @@ def facts(engine: Engine) -> ModelFacts:
         rows_invariant=model.rows_invariant,
         eos_token_ids=tuple(model.eos_token_ids),
         hidden_state_layers=engine.hidden_layers,
+        method=speculation.method if speculation.enabled else "",
     )
 
 
