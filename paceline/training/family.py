@@ -60,7 +60,7 @@ TAUGHT_SCHEDULE = Schedule((Phase(1.0, 2, 1024),), muon_rate=0.006, adam_rate=5e
 DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
 ANSWERED = 48
 """About the tokens of a question and its answer."""
-EDITS, EXTRACTIONS, READ = 4200, 2200, 900_000
+EDITS, EXTRACTIONS, READ = 9000, 3000, 700_000
 """Chats of two kinds that the target is taught at last, and tokens of the other text, lest it forgets that."""
 PART = 6000
 """Most tokens of one document among these."""
