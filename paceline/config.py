@@ -32,12 +32,11 @@ TOLD_BY_CHECKPOINT = (DETECT, "dflash")
 """Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
 HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
-Strategy = Literal["coupled", "greedy"]
+Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 
-# Names people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
+# Methods people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
 # "not yet", not "no such thing".
 PLANNED_METHODS = ("mtp", "deepseek_mtp")
-PLANNED_STRATEGIES = ("residual", "typical-acceptance", "logit-comparison")
 PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
 """What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
 METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom": "custom_class", "off": "none"}
@@ -45,6 +44,14 @@ METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom
 STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
 
 METHOD_KEYS = ("method", "speculative_method")
+
+_KEYS_OF_STRATEGIES = {
+    ("block_verification",): ("residual",),
+    ("posterior_threshold", "posterior_alpha"): ("typical-acceptance",),
+    ("logit_comparison_eps",): ("logit-comparison",),
+    ("use_relaxed_acceptance_for_thinking",): ("coupled", "greedy"),
+    ("synthetic_acceptance_rate",): ("coupled",),
+}
 
 # Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
 SEED_BITS = 64
@@ -159,6 +166,35 @@ class SpeculativeConfig(Settings):
         description="most nodes of one request verified in one step",
     )
     rejection_sampling_strategy: Strategy = "coupled"
+    block_verification: bool = Field(False, description="residual: accept or refuse the guesses of a chain jointly")
+    posterior_threshold: float = Field(
+        0.09, gt=0.0, lt=1.0, description="typical-acceptance: a guess with a larger target probability always stands"
+    )
+    posterior_alpha: float = Field(
+        0.3, gt=0.0, allow_inf_nan=False, description="typical-acceptance: so does one over this times exp(-entropy)"
+    )
+    logit_comparison_eps: float = Field(
+        1e-5,
+        ge=0.0,
+        allow_inf_nan=False,
+        description="logit-comparison: how much surer the draft may be, in nats",
+    )
+    use_relaxed_acceptance_for_thinking: bool = Field(
+        False, description="inside thinking phases, accept guesses that the target finds probable; lossy"
+    )
+    relaxed_topk: int = Field(10, ge=1, description="relaxed acceptance: among so many of the most probable tokens")
+    relaxed_delta: float = Field(
+        0.6, ge=0.0, le=1.0, description="relaxed acceptance: with a probability so close to the largest"
+    )
+    begin_thinking_phase_token: int | None = Field(None, ge=0)
+    end_thinking_phase_token: int | None = Field(None, ge=0)
+    synthetic_acceptance_rate: float | None = Field(
+        None,
+        ge=0.0,
+        le=1.0,
+        description="benchmarks only: accept guesses whatever they are, so that the mean over the depths of the "
+        "probability that all down to there are accepted is this; the output means nothing",
+    )
     prompt_lookup_min: int = Field(2, ge=1)
     prompt_lookup_max: int = Field(5, ge=1)
     suffix_decoding_max_tree_depth: int = Field(
@@ -286,11 +322,6 @@ class SpeculativeConfig(Settings):
         name = METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
         return _not_planned(name, PLANNED_METHODS, get_args(Method))
 
-    @field_validator("rejection_sampling_strategy", mode="before")
-    @classmethod
-    def _known_strategy(cls, value: Any) -> Any:
-        return _not_planned(value, PLANNED_STRATEGIES, get_args(Strategy))
-
     @field_validator("draft_tensor_parallel_size")
     @classmethod
     def _one_rank(cls, value: int) -> int:
@@ -313,6 +344,34 @@ class SpeculativeConfig(Settings):
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _one_way_to_verify(self) -> SpeculativeConfig:
+        """Keys of one strategy beside the name of another mean nothing."""
+        strategy = self.rejection_sampling_strategy
+        for keys, owners in _KEYS_OF_STRATEGIES.items():
+            for key in keys:
+                if strategy not in owners and getattr(self, key) != type(self).model_fields[key].default:
+                    raise ValueError(f"{key} means nothing to rejection_sampling_strategy {strategy}")
+        if self.synthetic_acceptance_rate is not None and self.use_relaxed_acceptance_for_thinking:
+            raise ValueError("synthetic_acceptance_rate leaves use_relaxed_acceptance_for_thinking nothing to accept")
+        return self
+
+    @model_validator(mode="after")
+    def _thinking_phases(self) -> SpeculativeConfig:
+        begin, end = self.begin_thinking_phase_token, self.end_thinking_phase_token
+        if self.use_relaxed_acceptance_for_thinking and (begin is None or end is None):
+            raise ValueError(
+                "use_relaxed_acceptance_for_thinking needs begin_thinking_phase_token and end_thinking_phase_token: "
+                "the ids of the tokens around a thinking phase"
+            )
+        if begin is not None and begin == end:
+            raise ValueError(f"begin_thinking_phase_token and end_thinking_phase_token are both {begin}")
+        for key in ("relaxed_topk", "relaxed_delta", "begin_thinking_phase_token", "end_thinking_phase_token"):
+            relaxed = self.use_relaxed_acceptance_for_thinking
+            if not relaxed and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} means nothing without use_relaxed_acceptance_for_thinking")
         return self
 
     @property

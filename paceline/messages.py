@@ -64,6 +64,10 @@ class SpeculationStats:
     verifications: int = 0
     steps: int = 0
     drafts: list[str] = field(default_factory=list)
+    strategy: str = "coupled"
+    """How guesses were verified, and what that promises of the output: see `paceline.verify.Strategy`."""
+    lossy: bool = False
+    drafter_invariant: bool = True
 
     def record(self, depths: Sequence[int], accepted: int) -> None:
         """One target step verified nodes at these depths, and accepted this many along one path."""

@@ -28,6 +28,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -154,15 +155,63 @@ def shortlist(logits_RV: Tensor, rows: Sequence[Row], count: int, ids_V: Tensor 
     For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
     sees nothing but the list. `ids_V`: the tokens that the columns stand for, each once; None: column n is token n.
     """
-    if any(row.history.rules for row in rows):
-        logits_RV, ids_V = _ruled(_spread(logits_RV, rows, ids_V), rows), None
-    logits_RK, tokens_RK = logits_RV.float().topk(min(count, logits_RV.shape[-1]))
-    tokens_RK = tokens_RK if ids_V is None else ids_V[tokens_RK]
+    logits_RK, tokens_RK = _listed(logits_RV, rows, count, ids_V)
     scores_RK = _scored(logits_RK, rows, tokens_RK)
     if all(row.params.greedy for row in rows):
         return tokens_RK, scores_RK
     scores_RK, order_RK = scores_RK.sort(dim=-1, descending=True, stable=True)
     return tokens_RK.gather(-1, order_RK), scores_RK
+
+
+def probabilities(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The law that `draw` draws from, float32 [R, V]: steps 1 to 5, then a softmax. At T = 0 the draw itself has 1."""
+    return _probabilities(_ruled(logits_RV, rows), rows)
+
+
+def listed_probabilities(
+    logits_RV: Tensor, rows: Sequence[Row], count: int, ids_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and the law that has no others.
+
+    The law is float32 [R, K]. A filter sees nothing but the list; `ids_V` as in `shortlist`.
+    """
+    logits_RK, tokens_RK = _listed(logits_RV, rows, count, ids_V)
+    return tokens_RK, _probabilities(logits_RK, rows)
+
+
+def choose(weights_RV: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """A token of each row, int64 [R], in proportion to its weights, which are not negative and not all 0.
+
+    The noise is that of `seeds` and `positions`, as in a draw. Overwrites the weights.
+    """
+    tokens = torch.arange(weights_RV.shape[-1], device=weights_RV.device)
+    return weights_RV.log_().add_(gumbel(noise_bits(seeds, positions, tokens))).argmax(-1)
+
+
+class Purpose(IntEnum):
+    """What noise is for, beside drawing. Of one request, noise for one thing says nothing of that for another."""
+
+    GUESS = 1
+    """A draft draws a guess from its own law."""
+    ACCEPT = 2
+    """The target accepts a guess with some probability."""
+    REPLACE = 3
+    """The target draws where a guess was refused, or there was none, by a rule that does not share its noise."""
+    SYNTHETIC = 4
+    """A guess is accepted whatever it is."""
+
+
+def keyed(seed: int, purpose: Purpose, *places: int) -> int:
+    """64 bits for one thing: the same on every machine. `places`: any numbers from 0 that tell it from others."""
+    key = _splitmix64(seed) ^ purpose
+    for place in places:
+        key = _splitmix64(key) ^ place
+    return _splitmix64(key)
+
+
+def uniform(key: int) -> float:
+    """53 of a key's bits as a number from 0, inclusive, to 1, exclusive."""
+    return (key >> 11) * 2.0**-53
 
 
 def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
@@ -245,6 +294,25 @@ def _spread(logits_RV: Tensor, rows: Sequence[Row], ids_V: Tensor | None) -> Ten
     return whole.index_copy_(1, ids_V, logits_RV)
 
 
+def _listed(logits_RV: Tensor, rows: Sequence[Row], count: int, ids_V: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits after step 3, falling, and their tokens, both [R, K]."""
+    if any(row.history.rules for row in rows):
+        logits_RV, ids_V = _ruled(_spread(logits_RV, rows, ids_V), rows), None
+    logits_RK, tokens_RK = logits_RV.float().topk(min(count, logits_RV.shape[-1]))
+    return logits_RK, tokens_RK if ids_V is None else ids_V[tokens_RK]
+
+
+def _probabilities(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Steps 4 and 5 and a softmax. Overwrites `logits_RV`."""
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    largest_G = logits_RV[greedy].argmax(-1)
+    if len(greedy) < len(rows):
+        _warp(logits_RV, rows)
+    logits_RV[greedy] = BARRED
+    logits_RV[greedy, largest_G] = 0.0
+    return logits_RV.softmax(-1)
+
+
 def _scored(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
     """Steps 4 to 6, in place. `tokens`: the ids that the columns stand for, [V] for all rows or [R, V]."""
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
@@ -258,12 +326,17 @@ def _scored(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
 
 def _perturbed(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor:
     """Steps 4 to 6 for rows with a temperature above 0. Overwrites and returns `logits_RV`."""
+    _warp(logits_RV, rows)
+    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens)
+    return logits_RV.add_(gumbel(bits_RV))
+
+
+def _warp(logits_RV: Tensor, rows: Sequence[Row]) -> None:
+    """Steps 4 and 5, in place: every row relative to its largest logit. At T = 0 the result means nothing."""
     temperatures = [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
     logits_RV -= logits_RV.amax(-1, keepdim=True)
     logits_RV /= torch.tensor(temperatures, device=logits_RV.device)[:, None]
     _filter(logits_RV, rows)
-    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens)
-    return logits_RV.add_(gumbel(bits_RV))
 
 
 def _filter(logits_RV: Tensor, rows: Sequence[Row]) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 ROOT_ID = 0
@@ -23,6 +23,15 @@ TRAIL = 512
 
 LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
+
+Law = Mapping[int, int]
+"""What a draft drew a guess from: tokens, each with a positive weight in proportion to which it is drawn. An empty one
+stands for certainty: nothing but this guess could have come."""
+CERTAIN: Law = {}
+
+
+def _certain() -> Law:
+    return CERTAIN
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +56,8 @@ class Node:
     ids: dict[int, int] = field(default_factory=dict)
     """What each of them calls it."""
     children: dict[int, Node] = field(default_factory=dict)
+    law: Law = field(default_factory=_certain)
+    """What it was drawn from, where the strategy wants to know."""
 
     @property
     def id(self) -> int:
@@ -82,8 +93,10 @@ def _as_it_is(node: Node) -> float:
 class Growth:
     """New nodes as they travel from draft to target: parallel sequences, parents before children.
 
-    Their ids count up from `first_id`. Raises ValueError if lengths differ, an id is not positive, or a log-probability
-    is not a number. What else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft`
+    Their ids count up from `first_id`. `laws` are those that the nodes were drawn from, or none at all.
+
+    Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node cannot have
+    come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft`
     drops it.
     """
 
@@ -92,15 +105,19 @@ class Growth:
     parent_ids: Sequence[int]
     tokens: Sequence[int]
     log_probs: Sequence[float]
+    laws: Sequence[Law] = ()
 
     def __post_init__(self) -> None:
-        lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs)}
+        lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs), len(self.laws or self.tokens)}
         if len(lengths) > 1:
             raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
         if self.first_id <= ROOT_ID:
             raise ValueError("growth with a node id that is not positive")
         if any(map(math.isnan, self.log_probs)):
             raise ValueError("growth with a log-probability that is not a number")
+        for token, law in zip(self.tokens, self.laws, strict=False):
+            if law and (token not in law or min(law.values()) <= 0):
+                raise ValueError(f"growth with token {token} of a law that it cannot have been drawn from")
 
     def __len__(self) -> int:
         """How many nodes."""
@@ -117,7 +134,12 @@ class Growth:
             [*self.parent_ids, *other.parent_ids],
             [*self.tokens, *other.tokens],
             [*self.log_probs, *other.log_probs],
+            [*self.every_law(), *other.every_law()] if self.laws or other.laws else (),
         )
+
+    def every_law(self) -> Sequence[Law]:
+        """One for each node."""
+        return self.laws or [CERTAIN] * len(self)
 
     @property
     def node_ids(self) -> range:
@@ -138,27 +160,29 @@ class Committed:
 class TokenTree:
     """A replica of one request's tree. Not thread-safe."""
 
-    def __init__(self, position: int, token: int, weigh: Weigh = _as_it_is) -> None:
+    def __init__(self, position: int, token: int, weigh: Weigh = _as_it_is, width: int | None = None) -> None:
         """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
 
-        It must give no positive value, and must not look at the path's.
+        It must give no positive value, and must not look at the path's. `width`: most children that `graft` gives a
+        node, the first to come; None: any number. With 1 the tree is a chain.
         """
         self.root = Node(token, position, None)
         self.size = 0
         self._weigh = weigh
+        self._width = width or math.inf
         self._next_id = ROOT_ID + 1
         self._by_id: dict[tuple[int, int], Node] = {}  # by source and id
         # Committed nodes by position, each with its successor as the only child: late growth may name them.
         self._trail: dict[int, Node] = {position: self.root}
 
-    def add(self, parent: Node, token: int, log_prob: float) -> Node:
+    def add(self, parent: Node, token: int, log_prob: float, law: Law = CERTAIN) -> Node:
         """Draft side: guess `token` after `parent`. It gets an id when it is described (`growth`).
 
         Raises ValueError if the parent has that child already.
         """
         if token in parent.children:
             raise ValueError(f"node {parent.id} already has a child for token {token}")
-        return self._attach(parent, token, log_prob, 0, len(parent.children))
+        return self._attach(parent, token, log_prob, 0, len(parent.children), law)
 
     def growth(self, nodes: Sequence[Node]) -> Growth:
         """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
@@ -166,12 +190,14 @@ class TokenTree:
         for node in nodes:
             self._name(node, 0, self._next_id)
             self._next_id += 1
+        laws = [n.law for n in nodes]
         return Growth(
             base_position=self.root.position,
             first_id=first_id,
             parent_ids=[ROOT_ID if n.parent is self.root else n.parent.id for n in nodes if n.parent],
             tokens=[n.token for n in nodes],
             log_probs=[n.log_prob for n in nodes],
+            laws=laws if any(laws) else (),
         )
 
     def graft(self, growth: Growth, max_size: int, source: int = 0) -> int:
@@ -179,11 +205,11 @@ class TokenTree:
 
         A node whose parent is alive joins the tree. If the same guess is there already, or its parent was
         committed and the next committed token is the one it guessed, then the node there goes by its id from
-        now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size`.
+        now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size` or `width`.
         """
         before = self.size
-        for id_, parent_id, token, log_prob in zip(
-            growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, strict=True
+        for id_, parent_id, token, log_prob, law in zip(
+            growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, growth.every_law(), strict=True
         ):
             parent = self._parent(source, parent_id, growth.base_position)
             if parent is None or (source, id_) in self._by_id:
@@ -191,9 +217,9 @@ class TokenTree:
             known = parent.children.get(token)
             if known is not None:
                 self._name(known, source, id_)
-            elif parent.position >= self.root.position and self.size < max_size:  # not under committed ones
+            elif parent.position >= self.root.position and self._has_room(parent, max_size):  # not under committed ones
                 rank = sum(source in sibling.ids for sibling in parent.children.values())
-                self._name(self._attach(parent, token, log_prob, source, rank), source, id_)
+                self._name(self._attach(parent, token, log_prob, source, rank, law), source, id_)
         return self.size - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
@@ -255,10 +281,13 @@ class TokenTree:
     def _parent(self, source: int, id_: int, base_position: int) -> Node | None:
         return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get((source, id_))
 
-    def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int) -> Node:
+    def _has_room(self, parent: Node, max_size: int) -> bool:
+        return self.size < max_size and len(parent.children) < self._width
+
+    def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int, law: Law) -> Node:
         log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
         position = parent.position + 1
-        node = Node(token, position, parent, log_prob, 0.0, source, rank, position - self.root.position)
+        node = Node(token, position, parent, log_prob, 0.0, source, rank, position - self.root.position, law=law)
         node.path_log_prob = parent.path_log_prob + self._weigh(node)
         parent.children[token] = node
         self.size += 1

@@ -14,9 +14,9 @@ gets; what is committed at each place is the target's draw there, whatever was g
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.tree import Node
 
 
@@ -38,13 +38,26 @@ def walk(root: Node, verified: Sequence[Node], draws: Sequence[int]) -> list[int
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named way to verify: what the target draws with, given what the request asks for.
+    """A named way to verify, and what it promises; `paceline.strategies` has the ways themselves."""
 
-    `exact` says whether the output has the law that the request's own parameters describe.
-    """
-
+    name: str
     exact: bool
+    """Whether the output has the law that the request's own parameters describe. If not, the strategy is lossy."""
+    drafter_invariant: bool
+    """Whether the output is the same tokens whatever was guessed, and so with speculation off."""
     law: Callable[[SamplingParams], SamplingParams]
+    """What the target draws with, given what the request asks for."""
+    by_law: bool = False
+    """Whether a draft is to draw each guess from its own law and to send that law with it. The tree is a chain then."""
+
+    @property
+    def caveat(self) -> str:
+        """What whoever chose it ought to know; empty for what this project promises."""
+        if not self.exact:
+            return f"verification by {self.name} is lossy: the output may have another law than the target's"
+        if not self.drafter_invariant:
+            return f"verification by {self.name} is exact, but not drafter-invariant: tokens depend on what is guessed"
+        return ""
 
 
 def _as_asked(params: SamplingParams) -> SamplingParams:
@@ -56,7 +69,23 @@ def _largest_logit(params: SamplingParams) -> SamplingParams:
 
 
 STRATEGIES: Mapping[str, Strategy] = {
-    "coupled": Strategy(exact=True, law=_as_asked),
-    "greedy": Strategy(exact=False, law=_largest_logit),
+    each.name: each
+    for each in (
+        Strategy("coupled", exact=True, drafter_invariant=True, law=_as_asked),
+        Strategy("greedy", exact=False, drafter_invariant=True, law=_largest_logit),
+        Strategy("residual", exact=True, drafter_invariant=False, law=_as_asked, by_law=True),
+        Strategy("typical-acceptance", exact=False, drafter_invariant=False, law=_as_asked),
+        Strategy("logit-comparison", exact=False, drafter_invariant=False, law=_as_asked, by_law=True),
+    )
 }
 """By their names in `SpeculativeConfig.rejection_sampling_strategy`."""
+
+
+def strategy_of(config: SpeculativeConfig) -> Strategy:
+    """The strategy of a deployment. Two have keys of their own; drafts are told of the named one that they modify."""
+    strategy = STRATEGIES[config.rejection_sampling_strategy]
+    if config.synthetic_acceptance_rate is not None:
+        return replace(strategy, name="synthetic", exact=False, drafter_invariant=False)
+    if config.use_relaxed_acceptance_for_thinking:
+        return replace(strategy, name="relaxed-thinking", exact=False, drafter_invariant=False)
+    return strategy

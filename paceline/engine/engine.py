@@ -8,6 +8,7 @@ Plain decoding is this loop with no guesses. `paceline.engine.loop` calls `step`
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -28,11 +29,14 @@ from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationSt
 from paceline.model.model import Model
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
-from paceline.sampling import draw, log_probs
+from paceline.sampling import log_probs
 from paceline.speculators.base import Commit, Context
+from paceline.strategies import Guessed, verifier
 from paceline.telemetry.step import StepStats
 from paceline.tree import Node, TokenTree
-from paceline.verify import STRATEGIES, walk
+from paceline.verify import strategy_of
+
+log = logging.getLogger(__name__)
 
 MOST_TOLD = 256
 """Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
@@ -66,7 +70,10 @@ class Engine:
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
         self._speculation = speculation
-        self._strategy = STRATEGIES[speculation.rejection_sampling_strategy]
+        self._strategy = strategy_of(speculation)
+        self._verifier = verifier(speculation)
+        if self._strategy.caveat:
+            log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.caveat)
         self._clock = clock
         waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
         self._guesses = Guesses(
@@ -77,6 +84,7 @@ class Engine:
             model.vocabulary_size,
             clock,
             judged=speculation.row_budget,
+            by_law=self._strategy.by_law,
         )
         self.hidden_layers = tuple(drafting.hidden_state_layers)
         budgeted = cost if speculation.row_budget else FREE_ROWS
@@ -171,6 +179,7 @@ class Engine:
         if submission.request_id in self._keys:
             raise ValueError(f"request id {submission.request_id!r} is in use")
         law = self._strategy.law(submission.sampling)
+        weigh = partial(self._weigh, greedy=law.greedy)
         max_tokens = min(submission.sampling.max_tokens, room)
         last = submission.committed[-1] if done else submission.prompt[-1]
         request = Request(
@@ -180,9 +189,12 @@ class Engine:
             max_tokens,
             self._speculation.limits(submission.speculative),
             self.model.vocabulary_size,
-            TokenTree(prompt + done - 1, last, partial(self._weigh, greedy=law.greedy)),
+            TokenTree(prompt + done - 1, last, weigh, width=1 if self._strategy.by_law else None),
             self._clock(),
         )
+        request.stats.strategy = self._strategy.name
+        request.stats.lossy = not self._strategy.exact
+        request.stats.drafter_invariant = self._strategy.drafter_invariant
         if done and request.finish_reason_of(done, last) is not None:
             raise ValueError(f"the request is over already: {done} tokens were committed, the last one ended it")
         return request
@@ -203,27 +215,28 @@ class Engine:
             self._guesses.wait(self._requests, self._scheduler.running)
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:
-        """Run all works' rows, draw, and commit what was drawn."""
+        """Run all works' rows, draw and verify, and commit what came of it."""
         start = self._clock()
         rows, wanted = _rows(works)
         output = self.model.run(rows, wanted, self.hidden_layers)
         if output.hidden is not None:
             self._hidden.keep([row.slot for row in rows], output.hidden)
-        draws = draw(output.logits, [row for work in works if work.draws for row in _draw_rows(work)]).tolist()
+        verdicts = self._verifier.verify(output.logits, [_guessed(work) for work in works if work.draws])
         seconds = self._clock() - start
         for work in works:
             self._count(work, start, seconds)
-        return self._verify(works, output.logits, draws)
+        return self._commit_all(works, output.logits, verdicts)
 
-    def _verify(self, works: Sequence[Work], logits: Tensor, draws: Sequence[int]) -> list[Delta]:
+    def _commit_all(self, works: Sequence[Work], logits: Tensor, verdicts: Sequence[list[int]]) -> list[Delta]:
+        """`verdicts`: what each of the works that draw commits."""
         deltas = []
-        drawn = 0  # where the next work's draws begin
+        row, verified = 0, iter(verdicts)  # where the next work's logits begin, and what it commits
         for work in works:
             self._tell_context(work)
             if work.draws:
-                these = slice(drawn, drawn + 1 + len(work.nodes))
-                drawn = these.stop
-                deltas.append(self._commit(work, draws[these], logits[these]))
+                these = slice(row, row + 1 + len(work.nodes))
+                row = these.stop
+                deltas.append(self._commit(work, next(verified), logits[these]))
         return deltas
 
     def _count(self, work: Work, start: float, seconds: float) -> None:
@@ -243,14 +256,13 @@ class Engine:
             self._guesses.context(Context(request.key, told.start, self._hidden.of(request.lane.slots[told])))
             request.told = told.stop
 
-    # What was drawn becomes final.
+    # What was verified becomes final.
 
-    def _commit(self, work: Work, draws: Sequence[int], logits: Tensor) -> Delta:
-        """`draws` and `logits` are those of the root and of each verified node, in this order."""
+    def _commit(self, work: Work, verdict: Sequence[int], logits: Tensor) -> Delta:
+        """`verdict`: accepted tokens and one more. `logits` are those of the root and of each verified node."""
         request, base = work.request, len(work.request.tokens) - 1
-        walked = walk(request.tree.root, work.nodes, draws)
-        tokens, reason = _until_end(request, walked)
-        accepted = min(len(tokens), len(walked) - 1)  # a request may end with an accepted token
+        tokens, reason = _until_end(request, verdict)
+        accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
         pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
         places = self._keep_accepted(work, tokens)
@@ -362,8 +374,8 @@ def _rows(works: Sequence[Work]) -> tuple[list[Row], list[int]]:
     return rows, wanted
 
 
-def _draw_rows(work: Work) -> list[DrawRow]:
-    """What the target draws with after the root and after each guess."""
+def _guessed(work: Work) -> Guessed:
+    """What the strategy is given: among it what the target draws with after the root and after each guess."""
     request = work.request
     position = len(request.tokens)
     paths: dict[int, list[int]] = {id(request.tree.root): []}
@@ -371,7 +383,7 @@ def _draw_rows(work: Work) -> list[DrawRow]:
     for node in work.nodes:
         path = paths[id(node)] = [*paths[id(node.parent)], node.token]
         rows.append(DrawRow(request.law, position + len(path), request.history, path))
-    return rows
+    return Guessed(request.tree.root, work.nodes, rows, request.tokens)
 
 
 def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:

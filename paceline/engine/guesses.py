@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import Request
 from paceline.engine.trial import Trial
 from paceline.engine.waiting import Clock, Waiting
 from paceline.speculators.base import Commit, Context, Opening
+from paceline.speculators.by_law import WORD
 from paceline.tree import Growth
 
 POOL = 0
@@ -33,9 +36,10 @@ class Guesses:
         clock: Clock,
         *,
         judged: bool,
+        by_law: bool = False,
     ) -> None:
         """`drafting`: finds each request a draft. `beside`: draft for every request, too. `strategy`: by its name.
-        `judged`: whether drafts are paused, and told what a row is worth."""
+        `judged`: whether drafts are paused, and told what a row is worth. `by_law`: as the strategy's."""
         self.received = 0
         """Nodes that came."""
         self.grafted = 0
@@ -47,6 +51,7 @@ class Guesses:
         self._vocabulary_size = vocabulary_size
         self._clock = clock
         self._judged = judged
+        self._by_law = by_law
         self._trials: dict[str, Trial] = {}
         """By draft. None where nobody is judged."""
         self._trial_of: dict[int, Trial] = {}
@@ -149,6 +154,8 @@ class Guesses:
             self.received += len(growth)
             request = requests.get(key)
             if request is not None and (source != POOL or not request.paused) and self._knows(growth):
+                if self._by_law:  # from a guess itself nothing may follow for whether it is verified
+                    growth = replace(growth, log_probs=[WORD] * len(growth))
                 request.heard |= source == POOL
                 self.grafted += request.tree.graft(growth, request.most_held, source)
         for key in news.lost:
@@ -159,4 +166,5 @@ class Guesses:
 
     def _knows(self, growth: Growth) -> bool:
         """Whether all tokens can be run. A draft of the same vocabulary may be padded to more ids than the target."""
-        return min(growth.tokens, default=0) >= 0 and max(growth.tokens, default=0) < self._vocabulary_size
+        tokens = [*growth.tokens, *chain.from_iterable(growth.laws)] if growth.laws else growth.tokens
+        return min(tokens, default=0) >= 0 and max(tokens, default=0) < self._vocabulary_size

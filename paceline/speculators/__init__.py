@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.config import HEADS, MOST_DEPTH, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.verify import strategy_of
 
 __all__ = [
     "Commit",
@@ -125,7 +126,8 @@ def _extracted_layers(config: SpeculativeConfig, lent: Lent) -> Sequence[int]:
 def _ngram(config: SpeculativeConfig) -> Speculator:
     from paceline.speculators.ngram import NGram
 
-    return NGram(config.prompt_lookup_min, config.prompt_lookup_max, config.tree_width)
+    width = 1 if strategy_of(config).by_law else config.tree_width
+    return NGram(config.prompt_lookup_min, config.prompt_lookup_max, width)
 
 
 def _suffix(config: SpeculativeConfig) -> Speculator:

@@ -2,7 +2,8 @@
 
 A draft predicts the target's draw with the target's own noise (`paceline.sampling`): it perturbs its logits just as
 the target will, and guesses that the largest wins, or else the second largest, and so on. How sure it is follows from
-the perturbed logits: a softmax over them. At temperature 0 these are the plain logits.
+the perturbed logits: a softmax over them. At temperature 0 these are the plain logits. For strategies that verify by
+the draft's law it draws one guess instead, from that law (`paceline.speculators.by_law`).
 
 A node is *expanded* when it has run through the network, so that its children are known. Each round expands the nodes
 with the largest path probability, whichever request's they are: the alternatives to a first choice come up as soon as
@@ -30,8 +31,10 @@ from paceline.budget import ROW_BUCKET, Haste, RowCost, StepCost, worthwhile
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
 from paceline.sampling import shortlist
+from paceline.speculators.by_law import DrawnGuess, draw_guesses
 from paceline.speculators.follower import Followed, Follower, dealt
 from paceline.tree import Growth, Node
+from paceline.verify import STRATEGIES
 
 LISTED = 64
 """Tokens per node among which the target's draw is looked for."""
@@ -57,6 +60,11 @@ class Draft(Followed):
     @property
     def held(self) -> list[int]:
         return [*self.lane.slots, *self.slots.values()]
+
+    @property
+    def by_law(self) -> bool:
+        """Whether guesses are drawn from the draft's own law."""
+        return STRATEGIES[self.opening.strategy].by_law
 
     def keep(self, path: Sequence[Node]) -> None:
         """The first nodes of the path keep what was computed of them, as far as it holds for tokens, too."""
@@ -223,30 +231,56 @@ class BestFirst(Follower[D]):
 
     def _likeliest(self, drafts: Iterable[D]) -> Iterator[tuple[D, Node]]:
         """What these requests could have expanded, best first."""
-        offers = (zip(itertools.repeat(draft), draft.expandable(self._width)) for draft in drafts)
+        offers = (
+            zip(itertools.repeat(draft), draft.expandable(1 if draft.by_law else self._width)) for draft in drafts
+        )
         return heapq.merge(*offers, key=_unlikeliness_of)
 
     def _add_children(
         self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
     ) -> dict[int, Growth]:
-        tokens_RK, scores_RK = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED, ids)
-        log_probs_RK = torch.log_softmax(scores_RK, -1)
-        chosen, likely = (each[:, : self._width].tolist() for each in (tokens_RK, log_probs_RK))
         new: dict[int, list[Node]] = {}
         ran: dict[int, list[Node]] = {}
-        for (draft, node), tokens, log_probs in zip(expanded, chosen, likely, strict=True):
-            # A node whose slot was taken back is expanded again, and has its children already.
-            guesses = [
-                (token, log_prob)
-                for token, log_prob in zip(tokens, log_probs, strict=True)
-                if node.path_log_prob + log_prob > draft.floor and token not in node.children
-            ]
+        for (draft, node), guesses in zip(expanded, self._guesses(expanded, logits, ids), strict=True):
             nodes = [draft.tree.add(node, *guess) for guess in guesses[: draft.room]]
             new.setdefault(draft.opening.request_id, []).extend(nodes)
             ran.setdefault(draft.opening.request_id, []).append(node)
         for key, nodes in ran.items():
             self._drafts[key].advance(nodes)
         return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
+
+    def _guesses(
+        self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
+    ) -> list[Sequence[tuple[int, float] | DrawnGuess]]:
+        """New children of each node, likeliest first. A node whose slot was taken back is expanded again, and has its
+        children already."""
+        guesses: list[Sequence[tuple[int, float] | DrawnGuess]] = [()] * len(expanded)
+        predicted = [i for i, (draft, _) in enumerate(expanded) if not draft.by_law]
+        drawn = [i for i, (draft, node) in enumerate(expanded) if draft.by_law and not node.children]
+        if predicted:
+            for i, some in zip(predicted, self._predicted(*_of(predicted, expanded, logits), ids), strict=True):
+                guesses[i] = some
+        if drawn:  # whatever the token is: those that were left out would be missing from the law
+            these, logits = _of(drawn, expanded, logits)
+            for i, guess in zip(drawn, draw_guesses(logits, [_draw_row(*each) for each in these], ids), strict=True):
+                guesses[i] = [guess]
+        return guesses
+
+    def _predicted(
+        self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
+    ) -> list[list[tuple[int, float]]]:
+        """The likeliest draws of the target, if they are likely enough."""
+        tokens_RK, scores_RK = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED, ids)
+        log_probs_RK = torch.log_softmax(scores_RK, -1)
+        chosen, likely = (each[:, : self._width].tolist() for each in (tokens_RK, log_probs_RK))
+        return [
+            [
+                (token, log_prob)
+                for token, log_prob in zip(tokens, log_probs, strict=True)
+                if node.path_log_prob + log_prob > draft.floor and token not in node.children
+            ]
+            for (draft, node), tokens, log_probs in zip(expanded, chosen, likely, strict=True)
+        ]
 
 
 def _unlikeliness(node: Node) -> float:
@@ -259,6 +293,15 @@ def _unlikeliness_of(guess: tuple[Draft, Node]) -> float:
 
 def _node_id(guess: tuple[Draft, Node]) -> int:
     return guess[1].id
+
+
+def _of(
+    these: Sequence[int], expanded: Sequence[tuple[D, Node]], logits: Tensor
+) -> tuple[Sequence[tuple[D, Node]], Tensor]:
+    """Those nodes and their logits; all are the usual case."""
+    if len(these) == len(expanded):
+        return expanded, logits
+    return [expanded[i] for i in these], logits[list(these)]
 
 
 def _draw_row(draft: Draft, node: Node) -> DrawRow:

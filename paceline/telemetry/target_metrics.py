@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from paceline.messages import SpeculationStats
 from paceline.telemetry.instruments import Instruments
 from paceline.telemetry.step import StepStats
+from paceline.verify import Strategy
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 ROUND_TRIP_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -26,10 +27,16 @@ class TargetMetrics:
         self._make_engine_instruments()
         self._make_growth_instruments()
         self._make_speculation_instruments()
+        self._make_strategy_instruments()
 
     def set_rows_invariant(self, *, invariant: bool) -> None:
         """What the start-up probe found on this machine."""
         self._invariant.set(invariant)
+
+    def set_strategy(self, strategy: Strategy) -> None:
+        """How guesses are verified."""
+        self._lossy.labels(self._model, strategy.name).set(not strategy.exact)
+        self._drafter_invariant.labels(self._model, strategy.name).set(strategy.drafter_invariant)
 
     def observe_step(self, step: StepStats) -> None:
         if step.rows:  # one without had nothing to run
@@ -130,6 +137,15 @@ class TargetMetrics:
             "Verifications that accepted a token at this position (0 is the first) and at all before it",
             ["model_name", "position"],
             vllm="spec_decode_num_accepted_tokens_per_pos",
+        )
+
+    def _make_strategy_instruments(self) -> None:
+        labels = ["model_name", "strategy"]
+        self._lossy = self._instruments.gauge(
+            "verification_lossy", "1: the output may have another law than the target's", labels
+        )
+        self._drafter_invariant = self._instruments.gauge(
+            "verification_drafter_invariant", "1: the same tokens come whatever is guessed", labels
         )
 
     def _counter(self, name: str, help_: str, *, vllm: str = "") -> Counter:

@@ -111,21 +111,29 @@ class DraftFrame(_message.Message):
     limits: _containers.RepeatedCompositeFieldContainer[DraftFrame.Limit]
     def __init__(self, opens: _Optional[_Iterable[_Union[DraftFrame.Open, _Mapping]]] = ..., contexts: _Optional[_Iterable[_Union[DraftFrame.Context, _Mapping]]] = ..., commits: _Optional[_Iterable[_Union[DraftFrame.Commit, _Mapping]]] = ..., closes: _Optional[_Iterable[_Union[DraftFrame.Close, _Mapping]]] = ..., limits: _Optional[_Iterable[_Union[DraftFrame.Limit, _Mapping]]] = ...) -> None: ...
 
+class DraftLaw(_message.Message):
+    __slots__ = ("token_steps", "weights")
+    TOKEN_STEPS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    token_steps: _containers.RepeatedScalarFieldContainer[int]
+    weights: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_steps: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class GrowthFrame(_message.Message):
     __slots__ = ("growths", "dropped", "applied", "queue_us", "compute_us")
     class Growth(_message.Message):
-        __slots__ = ("request_id", "base_position", "first_node_id", "nodes", "draft_probs")
+        __slots__ = ("request_id", "base_position", "first_node_id", "nodes", "draft_laws")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         BASE_POSITION_FIELD_NUMBER: _ClassVar[int]
         FIRST_NODE_ID_FIELD_NUMBER: _ClassVar[int]
         NODES_FIELD_NUMBER: _ClassVar[int]
-        DRAFT_PROBS_FIELD_NUMBER: _ClassVar[int]
+        DRAFT_LAWS_FIELD_NUMBER: _ClassVar[int]
         request_id: int
         base_position: int
         first_node_id: int
         nodes: bytes
-        draft_probs: _common_pb2.Tensor
-        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., first_node_id: _Optional[int] = ..., nodes: _Optional[bytes] = ..., draft_probs: _Optional[_Union[_common_pb2.Tensor, _Mapping]] = ...) -> None: ...
+        draft_laws: _containers.RepeatedCompositeFieldContainer[DraftLaw]
+        def __init__(self, request_id: _Optional[int] = ..., base_position: _Optional[int] = ..., first_node_id: _Optional[int] = ..., nodes: _Optional[bytes] = ..., draft_laws: _Optional[_Iterable[_Union[DraftLaw, _Mapping]]] = ...) -> None: ...
     class Dropped(_message.Message):
         __slots__ = ("request_id", "reason")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -120,6 +120,9 @@ def encode_stats(stats: SpeculationStats) -> pb.SpeculationStats:
         accepted_by_depth=stats.accepted_by_depth,
         steps=stats.steps,
         drafts=stats.drafts,
+        strategy=stats.strategy,
+        lossy=stats.lossy,
+        drafter_invariant=stats.drafter_invariant,
     )
 
 
@@ -131,6 +134,9 @@ def decode_stats(message: pb.SpeculationStats) -> SpeculationStats:
         verifications=message.verifications,
         steps=message.steps,
         drafts=list(message.drafts),
+        strategy=message.strategy,
+        lossy=message.lossy,
+        drafter_invariant=message.drafter_invariant,
     )
 
 

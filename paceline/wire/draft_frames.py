@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.speculators.growing import Close, Grown, Said
-from paceline.tree import ROOT_ID, Growth
+from paceline.tree import CERTAIN, ROOT_ID, Growth, Law
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_bits
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 MAX_NODES = 4096
 """Most nodes in one growth."""
+MAX_LAW = 256
+"""Most tokens of one law."""
+MAX_WEIGHT = 2**16 - 1
 MAX_NAME = 1024
 MAX_POSITION = 2**31
 MOST_US = 2**32 - 1
@@ -135,6 +138,7 @@ def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
         base_position=growth.base_position,
         first_node_id=growth.first_id,
         nodes=node_bits.pack(node_bits.Nodes(growth.tokens, distances, growth.log_probs)),
+        draft_laws=map(_encode_law, growth.laws),
     )
 
 
@@ -154,7 +158,38 @@ def _decode_growth(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> Grow
         parent_ids=[_parent_id(id_, distance) for id_, distance in zip(ids, nodes.distances, strict=False)],
         tokens=nodes.tokens,
         log_probs=nodes.log_probs,
+        laws=_decode_laws(message.draft_laws, nodes.tokens, vocabulary_size),
     )
+
+
+def _encode_law(law: Law) -> pb.DraftLaw:
+    tokens = sorted(law)
+    steps = [token - before for before, token in itertools.pairwise((0, *tokens))]
+    return pb.DraftLaw(token_steps=steps, weights=[law[token] for token in tokens])
+
+
+def _decode_laws(messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int) -> list[Law]:
+    if not messages:
+        return []
+    if len(messages) != len(guesses):
+        raise WireError(f"draft_laws: {len(messages)} for {len(guesses)} nodes")
+    return [_decode_law(each, guess, vocabulary_size) for each, guess in zip(messages, guesses, strict=True)]
+
+
+def _decode_law(message: pb.DraftLaw, guess: int, vocabulary_size: int) -> Law:
+    tokens, weights = list(itertools.accumulate(message.token_steps)), message.weights
+    if not tokens and not weights:
+        return CERTAIN
+    if len(tokens) != len(weights) or len(tokens) > MAX_LAW:
+        raise WireError(f"draft_laws: {len(tokens)} tokens with {len(weights)} weights, of at most {MAX_LAW}")
+    if 0 in message.token_steps[1:] or tokens[-1] >= vocabulary_size:
+        raise WireError(f"draft_laws: tokens that do not rise, or outside the vocabulary of {vocabulary_size}")
+    if not 0 < min(weights) <= max(weights) <= MAX_WEIGHT:
+        raise WireError(f"draft_laws: weights from {min(weights)} to {max(weights)}")
+    law = dict(zip(tokens, weights, strict=True))
+    if guess not in law:
+        raise WireError(f"draft_laws: token {guess} cannot have been drawn from its law")
+    return law
 
 
 def _parent_id(id_: int, distance: int) -> int:

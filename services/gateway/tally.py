@@ -50,6 +50,9 @@ class Tally:
             verifications=sum(stats.verifications for stats in self._stats),
             steps=sum(stats.steps for stats in self._stats),
             drafts=list(dict.fromkeys(draft for stats in self._stats for draft in stats.drafts)),
+            strategy=", ".join(dict.fromkeys(stats.strategy for stats in self._stats)),
+            lossy=any(stats.lossy for stats in self._stats),
+            drafter_invariant=all(stats.drafter_invariant for stats in self._stats),
         )
         derived = {"accepted_tokens": total.accepted_tokens, "acceptance_length": total.acceptance_length}
         return asdict(total) | derived

@@ -23,6 +23,7 @@ from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
+from paceline.verify import strategy_of
 from paceline.wire.draft_link import Terms
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.server import Server
@@ -100,6 +101,7 @@ async def assemble(
     metrics = CollectorRegistry()
     series = TargetMetrics(metrics, description.model, facts.slots)
     series.set_rows_invariant(invariant=facts.rows_invariant)
+    series.set_strategy(strategy_of(options.speculative_config))
     stack.enter_context(exported(metrics, options))
     recorder = await stack.enter_async_context(store.recorder())
     bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))

@@ -1,21 +1,24 @@
 """Rules that turn guesses into output, as programs whose laws can be counted.
 
-`Coupled` is ours, built from the real tree and the real walk; a mutant of it changes one part. `Chain` is rejection
-sampling as published, correct by default: Paceline does not have it yet, but a checker that has never seen a right
-rule of that family could not be trusted to tell its broken relatives.
+`Coupled` is built from the real tree and the real walk, `Rejection` from the real tree and the real rules of
+`residual`; a mutant changes one part. `Chain` is rejection sampling as published, written once more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Protocol
+from itertools import accumulate
+from typing import Any, Protocol
 
+from paceline.strategies import residual as rejection
+from paceline.strategies.residual import Link, Verdict
+from paceline.tree import Law as Weights
 from paceline.tree import Node, TokenTree
 from paceline.verify import walk
 from tests.exactness.chance import Chance, law_of
-from tests.exactness.worlds import Drafter, Law, Scene, Tokens, World, drawn, nobody
+from tests.exactness.worlds import NOISE_LEVELS, Drafter, Law, Scene, Tokens, World, drawn, nobody
 
 ROWS = 4
 DEPTH = 3
@@ -125,3 +128,143 @@ class Chain:
         if len(prefix) == world.length:
             return prefix[len(output) :]
         return (*prefix[len(output) :], chance.choose(world.target(prefix)))
+
+
+class Coin:
+    """A uniform number of which only what was asked is settled: a comparison is one choice, with its exact chance."""
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self._low, self._high = Fraction(0), Fraction(1)
+
+    def __mul__(self, factor: Fraction) -> _Scaled:
+        return _Scaled(self, factor)
+
+    def __lt__(self, limit: Fraction) -> bool:
+        split = min(max(Fraction(limit), self._low), self._high)
+        if split in (self._low, self._high):
+            return split == self._high
+        share = (split - self._low) / (self._high - self._low)
+        below = not self._chance.choose([share, 1 - share])
+        self._low, self._high = (self._low, split) if below else (split, self._high)
+        return below
+
+    def draw(self, law: Law) -> int:
+        return next(token for token, level in enumerate(accumulate(law)) if self < level)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    coin: Coin
+    factor: Fraction
+
+    def __lt__(self, limit: Fraction) -> bool:
+        return self.coin < limit / self.factor
+
+
+@dataclass
+class Places:
+    """What a rule may key noise by: the root, and the path of guesses to the place."""
+
+    root: Tokens
+    path: Tokens
+
+    @property
+    def position(self) -> int:
+        return len(self.root) + len(self.path)
+
+
+def by_root_and_path(places: Places) -> Hashable:
+    return len(places.root), places.path
+
+
+def by_root_and_depth(places: Places) -> Hashable:
+    return len(places.root), len(places.path)
+
+
+def by_position(places: Places) -> Hashable:
+    return places.position
+
+
+def everything(scene: Scene, nodes: Sequence[Node]) -> int:
+    return len(nodes)
+
+
+def weights(law: Law) -> Weights:
+    return {token: int(p * NOISE_LEVELS) for token, p in enumerate(law) if p}
+
+
+def left_over(target: Law, draft: Law, weight: Fraction) -> Law:
+    left = [max(weight * p - q, Fraction(0)) for p, q in zip(target, draft, strict=True)]
+    return normalised(left if any(left) else target)
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """`residual`, from the real tree and a real rule, over a draft that guesses ahead in a stream.
+
+    The draft's guesses come `ahead` deep under each root; those that stay alive are tested by a later step. `rows` says
+    how many of the chain have rows; the guess after them is tested too if `beyond`.
+    """
+
+    rule: Callable[[Sequence[Link], Sequence[Any]], Verdict] = rejection.one_by_one
+    guess_key: Callable[[Places], Hashable] = by_root_and_path
+    coin_key: Callable[[Places], Hashable] = by_root_and_depth
+    sampled: Callable[[Law], Law] = lambda law: law
+    claimed: Callable[[Law], Weights] = weights
+    replace: Callable[[Law, Law, Fraction], Law] = left_over
+    rows: Callable[[Scene, Sequence[Node]], int] = everything
+    sent: Callable[[Law, int], bool] = lambda law, token: True
+    beyond: bool = True
+    ahead: int = 2
+
+    def __call__(self, world: World, drafter: Drafter, chance: Chance) -> Tokens:
+        tree, coins, output = TokenTree(0, 0, width=1), {}, ()
+        while len(output) < world.length:
+            scene = Scene(world, tree, output, chance)
+            self._guess(scene, coins)
+            committed = self._step(scene, coins)
+            tree.commit(committed)
+            output = (*output, *committed)
+        return output[: world.length]
+
+    def _guess(self, scene: Scene, coins: dict[Hashable, Coin]) -> None:
+        """The chain is made as deep as `ahead`; what is there already stays."""
+        node = scene.tree.root
+        for _ in range(self.ahead):
+            prefix = scene.prefix(node)
+            if not node.children and scene.wants(prefix):
+                law = self.sampled(scene.world.draft(prefix))
+                places = Places(scene.output, prefix[len(scene.output) :])
+                token = coins.setdefault(("guess", self.guess_key(places)), Coin(scene.chance)).draw(law)
+                if not self.sent(law, token):
+                    return
+                scene.tree.add(node, token, -0.1, self.claimed(scene.world.draft(prefix)))
+            node = next(iter(node.children.values()), node)
+
+    def _step(self, scene: Scene, coins: dict[Hashable, Coin]) -> Tokens:
+        nodes = list(scene.tree.nodes())
+        rows = self.rows(scene, nodes)
+        tested = nodes[: rows + self.beyond]
+        before = [scene.prefix(node)[:-1] for node in tested]
+        places = [Places(scene.output, prefix[len(scene.output) :]) for prefix in before]
+        uniforms = [coins.setdefault(("accept", self.coin_key(each)), Coin(scene.chance)) for each in places]
+        links = [self._link(scene, node, prefix) for node, prefix in zip(tested, before, strict=True)]
+        verdict = self.rule(links, uniforms)
+        accepted = tuple(node.token for node in tested[: verdict.accepted])
+        if verdict.accepted > rows:  # the last one had no row
+            return accepted
+        target = scene.world.target((*scene.output, *accepted))
+        if verdict.accepted < len(tested):
+            claimed = links[verdict.accepted].draft_probs
+            draft = [claimed.get(token, Fraction(0)) for token in range(scene.world.vocabulary)]
+            target = self.replace(target, draft, Fraction(verdict.weight))
+        return (*accepted, scene.chance.choose(target))
+
+    def _link(self, scene: Scene, node: Node, prefix: Tokens) -> Link:
+        total, target = sum(node.law.values()), scene.world.target(prefix)
+        return Link(
+            node.token,
+            {token: Fraction(weight) / total for token, weight in node.law.items()},
+            {token: target[token] for token in node.law},
+        )

@@ -1,0 +1,62 @@
+"""Guesses that a draft draws from its own law, for strategies that want that law beside them.
+
+A law is sent exactly as it was drawn from, bit for bit: the likeliest tokens, each with a whole number in proportion to
+which it is drawn. So a law needs no rounding on its way, and none can be written that does not sum to 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from paceline.sampling import Purpose, Row, keyed, listed_probabilities
+from paceline.tree import Law
+
+LISTED = 64
+"""Tokens of a law."""
+WHOLE = 2**16 - 1
+"""About what the weights of a law sum to. Each fits into 16 bits."""
+WORD = math.log(0.8)
+"""What every such guess is said to be worth. The target learns how often guesses at each depth are accepted; from the
+token nothing may follow for whether it is sent, expanded or verified, or those that are would have another law."""
+
+
+class DrawnGuess(NamedTuple):
+    token: int
+    log_prob: float
+    law: Law
+
+
+def draw_guesses(logits_RV: Tensor, rows: Sequence[Row], ids_V: Tensor | None = None) -> list[DrawnGuess]:
+    """One guess after each row, drawn from the law that its logits are for these rows' parameters. `ids_V`: as in
+    `paceline.sampling.shortlist`.
+
+    The noise is the draft's own, and another for each root that a position is guessed under and each path to it: what a
+    guess was refused for may have depended on those after it.
+    """
+    tokens_RK, probs_RK = listed_probabilities(logits_RV, rows, LISTED, ids_V)
+    guesses = []
+    for row, tokens, probs in zip(rows, tokens_RK.tolist(), probs_RK.tolist(), strict=True):
+        law = rounded(tokens, probs)
+        key = keyed(row.params.seed, Purpose.GUESS, row.position - len(row.path), *row.path)
+        guesses.append(DrawnGuess(drawn(law, key), WORD, law))
+    return guesses
+
+
+def rounded(tokens: Sequence[int], probs: Sequence[float]) -> Law:
+    """The nearest law that can be sent."""
+    weights = {token: round(p * WHOLE) for token, p in sorted(zip(tokens, probs, strict=True))}
+    return {token: weight for token, weight in weights.items() if weight}
+
+
+def drawn(law: Law, key: int) -> int:
+    """The token that 64 random bits draw: each of them in proportion to its weight."""
+    place = key * sum(law.values()) >> 64
+    for token, weight in law.items():
+        place -= weight
+        if place < 0:
+            return token
+    raise ValueError("a law without weight")

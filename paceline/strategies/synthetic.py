@@ -1,0 +1,55 @@
+"""`synthetic_acceptance_rate`, for benchmarks alone: a guess is accepted with a fixed probability, whatever it is.
+
+Of several at one place that is the first. The output means nothing; how fast it comes is how fast it would come with
+drafts that good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from torch import Tensor
+
+from paceline.sampling import Purpose, draw, keyed, uniform
+from paceline.strategies.base import Guessed, Verifier, all_rows
+from paceline.tree import Node
+
+
+def rate_at_each_depth(joint_rate: float, depths: int) -> float:
+    """The probability with which each guess has to be accepted, given those before it, so that the mean over `depths`
+    places of the probability that all up to there are accepted is `joint_rate`."""
+    low, high = 0.0, 1.0
+    while low < (rate := (low + high) / 2) < high:
+        low, high = (rate, high) if _joint(rate, depths) < joint_rate else (low, rate)
+    return high
+
+
+def _joint(rate: float, depths: int) -> float:
+    return sum(rate**depth for depth in range(1, depths + 1)) / depths
+
+
+class Synthetic(Verifier):
+    def __init__(self, rate: float) -> None:
+        """`rate`: of each guess, given those before it."""
+        self._rate = rate
+
+    def verify(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> list[list[int]]:
+        draws = iter(draw(logits_RV, all_rows(guessed)).tolist())
+        return [self._commit(each, list(islice(draws, len(each.rows)))) for each in guessed]
+
+    def _commit(self, guessed: Guessed, draws: Sequence[int]) -> list[int]:
+        row_of = {node: row for row, node in enumerate([guessed.root, *guessed.verified])}
+        committed, node = [], guessed.root
+        while (child := _first(node, row_of)) and self._accepts(guessed, row_of[node]):
+            committed.append(child.token)
+            node = child
+        return [*committed, draws[row_of[node]]]
+
+    def _accepts(self, guessed: Guessed, row: int) -> bool:
+        drawing = guessed.rows[row]
+        return uniform(keyed(drawing.params.seed, Purpose.SYNTHETIC, drawing.position)) < self._rate
+
+
+def _first(node: Node, verified: dict[Node, int]) -> Node | None:
+    return next((child for child in node.children.values() if child in verified), None)

@@ -1,0 +1,40 @@
+"""`typical-acceptance`: a guess stands that is not too improbable for how uncertain the target is there.
+
+    accept x if target_probs[x] > min(threshold, alpha * exp(-entropy))
+
+(Cai et al. 2024, Medusa; Hewitt et al. 2022.) At temperature 0 that is the largest logit alone. Lossy otherwise: which
+token comes depends on the draft, and improbable ones come more seldom than the target would draw them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from paceline.sampling import probabilities
+from paceline.strategies.base import Guessed, all_rows
+from paceline.strategies.lenient import Lenient, parents
+from paceline.tree import Node
+
+
+class TypicalAcceptance(Lenient):
+    def __init__(self, threshold: float, alpha: float) -> None:
+        """`posterior_threshold` and `posterior_alpha`."""
+        self._threshold = threshold
+        self._alpha = alpha
+
+    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Node, float]:
+        places = parents(guessed)
+        if not places:
+            return {}
+        target_RV = probabilities(logits_RV, all_rows(guessed))
+        rows, tokens = [row for row, _ in places], [node.token for _, node in places]
+        probs, least = target_RV[rows, tokens].tolist(), self._least(target_RV)[rows].tolist()
+        return {node: p for (_, node), p, enough in zip(places, probs, least, strict=True) if p > enough}
+
+    def _least(self, target_RV: Tensor) -> Tensor:
+        """What a token's probability has to exceed, [R]."""
+        entropy_R = torch.special.entr(target_RV).sum(-1)
+        return (self._alpha * torch.exp(-entropy_R)).clamp(max=self._threshold)

@@ -1,0 +1,238 @@
+"""`residual` and block verification, counted: the output's law is the target's, exactly; rules almost right are caught.
+
+The rules are the real ones; they know nothing but `*` and `<` of a uniform number, so a `Coin` can stand for it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from paceline.strategies.block import as_a_block
+from paceline.strategies.residual import Link, Verdict, one_by_one
+from paceline.tree import Node
+from tests.exactness.chance import Chance, law_of
+from tests.exactness.rules import Coin, Rejection, by_position, law_error, left_over, normalised
+from tests.exactness.test_identity import random_law
+from tests.exactness.worlds import Law, Scene, Tokens, World, nobody
+
+WORLDS = [
+    *(World(vocabulary=2, length=3, seed=seed) for seed in (0, 2, 3)),
+    *(World(vocabulary=3, length=2, seed=seed) for seed in range(4)),
+    World(vocabulary=2, length=4, seed=5),
+]
+VISIBLE = Fraction(1, 1000)
+
+RULES = {"one by one": one_by_one, "as a block": as_a_block}
+
+
+class RandomPair:
+    """A target's and a draft's law after every prefix, any fractions."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.size = 2 + seed % 3
+
+    def laws(self, prefix: Tokens) -> tuple[Law, Law]:
+        rng = random.Random(repr((self.seed, prefix)))
+        target, draft = random_law(rng, self.size), random_law(rng, self.size)
+        return target, draft if rng.random() < 0.9 else target
+
+    def link(self, prefix: Tokens, token: int) -> Link:
+        target, draft = self.laws(prefix)
+        return Link(token, dict(enumerate(draft)), dict(enumerate(target)))
+
+    def verified(self, rule: Any, guesses: int, chance: Chance) -> tuple[Tokens, Tokens]:
+        """The chain, and what is committed after one verification."""
+        chain: Tokens = ()
+        for _ in range(guesses):
+            chain = (*chain, chance.choose(self.laws(chain)[1]))
+        links = [self.link(chain[:i], token) for i, token in enumerate(chain)]
+        verdict = rule(links, [Coin(chance) for _ in links])
+        accepted = chain[: verdict.accepted]
+        target, draft = self.laws(accepted)
+        if verdict.accepted < guesses:
+            target = left_over(target, draft, Fraction(verdict.weight))
+        return chain, (*accepted, chance.choose(target))
+
+
+def probability(pair: RandomPair, tokens: Tokens) -> Fraction:
+    total = Fraction(1)
+    for i, token in enumerate(tokens):
+        total *= pair.laws(tokens[:i])[0][token]
+    return total
+
+
+@pytest.mark.parametrize("guesses", [1, 2])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("seed", range(12))
+def test_random_laws_become_the_targets(seed: int, rule: Any, guesses: int) -> None:
+    """Whatever is committed, with the target's own draws for the places after it, has the target's law."""
+    pair = RandomPair(seed)
+
+    def program(chance: Chance) -> Tokens:
+        tokens = pair.verified(rule, guesses, chance)[1]
+        while len(tokens) <= guesses:
+            tokens = (*tokens, chance.choose(pair.laws(tokens)[0]))
+        return tokens
+
+    law = law_of(program)
+    assert sum(law.values()) == 1
+    assert all(weight == probability(pair, tokens) for tokens, weight in law.items())
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_guess_is_accepted_as_often_as_can_be(seed: int) -> None:
+    pair = RandomPair(seed)
+    target, draft = pair.laws(())
+    accepted = law_of(lambda chance: len(pair.verified(one_by_one, 1, chance)[1]) - 1)
+    assert accepted.get(1, 0) == sum(map(min, target, draft))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_block_accepts_at_least_as_many(seed: int) -> None:
+    def mean(rule: Any, pair: RandomPair) -> Fraction:
+        law = law_of(lambda chance: len(pair.verified(rule, 3, chance)[1]))
+        return sum((count * weight for count, weight in law.items()), Fraction(0))
+
+    pair = RandomPair(3 * seed)  # of two tokens
+    assert mean(as_a_block, pair) >= mean(one_by_one, pair)
+    assert seed > 3 or mean(as_a_block, pair) > mean(one_by_one, pair)
+
+
+def rows_by_own_token(scene: Scene, nodes: Sequence[Node]) -> int:
+    """A guess has a row if it is token 0, and those before it are."""
+    return next((i for i, node in enumerate(nodes) if node.token), len(nodes))
+
+
+def rows_by_the_next_token(scene: Scene, nodes: Sequence[Node]) -> int:
+    """A guess has a row if the one after it is token 0."""
+    return max(0, rows_by_own_token(scene, nodes[1:]))
+
+
+def rows_by_prefix(scene: Scene, nodes: Sequence[Node]) -> int:
+    """A guess has a row unless a 1 stands before it."""
+    return min(len(nodes), rows_by_own_token(scene, nodes) + 1)
+
+
+def nothing_has_rows(scene: Scene, nodes: Sequence[Node]) -> int:
+    return 0
+
+
+RIGHT = {
+    "one guess ahead": Rejection(ahead=1),
+    "three guesses ahead": Rejection(ahead=3),
+    "no rows": Rejection(ahead=3, rows=nothing_has_rows),
+    "rows by prefix": Rejection(ahead=3, rows=rows_by_prefix),
+    "rows by the guess": Rejection(ahead=3, rows=rows_by_own_token),
+    "rows by the guess after it": Rejection(ahead=3, rows=rows_by_the_next_token),
+    "keyed by position": Rejection(ahead=3, guess_key=by_position, coin_key=by_position),
+    "a block": Rejection(as_a_block, ahead=2),
+    "a long block": Rejection(as_a_block, ahead=3),
+    "blocks without rows": Rejection(as_a_block, ahead=3, rows=nothing_has_rows),
+    "blocks by prefix": Rejection(as_a_block, ahead=3, rows=rows_by_prefix),
+}
+
+
+@pytest.mark.parametrize("world", WORLDS, ids=repr)
+@pytest.mark.parametrize("rule", RIGHT.values(), ids=RIGHT)
+def test_the_law_of_every_output_is_the_targets(rule: Rejection, world: World) -> None:
+    assert law_error(rule, world, nobody) == 0
+
+
+def sharper(law: Law) -> Law:
+    return normalised([p * p for p in law])
+
+
+def unaccumulated(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+    """Block verification without the joint weight: each guess by its own ratio, the last success counts."""
+    verdict = Verdict(0)
+    for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
+        if u * link.draft_probs[link.token] < link.target_probs[link.token]:
+            verdict = Verdict(depth)
+    return verdict
+
+
+def unweighted(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+    """The weight is forgotten when a guess is replaced."""
+    return Verdict(as_a_block(links, uniforms).accepted)
+
+
+def accepts_to_the_end(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+    """The running weight alone decides at every place, as it should at the last one only."""
+    verdict, weight = Verdict(0), Fraction(1)
+    for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
+        weight = min(Fraction(1), weight * link.target_probs[link.token] / link.draft_probs[link.token])
+        if u < weight:
+            verdict = Verdict(depth, weight)
+    return verdict
+
+
+def likeliest(target: Law, draft: Law, weight: Fraction) -> Law:
+    """A miss path that takes the argmax."""
+    best = max(range(len(target)), key=target.__getitem__)
+    return [Fraction(token == best) for token in range(len(target))]
+
+
+MUTANTS = {
+    "resamples from the target's law": Rejection(replace=lambda target, draft, weight: target),
+    "resamples from the draft's law": Rejection(replace=lambda target, draft, weight: draft),
+    "resamples from the reversed residual": Rejection(
+        replace=lambda target, draft, weight: left_over(draft, target, weight) if draft != target else target
+    ),
+    "replaces by the argmax": Rejection(replace=likeliest),
+    "draft temperature mismatch": Rejection(sampled=sharper),
+    "draws from the whole law, claims the truncated one": Rejection(
+        claimed=lambda law: {t: 6 for t, p in enumerate(law) if p == max(law)} | {t: 1 for t, p in enumerate(law) if p}
+    ),
+    "a slot chosen by its own token": Rejection(ahead=3, rows=rows_by_own_token, beyond=False),
+    "a guess sent only if it is likely": Rejection(sent=lambda law, token: law[token] >= Fraction(1, 2)),
+    "accepts by argmax": Rejection(
+        lambda links, uniforms: Verdict(
+            next((i for i, x in enumerate(links) if x.target_probs[x.token] < max(x.target_probs.values())), len(links))
+        )
+    ),
+    "block without the joint weight": Rejection(unaccumulated, ahead=3),
+    "block forgets the weight of what is left": Rejection(unweighted, ahead=3),
+    "block accepts by the weight at every place": Rejection(accepts_to_the_end, ahead=3),
+    "block whose end follows from the guess after it": Rejection(as_a_block, ahead=3, rows=rows_by_the_next_token),
+    "block with guesses' noise keyed by position": Rejection(as_a_block, ahead=3, guess_key=by_position),
+    "block with tests' noise keyed by position": Rejection(as_a_block, ahead=3, coin_key=by_position),
+}
+
+
+@pytest.mark.parametrize("rule", MUTANTS.values(), ids=MUTANTS)
+def test_mutants_of_residual_are_caught(rule: Rejection) -> None:
+    assert max(law_error(rule, world, nobody) for world in WORLDS) > VISIBLE
+
+
+def test_a_swapped_ratio_is_caught() -> None:
+    def swapped(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+        return one_by_one([Link(each.token, each.target_probs, each.draft_probs) for each in links], uniforms)
+
+    # A target probability of 0 would divide by it; two worlds have none.
+    errors = []
+    for world in [World(2, 2, seed=seed) for seed in range(30)]:
+        prefixes: list[Tokens] = [(), (0,), (1,)]
+        if all(min(*world.target(p), *world.draft(p)) > 0 for p in prefixes):
+            errors.append(law_error(Rejection(swapped), world, nobody))
+    assert max(errors) > VISIBLE
+
+
+def test_a_guess_that_the_target_cannot_draw_is_refused_by_every_uniform_number() -> None:
+    """The smallest one is 0: a rule that accepts at equality would let it pass."""
+    impossible = Link(0, {0: 1.0}, {0: 0.0})
+    assert one_by_one([impossible], [0.0]) == Verdict(0)
+    assert as_a_block([impossible], [0.0]).accepted == 0
+
+
+def test_uniform_numbers_on_a_grid_accept_their_share() -> None:
+    levels = [i / 64 for i in range(64)]
+    for share in (0, 16, 32, 63, 64):
+        link = Link(3, {3: 1.0}, {3: share / 64})
+        assert sum(one_by_one([link], [u]).accepted for u in levels) == share
+        assert sum(as_a_block([link], [u]).accepted for u in levels) == share
