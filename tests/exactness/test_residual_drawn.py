@@ -1,0 +1,310 @@
+"""`residual` as it runs: hashes for noise, tensors for laws. Counted over seeds, its output has the target's law."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline import sampling
+from paceline.config import SamplingParams
+from paceline.sampling import History, Purpose, Row, draw, keyed, probabilities, uniform
+from paceline.speculators.by_law import WHOLE, draw_guesses, drawn, rounded
+from paceline.strategies import residual
+from paceline.strategies.base import Guessed
+from paceline.strategies.block import as_a_block
+from paceline.strategies.residual import Residual, Rule, one_by_one, remaining
+from paceline.tree import TokenTree
+from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail, plain_rows
+from tests.exactness.test_sampling import reference_law, reference_logits
+
+FLAT, PEAKED, SMALL = 0.3, 3.0, 8
+
+
+def logits(seed: int, spread: float, size: int = SMALL) -> Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+class TestDraftsLaw:
+    def test_every_key_draws_by_weight(self) -> None:
+        """The whole range of keys, in even steps."""
+        law = {3: 1, 4: 5, 9: 2}
+        keys = [i * (2**64 // 64) for i in range(64)]
+        assert Counter(drawn(law, key) for key in keys) == {3: 8, 4: 40, 9: 16}
+        assert drawn(law, 2**64 - 1) == 9
+
+    def test_a_certain_guess_is_certain(self) -> None:
+        assert drawn({7: 3}, 0) == drawn({7: 3}, 2**64 - 1) == 7
+
+    def test_rounding_leaves_out_what_weighs_nothing_and_sorts(self) -> None:
+        assert rounded([5, 2, 9], [0.75, 0.25, 1e-6]) == {2: 16384, 5: 49151}
+        assert list(rounded([5, 2], [0.75, 0.25])) == [2, 5]
+        assert rounded([5], [1.0]) == {5: WHOLE}
+
+    @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
+    def test_it_follows_temperature_and_filters(self, settings: dict[str, float]) -> None:
+        params = SamplingParams(**settings)
+        [row] = plain_rows(params, 1, SMALL)
+        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
+        expected = reference_law(logits(1, 1.0).tolist(), params)
+        law = [guess.law.get(token, 0) / sum(guess.law.values()) for token in range(SMALL)]
+        assert law == pytest.approx(expected, abs=2e-5)
+
+    def test_it_follows_penalties_along_the_path(self) -> None:
+        params = SamplingParams(frequency_penalty=1.5, bad_words=((2,),))
+        row = Row(params, 5, History(params, [1], [4], SMALL), [3, 3])
+        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
+        expected = reference_law(reference_logits(logits(1, 1.0).tolist(), params, [1], [4, 3, 3]), params)
+        law = [guess.law.get(token, 0) / sum(guess.law.values()) for token in range(SMALL)]
+        assert law == pytest.approx(expected, abs=2e-5)
+        assert 2 not in guess.law
+
+    def test_at_temperature_0_it_is_the_largest_logit(self) -> None:
+        [row] = plain_rows(SamplingParams(temperature=0), 1, SMALL)
+        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
+        assert guess.law == {guess.token: WHOLE}
+        assert guess.token == logits(1, 1.0).argmax()
+
+    def test_columns_may_stand_for_other_tokens(self) -> None:
+        [row] = plain_rows(SamplingParams(), 1, 100)
+        ids = torch.arange(SMALL) * 10 + 3
+        [guess] = draw_guesses(logits(1, 1.0)[None], [row], ids)
+        assert set(guess.law) <= set(ids.tolist())
+
+    @pytest.mark.parametrize("spread", [FLAT, PEAKED])
+    def test_many_guesses_have_it(self, spread: float) -> None:
+        rows = plain_rows(SamplingParams(seed=5), 20_000, SMALL)
+        guesses = draw_guesses(logits(3, spread).expand(len(rows), -1), rows)
+        counts = Counter(guess.token for guess in guesses)
+        law = [guesses[0].law.get(token, 0) / sum(guesses[0].law.values()) for token in range(SMALL)]
+        assert chi_square_tail([counts[token] for token in range(SMALL)], law) > SIGNIFICANCE
+
+    def test_its_word_says_nothing_of_the_token(self) -> None:
+        rows = plain_rows(SamplingParams(), 50, SMALL)
+        guesses = draw_guesses(logits(3, PEAKED).expand(50, -1), rows)
+        assert len({guess.token for guess in guesses}) > 1
+        assert len({guess.log_prob for guess in guesses}) == 1
+
+
+class TestNoise:
+    def test_a_uniform_number_may_be_0_and_is_never_1(self) -> None:
+        assert uniform(0) == 0.0
+        assert uniform(2**64 - 1) < 1.0
+
+    def test_purposes_and_places_are_told_apart(self) -> None:
+        several = ((), (0,), (1,), (0, 1), (1, 0))
+        keys = [keyed(seed, purpose, *places) for seed in (0, 1) for purpose in Purpose for places in several]
+        assert len(set(keys)) == len(keys)
+
+    @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(Purpose, 2)))
+    def test_purposes_are_unrelated(self, first: Purpose, second: Purpose) -> None:
+        pairs = Counter(
+            (int(4 * uniform(keyed(7, first, i))), int(4 * uniform(keyed(7, second, i)))) for i in range(20_000)
+        )
+        counts = [pairs[a, b] for a in range(4) for b in range(4)]
+        assert chi_square_tail(counts, [1 / 16] * 16) > SIGNIFICANCE
+
+    def test_tests_are_unrelated_to_draws_and_to_guesses(self) -> None:
+        rows = plain_rows(SamplingParams(seed=2), 20_000, 4)
+        flat = torch.zeros(len(rows), 4)
+        draws = draw(flat, rows).tolist()
+        guesses = [guess.token for guess in draw_guesses(flat, rows)]
+        coins = [int(4 * uniform(keyed(2, Purpose.ACCEPT, row.position, 0))) for row in rows]
+        for pair in ((draws, guesses), (draws, coins), (guesses, coins)):
+            counts = Counter(zip(*pair, strict=True))
+            table = [counts[a, b] for a in range(4) for b in range(4)]
+            assert chi_square_tail(table, [1 / 16] * 16) > SIGNIFICANCE
+
+    def test_a_place_guessed_under_another_root_or_path_has_other_noise(self) -> None:
+        params = SamplingParams(seed=4)
+        history = History(params, [], [], 50)
+        flat = torch.zeros(1, 50)
+        paths = ([], [1], [2], [1, 2], [2, 1], [1, 2, 3])
+        tokens = {tuple(path): draw_guesses(flat, [Row(params, 30, history, path)])[0].token for path in paths}
+        assert len(set(tokens.values())) > 3
+
+
+class TestRemaining:
+    def test_it_is_what_the_target_has_more(self) -> None:
+        target = torch.tensor([[0.5, 0.3, 0.2]])
+        assert remaining(target, [1.0], [{0: 0.7, 2: 0.1}])[0].tolist() == pytest.approx([0.0, 0.3, 0.1])
+        assert remaining(target, [0.5], [{0: 0.2}])[0].tolist() == pytest.approx([0.05, 0.15, 0.1])
+
+    def test_without_a_law_it_is_the_targets(self) -> None:
+        target = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
+        assert torch.equal(remaining(target, [1.0, 1.0], [{}, {}]), target)
+
+    def test_where_nothing_is_left_the_targets_law_stands(self) -> None:
+        target = torch.tensor([[0.5, 0.5]])
+        assert torch.equal(remaining(target, [1.0], [{0: 0.5, 1: 0.5}]), target)
+
+
+SETTINGS = {
+    "plain": {},
+    "cold": {"temperature": 0.6},
+    "hot": {"temperature": 1.7},
+    "top_k": {"top_k": 2},
+    "top_p": {"top_p": 0.85},
+    "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.8, "frequency_penalty": 0.5},
+    "bias and bars": {"logit_bias": {1: 1.5}, "bad_words": ((3,), (0, 1))},
+}
+SIZE = 4
+TABLE = torch.randn(2, SIZE + 1, SIZE, generator=torch.Generator().manual_seed(12))
+"""[target or draft, token before or none, token]: logits."""
+SEEDS = 6000
+LENGTH = 3
+
+
+def after(model: int, path: Sequence[int], spread: float) -> Tensor:
+    """The draft's logits are the target's, and something else."""
+    before = path[-1] if path else SIZE
+    return spread * (TABLE[0, before] + 0.6 * model * TABLE[1, before])
+
+
+def decoded(params: SamplingParams, spread: float, rule: Rule, guesses: int, rows: int) -> list[int]:
+    """Three tokens, by as many steps as it takes: `guesses` ahead of the root, of which `rows` have rows."""
+    tokens: list[int] = []
+    tree = TokenTree(0, 0, width=1)
+    verifier = Residual(rule)
+    while len(tokens) < LENGTH:
+        history = History(params, [0], tokens, SIZE)
+        node, path = tree.root, list[int]()
+        for _ in range(guesses):
+            if not node.children:
+                row = Row(params, node.position + 1, history, path)
+                [guess] = draw_guesses(after(1, [*tokens, *path], spread)[None], [row])
+                tree.add(node, *guess)
+            [node] = node.children.values()
+            path.append(node.token)
+        verified = node.path()[:rows]
+        places = [Row(params, tree.root.position + 1 + i, history, path[:i]) for i in range(len(verified) + 1)]
+        stacked = torch.stack([after(0, [*tokens, *place.path], spread) for place in places])
+        [committed] = verifier.verify(stacked, [Guessed(tree.root, verified, places, [0, *tokens])])
+        assert 0 < len(committed) <= len(verified) + 1
+        tree.commit(committed)
+        tokens += committed
+    return tokens[:LENGTH]
+
+
+def law_of_three(params: SamplingParams, spread: float) -> dict[tuple[int, ...], float]:
+    law = {(): 1.0}
+    for _ in range(LENGTH):
+        law = {
+            (*path, token): weight * p
+            for path, weight in law.items()
+            for token, p in enumerate(
+                reference_law(reference_logits(after(0, path, spread).tolist(), params, [0], list(path)), params)
+            )
+        }
+    return law
+
+
+@pytest.mark.parametrize("rule", [one_by_one, as_a_block])
+@pytest.mark.parametrize("spread", [FLAT, PEAKED], ids=["flat", "peaked"])
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_decoding_has_the_targets_law(settings: dict[str, object], spread: float, rule: Rule) -> None:
+    params = SamplingParams(**settings)
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(SEEDS // 4):
+        counts[tuple(decoded(params.model_copy(update={"seed": seed}), spread, rule, 3, 2))] += 1
+    assert tail(counts, law_of_three(params, spread)) > SIGNIFICANCE
+
+
+@pytest.mark.parametrize("rule", [one_by_one, as_a_block])
+@pytest.mark.parametrize(("guesses", "rows"), [(0, 0), (1, 0), (1, 1), (3, 3), (4, 1)])
+def test_decoding_has_the_targets_law_however_much_is_guessed(guesses: int, rows: int, rule: Rule) -> None:
+    counts: Counter[tuple[int, ...]] = Counter()
+    for seed in range(SEEDS // 2):
+        counts[tuple(decoded(SamplingParams(seed=seed), 1.0, rule, guesses, rows))] += 1
+    assert tail(counts, law_of_three(SamplingParams(), 1.0)) > SIGNIFICANCE
+
+
+def tail(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
+    return chi_square_tail([counts[each] for each in law], list(law.values()))
+
+
+def test_at_temperature_0_it_is_greedy_decoding() -> None:
+    params = SamplingParams(temperature=0)
+    expected: list[int] = []
+    while len(expected) < LENGTH:
+        expected.append(int(after(0, expected, PEAKED).argmax()))
+    for rule in (one_by_one, as_a_block):
+        assert decoded(params, PEAKED, rule, 3, 2) == expected
+
+
+def test_requests_of_a_step_do_not_touch_each_other() -> None:
+    """Alone or together, with chains of several lengths and some plain ones."""
+    alone, together, stacked = [], [], []
+    for seed in range(12):
+        params = SamplingParams(seed=seed, temperature=seed % 4 / 2)
+        history = History(params, [0], [], SIZE)
+        tree = TokenTree(0, 0)
+        node, path = tree.root, list[int]()
+        for _ in range(seed % 4):
+            [guess] = draw_guesses(after(1, path, 1.0)[None], [Row(params, len(path) + 1, history, path)])
+            node = tree.add(node, *guess)
+            path.append(node.token)
+        verified = node.path()[: max(0, seed % 4 - 1)]
+        rows = [Row(params, 1 + i, history, path[:i]) for i in range(len(verified) + 1)]
+        logits_RV = torch.stack([after(0, row.path, 1.0) for row in rows])
+        together.append(Guessed(tree.root, verified, rows, [0]))
+        stacked.append(logits_RV)
+        alone += Residual().verify(logits_RV, together[-1:])
+    assert Residual().verify(torch.cat(stacked), together) == alone
+
+
+def test_the_laws_are_those_that_draws_come_from() -> None:
+    several = [SamplingParams(), SamplingParams(temperature=0), SamplingParams(top_k=2)]
+    rows = [row for params in several for row in plain_rows(params, 1, 5)]
+    values = torch.tensor([1.0, 2.0, 0.5, 2.0, -1.0])
+    laws = probabilities(values.expand(3, -1), rows)
+    for law, row in zip(laws.tolist(), rows, strict=True):
+        assert law == pytest.approx(reference_law(values.tolist(), row.params), abs=1e-6)
+    assert laws[1].tolist() == [0, 1, 0, 0, 0]
+
+
+class TestMutantsAreSeen:
+    """What would break the law, broken in the code that runs."""
+
+    def seen(self) -> bool:
+        counts: Counter[tuple[int, ...]] = Counter()
+        for seed in range(SEEDS // 4):
+            counts[tuple(decoded(SamplingParams(seed=seed), 1.0, one_by_one, 2, 1))] += 1
+        return tail(counts, law_of_three(SamplingParams(), 1.0)) < SIGNIFICANCE
+
+    def test_a_replacement_from_the_targets_law(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(residual, "remaining", lambda target, weights, taken: target)
+        assert self.seen()
+
+    def test_noise_without_purposes(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tests and guesses share theirs: a guess drawn by a small number is accepted more often."""
+
+        def shared(seed: int, purpose: Purpose, *places: int) -> int:
+            return keyed(seed, Purpose.GUESS, places[0] if places else 0)
+
+        for module in ("paceline.strategies.residual", "paceline.speculators.by_law"):
+            monkeypatch.setattr(f"{module}.keyed", shared)
+        assert self.seen()
+
+    def test_a_law_that_is_not_the_one_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The draft draws at half the temperature that it says."""
+
+        def colder(law: dict[int, int], key: int) -> int:
+            return drawn({token: weight * weight for token, weight in law.items()}, key)
+
+        monkeypatch.setattr("paceline.speculators.by_law.drawn", colder)
+        assert self.seen()
+
+    def test_a_target_law_without_its_temperature(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def colder(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+            return sampling.probabilities(logits_RV * 1.5, rows)
+
+        monkeypatch.setattr(residual, "probabilities", colder)
+        assert self.seen()
+
+    def test_the_real_thing_is_not(self) -> None:
+        assert not self.seen()

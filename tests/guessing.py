@@ -1,0 +1,39 @@
+"""A request in a step, as strategies see it: a tree of guesses made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.config import SamplingParams
+from paceline.sampling import History, Row
+from paceline.strategies.base import Guessed
+from paceline.tree import CERTAIN, Law, Node, TokenTree
+
+
+def guessed(
+    params: SamplingParams,
+    vocabulary: int,
+    *paths: Sequence[int],
+    laws: Mapping[int, Law] | None = None,
+    prompt: Sequence[int] = (0,),
+    unverified: int = 0,
+    history: History | None = None,
+) -> Guessed:
+    """Guesses on these paths below the root, in this order; the last `unverified` have no rows.
+
+    `laws`: what a guess at each depth below the root, from 1, was drawn from.
+    """
+    history = history or History(params, prompt, (), vocabulary)
+    tree = TokenTree(len(prompt) - 1, prompt[-1])
+    nodes: list[Node] = []
+    for path in paths:
+        node = tree.root
+        for depth, token in enumerate(path, 1):
+            if token not in node.children:
+                nodes.append(tree.add(node, token, -0.1, (laws or {}).get(depth, CERTAIN)))
+            node = node.children[token]
+    verified = nodes[: len(nodes) - unverified]
+    rows = [Row(params, tree.root.position + 1, history)]
+    for node in verified:
+        rows.append(Row(params, node.position + 1, history, [above.token for above in node.path()]))
+    return Guessed(tree.root, verified, rows, prompt)
