@@ -168,9 +168,9 @@ def _encode_law(law: Law) -> pb.DraftLaw:
     return pb.DraftLaw(token_steps=steps, weights=[law[token] for token in tokens])
 
 
-def _decode_laws(messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int) -> list[Law]:
+def _decode_laws(messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int) -> Sequence[Law]:
     if not messages:
-        return []
+        return ()
     if len(messages) != len(guesses):
         raise WireError(f"draft_laws: {len(messages)} for {len(guesses)} nodes")
     return [_decode_law(each, guess, vocabulary_size) for each, guess in zip(messages, guesses, strict=True)]

@@ -2,6 +2,7 @@
 
 import math
 import string
+from dataclasses import replace
 
 import pytest
 import torch
@@ -78,6 +79,9 @@ stats = st.builds(
     verifications=counts,
     steps=counts,
     drafts=st.lists(texts, max_size=2),
+    strategy=texts,
+    lossy=st.booleans(),
+    drafter_invariant=st.booleans(),
 )
 timings = st.builds(Timings, seconds, seconds, seconds)
 levels = st.sampled_from(LOG_ODDS).map(log_probability)
@@ -113,6 +117,18 @@ def growths(draw: st.DrawFn) -> Growth:
         tokens=draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=count, max_size=count)),
         log_probs=draw(st.lists(levels, min_size=count, max_size=count)),
     )
+
+
+weights = st.integers(1, draft_frames.MAX_WEIGHT)
+
+
+@st.composite
+def drawn_growths(draw: st.DrawFn) -> Growth:
+    """Each node from a law that has it, or certain."""
+    growth = draw(growths().filter(len))
+    others = st.dictionaries(st.integers(0, VOCABULARY - 1), weights, max_size=5)
+    laws = [draw(st.just({}) | others.map(lambda law, token=token: law | {token: 9})) for token in growth.tokens]
+    return replace(growth, laws=laws)
 
 
 def rounds(queue_us: int, compute_us: int) -> Timings:
@@ -223,7 +239,7 @@ def test_frame_says_everything_in_order() -> None:
 @given(
     st.builds(
         Grown,
-        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths()), max_size=3),
+        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3),
         dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
         applied=counts,
         timings=st.builds(rounds, st.integers(0, 10**9), st.integers(0, 10**9)),
@@ -259,3 +275,46 @@ def test_what_a_typical_growth_costs() -> None:
     frame = draft_frames.encode_grown(Grown([(1, growth)]))
     assert len(frame.growths[0].nodes) == 2 + 48
     assert frame.ByteSize() == 61
+
+
+def law_message(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftLaw:
+    return draft_pb2.DraftLaw(token_steps=token_steps, weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("law", "complaint"),
+    [
+        (law_message([5], [1, 2]), "1 tokens with 2 weights"),
+        (law_message([5], []), "1 tokens with 0 weights"),
+        (law_message([], [1]), "0 tokens with 1 weights"),
+        (law_message([5, 0], [1, 1]), "do not rise"),
+        (law_message([5, VOCABULARY - 5], [1, 1]), "outside the vocabulary of 1000"),
+        (law_message([5, 2**32 - 1], [1, 1]), "outside the vocabulary"),
+        (law_message([5, 1], [1, 0]), "weights from 0 to 1"),
+        (law_message([5], [2**16]), "weights from 65536"),
+        (law_message([6], [1]), "token 5 cannot have been drawn"),
+        (law_message([1] * 257, [1] * 257), "257 tokens with 257 weights, of at most 256"),
+    ],
+)
+def test_a_law_that_no_guess_can_come_from_is_refused(law: draft_pb2.DraftLaw, complaint: str) -> None:
+    frame = draft_frames.encode_grown(Grown([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))]))
+    frame.growths[0].draft_laws[0].CopyFrom(law)
+    with pytest.raises(WireError, match=complaint):
+        draft_frames.decode_grown(frame, VOCABULARY)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_there_is_a_law_for_every_node_or_none(count: int) -> None:
+    frame = draft_frames.encode_grown(Grown([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))]))
+    frame.growths[0].draft_laws.extend([law_message([5], [1])] * count)
+    with pytest.raises(WireError, match=f"draft_laws: {count} for 2 nodes"):
+        draft_frames.decode_grown(frame, VOCABULARY)
+
+
+def test_laws_travel_bit_for_bit_and_cost_four_bytes_a_token() -> None:
+    law = {500 * i + 7: 2**15 - i for i in range(64)}
+    growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [law])
+    frame = draft_frames.encode_grown(Grown([(1, growth)]))
+    assert len(frame.growths[0].draft_laws[0].SerializeToString()) <= 64 * 5 + 6
+    [(_, decoded)] = draft_frames.decode_grown(frame, 2**15).growths
+    assert decoded.laws == [law]

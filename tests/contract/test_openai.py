@@ -266,6 +266,9 @@ async def test_statistics_come_with_the_answer_if_asked_for(speaking: Stack, sto
         "accepted_by_depth": [3, 1],
         "steps": 5,
         "drafts": ["d"],
+        "strategy": "coupled",
+        "lossy": False,
+        "drafter_invariant": True,
     }
     assert whole["timings"] == {"queue_s": 0.25, "compute_s": 0.5, "total_s": 1.0}
     plain = await events(speaking, "/v1/chat/completions", body)

@@ -9,7 +9,7 @@ import pytest
 from paceline import config
 from paceline.config import SamplingParams
 from paceline.tree import Node, TokenTree
-from paceline.verify import STRATEGIES, walk
+from paceline.verify import STRATEGIES, strategy_of, walk
 
 
 @pytest.fixture
@@ -76,4 +76,24 @@ def test_what_strategies_draw_with() -> None:
     asked = SamplingParams(temperature=0.7, top_k=5, presence_penalty=0.5, seed=3)
     assert STRATEGIES["coupled"].law(asked) == asked
     assert STRATEGIES["greedy"].law(asked) == asked.model_copy(update={"temperature": 0.0})
-    assert [name for name, strategy in STRATEGIES.items() if strategy.exact] == ["coupled"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.exact] == ["coupled", "residual"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.drafter_invariant] == ["coupled", "greedy"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.by_law] == ["residual", "logit-comparison"]
+
+
+def test_what_is_promised_is_said() -> None:
+    said = {name: strategy.caveat for name, strategy in STRATEGIES.items()}
+    assert said.pop("coupled") == ""
+    assert "not drafter-invariant" in said.pop("residual")
+    assert all("lossy" in caveat for caveat in said.values())
+
+
+def test_keys_that_change_a_strategy_change_its_promise() -> None:
+    thinking = {"begin_thinking_phase_token": 1, "end_thinking_phase_token": 2}
+    for keys, name in (
+        ({"synthetic_acceptance_rate": 0.0}, "synthetic"),
+        ({"use_relaxed_acceptance_for_thinking": True, **thinking}, "relaxed-thinking"),
+    ):
+        strategy = strategy_of(config.SpeculativeConfig(method="ngram", **keys))
+        assert (strategy.name, strategy.exact, strategy.drafter_invariant) == (name, False, False)
+    assert strategy_of(config.SpeculativeConfig()) == STRATEGIES["coupled"]

@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from paceline.speculators.ngram import NGram
 from paceline.speculators.suffix import Suffix
 from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
+from tests.exactness.test_drawn_law import SIGNIFICANCE
+from tests.exactness.test_strategies_engine import LENGTH, SIZE, law_after, submissions, tail
 from tests.llamas import peaked_llama
 from tests.markov import save_markov, save_seeing
 from tests.parallel import drafting_for
@@ -172,6 +175,33 @@ async def test_speculation_from_one_hidden_state_changes_nothing(
         assert mixed == plain == alone
         assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
         assert sum(each.accepted_tokens for each in stats) > 20
+
+
+@pytest.mark.parametrize("keys", [{}, {"block_verification": True}], ids=["one by one", "as a block"])
+async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object]) -> None:
+    """The target waits for guesses and their laws, or three tokens were over before any; many requests are counted."""
+    waiting = {"draft_schedule": "lockstep", "row_budget": False}
+    speculation = {"method": "draft_model", "model": "-", "rejection_sampling_strategy": "residual", **waiting, **keys}
+    model, draft = TableModel(SIZE, SLOTS, 512), DraftModel(TableModel(SIZE, SLOTS, 512, 0.5), 1)
+    async with served(model, SpeculativeConfig.model_validate(speculation), draft) as (link, drafts):
+        answers, stats = [], []
+        for start in range(0, 400, 20):
+            some = [replace(each, drafts=drafts) for each in submissions(start + 20)[start:]]
+            tokens, reports = await run(link, some)
+            answers += tokens
+            stats += reports
+    assert tail(answers, law_after(TableModel(SIZE, SLOTS, 512), SamplingParams(), LENGTH)) > SIGNIFICANCE
+    assert sum(each.accepted_tokens for each in stats) > 50
+    assert {(each.strategy, each.lossy, each.drafter_invariant) for each in stats} == {("residual", False, False)}
+
+
+async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None:
+    speculation = config("draft_model", 4, 1).model_copy(update={"rejection_sampling_strategy": "residual"})
+    async with served(table(), speculation, DraftModel(table(0.3), 1)) as (link, drafts):
+        alone, _ = await run(link, requests(0.0, plain=True))
+        (mixed, plain), stats = await both(link, 0.0, drafts)
+        assert mixed == plain == alone
+        assert sum(each.accepted_tokens for each in stats) > 0
 
 
 async def test_a_draft_killed_halfway_changes_nothing() -> None:

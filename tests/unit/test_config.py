@@ -186,9 +186,60 @@ def test_vllms_parallel_drafting_is_a_method_of_its_own(given: dict[str, Any], m
     assert SpeculativeConfig.model_validate(given | {"model": "x"}).method == method
 
 
-def test_a_planned_strategy_is_not_unknown() -> None:
-    with pytest.raises(ValidationError, match=r"strategy\n.*'residual' is planned but not built yet.*coupled, greedy"):
-        SpeculativeConfig.model_validate({"rejection_sampling_strategy": "residual"})
+RELAXED = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "begin_thinking_phase_token": 128798,
+    "end_thinking_phase_token": 128799,
+}
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rejection_sampling_strategy": "residual", "block_verification": True},
+        {
+            "rejection_sampling_strategy": "typical-acceptance",
+            "posterior_threshold": 0.1,
+            "posterior_alpha": 0.2,
+        },
+        {"rejection_sampling_strategy": "logit-comparison", "logit_comparison_eps": 0.1},
+        {**RELAXED, "relaxed_topk": 5, "relaxed_delta": 0.5},
+        {**RELAXED, "rejection_sampling_strategy": "greedy"},
+        {"method": "ngram", "synthetic_acceptance_rate": 0.7},
+    ],
+)
+def test_keys_of_strategies_survive_the_command_line(keys: dict[str, Any]) -> None:
+    """Where every key is written out, the others' at their defaults."""
+    config = SpeculativeConfig.model_validate(keys)
+    assert SpeculativeConfig.model_validate_json(config.model_dump_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"block_verification": True}, "block_verification means nothing to rejection_sampling_strategy coupled"),
+        ({"posterior_threshold": 0.1, "rejection_sampling_strategy": "residual"}, "posterior_threshold means nothing"),
+        ({"posterior_alpha": 0.1}, "posterior_alpha means nothing"),
+        ({"logit_comparison_eps": 0.1}, "logit_comparison_eps means nothing"),
+        ({**RELAXED, "rejection_sampling_strategy": "residual"}, "use_relaxed_acceptance_for_thinking means nothing"),
+        ({"use_relaxed_acceptance_for_thinking": True}, "needs begin_thinking_phase_token and end_thinking_phase"),
+        ({"use_relaxed_acceptance_for_thinking": True, "begin_thinking_phase_token": 3}, "needs begin_thinking"),
+        ({**RELAXED, "end_thinking_phase_token": 128798}, "are both 128798"),
+        ({"relaxed_topk": 5}, "relaxed_topk means nothing without use_relaxed"),
+        ({"end_thinking_phase_token": 5}, "end_thinking_phase_token means nothing without use_relaxed"),
+        (
+            {"synthetic_acceptance_rate": 0.5, "rejection_sampling_strategy": "residual"},
+            "synthetic_acceptance_rate means nothing to rejection_sampling_strategy residual",
+        ),
+        ({"synthetic_acceptance_rate": 0.5, **RELAXED}, "leaves use_relaxed_acceptance_for_thinking nothing"),
+        ({"synthetic_acceptance_rate": 1.5}, "less than or equal to 1"),
+        ({"relaxed_delta": 1.5}, "less than or equal to 1"),
+        ({"rejection_sampling_strategy": "synthetic"}, "Input should be 'coupled'"),
+    ],
+)
+def test_strategies_that_mean_nothing_are_refused(keys: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ValidationError, match=complaint):
+        SpeculativeConfig.model_validate({"method": "ngram", **keys})
 
 
 @pytest.mark.parametrize(("given", "unsigned"), [(0, 0), (-1, 2**64 - 1), (-(2**63), 2**63), (2**64 - 1, 2**64 - 1)])

@@ -17,6 +17,7 @@ from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.round import RoundStats
 from paceline.telemetry.step import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.verify import STRATEGIES
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 MODEL = {"model_name": "family/target"}
@@ -65,6 +66,17 @@ class TestTarget:
     @pytest.fixture
     def metrics(self, registry: CollectorRegistry) -> TargetMetrics:
         return TargetMetrics(registry, "family/target", slots=1000)
+
+    @pytest.mark.parametrize(
+        ("strategy", "lossy", "invariant"), [("coupled", 0, 1), ("residual", 0, 0), ("typical-acceptance", 1, 0)]
+    )
+    def test_shows_what_the_strategy_promises(
+        self, registry: CollectorRegistry, metrics: TargetMetrics, strategy: str, lossy: int, invariant: int
+    ) -> None:
+        metrics.set_strategy(STRATEGIES[strategy])
+        sample, labels = scrape(registry), MODEL | {"strategy": strategy}
+        assert sample("paceline_verification_lossy", labels) == lossy
+        assert sample("paceline_verification_drafter_invariant", labels) == invariant
 
     def test_counts_speculation_without_the_bonus_token(
         self, registry: CollectorRegistry, metrics: TargetMetrics

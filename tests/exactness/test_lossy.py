@@ -1,0 +1,246 @@
+"""The lossy rules do what they say, no more: cases computed by hand."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.engine.drafting import NoDrafting
+from paceline.engine.engine import Engine
+from paceline.model.table import TableModel
+from paceline.sampling import History, draw
+from paceline.strategies import verifier
+from paceline.strategies.base import Guessed, Verifier
+from paceline.strategies.lenient import longest
+from paceline.strategies.logit_comparison import LogitComparison
+from paceline.strategies.synthetic import Synthetic, rate_at_each_depth
+from paceline.strategies.thinking import RelaxedThinking
+from paceline.strategies.typical import TypicalAcceptance
+from tests.exactness.test_engine import FREE
+from tests.guessing import guessed
+
+SEEDS = range(40)
+HOT = SamplingParams(temperature=1.0)
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def law(*probabilities: float) -> Tensor:
+    return torch.tensor(probabilities).log()
+
+
+def accepted(rule: Verifier, logits: Tensor, each: Guessed) -> int:
+    [committed] = rule.verify(logits, [each])
+    return len(committed) - 1
+
+
+def draws_of(logits: Tensor, each: Guessed) -> list[int]:
+    return draw(logits, each.rows).tolist()
+
+
+def seeded(seed: int, **settings: float) -> SamplingParams:
+    return SamplingParams(seed=seed, **settings)
+
+
+class TestTypical:
+    """Entropy of (1/2, 1/2 - 0.04, 0.04) is 0.8325 nats: 0.3 exp(-0.8325) = 0.1305, so the threshold is 0.09."""
+
+    LAW = law(0.5, 0.46, 0.04)
+    RULE = TypicalAcceptance(0.09, 0.3)
+
+    @pytest.mark.parametrize(("token", "stands"), [(0, True), (1, True), (2, False)])
+    def test_the_threshold(self, token: int, stands: bool) -> None:
+        for seed in SEEDS:
+            each = guessed(seeded(seed), 3, [token])
+            logits = self.LAW.expand(2, -1)
+            drawn = draws_of(logits, each)[0]
+            assert accepted(self.RULE, logits, each) == (stands or drawn == token)
+
+    def test_where_much_is_possible_less_is_asked(self) -> None:
+        """100 tokens alike: entropy is log 100, and alpha exp(-log 100) = 0.003 is under 0.01."""
+        logits = torch.zeros(2, 100)
+        assert all(accepted(self.RULE, logits, guessed(seeded(seed), 100, [7])) for seed in SEEDS)
+        strict = TypicalAcceptance(0.09, 1.1)  # 0.011
+        assert sum(accepted(strict, logits, guessed(seeded(seed), 100, [7])) for seed in SEEDS) < 5
+
+    def test_the_law_is_that_of_the_request(self) -> None:
+        """At temperature 1/2, 0.04 of 0.5 and 0.46 is less still; a filter leaves nothing."""
+        for settings in ({"temperature": 0.5}, {"top_k": 2.0}):
+            each = guessed(SamplingParams(**settings), 3, [2])
+            assert accepted(TypicalAcceptance(0.03, 0.9), self.LAW.expand(2, -1), each) == 0
+        assert accepted(TypicalAcceptance(0.03, 0.9), self.LAW.expand(2, -1), guessed(HOT, 3, [2])) == 1
+
+    def test_at_temperature_0_it_is_greedy(self) -> None:
+        logits = self.LAW.expand(2, -1)
+        assert self.RULE.verify(logits, [guessed(GREEDY, 3, [1])]) == [[0]]
+        assert self.RULE.verify(logits, [guessed(GREEDY, 3, [0])]) == [[0, 0]]
+
+    def test_the_longest_path_wins_and_then_the_likeliest(self) -> None:
+        logits = law(0.4, 0.3, 0.3).expand(6, -1)
+        for seed in SEEDS:
+            each = guessed(seeded(seed), 3, [0], [1, 1], [2])
+            [tokens] = self.RULE.verify(logits[: len(each.rows)], [each])
+            assert tokens[:2] == [1, 1]
+            assert len(tokens) == 3
+
+    def test_without_guesses_it_draws(self) -> None:
+        each = guessed(HOT, 3)
+        assert self.RULE.verify(self.LAW[None], [each]) == [draws_of(self.LAW[None], each)]
+
+
+class TestLongest:
+    def test_a_draw_goes_before_what_is_admitted(self) -> None:
+        each = guessed(HOT, 5, [1], [2])
+        first, second = each.verified
+        assert longest(each, [2, 0, 3], {first: 0.9, second: 0.1}) == [2, 3]
+        assert longest(each, [4, 0, 3], {first: 0.9, second: 0.1}) == [1, 0]
+        assert longest(each, [4, 0, 3], {first: 0.1, second: 0.9}) == [2, 3]
+
+    def test_nothing_admitted_is_coupled(self) -> None:
+        each = guessed(HOT, 5, [1, 2], [3])
+        assert longest(each, [1, 2, 4, 0], {}) == [1, 2, 4]
+        assert longest(each, [3, 2, 4, 0], {}) == [3, 0]
+        assert longest(each, [4, 2, 4, 0], {}) == [4]
+
+    def test_below_what_is_refused_nothing_stands(self) -> None:
+        each = guessed(HOT, 5, [1, 2])
+        _, second = each.verified
+        assert longest(each, [4, 2, 3], {second: 0.9}) == [4]
+
+
+class TestLogitComparison:
+    LAW = law(0.5, 0.3, 0.2)
+
+    @pytest.mark.parametrize(("draft", "stands"), [({1: 2, 0: 8}, True), ({1: 3, 0: 7}, True), ({1: 31, 0: 69}, False)])
+    def test_the_target_may_not_be_less_sure(self, draft: dict[int, int], stands: bool) -> None:
+        logits = self.LAW.expand(2, -1)
+        for seed in SEEDS:
+            each = guessed(seeded(seed), 3, [1], laws={1: draft})
+            assert accepted(LogitComparison(1e-5), logits, each) == (stands or draws_of(logits, each)[0] == 1)
+
+    def test_eps_is_in_nats(self) -> None:
+        seed = next(seed for seed in SEEDS if draws_of(self.LAW[None], guessed(seeded(seed), 3))[0] == 0)
+        each = guessed(seeded(seed), 3, [1], laws={1: {1: 60, 0: 40}})  # twice as sure
+        assert accepted(LogitComparison(math.log(2) + 1e-3), self.LAW.expand(2, -1), each) == 1
+        assert accepted(LogitComparison(math.log(2) - 1e-3), self.LAW.expand(2, -1), each) == 0
+
+    def test_a_guess_without_a_law_was_certain(self) -> None:
+        seed = next(seed for seed in SEEDS if draws_of(self.LAW[None], guessed(seeded(seed), 3))[0] == 0)
+        assert accepted(LogitComparison(1e-5), self.LAW.expand(2, -1), guessed(seeded(seed), 3, [1])) == 0
+
+    def test_what_the_target_cannot_draw_never_stands(self) -> None:
+        params = SamplingParams(top_k=1)
+        each = guessed(params, 3, [1], laws={1: {1: 1, 0: 60000}})
+        assert accepted(LogitComparison(50.0), self.LAW.expand(2, -1), each) == 0
+
+
+class TestThinking:
+    BEGIN, END = 8, 9
+    LAW = law(0.5, 0.2, 0.1, 0.05, 0.05, 0.04, 0.03, 0.02, 0.005, 0.005)
+
+    def rule(self, topk: int = 3, delta: float = 0.35) -> RelaxedThinking:
+        return RelaxedThinking(self.BEGIN, self.END, topk, delta)
+
+    def stands(self, rule: RelaxedThinking, prompt: list[int], *path: int) -> int:
+        each = guessed(GREEDY, 10, path, prompt=prompt)
+        return accepted(rule, self.LAW.expand(len(each.rows), -1), each)
+
+    @pytest.mark.parametrize(
+        ("topk", "delta", "tokens"), [(3, 0.35, {0, 1}), (3, 0.45, {0, 1, 2}), (2, 0.45, {0, 1}), (1, 0.6, {0})]
+    )
+    def test_among_the_first_and_close_to_the_largest(self, topk: int, delta: float, tokens: set[int]) -> None:
+        """Greedy, so that only the largest would stand otherwise: probabilities are those of temperature 1."""
+        assert {t for t in range(8) if self.stands(self.rule(topk, delta), [1, self.BEGIN], t)} == tokens
+
+    def test_only_while_it_thinks(self) -> None:
+        assert self.stands(self.rule(), [1, self.BEGIN, 4], 1) == 1
+        assert self.stands(self.rule(), [1, 4], 1) == 0
+        assert self.stands(self.rule(), [1, self.BEGIN, 4, self.END], 1) == 0
+        assert self.stands(self.rule(), [1, self.BEGIN, self.END, self.BEGIN], 1) == 1
+
+    def test_guesses_begin_and_end_phases_too(self) -> None:
+        wide = self.rule(topk=10, delta=1.0)
+        assert self.stands(wide, [1, self.BEGIN], 1, self.END, 1) == 2
+        assert self.stands(wide, [1], self.BEGIN, 1) == 0, "not thinking yet, the target would have to draw it"
+        logits = self.LAW.roll(self.BEGIN).expand(3, -1)  # now it does
+        assert accepted(wide, logits, guessed(GREEDY, 10, [self.BEGIN, 1], prompt=[1])) == 2
+
+    def test_a_request_is_followed_as_it_grows(self) -> None:
+        rule, history = self.rule(), History(GREEDY, [1], [], 10)
+        for prompt, stands in (([1], 0), ([1, self.BEGIN], 1), ([1, self.BEGIN, 0], 1), ([1, 8, 0, self.END, 2], 0)):
+            each = guessed(GREEDY, 10, [1], prompt=prompt, history=history)
+            assert accepted(rule, self.LAW.expand(2, -1), each) == stands
+
+    def test_what_cannot_be_drawn_never_stands(self) -> None:
+        barred = SamplingParams(temperature=0, bad_words=((1,),))
+        each = guessed(barred, 10, [1], prompt=[self.BEGIN])
+        assert accepted(self.rule(10, 1.0), self.LAW.expand(2, -1), each) == 0
+
+    def test_filters_hold_at_a_temperature(self) -> None:
+        for seed in SEEDS:
+            each = guessed(seeded(seed, top_k=1), 10, [1], prompt=[self.BEGIN])
+            assert accepted(self.rule(10, 1.0), self.LAW.expand(2, -1), each) == 0
+
+
+class TestSynthetic:
+    @pytest.mark.parametrize("depths", [1, 2, 5, 16])
+    @pytest.mark.parametrize("rate", [0.0, 0.1, 0.6, 0.95, 1.0])
+    def test_the_mean_joint_acceptance_is_what_was_asked(self, rate: float, depths: int) -> None:
+        each = rate_at_each_depth(rate, depths)
+        assert sum(each**depth for depth in range(1, depths + 1)) / depths == pytest.approx(rate, abs=1e-9)
+
+    def test_chains_are_accepted_at_that_rate(self) -> None:
+        rule = Synthetic(rate_at_each_depth(0.5, 3))
+        logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+        counts = [accepted(rule, logits, guessed(seeded(seed), 6, [1, 2, 3])) for seed in range(4000)]
+        assert sum(counts) / 3 / len(counts) == pytest.approx(0.5, abs=0.03)
+
+    def test_the_tokens_do_not_matter(self) -> None:
+        logits = torch.tensor([0.0, -50.0]).expand(3, -1)
+        rule = Synthetic(0.5)
+        for seed in SEEDS:
+            ones, zeros = (accepted(rule, logits, guessed(seeded(seed), 2, [t, t])) for t in (1, 0))
+            assert ones == zeros
+
+    @pytest.mark.parametrize(("rate", "tokens"), [(1.0, 3), (0.0, 1)])
+    def test_always_and_never(self, rate: float, tokens: int) -> None:
+        """At 0 even what the target draws is not accepted, and at 1 the first of siblings is."""
+        logits = torch.tensor([[0.0, 9.0, 0.0, 0.0]]).expand(4, -1)
+        each = guessed(GREEDY, 4, [1, 2], [3])
+        [committed] = Synthetic(rate).verify(logits, [each])
+        assert committed == ([1, 2, 1] if tokens == 3 else [1])
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "level"),
+    [
+        ({}, "coupled", None),
+        ({"rejection_sampling_strategy": "residual"}, "residual", logging.INFO),
+        ({"rejection_sampling_strategy": "typical-acceptance"}, "typical-acceptance", logging.WARNING),
+        ({"rejection_sampling_strategy": "logit-comparison"}, "logit-comparison", logging.WARNING),
+        (
+            {
+                "use_relaxed_acceptance_for_thinking": True,
+                "begin_thinking_phase_token": 1,
+                "end_thinking_phase_token": 2,
+            },
+            "relaxed-thinking",
+            logging.WARNING,
+        ),
+        ({"synthetic_acceptance_rate": 0.5}, "synthetic", logging.WARNING),
+    ],
+)
+def test_a_strategy_says_what_it_costs_when_it_starts(
+    keys: dict[str, object], name: str, level: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    speculation = SpeculativeConfig(method="ngram", **keys)
+    assert isinstance(verifier(speculation), Verifier)
+    with caplog.at_level(logging.INFO):
+        Engine(TableModel(8, 256, 256), EngineConfig(slots=256), speculation, NoDrafting(), FREE)
+    said = [(record.levelno, record.message) for record in caplog.records if name in record.message]
+    assert [lvl for lvl, _ in said] == ([level] if level else [])
+    assert all(("lossy" in message) == (level == logging.WARNING) for _, message in said)

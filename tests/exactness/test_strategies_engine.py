@@ -1,0 +1,266 @@
+"""Strategies through the real engine, with real drafts: `residual` has the target's law, a liar breaks nothing."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.messages import Submission
+from paceline.model.model import Model
+from paceline.model.rows import Lane
+from paceline.model.table import TableModel
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.ngram import NGram
+from paceline.tree import Growth, TokenTree
+from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
+from tests.exactness.test_engine import FREE, Liar, llama, run
+from tests.exactness.test_sampling import reference_law
+
+SIZE = 16
+LENGTH = 3
+
+
+def _favourites(begin: Sequence[int], count: int) -> list[int]:
+    tokens = list(begin)
+    for _ in range(count):
+        logits = _logits(TableModel(SIZE, 64, 64), tokens)
+        tokens.append(logits.index(max(logits)))
+    return tokens[len(begin) :]
+
+
+def _logits(model: Model, tokens: Sequence[int]) -> list[float]:
+    lane = Lane()
+    lane.slots += range(1, len(tokens) + 1)
+    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    return model.run(rows, [len(rows) - 1]).logits[0].float().tolist()  # type: ignore[no-any-return]
+
+
+PROMPT = [1, 2, 3, *_favourites([1, 2, 3], 4), 1, 2, 3]
+"""What it ends with was said before, and went on as the target likes best: something for n-grams to find."""
+
+
+def table(disagreement: float = 0.0) -> TableModel:
+    return TableModel(SIZE, 1024, 1024, disagreement)
+
+
+def engine(model: Model, drafting: Drafting, keys: dict[str, object], beside: Drafting | None = None) -> Engine:
+    speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
+    return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, beside=beside)
+
+
+def submissions(count: int, length: int = LENGTH, **settings: float) -> list[Submission]:
+    return [
+        Submission(
+            str(seed),
+            PROMPT,
+            SamplingParams(seed=seed, max_tokens=length, **settings),
+            SpeculativeOptions(report=True),
+        )
+        for seed in range(count)
+    ]
+
+
+def law_after(model: Model, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+    """Of the first tokens, by the chain rule. Paths that next to never come are left out."""
+    law: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        law = {
+            (*path, token): weight * p
+            for path, weight in law.items()
+            for token, p in enumerate(reference_law(_logits(model, [*PROMPT, *path]), params))
+            if weight * p > 1e-5
+        }
+    return law
+
+
+def tail(answers: Sequence[Sequence[int]], law: dict[tuple[int, ...], float]) -> float:
+    """Whatever is left out of the law counts as one more outcome."""
+    counts = Counter(map(tuple, answers))
+    known = [counts.pop(path, 0) for path in law]
+    return chi_square_tail([*known, sum(counts.values())], [*law.values(), max(0.0, 1 - sum(law.values()))])
+
+
+RESIDUAL = {"rejection_sampling_strategy": "residual"}
+BLOCK = {**RESIDUAL, "block_verification": True}
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 2}], ids=["plain", "filtered"])
+@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
+@pytest.mark.parametrize("method", ["draft_model", "ngram", "both"])
+def test_residual_has_the_targets_law(method: str, keys: dict[str, object], settings: dict[str, float]) -> None:
+    drafts = {"draft_model": DraftModel(table(0.5), 1), "ngram": NGram(1, 3, 1), "both": DraftModel(table(0.5), 1)}
+    beside = LocalDrafting(NGram(1, 3, 1)) if method == "both" else None
+    target = engine(table(), LocalDrafting(drafts[method]), keys, beside)
+    answers = run(target, submissions(800, **settings), together=40)
+    law = law_after(table(), SamplingParams(**settings), LENGTH)
+    assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
+    accepted = sum(sum(each.accepted) for each in target.calibrations.values())
+    assert accepted > 100
+
+
+def test_residual_has_a_transformers_law() -> None:
+    target = engine(llama(torch.float32), LocalDrafting(DraftModel(llama(torch.float32, noise=0.02), 1)), RESIDUAL)
+    answers = run(target, submissions(400, 2), together=50)
+    law = law_after(llama(torch.float32), SamplingParams(), 2)
+    assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
+
+
+def test_a_draft_that_claims_another_law_is_seen() -> None:
+    """What the test above is worth."""
+
+    class Flatterer(DraftModel):
+        def grow(self) -> dict[int, Growth]:
+            return {
+                key: Growth(
+                    g.base_position,
+                    g.first_id,
+                    g.parent_ids,
+                    g.tokens,
+                    g.log_probs,
+                    [{token: 1, (token + 1) % SIZE: 3} for token in g.tokens],
+                )
+                for key, g in super().grow().items()
+            }
+
+    target = engine(table(), LocalDrafting(Flatterer(table(0.5), 1)), RESIDUAL)
+    answers = run(target, submissions(800), together=40)
+    assert tail([a.tokens for a in answers.values()], law_after(table(), SamplingParams(), LENGTH)) < SIGNIFICANCE
+
+
+@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
+def test_residual_at_temperature_0_is_greedy_decoding(keys: dict[str, object]) -> None:
+    plain = run(engine(table(), NoDrafting(), {}), submissions(2, 60, temperature=0.0))
+    ours = run(engine(table(), LocalDrafting(DraftModel(table(0.3), 1)), keys), submissions(2, 60, temperature=0.0))
+    assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
+
+
+def test_the_same_drafting_gives_the_same_tokens() -> None:
+    """Noise is keyed, so a run can be repeated."""
+    steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # what is guessed when asks no clock
+    first, second = (
+        run(engine(table(), LocalDrafting(DraftModel(table(0.5), 1)), steady), submissions(10, 40)) for _ in range(2)
+    )
+    assert [a.tokens for a in first.values()] == [a.tokens for a in second.values()]
+
+
+class LiarByLaw(Liar):
+    """Sends any laws, of any weights, and branches where a chain is wanted."""
+
+    def grow(self) -> dict[int, Growth]:
+        rng = random.Random(3)
+        return {key: self._lie(growth, rng) for key, growth in super().grow().items()}
+
+    def _lie(self, growth: Growth, rng: random.Random) -> Growth:
+        tokens = [token % SIZE for token in growth.tokens]
+        laws = [
+            {rng.randrange(SIZE + 1): rng.choice([1, 10**9]) for _ in range(rng.randrange(4))} | {token: 1}
+            if rng.random() < 0.8
+            else {}
+            for token in tokens
+        ]
+        return Growth(growth.base_position, growth.first_id, growth.parent_ids, tokens, growth.log_probs, laws)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        RESIDUAL,
+        BLOCK,
+        {"rejection_sampling_strategy": "typical-acceptance"},
+        {"rejection_sampling_strategy": "logit-comparison"},
+        {"synthetic_acceptance_rate": 0.5},
+    ],
+    ids=str,
+)
+def test_a_lying_draft_breaks_nothing(keys: dict[str, object], temperature: float) -> None:
+    requests = submissions(6, 50, temperature=temperature)
+    answers = run(engine(table(), LocalDrafting(LiarByLaw()), keys), requests)
+    assert all(len(answer.tokens) == 50 for answer in answers.values())
+
+
+@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK, {"rejection_sampling_strategy": "logit-comparison"}], ids=str)
+def test_greedy_requests_are_exact_whatever_a_draft_says_of_its_law(keys: dict[str, object]) -> None:
+    plain = run(engine(table(), NoDrafting(), {}), submissions(3, 40, temperature=0.0))
+    ours = run(engine(table(), LocalDrafting(LiarByLaw()), keys), submissions(3, 40, temperature=0.0))
+    assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
+
+
+def test_synthetic_acceptance_comes_out_as_asked() -> None:
+    target = engine(
+        table(),
+        LocalDrafting(DraftModel(table(0.9), 3, least_path_probability=0.0)),
+        {
+            "synthetic_acceptance_rate": 0.6,
+            "num_speculative_tokens": 3,
+            "row_budget": False,
+            "draft_schedule": "lockstep",
+        },
+    )
+    drafted, accepted = [0] * 3, [0] * 3
+    for submission in submissions(30, 80):
+        target.submit(submission)
+    while target.busy:
+        for delta in target.step():
+            if delta.finish_reason and delta.speculation:
+                for depth in range(3):
+                    drafted[depth] += delta.speculation.drafted_by_depth[depth]
+                    accepted[depth] += delta.speculation.accepted_by_depth[depth]
+    assert min(drafted) > 300
+    joint = [a / d for a, d in zip(accepted, drafted, strict=True)]
+    assert sum(joint) / 3 == pytest.approx(0.6, abs=0.06)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({}, ("coupled", False, True)),
+        ({"rejection_sampling_strategy": "greedy"}, ("greedy", True, True)),
+        (RESIDUAL, ("residual", False, False)),
+        ({"rejection_sampling_strategy": "typical-acceptance"}, ("typical-acceptance", True, False)),
+        ({"synthetic_acceptance_rate": 0.5}, ("synthetic", True, False)),
+    ],
+    ids=str,
+)
+def test_the_report_says_how_guesses_were_verified(keys: dict[str, object], said: tuple[str, bool, bool]) -> None:
+    target = engine(table(), LocalDrafting(DraftModel(table(), 1)), keys)
+    target.submit(submissions(1)[0])
+    last = [delta for _ in range(20) for delta in target.step() if delta.finish_reason]
+    stats = last[0].speculation
+    assert stats is not None
+    assert (stats.strategy, stats.lossy, stats.drafter_invariant) == said
+
+
+class TestChain:
+    """A tree that is a chain: the first guess at a place stays the only one."""
+
+    def test_a_second_child_is_dropped_and_its_descendants(self) -> None:
+        tree = TokenTree(0, 0, width=1)
+        assert tree.graft(Growth(0, 1, [0, 0, 2], [5, 6, 7], [-0.1] * 3), 10) == 1
+        assert list(tree.root.children) == [5]
+
+    def test_the_same_guess_of_another_goes_by_its_id_and_keeps_the_first_law(self) -> None:
+        tree = TokenTree(0, 0, width=1)
+        tree.graft(Growth(0, 1, [0], [5], [-0.1], [{5: 1, 6: 2}]), 10)
+        assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
+        assert tree.root.children[5].law == {5: 1, 6: 2}
+        assert list(tree.root.children[5].children) == [8]
+
+    def test_laws_stay_with_their_nodes_in_growth(self) -> None:
+        tree = TokenTree(0, 0)
+        first = tree.add(tree.root, 5, -0.1, {5: 2})
+        growth = tree.growth([first]) + tree.growth([tree.add(first, 6, -0.1)])
+        assert growth.laws == [{5: 2}, {}]
+        assert (tree.growth([tree.add(first, 7, -0.1)])).laws == ()
+
+    @pytest.mark.parametrize("law", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
+    def test_a_law_that_a_guess_cannot_come_from_is_no_growth(self, law: dict[int, int]) -> None:
+        with pytest.raises(ValueError, match="cannot have been drawn"):
+            Growth(0, 1, [0], [5], [-0.1], [law])
