@@ -148,9 +148,11 @@ async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
 async def test_guesses_of_one_pass_change_nothing(method: str, temperature: float, tmp_path: Path) -> None:
-    """Fed over the wire with the states of another process's model, where the method needs them."""
-    draft = drafting_for(llama(torch.float32), method, tmp_path)
-    async with served(llama(torch.float32), config("draft_model", 4, 3), draft) as (link, drafts):
+    """Fed over the wire with the target's states, where the method needs them. The target waits for guesses, so that
+    there are some to verify."""
+    draft = drafting_for(llama(torch.float32), method, tmp_path, width=1)
+    waiting = config("draft_model", 4, 1).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
+    async with served(llama(torch.float32), waiting, draft) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
         assert mixed == plain == alone

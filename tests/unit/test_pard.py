@@ -139,6 +139,8 @@ class TestLimits:
         assert not any(row.token == MASK for rows in model.passes for row in rows)
         request.limit(20, 1000)
         assert len(request.grow()) == 4
+        request.commit([10, 11])
+        request.grow()
         positions = [row.position for rows in model.passes for row in rows if row.token != MASK]
         assert positions == list(range(len(request.tokens))), "each token ran once"
 
