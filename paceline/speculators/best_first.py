@@ -66,6 +66,15 @@ class Draft(Followed):
         """Whether guesses are drawn from the draft's own law."""
         return STRATEGIES[self.opening.strategy].by_law
 
+    @property
+    def wanted(self) -> int:
+        """How many tokens are to be computed. The root is not while its children are not: they come of its pass."""
+        return self.missing if self.may_expand(self.tree.root) else max(0, self.missing - 1)
+
+    @property
+    def computable(self) -> int:
+        return self.wanted
+
     def keep(self, path: Sequence[Node]) -> None:
         """The first nodes of the path keep what was computed of them, as far as it holds for tokens, too."""
         known = [self.slots.pop(node) for node in itertools.takewhile(self.slots.__contains__, path)]
@@ -208,7 +217,7 @@ class BestFirst(Follower[D]):
         for draft, span in self._context(owned):
             for i in span:
                 this.add(draft, None, draft.lane.row(draft.tokens[i], i))
-            if not draft.missing and draft.may_expand(draft.tree.root):
+            if not draft.missing:
                 this.expand_last(draft, draft.tree.root)
 
     def _add_guesses(self, this: Round[D], owned: Sequence[Sequence[D]]) -> None:

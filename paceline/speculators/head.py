@@ -35,7 +35,7 @@ class HeadDraft(Draft):
 
     @property
     def computable(self) -> int:
-        return min(self.missing, len(self.states))
+        return min(self.wanted, len(self.states))
 
     def keep(self, path: Sequence[Node]) -> None:
         """Nothing: the target's states of these tokens are better than what was computed."""
