@@ -371,6 +371,17 @@ class TestTree:
         mlp.limit(Limit(1, 8, nodes + 3))
         assert grown(mlp, tree) == 3
 
+    def test_no_more_nodes_are_expanded_than_there_is_room_for_children_of(
+        self, folder: Path, lent: Lent, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        network = load_mlp_speculator(Checkpoint(folder), lent)
+        mlp, rows, step = MlpSpeculator(network, lent, 3, 0.0), [], network.step
+        monkeypatch.setattr(network, "step", lambda *fed: (rows.append(len(fed[2])), step(*fed))[1])
+        mlp.open(opening(nodes=7))
+        told(mlp, self.STATE)
+        assert grown(mlp, replica()) == 7
+        assert rows == [1, 2], "after the root's three children there is room for four"
+
     def test_a_round_is_bounded_and_takes_the_likeliest_of_all_requests(self, folder: Path, lent: Lent) -> None:
         mlp = speculator(folder, lent)
         trees = {key: replica() for key in range(50)}
