@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.rows import TILE, RowBatch, Segment
@@ -30,11 +31,16 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """As a transformers configuration says."""
+        """As a transformers text configuration says.
+
+        DeepSeek's latent attention (MLA) is cached as it is attended: with a key and a value for every head, whose
+        sizes differ. The smaller one is padded.
+        """
         heads = int(config.num_attention_heads)
+        if getattr(config, "kv_lora_rank", None):
+            return cls(heads, 1, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
         kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        size = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return cls(kv_heads, heads // kv_heads, size)
+        return cls(kv_heads, heads // kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads))
 
 
 class KVCache:
@@ -225,12 +231,19 @@ def attention_interface(
     softcap: float | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` as transformers calls it: query [1, heads, R, D], key and value [1, K, R, D] → [1, R, heads, D]."""
+    """`attend` as transformers calls it: query [1, heads, R, D], key [1, K, R, D], value [1, K, R, V] →
+    [1, R, heads, V]. D and V may be smaller than the cache's heads: zeros change neither scores nor sums."""
     if paceline_pass is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q, k, v = (t[0].transpose(0, 1) for t in (query, key, value))
+    size = paceline_pass.cache.heads.head_size
+    q, k, v = (_widened(t[0].transpose(0, 1), size) for t in (query, key, value))
     window = sliding_window or 0
     out = attend(q, k, v, layer, paceline_pass, scale, window, softcap or 0.0)
-    return out.view(1, q.shape[0], q.shape[1], q.shape[2]), None
+    return out.view(1, q.shape[0], q.shape[1], size)[..., : value.shape[-1]], None
+
+
+def _widened(heads: Tensor, size: int) -> Tensor:
+    """[..., D] → [..., `size`], with zeros."""
+    return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))

@@ -143,7 +143,7 @@ def _head_norms(attention: Any, heads: Heads) -> tuple[Tensor, float] | None:
     return joined_head_norms(heads, norm.weight, attention.k_norm.weight, float(norm.variance_epsilon))
 
 
-FUSED_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+FUSED_TYPES = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
 """`config.model_type` of architectures whose layers are exactly of the Llama kind, with options fused here."""
 
 

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from paceline import timed
 from paceline.config import EngineConfig
 from paceline.model.attention import Heads, KVCache, attention_interface
 from paceline.model.decoder import make_decoder
+from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, TransformersModel
 from paceline.model.probe import rows_invariant
 from paceline.model.rows import SPARE_SLOT
@@ -25,9 +26,12 @@ from paceline.models import resolve_model
 from paceline.text import vocabulary_fingerprint
 
 ATTENTION = "paceline"
+CACHED_ATTENTION = {"full_attention", "sliding_attention"}
+"""Kinds of layers whose past is keys and values, by position."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 AttentionInterface.register(ATTENTION, attention_interface)
+register_mimo()
 disable_progress_bar()  # a service says in one line that it has loaded its model
 
 
@@ -62,6 +66,7 @@ def build(
     Raises ValueError if the configuration asks for more than there is.
     """
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
+    _check_layers(name, settings)
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
@@ -92,8 +97,10 @@ def build(
 def _read(path: Path, dtype: Any) -> nn.Module:
     """The network in a folder. Raises ValueError if it cannot be read, or lacks weights."""
     try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        _check_layers(str(path), config.get_text_config(decoder=True))  # before reading what may be many gigabytes
         network, report = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, local_files_only=True, output_loading_info=True
+            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"the model in {path} cannot be loaded: {error}") from error
@@ -101,6 +108,15 @@ def _read(path: Path, dtype: Any) -> nn.Module:
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
     loaded: nn.Module = network
     return loaded
+
+
+def _check_layers(name: str, settings: Any) -> None:
+    """Raises ValueError if some layer's past is a state, which could not go back to before a refused guess."""
+    if others := sorted(set(getattr(settings, "layer_types", None) or ()) - CACHED_ATTENTION):
+        raise ValueError(
+            f"{name} has layers of the kind {others[0]}: choose a model with full or sliding attention in every layer, "
+            "since others keep a state that cannot go back when a guess is refused"
+        )
 
 
 def _device(name: str) -> torch.device:

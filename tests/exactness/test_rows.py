@@ -27,6 +27,23 @@ SIZES = {
     "max_position_embeddings": 512,
     "pad_token_id": 0,
 }
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 16,
+    "head_dim": 16,
+}
 FAMILIES = {
     "llama": {},
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
@@ -38,6 +55,12 @@ FAMILIES = {
     "gemma3_text": {"sliding_window": 96},
     "phi3": {"num_key_value_heads": 4},
     "olmo2": {},
+    # Latent attention, whose values have another size than its keys, and experts, whose rows depend on the router.
+    "deepseek_v3": {**LATENT, **EXPERTS, "v_head_dim": 32},
+    "deepseek_v3-wide-values": {**LATENT, **EXPERTS, "v_head_dim": 48},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True, **EXPERTS},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    "mimo": {},
 }  # fmt: skip
 
 

@@ -72,6 +72,25 @@ def test_equal_vocabularies_have_equal_fingerprints(checkpoint: Path, copy: Path
     assert load(str(checkpoint), CONFIG).fingerprint != load(str(copy), CONFIG).fingerprint
 
 
+def test_mimo_is_known_without_code_from_its_folder(copy: Path) -> None:
+    """Its checkpoints name classes of their own; what they compute is Qwen2."""
+    config = json.loads((copy / "config.json").read_text())
+    own = {"model_type": "mimo", "architectures": ["MiMoForCausalLM"], "auto_map": {"AutoConfig": "nowhere.MiMoConfig"}}
+    (copy / "config.json").write_text(json.dumps(config | own))
+    weights = load_file(copy / "model.safetensors")
+    for layer in range(2):
+        for projection in "qkv":
+            weight = weights[f"model.layers.{layer}.self_attn.{projection}_proj.weight"]
+            weights[f"model.layers.{layer}.self_attn.{projection}_proj.bias"] = torch.zeros(len(weight))
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    lane = Lane()
+    lane.slots = [1]
+    ours = load(str(copy), CONFIG).run([lane.row(3, 0)], [0]).logits[0]
+    with torch.inference_mode():
+        theirs = peaked_llama()(torch.tensor([[3]])).logits[0, -1]
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
 def test_a_table_needs_no_folder() -> None:
     assert load("table:64", CONFIG).vocabulary_size == 64
 
@@ -118,6 +137,15 @@ def test_a_broken_checkpoint_says_what_is_broken(damage: object, said: str, copy
     with pytest.raises(ValueError, match=said) as caught:
         load(str(copy), CONFIG)
     assert str(copy) in str(caught.value)
+
+
+def test_a_model_that_keeps_a_state_is_refused_before_it_is_read(copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    layers = ["linear_attention", "full_attention"]
+    (copy / "config.json").write_text(json.dumps(config | {"model_type": "qwen3_next", "layer_types": layers}))
+    (copy / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="has layers of the kind linear_attention: choose a model with full or slid"):
+        load(str(copy), CONFIG)
 
 
 def test_missing_weights_are_not_made_up(copy: Path) -> None:
