@@ -15,6 +15,7 @@ Method = Literal[
     "draft_model",
     "eagle",
     "eagle3",
+    "mtp",
     "medusa",
     "mlp_speculator",
     "pard",
@@ -30,16 +31,21 @@ DETECT = "detect"
 """The method that a checkpoint is for; `paceline.speculators.formats` finds it out."""
 TOLD_BY_CHECKPOINT = (DETECT, "dflash")
 """Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
-HEADS = ("eagle", "eagle3", "medusa", "mlp_speculator", "peagle", "dflash")
+HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 
-# Methods people know from vLLM, SGLang and MAX. They are recognised so that the answer to one of them is
-# "not yet", not "no such thing".
-PLANNED_METHODS = ("mtp", "deepseek_mtp")
 PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
 """What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
-METHOD_ALIASES = {"standalone": "draft_model", "prompt_lookup": "ngram", "custom": "custom_class", "off": "none"}
+MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's, by family; the target's checkpoint says which family it is."""
+METHOD_ALIASES = {
+    "standalone": "draft_model",
+    "prompt_lookup": "ngram",
+    "custom": "custom_class",
+    "off": "none",
+    **dict.fromkeys(MTP_ALIASES, "mtp"),
+}
 
 STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
 
@@ -319,8 +325,7 @@ class SpeculativeConfig(Settings):
     def _known_method(cls, value: Any) -> Any:
         if value is None:
             return "none"
-        name = METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
-        return _not_planned(name, PLANNED_METHODS, get_args(Method))
+        return METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
 
     @field_validator("draft_tensor_parallel_size")
     @classmethod
@@ -334,7 +339,8 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        if self.method in (DETECT, "draft_model", "pard", *HEADS) and not self.model:
+        needs_none = self.method == "mtp"  # its layer lies in the target's checkpoint
+        if self.method in (DETECT, "draft_model", "pard", *HEADS) and not (self.model or needs_none):
             raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
         if self.method == "custom_class" and not (self.speculator or self.model):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
@@ -405,9 +411,3 @@ class EngineConfig(Settings):
 
 def _least(configured: int, asked: int | None) -> int:
     return configured if asked is None else min(configured, asked)
-
-
-def _not_planned(name: Any, planned: tuple[str, ...], built: tuple[str, ...]) -> Any:
-    if name in planned:
-        raise ValueError(f"{name!r} is planned but not built yet; this version has {', '.join(built)}")
-    return name

@@ -58,10 +58,10 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Specul
         return _draft_model(config.model, config, engine)
     if config.method == "pard" and config.model is not None:
         return _pard(config.model, config, engine)
-    if config.method in HEADS and config.model is not None:
+    if config.method in HEADS:
         from paceline.speculators.heads import build_head
 
-        return build_head(config.model, config, engine, lend())
+        return build_head(config, engine, lend())
     if config.method == "extract_hidden_states" and config.hidden_states_path is not None:
         return _extraction(config.hidden_states_path, config, lend())
     if config.method == "custom_class" and (path := config.speculator or config.model) is not None:
@@ -79,10 +79,10 @@ def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: L
 
     Raises ValueError as `build` does.
     """
-    if config.method in HEADS and config.model is not None:
+    if config.method in HEADS:
         from paceline.speculators.heads import layers_of_head
 
-        return layers_of_head(config.model, config, lend())
+        return layers_of_head(config, lend())
     if config.method == "extract_hidden_states":
         return _extracted_layers(config, lend())
     if config.method == "custom_class":  # only the speculator itself knows

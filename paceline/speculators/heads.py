@@ -24,6 +24,7 @@ from paceline.speculators.medusa import Medusa
 from paceline.speculators.medusa_heads import load_medusa
 from paceline.speculators.mlp_network import load_mlp_speculator
 from paceline.speculators.mlp_speculator import MlpSpeculator
+from paceline.speculators.mtp import load_mtp
 from paceline.speculators.network import HeadNetwork
 from paceline.speculators.peagle import PEagle
 
@@ -46,14 +47,19 @@ class _Kind:
     layers: Callable[[_Parts], Sequence[int]]
 
 
-def build_head(model: str, config: SpeculativeConfig, engine: EngineConfig, lent: Lent) -> Speculator:
-    """The head in the folder `model`. Raises `CheckpointError`, or `ModelNotFoundError`."""
-    return KINDS[config.method].build(_Parts(Checkpoint(resolve_model(model)), config, engine.slots, lent))
+def build_head(config: SpeculativeConfig, engine: EngineConfig, lent: Lent) -> Speculator:
+    """The head that `config` names. Raises `CheckpointError`, or `ModelNotFoundError`."""
+    return KINDS[config.method].build(_Parts(_checkpoint(config, lent), config, engine.slots, lent))
 
 
-def layers_of_head(model: str, config: SpeculativeConfig, lent: Lent) -> Sequence[int]:
+def layers_of_head(config: SpeculativeConfig, lent: Lent) -> Sequence[int]:
     """What it is fed with, without loading it. Raises as `build_head` does."""
-    return KINDS[config.method].layers(_Parts(Checkpoint(resolve_model(model)), config, 0, lent))
+    return KINDS[config.method].layers(_Parts(_checkpoint(config, lent), config, 0, lent))
+
+
+def _checkpoint(config: SpeculativeConfig, lent: Lent) -> Checkpoint:
+    """The head's own; without one the target's, which holds the layer of `mtp`."""
+    return Checkpoint(lent.folder if config.model is None else resolve_model(config.model))
 
 
 def _final(parts: _Parts) -> Sequence[int]:
@@ -75,6 +81,10 @@ def _eagle(parts: _Parts) -> Speculator:
 
 def _eagle3(parts: _Parts) -> Speculator:
     return _step_by_step(parts, _eagle3_network(parts))
+
+
+def _mtp(parts: _Parts) -> Speculator:
+    return _step_by_step(parts, load_mtp(parts.checkpoint, parts.lent, parts.slots))
 
 
 def _step_by_step(parts: _Parts, network: HeadNetwork) -> Speculator:
@@ -114,6 +124,7 @@ def _dflash_layers(parts: _Parts) -> Sequence[int]:
 KINDS: Mapping[str, _Kind] = {
     "eagle": _Kind(_eagle, _final),
     "eagle3": _Kind(_eagle3, _eagle3_layers),
+    "mtp": _Kind(_mtp, _final),
     "medusa": _Kind(_medusa, _final),
     "mlp_speculator": _Kind(_mlp_speculator, _final),
     "peagle": _Kind(_peagle, _eagle3_layers),

@@ -102,7 +102,7 @@ def test_it_serves_mends_and_stops() -> None:
         (("/nowhere",), "no model at /nowhere"),
         (("table:256", "--speculative-config", '{"method": "draft_model", "model": "table:128"}'), "vocabularies of"),
         (("table:256", "--redis-url", "redis://127.0.0.1:1/0"), "Redis at redis://127.0.0.1:1/0 does not answer"),
-        (("table:256", "--speculative-config", '{"method": "eagle3"}'), "planned but not built"),
+        (("table:256", "--speculative-config", '{"method": "eagle3"}'), "method eagle3 needs `model`"),
         (("table:256", "--engine-config", '{"slot": 5}'), "slot: Extra inputs"),
     ],
 )

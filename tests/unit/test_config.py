@@ -102,7 +102,6 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"method": []}, TOGETHER),
     (SpeculativeConfig, {"method": ["ngram", {}]}, "method"),
     (SpeculativeConfig, {"method": ["ngram", "warp"]}, "method"),
-    (SpeculativeConfig, {"method": ["ngram", "mtp"]}, "'mtp' is planned but not built yet"),
     (SpeculativeConfig, {"method": ["ngram", "ngram"]}, TOGETHER),
     (SpeculativeConfig, {"method": ["ngram", "prompt_lookup", "suffix"]}, TOGETHER),
     (SpeculativeConfig, {"method": ["draft_model", "custom"], "model": "d"}, TOGETHER),
@@ -166,10 +165,10 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
     assert named in f"{place}: {error['msg']}"
 
 
-@pytest.mark.parametrize("method", ["mtp"])
-def test_what_is_planned_is_not_unknown(method: str) -> None:
-    with pytest.raises(ValidationError, match=f"method\n.*'{method}' is planned but not built yet"):
-        SpeculativeConfig.model_validate({"method": method})
+@pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
+def test_multi_token_prediction_needs_no_model_but_the_target(name: str) -> None:
+    config = SpeculativeConfig.model_validate({"method": name})
+    assert (config.method, config.model) == ("mtp", None)
 
 
 @pytest.mark.parametrize(

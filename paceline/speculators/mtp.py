@@ -1,0 +1,135 @@
+"""Multi-token prediction: drafting with the layer that was trained with the target and lies in its checkpoint.
+
+After DeepSeek-V3 (2024). With E the embedding of a row's token, h its feature and N norms:
+
+    x = layer(projection [ N_token(E) ; N_hidden(h) ]);  y = N_final(x);  logits = the target's output matrix · y
+
+The feature of the first row after a target's state is that state, behind the target's final norm; the next row's is y.
+Some engines feed back x for GLM, or zero the embedding of the first row; either only changes how well is guessed.
+
+The decoder layer is transformers' own, over keys and values of its own. Embedding and output matrix are the target's;
+where a checkpoint repeats them they are not read. Of several modules the first one drafts at every depth.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.model.attention import Heads, KVCache, Pass
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.lending import Lent
+from paceline.model.loading import ATTENTION
+from paceline.model.rows import SPARE_SLOT, Row, lay_out
+from paceline.speculators.draft_config import is_of_the_speculators_library
+from paceline.speculators.head_layers import padded, picked
+from paceline.speculators.mtp_layouts import SPECULATORS, Family, Layout, family_of
+from paceline.speculators.mtp_weights import LayerWeights
+from paceline.speculators.network import HeadOutput
+
+log = logging.getLogger(__name__)
+
+
+def load_mtp(checkpoint: Checkpoint, lent: Lent, slots: int) -> MultiTokenPrediction:
+    """The layer in `checkpoint`: the target's own, or one of the `speculators` library.
+
+    Raises `CheckpointError` if there is none, or it does not fit the target.
+    """
+    family = family_of(lent.config)
+    layout = _layout(family, checkpoint)
+    weights = LayerWeights(checkpoint, layout, lent.layers)
+    config = one_layer(lent.config, sparse=weights.sparse)
+    with torch.device("meta"):
+        layer = MtpLayer(family, config, layout)
+    layer.load_state_dict(weights.of(layer, lent.dtype, lent.device), assign=True)
+    count = int(getattr(lent.config, family.count_key, None) or 1)
+    if count > 1:
+        log.warning("of %d multi-token-prediction layers of %s the first one drafts", count, checkpoint)
+    return MultiTokenPrediction(lent, checkpoint.folder.name, layer, family.find(family.rotary)(config), config, slots)
+
+
+def _layout(family: Family, checkpoint: Checkpoint) -> Layout:
+    if is_of_the_speculators_library(checkpoint):
+        return SPECULATORS
+    if family.layout is None:
+        raise CheckpointError(
+            f"the checkpoints of {family.name} have no multi-token-prediction layer, and {checkpoint} is none of the "
+            "`speculators` library: choose another method, or a `model` of that kind"
+        )
+    return family.layout
+
+
+def one_layer(config: Any, *, sparse: bool) -> Any:
+    """The target's text configuration for its multi-token-prediction layer: layer 0, with full attention.
+
+    `sparse`: the layer has experts. That families have dense layers at some places says nothing about this one.
+    """
+    own = copy.deepcopy(config)
+    own.layer_types = ["full_attention"]
+    own.first_k_dense_replace = 0 if sparse else 1  # DeepSeek, GLM
+    own.mlp_only_layers, own.decoder_sparse_step = [] if sparse else [0], 1  # Qwen
+    own._attn_implementation = ATTENTION
+    own._experts_implementation = own._experts_implementation or "eager"  # no model has set that of a borrowed one
+    return own
+
+
+class MtpLayer(nn.Module):
+    """The layer with its two norms, its projection and its final norm; parameters by these names."""
+
+    def __init__(self, family: Family, config: Any, layout: Layout) -> None:
+        super().__init__()
+        size, norm = config.hidden_size, family.find("RMSNorm")
+        self.token_norm = norm(size, eps=config.rms_norm_eps)
+        self.hidden_norm = norm(size, eps=config.rms_norm_eps)
+        self.projection = nn.Linear(2 * size, size, bias=False)
+        self.block = family.find("DecoderLayer")(config, 0)
+        self.final_norm = norm(size, eps=config.rms_norm_eps)
+        self._hidden_first = layout.hidden_first
+
+    def forward(self, embedded: Tensor, hidden: Tensor, **of_the_block: Any) -> Tensor:
+        """Both [1, R, H] → [1, R, H]."""
+        halves = self.token_norm(embedded), self.hidden_norm(hidden)
+        x = self.projection(torch.cat(halves[::-1] if self._hidden_first else halves, -1))
+        y: Tensor = self.final_norm(self.block(x, **of_the_block))
+        return y
+
+
+class MultiTokenPrediction:
+    """The `HeadNetwork` of method `mtp`."""
+
+    ids: Tensor | None = None
+
+    def __init__(self, lent: Lent, model: str, layer: MtpLayer, rotary: nn.Module, config: Any, slots: int) -> None:
+        """`config`: of the layer, see `one_layer`."""
+        self.model = model
+        self.hidden_state_layers: Sequence[int] = (lent.final,)
+        self.position_limit = lent.max_model_len
+        self.slots = slots
+        self._lent = lent
+        self._layer = layer.eval().requires_grad_(False)
+        self._rotary = rotary.to(lent.device)
+        self._cache = KVCache(1, slots + 1 + SPARE_SLOT, Heads.of(config), lent.dtype, lent.device)
+
+    def encode(self, states: Tensor) -> Tensor:
+        """Features are what the final norm gives, [n, 1, H] → [n, H]."""
+        return states[:, 0]
+
+    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        this = Pass.of(self._cache, lay_out(rows, self._cache.device))
+        positions = this.batch.positions.unsqueeze(0)
+        embedded = self._lent.embed(this.batch.tokens).unsqueeze(0)
+        y = self._layer(
+            embedded,
+            padded(features).unsqueeze(0),
+            position_embeddings=self._rotary(embedded, positions),
+            attention_mask=None,
+            position_ids=positions,
+            paceline_pass=this,
+        )[0]
+        final = picked(y, wanted)
+        return HeadOutput(self._lent.output(final), final)

@@ -1,0 +1,166 @@
+"""Drafting with a target's own multi-token-prediction layer changes no token, and is fed with the right states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.budget import RowCost
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.engine.engine import Engine
+from paceline.llm import LLM
+from paceline.messages import Delta, Submission
+from paceline.model import load
+from paceline.model.checkpoint import Checkpoint
+from paceline.model.model import TransformersModel
+from paceline.model.rows import Lane
+from paceline.speculators.base import Context, Opening
+from paceline.speculators.head import Head
+from paceline.speculators.mtp import MultiTokenPrediction, load_mtp
+from tests.mtp_checkpoints import VOCABULARY, layer_tensors, oracle_tensors, save_speculators, save_target
+
+FAMILIES = ["deepseek_v3", "glm4_moe", "mimo"]
+FREE = RowCost([8, 256], [1.0, 1.001])
+TOKEN, HIDDEN = 0, 1
+GREEDY = SamplingParams(temperature=0.0, max_tokens=40)
+DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
+
+
+def half(family: str, sees: int) -> int:
+    """Where the projection has what an oracle sees: MiMo's has the hidden state first."""
+    return 1 - sees if family == "mimo" else sees
+
+
+def target(folder: Path, family: str, tensors: Mapping[str, Tensor], dtype: str = "float32") -> TransformersModel:
+    model = load(str(save_target(folder, family, tensors)), EngineConfig(slots=1024, dtype=dtype))  # type: ignore[arg-type]
+    assert isinstance(model, TransformersModel)
+    return model
+
+
+def layer_of(model: TransformersModel) -> MultiTokenPrediction:
+    lent = model.lend()
+    return load_mtp(Checkpoint(lent.folder), lent, slots=1024)
+
+
+def head(model: TransformersModel, width: int = 2) -> Head:
+    lent = model.lend()
+    return Head("mtp", layer_of(model), lent.fingerprint, lent.vocabulary_size, width, least_path_probability=0.0)
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(VOCABULARY), k=count)
+
+
+def submissions() -> list[Submission]:
+    laws = [GREEDY, DRAWN]
+    return [Submission(f"r{i}", tokens(n, n), laws[i % 2]) for i, n in enumerate((1, 3, 40, 64, 65, 130))]
+
+
+def serve(model: TransformersModel, drafting: Drafting, **settings: int) -> dict[str, Delta]:
+    """The whole answers by request."""
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
+    engine = Engine(model, EngineConfig(slots=1024, **settings), speculation, drafting, FREE)
+    answers = {}
+    for submission in submissions():
+        answers[submission.request_id] = Delta(submission.request_id)
+        engine.submit(submission)
+    while engine.busy:
+        for delta in engine.step():
+            answers[delta.request_id].tokens += delta.tokens
+            answers[delta.request_id].speculation = delta.speculation
+        engine.check_integrity()
+    return answers
+
+
+def texts(answers: Mapping[str, Delta]) -> dict[str, Sequence[int]]:
+    return {key: answer.tokens for key, answer in answers.items()}
+
+
+def accepted(answers: Mapping[str, Delta]) -> int:
+    return sum(sum(answer.speculation.accepted_by_depth) for answer in answers.values() if answer.speculation)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_target_s_own_layer_changes_no_token(family: str, dtype: str, tmp_path: Path) -> None:
+    """Greedy and drawn, for a layer that guesses well: one that looks the last token up, as its target nearly does."""
+    model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)), dtype)
+    plain = serve(model, NoDrafting())
+    drafted = serve(model, LocalDrafting(head(model)))
+    assert texts(drafted) == texts(plain)
+    assert accepted(drafted) > 80, "of 240 tokens"
+    assert texts(serve(model, LocalDrafting(head(model, width=1)), max_num_batched_rows=16)) == texts(plain)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_knows_nothing_changes_no_token(family: str, tmp_path: Path) -> None:
+    model = target(tmp_path, family, layer_tensors(family))
+    assert texts(serve(model, LocalDrafting(head(model)))) == texts(serve(model, NoDrafting()))
+
+
+def test_the_library_finds_the_layer_in_the_target_s_checkpoint(tmp_path: Path) -> None:
+    folder = save_target(tmp_path, "deepseek_v3", oracle_tensors("deepseek_v3", half=TOKEN))
+    llm = LLM(str(folder), {"method": "deepseek_mtp", "num_speculative_tokens": 3}, {"slots": 512})
+    for law in (GREEDY, DRAWN):
+        [drafted] = llm.generate([tokens(70, 1)], law)
+        [plain] = llm.generate([tokens(70, 1)], law, speculative=False)
+        assert drafted.tokens == plain.tokens
+        assert sum(drafted.speculation.accepted_by_depth) > 5
+
+
+def test_a_layer_of_the_speculators_library_drafts_for_a_qwen3_target(tmp_path: Path) -> None:
+    folder = save_target(tmp_path / "target", "qwen3", {})
+    own = save_speculators(tmp_path / "own", oracle_tensors("qwen3", half=TOKEN))
+    llm = LLM(str(folder), {"method": "mtp", "model": str(own)}, {"slots": 512})
+    [drafted] = llm.generate([tokens(70, 1)], DRAWN)
+    [plain] = llm.generate([tokens(70, 1)], DRAWN, speculative=False)
+    assert drafted.tokens == plain.tokens
+    assert sum(drafted.speculation.accepted_by_depth) > 5
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_hands_on_its_state_says_what_the_target_said_there(family: str, tmp_path: Path) -> None:
+    """So row i is fed with the state of position i, behind the final norm."""
+    model = target(tmp_path, family, oracle_tensors(family, half=half(family, HIDDEN)))
+    network, sequence, lane = layer_of(model), tokens(40, 5), Lane()
+    lane.slots = list(range(1, 41))
+    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
+    said = model.run(rows, range(40), network.hidden_state_layers)
+    assert said.hidden is not None
+    output = network.run(rows, network.encode(said.hidden), range(40))
+    assert (output.logits - said.logits).abs().max() < 1e-3 * said.logits.abs().max()
+    drafted = first_guesses(head(model, width=1), sequence, said.hidden)
+    assert drafted == said.logits[38:39].argmax(-1).tolist() * 3, "each guess hands on what it was fed with"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_that_looks_up_its_token_looks_up_the_next_one(family: str, tmp_path: Path) -> None:
+    """So row i is fed with the token of position i + 1: the first row's guess follows from the root, and so on."""
+    model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)))
+    lent, sequence, lane = model.lend(), tokens(40, 5), Lane()
+    lane.slots = list(range(1, 41))
+    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
+    said = model.run(rows, [], (lent.final,))
+    assert said.hidden is not None
+    expected, token = [], sequence[-1]
+    for _ in range(3):
+        embedded = lent.embed(torch.tensor([token]))
+        token = int(lent.output(embedded * embedded.square().mean(-1, keepdim=True).rsqrt()).argmax())
+        expected.append(token)
+    assert first_guesses(head(model, width=1), sequence, said.hidden) == expected
+
+
+def first_guesses(drafter: Head, sequence: Sequence[int], states: Tensor) -> list[int]:
+    """A chain of three, told of all states but the root's."""
+    drafter.open(Opening(1, sequence, 0, GREEDY, max_depth=3, max_nodes=3))
+    drafter.context(Context(1, 0, states[: len(sequence) - 1]))
+    guesses: list[int] = []
+    while len(guesses) < 3:
+        guesses += [token for growth in drafter.grow().values() for token in growth.tokens]
+    return guesses
