@@ -34,6 +34,9 @@ TOLD_BY_CHECKPOINT = (DETECT, "dflash")
 HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
 Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
+VocabularyMappingName = Literal["none", "intersection", "strings"]
+MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'
+"""For whoever has a draft with another vocabulary than the target's."""
 
 PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
 """What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
@@ -217,6 +220,11 @@ class SpeculativeConfig(Settings):
     )
     draft_tensor_parallel_size: int = Field(1, ge=1)
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
+    vocabulary_mapping: VocabularyMappingName = Field(
+        "none",
+        description="for a draft_model with another vocabulary than the target's. intersection: it guesses tokens that "
+        "both have (use_heterogeneous_vocab, TLI); strings: what it says is tokenized again (SLEM, UAG)",
+    )
     eagle_aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
         description="what an EAGLE-3 head is fed with, if not what its checkpoint says, and what extract_hidden_states "
@@ -320,6 +328,21 @@ class SpeculativeConfig(Settings):
             raise ValueError(f"parallel_drafting goes with {' and '.join(PARALLEL)}, not with {name!r}")
         return rest | {key: PARALLEL[METHOD_ALIASES.get(str(name), str(name))]}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _heterogeneous_vocab(cls, data: Any) -> Any:
+        """vLLM's key for what it has of vocabulary mappings."""
+        if not isinstance(data, dict) or "use_heterogeneous_vocab" not in data:
+            return data
+        data = dict(data)
+        wanted = data.pop("use_heterogeneous_vocab")
+        if not isinstance(wanted, bool):
+            raise ValueError("use_heterogeneous_vocab is true or false")
+        mapping = "intersection" if wanted else "none"
+        if data.setdefault("vocabulary_mapping", mapping) != mapping:
+            raise ValueError("use_heterogeneous_vocab and vocabulary_mapping contradict each other: give one of them")
+        return data
+
     @field_validator("method", mode="before")
     @classmethod
     def _known_method(cls, value: Any) -> Any:
@@ -346,6 +369,8 @@ class SpeculativeConfig(Settings):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
         if self.method == "extract_hidden_states" and not self.hidden_states_path:
             raise ValueError("method extract_hidden_states needs `hidden_states_path`: the folder that it writes to")
+        if self.vocabulary_mapping != "none" and self.method != "draft_model":
+            raise ValueError("a vocabulary_mapping is for method draft_model")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"

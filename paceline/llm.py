@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
@@ -131,11 +131,11 @@ class LLM:
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> Drafting:
         if not speculation.enabled:
             return NoDrafting()
-        speculator = build(speculation, config, self._model.lend)
+        speculator = build(speculation, config, self._model.lend, self._model.name)
         if speculator.vocabulary_fingerprint not in ("", self._model.fingerprint):
             raise VocabularyMismatchError(
                 f"the vocabularies of {self._model.name} and {speculator.model} differ: "
-                "choose a draft that was trained with the target's tokenizer"
+                f"choose a draft that was trained with the target's tokenizer, {MAPPING_HINT}"
             )
         return LocalDrafting(speculator)
 

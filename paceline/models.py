@@ -7,7 +7,9 @@ of two models without weights, to measure everything else with: `table:SIZE[:DIS
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 from paceline import family, timed
 
@@ -32,6 +34,17 @@ def resolve_model(name: str) -> str:
             f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.NAMES)}"
         )
     return str(folder)
+
+
+def configuration(place: str) -> dict[str, Any]:
+    """What config.json says in the folder of a model. Raises `ModelNotFoundError` if it says nothing."""
+    try:
+        content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"config.json in {place} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"config.json in {place} holds no JSON object: download the model again")
+    return content
 
 
 def is_weightless(name: str) -> bool:

@@ -49,10 +49,12 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
         return 0
 
 
-def build_speculator(speculation: SpeculativeConfig, config: EngineConfig, lend: Lend) -> Speculator:
+def build_speculator(
+    speculation: SpeculativeConfig, config: EngineConfig, lend: Lend, target_model: str | None
+) -> Speculator:
     """Raises `StartError` with what to do."""
     with speculator_errors(speculation):
-        return build(speculation, config, lend)
+        return build(speculation, config, lend, target_model)
 
 
 @contextmanager

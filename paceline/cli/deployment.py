@@ -8,11 +8,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from paceline import family
 from paceline.cli import cores
 from paceline.cli.child import Program, StartError
-from paceline.config import TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
+from paceline.config import MAPPING_HINT, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError, is_weightless, resolve_model, served_name
 
 LOOPBACK = "127.0.0.1"
@@ -22,6 +23,8 @@ GRACE_S = 5.0
 """How much longer a service may take to close what it has open."""
 
 TARGET, DRAFT = family.NAMES
+
+Found = TypeVar("Found")
 
 
 def default_speculation(model: str) -> SpeculativeConfig:
@@ -154,7 +157,9 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
         return speculation
     draft = _place(speculation.model)
     known = _completed(speculation.model_copy(update={"model": draft}))
-    if known.method in ("draft_model", "pard"):
+    if known.vocabulary_mapping != "none":
+        _check_mapping(draft, model, known)
+    elif known.method in ("draft_model", "pard"):
         _check_vocabularies(draft, model)
     return known
 
@@ -176,8 +181,20 @@ def _check_vocabularies(draft: str, model: str) -> None:
     if _found(vocabulary_fingerprint, draft) != _found(vocabulary_fingerprint, model):
         raise StartError(
             f"the vocabularies of {Path(model).name} and its draft {Path(draft).name} differ: choose a draft that was "
-            'trained with the target\'s tokenizer, or {"method": "ngram"}, which needs none'
+            f'trained with the target\'s tokenizer, {MAPPING_HINT}, or {{"method": "ngram"}}, which needs none'
         )
+
+
+def _check_mapping(draft: str, model: str, speculation: SpeculativeConfig) -> None:
+    from paceline.speculators.vocabularies import Vocabulary, VocabularyMapping
+
+    target, other = _found(Vocabulary.load, model), _found(Vocabulary.load, draft)
+    try:
+        mapping = VocabularyMapping.between(target, other)
+        if speculation.vocabulary_mapping == "intersection":
+            mapping.require_common()
+    except ValueError as error:
+        raise StartError(str(error)) from error
 
 
 def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:
@@ -194,7 +211,7 @@ def _place(name: str) -> str:
     return _found(resolve_model, name)
 
 
-def _found(look: Callable[[str], str], name: str) -> str:
+def _found(look: Callable[[str], Found], name: str) -> Found:
     try:
         return look(name)
     except ModelNotFoundError as error:

@@ -63,6 +63,11 @@ class Lane:
         self.slots.clear()
         del self._prefixes[1:]
 
+    def truncate(self, length: int) -> None:
+        """Only the first `length` positions remain."""
+        del self.slots[length:]
+        del self._prefixes[length // TILE + 1 :]
+
     def row(self, token: int, position: int) -> Row:
         """The row of a position that has a slot here."""
         start = position // TILE * TILE

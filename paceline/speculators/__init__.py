@@ -47,15 +47,17 @@ def completed(config: SpeculativeConfig) -> SpeculativeConfig:
     return config.model_copy(update={"num_speculative_tokens": min(ahead, MOST_DEPTH)})
 
 
-def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Speculator:
+def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend, target_model: str | None = None) -> Speculator:
     """The speculator that `config` describes; one with a model loads it by `engine`'s settings.
 
-    Raises ValueError if there is none, or if it is not what it says.
+    `target_model`: the target by name, which a draft with another vocabulary has to know.
+
+    Raises ValueError if there is none, or if it is not what it says; `ModelNotFoundError` if a model is not there.
     """
     if config.method in MODEL_FREE:
         return MODEL_FREE[config.method](config)
     if config.method == "draft_model" and config.model is not None:
-        return _draft_model(config.model, config, engine)
+        return _draft_model(config.model, config, engine, target_model)
     if config.method == "pard" and config.model is not None:
         return _pard(config.model, config, engine)
     if config.method in HEADS:
@@ -90,7 +92,7 @@ def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: L
     return ()
 
 
-def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
     from paceline.model import load
     from paceline.model.probe import row_cost
     from paceline.speculators.best_first import MOST_ROWS
@@ -98,7 +100,14 @@ def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig) ->
 
     # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
     draft = load(model, engine.model_copy(update={"max_model_len": None}))
-    return DraftModel(draft, config.tree_width, row_cost(draft, MOST_ROWS), config.least_path_probability)
+    cost = row_cost(draft, MOST_ROWS)
+    if config.vocabulary_mapping == "none":
+        return DraftModel(draft, config.tree_width, cost, config.least_path_probability)
+    if target_model is None:
+        raise ValueError("a vocabulary_mapping needs the name of the target, to read its tokenizer")
+    from paceline.speculators.foreign import foreign_draft
+
+    return foreign_draft(draft, target_model, config, cost)
 
 
 def _pard(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:

@@ -235,7 +235,8 @@ class BestFirst(Follower[D]):
         for draft, node in sorted(chosen, key=_node_id):  # on the wire, parents cost least in this order
             branch = [draft.slots[above] for above in node.path()[:-1]]
             draft.slots[node] = self._free.pop()
-            this.add(draft, node, draft.lane.branch_row(node.token, [*branch, draft.slots[node]]))
+            [token] = draft.write([node.token])
+            this.add(draft, node, draft.lane.branch_row(token, [*branch, draft.slots[node]]))
             this.expand_last(draft, node)
 
     def _likeliest(self, drafts: Iterable[D]) -> Iterator[tuple[D, Node]]:

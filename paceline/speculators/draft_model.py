@@ -40,5 +40,25 @@ class DraftModel(BestFirst[Draft]):
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> Draft:
         return Draft(opening, list(opening.tokens), tree, history, self.position_limit, floor)
 
+    def tree(self, request_id: int) -> TokenTree:
+        """The guesses of an open request."""
+        return self._drafts[request_id].tree
+
+    def rewind(self, request_id: int, length: int) -> None:
+        """Take back what was committed after the first `length` tokens of an open request, and all guesses.
+
+        What was computed of those tokens is kept, but for the last, which is to be expanded again.
+        """
+        draft = self._drafts[request_id]
+        self._free += [*draft.slots.values(), *draft.lane.slots[length:]]
+        draft.slots.clear()
+        draft.frontier.clear()
+        draft.lane.truncate(length)
+        del draft.tokens[length:]
+        draft.computed = min(draft.computed, length - 1)
+        draft.tree = TokenTree(length - 1, draft.tokens[-1])
+        split = min(length, len(draft.opening.tokens) - draft.opening.output_tokens)
+        draft.history = History(draft.history.params, draft.tokens[:split], draft.tokens[split:], self.vocabulary_size)
+
     def run(self, this: Round[Draft]) -> tuple[Tensor, Tensor | None]:
         return self._model.run(this.rows, this.wanted).logits, None

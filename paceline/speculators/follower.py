@@ -100,6 +100,10 @@ class Followed:
         """How many more guesses are wanted."""
         return max(0, self.opening.max_nodes - self.tree.size)
 
+    def write(self, tokens: Sequence[int]) -> list[int]:
+        """What the network is run over for these of the target's tokens: one token for each that it can guess."""
+        return list(tokens)
+
     def keep(self, path: Sequence[Node]) -> None:
         """These guesses were committed; their slots may become those of the tokens."""
 
@@ -139,11 +143,12 @@ class Follower(Speculator, Generic[F]):
         if strategy is None:
             raise DraftError(f"unknown strategy {opening.strategy!r}")
         tokens = list(opening.tokens)
-        self._check(tokens, len(tokens))
+        self._check_known(tokens)
         split = len(tokens) - opening.output_tokens
         history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
         tree = TokenTree(len(tokens) - 1, tokens[-1])
         draft = self.begin(opening, tree, history, self._floor(opening.least_path_probability))
+        self._check_length(len(draft.tokens))
         draft.lane.slots += self._take(len(draft.tokens))
         self._drafts[opening.request_id] = draft
 
@@ -157,9 +162,11 @@ class Follower(Speculator, Generic[F]):
             return
         if draft.tree.root.position != commit.base_position:
             raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
-        self._check(commit.tokens, len(draft.tokens) + len(commit.tokens))
+        self._check_known(commit.tokens)
+        written = draft.write(commit.tokens)
+        self._check_length(len(draft.tokens) + len(written))
         draft.keep(draft.tree.commit(commit.tokens).path)
-        draft.tokens += commit.tokens
+        draft.tokens += written
         draft.history.extend(commit.tokens)
         self._free += draft.forgotten()
         draft.lane.slots += self._take(len(draft.tokens) - len(draft.lane))
@@ -201,10 +208,12 @@ class Follower(Speculator, Generic[F]):
         least = max(wanted, self._least)
         return math.log(least) if least else -math.inf
 
-    def _check(self, tokens: Sequence[int], length: int) -> None:
-        """Raises `DraftError` unless these tokens can be run, as the last of so many."""
+    def _check_length(self, length: int) -> None:
+        """Raises `DraftError` unless the network can be run over so many tokens, and one more."""
         if length >= self.position_limit:
             raise DraftError(f"{length} tokens; the draft's positions end at {self.position_limit}")
+
+    def _check_known(self, tokens: Sequence[int]) -> None:
         if not all(0 <= token < self.vocabulary_size for token in tokens):
             raise DraftError(f"a token id is outside the draft's vocabulary of {self.vocabulary_size}")
 

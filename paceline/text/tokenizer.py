@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
 from paceline.models import ModelNotFoundError, numbers, resolve_model
+from paceline.text.beginnings import without_beginning
 from paceline.text.chat import ChatTemplate
 from paceline.text.pieces import token_pieces
 
@@ -56,12 +57,21 @@ class Tokenizer:
         """Token ids; `add_special_tokens` adds what the model expects around a bare text, such as a BOS."""
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of text that stands inside a text: nothing is put before it, and what reads like a special token in
+        it is text."""
+        return self._inside.encode(text, add_special_tokens=False).ids
+
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
 
     def token_string(self, token: int) -> str:
         """The vocabulary's own spelling of a token, empty for an unused id."""
         return self._backend.id_to_token(token) or ""
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token by the vocabulary's own spelling."""
+        return self._backend.token_to_id(token)
 
     @cached_property
     def pieces(self) -> list[bytes]:
@@ -75,6 +85,26 @@ class Tokenizer:
         for token in self.special_ids:
             pieces[token] = b""
         return pieces
+
+    @cached_property
+    def beginning(self) -> list[int]:
+        """The special tokens that the model expects before a text, such as a BOS."""
+        marked, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
+        starts = range(len(marked) - len(bare) + 1)
+        return marked[: next((start for start in starts if marked[start : start + len(bare)] == bare), 0)]
+
+    @cached_property
+    def begins_with_space(self) -> bool:
+        """Whether a text is encoded as if it stood after a space."""
+        bare = self.encode("a", add_special_tokens=False)
+        return b"".join(map(self.piece, bare)).startswith(b" ")
+
+    @cached_property
+    def _inside(self) -> Backend:
+        """The same, but for what is put before a text."""
+        inside = Backend.from_str(json.dumps(without_beginning(json.loads(self._backend.to_str()))))
+        inside.encode_special_tokens = True
+        return inside
 
     def prepare(self) -> None:
         """Work out now what decoding needs. Raises ValueError if the tokenizer cannot decode piece by piece."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 
+from paceline.config import MAPPING_HINT
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.draft_link import DraftLink, Observer, RefusedError, Terms, Unobserved
 from paceline.wire.sessions import Reach, Say, SessionDown, SessionEvent, SessionUp, Tell
@@ -73,7 +74,7 @@ class DraftPool:
         if worker.vocabulary_fingerprint not in ("", expected):
             raise RefusedError(
                 f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
-                f"start it with a draft model that shares the target's tokenizer"
+                f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
         if tuple(worker.hidden_state_layers) not in ((), self._hidden_state_layers):
             raise RefusedError(

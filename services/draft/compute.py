@@ -24,7 +24,10 @@ def serve(pipe: Pipe, options: argparse.Namespace) -> None:
 
 
 def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
-    """`target_model`: of the target, whose matrices a head borrows. Raises `StartError` with what to do."""
+    """`target_model`: of the target, whose matrices a head borrows, and to whose vocabulary another one is mapped.
+
+    Raises `StartError` with what to do.
+    """
     with speculator_errors(wanted):
         speculation = completed(wanted)
 
@@ -35,7 +38,9 @@ def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | No
 
     if not speculation.enabled:
         raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
-    return build_speculator(speculation, engine, lend)
+    if speculation.vocabulary_mapping != "none" and target_model is None:
+        raise StartError("--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary alone")
+    return build_speculator(speculation, engine, lend, target_model)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Ready
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
@@ -76,11 +76,11 @@ def drafting_for(model: Model, pipe: Pipe, speculation: SpeculativeConfig, confi
     if speculation.draft_placement == "worker":
         with speculator_errors(speculation):
             return RemoteDrafting(pipe, hidden_state_layers(speculation, config, model.lend))
-    local = build_speculator(speculation, config, model.lend)
+    local = build_speculator(speculation, config, model.lend, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
             f"{local.model} and {model.name} have different vocabularies: "
-            f"choose a draft model that shares the target's tokenizer"
+            f"choose a draft model that shares the target's tokenizer, {MAPPING_HINT}"
         )
     return LocalDrafting(local)
 

@@ -72,6 +72,22 @@ def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int
         ("draft", (), "a draft worker needs a method"),
         (
             "draft",
+            (
+                "--speculative-config",
+                '{"method": "draft_model", "model": "table:9", "vocabulary_mapping": "intersection"}',
+            ),
+            "--target-model is needed for a vocabulary_mapping",
+        ),
+        (
+            "draft",
+            (
+                *("--target-model", "table:1000", "--speculative-config"),
+                '{"method": "draft_model", "model": "table:5", "vocabulary_mapping": "intersection"}',
+            ),
+            "the vocabularies of table:1000 and its draft table:5 have only 5 tokens in common: choose another draft",
+        ),
+        (
+            "draft",
             ("--speculative-config", '{"method": "custom", "speculator": "no.such.factory"}'),
             "speculator 'no.such.factory' cannot be imported",
         ),

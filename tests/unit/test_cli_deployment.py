@@ -19,6 +19,7 @@ from paceline.cli.deployment import Deployment, Wish, plan
 from paceline.config import EngineConfig, SpeculativeConfig
 
 REDIS = "redis://127.0.0.1:6379/0"
+FEW = SpeculativeConfig(method="draft_model", model="table:3", vocabulary_mapping="intersection")
 PAIR = SpeculativeConfig(method="draft_model", model="table:64:0.5")
 
 
@@ -104,6 +105,8 @@ def test_a_draft_has_its_own_context_and_device() -> None:
         (Wish("/nowhere"), r"no model at /nowhere: .*hf download"),
         (Wish("table:one"), r"'table:one' names no table model: write"),
         (Wish("table:64", SpeculativeConfig(method="draft_model", model="/nowhere")), r"no model at /nowhere"),
+        (Wish("pydoc", FEW), r"the vocabularies of pydoc and its draft table:3 have only 0 tokens in common: choose"),
+        (Wish("table:64", FEW), r"the vocabularies of table:64 and its draft table:3 have only 3 tokens in common"),
         (Wish("pydoc", PAIR), r"the vocabularies of pydoc and its draft table:64:0.5 differ: choose a draft"),
         (Wish("timed:", served_model_name="gpt"), r"a timed model is served by a name that begins with 'timed:'"),
         (Wish("table:64", host="256.0.0.1"), r"cannot listen on 256.0.0.1:0 .*--port"),
@@ -112,6 +115,14 @@ def test_a_draft_has_its_own_context_and_device() -> None:
 def test_what_cannot_work_says_what_to_do(wish: Wish, complaint: str) -> None:
     with pytest.raises(StartError, match=complaint):
         plan(wish)
+
+
+@pytest.mark.parametrize("mapping", ["intersection", "strings"])
+def test_a_draft_of_another_vocabulary_is_taken_if_it_is_mapped(mapping: str) -> None:
+    speculation = SpeculativeConfig.model_validate({**PAIR.model_dump(), "vocabulary_mapping": mapping})
+    [[_], [_], [draft]] = groups(plan(Wish("table:100", speculation)))
+    assert draft["speculative-config"]["vocabulary_mapping"] == mapping
+    assert draft["target-model"] == "table:100"
 
 
 def test_a_port_that_is_taken_is_refused() -> None:

@@ -217,6 +217,10 @@ class TestErrors:
         with pytest.raises(VocabularyMismatchError, match="table:64 and table:65 differ: choose a draft"):
             LLM("table:64", {"method": "draft_model", "model": "table:65"}, SMALL)
 
+    def test_the_refusal_names_what_helps(self) -> None:
+        with pytest.raises(VocabularyMismatchError, match='or set "vocabulary_mapping" to "intersection" or "strings"'):
+            LLM("table:64", {"method": "draft_model", "model": "table:65"}, SMALL)
+
     def test_a_method_that_knows_only_ids_fits_any_vocabulary(self) -> None:
         looped = LLM("table:64", {"method": "ngram"}, SMALL)
         assert one(looped).tokens == one(looped, speculative=False).tokens

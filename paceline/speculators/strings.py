@@ -1,0 +1,210 @@
+"""Drafting with a model of another vocabulary than the target's, by what its guesses read like (SLEM, or UAG).
+
+A draft model drafts in its own vocabulary, as if for itself. What its guesses read like is encoded by the target's
+tokenizer, and grows in a tree of the target's tokens. What the target commits is encoded by the draft's tokenizer;
+where that changes how the text before was written, the draft is taken back to what still holds.
+
+Noise does not carry over from one vocabulary to another, so a draft guesses what is likeliest at any temperature.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from paceline.config import SamplingParams
+from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.stable_tokens import StableTokens, common
+from paceline.speculators.transcript import Transcript
+from paceline.speculators.vocabularies import VocabularyMapping
+from paceline.tree import Growth, Node, TokenTree
+
+LIKELIEST = SamplingParams(temperature=0.0)
+FINER = 2
+"""A draft may take so many tokens for one of the target's."""
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """`tree` is the replica of the target's; `told` are the tokens that the draft knows, the last of them its root."""
+
+    opening: Opening
+    tree: TokenTree
+    transcript: Transcript
+    told: list[int] = field(default_factory=list)
+    read: set[Node] = field(default_factory=set)
+    """The draft's guesses that are in the tree already, as far as they can be."""
+    fresh: bool = True
+    """Whether there may be others, although the draft made none since."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """One of the draft's guesses with those before it, from its root on: what they read like."""
+
+    text: bytes
+    reached: Sequence[tuple[int, float]]
+    """After each guess, how long the text is, and the log-probability of the path."""
+    final: bool
+    """Whether a special token stands after the text."""
+    last: int
+    """The target's token that means the same as the last guess; -1: there is none."""
+
+    def log_prob(self, length: int) -> float:
+        """Of so many bytes."""
+        return next(log_prob for reached, log_prob in self.reached if reached >= length)
+
+
+class StringDraft(Speculator):
+    """Method `draft_model` with `vocabulary_mapping` `strings`."""
+
+    method = "draft_model"
+
+    def __init__(self, inner: DraftModel, mapping: VocabularyMapping) -> None:
+        self.model = inner.model
+        self.vocabulary_fingerprint = mapping.target.tokenizer.fingerprint
+        self.vocabulary_size = mapping.target.size
+        self.position_limit = inner.position_limit
+        self._inner = inner
+        self._mapping = mapping
+        self._stable = StableTokens(mapping.target.tokenizer)
+        self._requests: dict[int, _Request] = {}
+
+    @property
+    def behind(self) -> bool:
+        return self._inner.behind
+
+    def open(self, opening: Opening) -> None:
+        self.close(opening.request_id)
+        self._check_known(opening.tokens)
+        tree = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+        request = _Request(opening, tree, Transcript(self._mapping, opening.tokens))
+        self._tell(request)
+        self._requests[opening.request_id] = request
+
+    def commit(self, commit: Commit) -> None:
+        request = self._requests.get(commit.request_id)
+        if request is None:
+            return
+        if request.tree.root.position != commit.base_position:
+            raise DraftError(f"the root is at {request.tree.root.position}, the commit at {commit.base_position}")
+        self._check_known(commit.tokens)
+        request.tree.commit(commit.tokens)
+        request.transcript.extend(commit.tokens)
+        self._tell(request)
+
+    def limit(self, limit: Limit) -> None:
+        if request := self._requests.get(limit.request_id):
+            request.opening = replace(
+                request.opening,
+                max_depth=limit.max_depth,
+                max_nodes=limit.max_nodes,
+                least_path_probability=limit.least_path_probability,
+            )
+            request.read.clear()
+            request.fresh = True
+            depth, nodes = _inner_limits(limit.max_depth, limit.max_nodes)
+            self._inner.limit(replace(limit, max_depth=depth, max_nodes=nodes))
+
+    def close(self, request_id: int) -> None:
+        self._inner.close(request_id)
+        self._requests.pop(request_id, None)
+
+    def grow(self) -> dict[int, Growth]:
+        grown = self._inner.grow()
+        fresh = {key: request for key, request in self._requests.items() if request.fresh or key in grown}
+        read = {key: self._read(key, request) for key, request in fresh.items()}
+        return {key: self._requests[key].tree.growth(nodes) for key, nodes in read.items() if nodes}
+
+    def check_integrity(self) -> None:
+        """See `BestFirst`."""
+        self._inner.check_integrity()
+
+    def _check_known(self, tokens: Sequence[int]) -> None:
+        if not all(0 <= token < self.vocabulary_size for token in tokens):
+            raise DraftError(f"a token id is outside the target's vocabulary of {self.vocabulary_size}")
+
+    def _tell(self, request: _Request) -> None:
+        """Bring the draft to where the transcript is. What it has computed of the same tokens stays."""
+        key, tokens = request.opening.request_id, request.transcript.tokens
+        same = common(request.told, tokens)
+        if not same:
+            self._inner.open(_inner_opening(request.opening, tokens))
+        elif same < len(request.told):
+            self._inner.rewind(key, same)
+        if 0 < same < len(tokens):
+            self._inner.commit(Commit(key, same - 1, tokens[same:], 0))
+        request.told = tokens
+        request.read.clear()
+        request.fresh = True
+
+    def _read(self, key: int, request: _Request) -> list[Node]:
+        """Take the draft's new guesses into the tree, likeliest first; return what is new there."""
+        request.fresh = False
+        new = [node for node in self._inner.tree(key).nodes() if node not in request.read]
+        request.read.update(new)
+        added: list[Node] = []
+        for node in sorted(new, key=lambda node: -node.path_log_prob):
+            if reading := self._reading(node):
+                added += self._graft(request, reading)
+        return added
+
+    def _reading(self, node: Node) -> _Reading | None:
+        """None if there is a special token before it."""
+        draft, path = self._mapping.draft.tokenizer, node.path()
+        special = [guess.token in draft.special_ids for guess in path]
+        if any(special[:-1]):
+            return None
+        pieces = [b"" if special[i] else draft.piece(guess.token) for i, guess in enumerate(path)]
+        reached = zip(itertools.accumulate(map(len, pieces)), (guess.path_log_prob for guess in path), strict=True)
+        return _Reading(b"".join(pieces), list(reached), special[-1], self._mapping.target_ids[node.token])
+
+    def _graft(self, request: _Request, reading: _Reading) -> list[Node]:
+        """Those tokens of the target's that are new in its tree."""
+        pending = request.transcript.pending
+        if not reading.text.startswith(pending):
+            return []
+        text, window = reading.text[len(pending) :], request.transcript.window
+        written = self._stable.of(text, window, len(pending), reading.last, final=reading.final)
+        path = [(token, reading.log_prob(len(pending) + length)) for token, length in written]
+        if reading.final and reading.last >= 0 and len(text) == (written[-1][1] if written else 0):
+            path.append((reading.last, reading.reached[-1][1]))
+        known = itertools.takewhile(lambda step: step[0] < self.vocabulary_size, path)
+        return _grow(request, list(known))
+
+
+def _grow(request: _Request, path: Sequence[tuple[int, float]]) -> list[Node]:
+    """Guess these tokens, one after another, each with the log-probability of the path; return those that are new."""
+    added: list[Node] = []
+    tree, opening = request.tree, request.opening
+    parent, before = tree.root, 0.0
+    for token, log_prob in path[: opening.max_depth]:
+        known = parent.children.get(token)
+        if known is None:
+            if tree.size >= opening.max_nodes:
+                return added
+            known = tree.add(parent, token, min(0.0, log_prob - before))
+            added.append(known)
+        parent, before = known, log_prob
+    return added
+
+
+def _inner_opening(opening: Opening, tokens: Sequence[int]) -> Opening:
+    """What the draft itself is asked for."""
+    depth, nodes = _inner_limits(opening.max_depth, opening.max_nodes)
+    return replace(
+        opening,
+        tokens=tokens,
+        output_tokens=0,
+        sampling=LIKELIEST,
+        strategy="coupled",
+        max_depth=depth,
+        max_nodes=nodes,
+    )
+
+
+def _inner_limits(max_depth: int, max_nodes: int) -> tuple[int, int]:
+    """The last token of every path has to wait for the next one."""
+    return FINER * max_depth + 1 if max_depth else 0, FINER * max_nodes

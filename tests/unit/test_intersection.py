@@ -1,0 +1,187 @@
+"""A draft of another vocabulary, among the tokens that both have: it predicts what it would as the target's own."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineConfig, SamplingParams
+from paceline.model import Lane, Model
+from paceline.model.loading import build
+from paceline.model.table import TableModel
+from paceline.sampling import History, Row, scores
+from paceline.speculators.base import Commit, DraftError, Opening
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.intersection import IntersectionDraft
+from paceline.speculators.vocabularies import VocabularyMapping
+from paceline.tree import TokenTree
+from tests.foreign import accepted, grow, longest, numbered, permuted_llama
+from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.unit.test_draft_model import PROMPT, committed, decoded
+
+NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
+TARGET = numbered(range(VOCABULARY))
+PERMUTED = VocabularyMapping.between(TARGET, numbered(NUMBERS))
+STRANGERS = {3: (3, 7), 9: (61,), 20: (5, 5, 5)}
+"""How a draft writes tokens that it lacks."""
+PARTIAL = VocabularyMapping(
+    TARGET,
+    numbered(range(VOCABULARY)),
+    [-1 if id_ in STRANGERS else id_ for id_ in range(VOCABULARY)],
+    [STRANGERS.get(id_, (id_,)) for id_ in range(VOCABULARY)],
+)
+
+
+def llama(*, permuted: bool = False) -> Model:
+    network = permuted_llama(NUMBERS) if permuted else peaked_llama()
+    return build(network, "llama", EngineConfig(slots=1024), "", [])
+
+
+def thorough(model: Model, mapping: VocabularyMapping, width: int = 3) -> IntersectionDraft:
+    return IntersectionDraft(model, mapping, width, least_path_probability=0.0)
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_the_same_network_with_its_vocabulary_permuted_is_as_good_as_the_target_itself(law: SamplingParams) -> None:
+    """Which predicts every draw: so ids, noise and positions are the target's."""
+    output = decoded(llama(), PROMPT, law, 40)
+    itself = accepted(DraftModel(llama(), 1, least_path_probability=0.0), PROMPT, output, law)
+    mapped = accepted(thorough(llama(permuted=True), PERMUTED, 1), PROMPT, output, law)
+    assert mapped == itself
+    if law.greedy or (not law.top_k and law.top_p == 1 and not law.frequency_penalty):
+        assert itself == (32, 8), "4 of 5 tokens are guessed, the fifth is the target's bonus"
+
+
+@pytest.mark.parametrize("law", LAWS[:3])
+def test_tokens_outside_the_intersection_are_written_and_never_guessed(law: SamplingParams) -> None:
+    """The draft has run over more tokens than the target; the noise is keyed by the target's positions."""
+    tokens = [20, 3, 9, *PROMPT]
+    draft, model = thorough(llama(), PARTIAL, 2), llama()
+    tree = opened(draft, tokens, law)
+    assert max(len(node.path()) for node in tree.nodes()) == 4
+    for node in [tree.root, *tree.nodes()]:
+        path = [each.token for each in node.path()]
+        best = likeliest(model, [*tokens, *path], law, len(tokens) + len(path))
+        assert list(node.children) in ([], best[:2])
+        assert not STRANGERS.keys() & node.children.keys()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_guesses_after_any_commits_are_those_of_a_fresh_start(seed: int) -> None:
+    rng = random.Random(seed)
+    draft, tokens = thorough(llama(), PARTIAL, 2), [*PROMPT]
+    tree = opened(draft, tokens, LAWS[seed], rounds=2)
+    for _ in range(20):
+        new = [rng.choice([*STRANGERS, 1, 2]), *committed(tree, rng)] if rng.random() < 0.3 else committed(tree, rng)
+        draft.commit(Commit(1, tree.root.position, new, 0))
+        tree.commit(new)
+        tokens += new
+        draft.check_integrity()
+        grown = draft.grow()
+        if grown:
+            tree.graft(grown[1], 1000)
+    grow(draft, tree)
+    draft.close(1)
+    fresh = opened(draft, tokens, LAWS[seed], output=len(tokens) - len(PROMPT))
+    assert {t: n.log_prob for t, n in tree.root.children.items()} == {
+        t: n.log_prob for t, n in fresh.root.children.items()
+    }
+
+
+def test_positions_that_end_are_the_drafts() -> None:
+    """Ten positions: eight are taken by a prompt of four tokens, so that a guess and its child remain."""
+    table = TableModel(VOCABULARY, 512, 10)
+    tree = opened(thorough(table, PARTIAL, 1), [20, 3, 9, 1, 1], GREEDY)
+    assert PARTIAL.write([20, 3, 9, 1, 1]) == [5, 5, 5, 3, 7, 61, 1, 1]
+    assert tree.size == 2
+    with pytest.raises(DraftError, match="10 tokens; the draft's positions end at 10"):
+        thorough(table, PARTIAL).open(Opening(1, [20, 20, 20, 1], 0, GREEDY, 4, 100))
+    draft = thorough(table, PARTIAL)
+    opened(draft, [20, 20], GREEDY)
+    with pytest.raises(DraftError, match="11 tokens"):
+        draft.commit(Commit(1, 1, [20, 3], 0))
+    draft.close(1)
+    draft.check_integrity()
+
+
+def test_a_token_beyond_the_targets_vocabulary_is_refused() -> None:
+    draft = thorough(TableModel(VOCABULARY, 512, 64), PARTIAL)
+    with pytest.raises(DraftError, match="vocabulary"):
+        draft.open(Opening(1, [VOCABULARY], 0, GREEDY, 4, 100))
+
+
+def test_too_small_an_intersection_is_refused() -> None:
+    few = VocabularyMapping.between(TARGET, numbered(range(VOCABULARY - 3, 2 * VOCABULARY), "far"))
+    with pytest.raises(ValueError, match="have only 3 tokens in common: choose another draft"):
+        thorough(TableModel(VOCABULARY, 512, 64), few)
+
+
+def test_it_passes_for_a_draft_of_the_targets_vocabulary() -> None:
+    draft = thorough(TableModel(VOCABULARY, 512, 64), PERMUTED)
+    assert draft.vocabulary_fingerprint == TARGET.tokenizer.fingerprint
+    assert draft.vocabulary_size == VOCABULARY
+
+
+@given(st.integers(0, 2**32), st.integers(30, 120), st.integers(1, 4))
+@settings(max_examples=30, deadline=None)
+def test_no_slot_is_lost_whatever_is_said(seed: int, slots: int, width: int) -> None:
+    rng = random.Random(seed)
+    draft = thorough(TableModel(VOCABULARY, slots, 60), PARTIAL, width)
+    trees: dict[int, TokenTree] = {}
+    for _ in range(40):
+        key = rng.randrange(3)
+        try:
+            if rng.random() < 0.2:
+                tokens = rng.choices(range(VOCABULARY), k=rng.randint(1, 20))
+                trees[key] = TokenTree(len(tokens) - 1, tokens[-1])
+                draft.open(Opening(key, tokens, 0, rng.choice(LAWS), 4, 30))
+            elif rng.random() < 0.5 and key in trees:
+                new = [*committed(trees[key], rng), rng.choice([*STRANGERS])]
+                draft.commit(Commit(key, trees[key].root.position, new, 0))
+                trees[key].commit(new)
+            else:
+                for grown, growth in draft.grow().items():
+                    trees[grown].graft(growth, 1000)
+        except DraftError:
+            trees.pop(key, None)
+            draft.close(key)
+        draft.check_integrity()
+
+
+GREEDY = SamplingParams(temperature=0.0)
+
+
+def opened(
+    draft: IntersectionDraft, tokens: Sequence[int], law: SamplingParams, *, output: int = 0, rounds: int = 100
+) -> TokenTree:
+    """The tree after some rounds."""
+    draft.open(Opening(1, tokens, output, law, 4, 400))
+    tree = TokenTree(len(tokens) - 1, tokens[-1])
+    for _ in range(rounds):
+        if growth := draft.grow().get(1):
+            tree.graft(growth, 1000)
+        elif not draft.behind:
+            break
+    return tree
+
+
+def likeliest(model: Model, tokens: Sequence[int], law: SamplingParams, position: int) -> list[int]:
+    """What a target would draw with the draft's logits after these tokens, if it had none of the strangers."""
+    lane, written = Lane(), PARTIAL.write(tokens)
+    lane.slots += range(1, len(written) + 1)
+    rows = [lane.row(token, i) for i, token in enumerate(written)]
+    logits = model.run(rows, [len(rows) - 1]).logits.clone()
+    logits[:, list(STRANGERS)] = -1e9
+    ranked = scores(logits, [Row(law, position, History(law, tokens, [], VOCABULARY))])[0]
+    return [int(token) for token in ranked.argsort(descending=True)]
+
+
+def test_the_longest_path_is_what_was_guessed() -> None:
+    tree = TokenTree(0, 0)
+    tree.add(tree.add(tree.root, 5, -0.1), 6, -0.1)
+    assert longest(tree, [5, 6, 7]) == [5, 6]
+    assert longest(tree, [6]) == []

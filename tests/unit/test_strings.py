@@ -1,0 +1,312 @@
+"""A draft of another vocabulary by what its guesses read like: what is known of a text in each vocabulary, and when."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import EngineConfig, SamplingParams
+from paceline.model.loading import build
+from paceline.speculators.base import Commit, DraftError, Limit, Opening
+from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.stable_tokens import StableTokens
+from paceline.speculators.strings import StringDraft
+from paceline.speculators.transcript import LONGEST_TAIL, Transcript
+from paceline.speculators.vocabularies import Vocabulary, VocabularyMapping
+from paceline.text import Tokenizer
+from paceline.tree import TokenTree
+from tests.foreign import TALE, Reciter, accepted, byte_level, grow, longest, metaspace, numbered, vocabulary
+from tests.foreign import permuted_llama as permuted
+from tests.llamas import VOCABULARY, peaked_llama
+from tests.unit.test_draft_model import PROMPT, committed, decoded
+
+GREEDY = SamplingParams(temperature=0.0)
+HOT = SamplingParams(temperature=0.8, seed=5)
+BYTES, SPACES = vocabulary(byte_level()), vocabulary(metaspace())
+LETTERS = vocabulary(byte_level(size=270))
+"""Hardly more than single bytes."""
+PAIRS = [(BYTES, SPACES), (SPACES, BYTES), (BYTES, LETTERS), (LETTERS, BYTES)]
+NAMES = ["to_spaces", "to_bytes", "to_letters", "of_letters"]
+
+
+def drafting(target: Vocabulary, draft: Vocabulary, slots: int = 2048, width: int = 2) -> tuple[StringDraft, Reciter]:
+    model = Reciter(draft, slots=slots)
+    return StringDraft(DraftModel(model, width), VocabularyMapping.between(target, draft)), model
+
+
+class TestAcceptance:
+    @pytest.mark.parametrize("law", [GREEDY, HOT], ids=["greedy", "sampled"])
+    @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=NAMES)
+    def test_who_knows_the_text_is_mostly_right(
+        self, target: Vocabulary, draft: Vocabulary, law: SamplingParams
+    ) -> None:
+        """However differently it splits words, characters even. Of five tokens at most four can be guessed; by chance
+        one of a hundred would be."""
+        prompt = target.tokenizer.encode(TALE[:30])
+        output = decoded(Reciter(target, sure=7.0), prompt, law, 100)
+        right, _ = accepted(drafting(target, draft)[0], prompt, output, law)
+        assert right > 55
+
+    def test_the_same_network_with_its_vocabulary_permuted_is_as_good_as_the_target_itself(self) -> None:
+        """For as long as there is one way to write a text, which is so where tokens are numbers."""
+        numbers = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
+        own, other = (build(net, "", EngineConfig(slots=512), "", []) for net in (peaked_llama(), permuted(numbers)))
+        mapping = VocabularyMapping.between(numbered(range(VOCABULARY)), numbered(numbers))
+        output = decoded(own, PROMPT, GREEDY, 40)
+        inner = DraftModel(other, 1, least_path_probability=0.0)
+        assert accepted(StringDraft(inner, mapping), PROMPT, output, GREEDY) == (32, 8)
+
+    def test_an_end_of_text_is_guessed(self) -> None:
+        """The draft's own, as the target's."""
+
+        class Ending(Reciter):
+            def _next(self, row: object) -> int:
+                return 2
+
+        mapping = VocabularyMapping.between(BYTES, SPACES)
+        end = BYTES.tokenizer.token_id("<|end|>")
+        tree = opened(StringDraft(DraftModel(Ending(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
+        assert list(tree.root.children) == [end]
+        assert list(tree.root.children[0].children) == [], "nothing comes after it"
+
+
+class TestTree:
+    @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (1, 50), (3, 4), (4, 50)])
+    def test_it_has_what_is_wanted_and_no_more(self, depth: int, nodes: int) -> None:
+        prompt = BYTES.tokenizer.encode(TALE[:30])
+        tree = opened(drafting(BYTES, SPACES)[0], prompt, depth=depth, nodes=nodes)
+        assert max(len(node.path()) for node in tree.nodes()) == min(depth, nodes)
+        assert tree.size <= nodes
+
+    def test_a_paused_request_follows_and_goes_on_when_it_may(self) -> None:
+        draft, prompt = drafting(BYTES, SPACES)[0], BYTES.tokenizer.encode(TALE[:30])
+        tree = opened(draft, prompt, depth=4, nodes=0)
+        assert tree.size == 0
+        new = BYTES.tokenizer.encode_inside(TALE[30:46])
+        draft.commit(Commit(1, tree.root.position, new[:-1], 0))
+        tree.commit(new[:-1])
+        grow(draft, tree)
+        assert tree.size == 0
+        draft.limit(Limit(1, 4, 50))
+        draft.commit(Commit(1, tree.root.position, new[-1:], 0))
+        tree.commit(new[-1:])
+        grow(draft, tree)
+        assert len(longest(tree, BYTES.tokenizer.encode_inside(TALE[46:80]))) >= 3
+
+    def test_likely_guesses_are_likely_in_the_tree(self) -> None:
+        """And no path is likelier than what it began with."""
+        tree = opened(drafting(BYTES, LETTERS)[0], BYTES.tokenizer.encode(TALE[:30]))
+        path = longest(tree, BYTES.tokenizer.encode_inside(TALE[30:60]))
+        assert len(path) >= 3
+        assert tree.followed(path)[-1].path_log_prob > -0.5
+        assert all(node.log_prob <= 0 for node in tree.nodes())
+
+    @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=NAMES)
+    def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, target: Vocabulary, draft: Vocabulary) -> None:
+        """Whatever was taken back meanwhile: nothing stale is left, and the draft computes but what is new."""
+        rng = random.Random(1)
+        drafted, _ = drafting(target, draft)
+        tokens = target.tokenizer.encode(TALE[:12])
+        tree = opened(drafted, tokens, rounds=2)
+        for _ in range(25):
+            path = committed(tree, rng)
+            new = [token if token < target.size else 5 for token in path]
+            drafted.commit(Commit(1, tree.root.position, new, 0))
+            tree.commit(new)
+            tokens = [*tokens, *new]
+            drafted.check_integrity()
+            for growth in drafted.grow().values():
+                tree.graft(growth, 1000)
+        grow(drafted, tree)
+        fresh = opened(drafting(target, draft)[0], tokens)
+        assert paths(fresh) <= paths(tree)
+
+    def test_what_was_computed_stays(self) -> None:
+        """A commit costs the tokens that it changed, not the prompt."""
+        draft, model = drafting(SPACES, LETTERS)
+        prompt = SPACES.tokenizer.encode(TALE)
+        tree = opened(draft, prompt)
+        for size in range(1, 12):
+            del model.ran[:]
+            new = SPACES.tokenizer.encode_inside("and odd"[:size])[-1:]
+            draft.commit(Commit(1, tree.root.position, new, 0))
+            tree.commit(new)
+            draft.grow()
+            assert len(model.ran) < 40
+        assert len(prompt) > 150
+
+
+class TestTranscript:
+    @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=NAMES)
+    @settings(deadline=None, max_examples=60)
+    @given(data=st.data())
+    def test_it_is_the_text_in_the_drafts_tokens(
+        self, target: Vocabulary, draft: Vocabulary, data: st.DataObject
+    ) -> None:
+        """As long as it is short, just as the draft's tokenizer would write it, however the target wrote it."""
+        text = data.draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60))
+        tokens = target.tokenizer.encode(text)
+        cut = data.draw(st.integers(1, len(tokens)))
+        transcript = Transcript(VocabularyMapping.between(target, draft), tokens[:cut])
+        for token in tokens[cut:]:
+            transcript.extend([token])
+        assert transcript.pending == b""
+        assert transcript.tokens == draft.tokenizer.encode(text)
+
+    def test_a_long_text_is_settled_and_its_end_is_not(self) -> None:
+        mapping = VocabularyMapping.between(BYTES, SPACES)
+        transcript = Transcript(mapping, BYTES.tokenizer.encode("the"))
+        for token in BYTES.tokenizer.encode(TALE * 5):
+            before = transcript.tokens
+            transcript.extend([token])
+            settled = max(0, len(before) - LONGEST_TAIL)
+            assert transcript.tokens[:settled] == before[:settled]
+        assert said(SPACES.tokenizer, transcript.tokens) == (" the" + TALE * 5).encode()
+        once = Transcript(mapping, BYTES.tokenizer.encode("the" + TALE * 5))
+        assert said(SPACES.tokenizer, once.tokens) == said(SPACES.tokenizer, transcript.tokens)
+
+    def test_a_text_without_spaces_is_settled_too(self) -> None:
+        transcript = Transcript(VocabularyMapping.between(BYTES, SPACES), BYTES.tokenizer.encode("x" * 2000))
+        assert len(transcript._tail) <= LONGEST_TAIL
+        assert said(SPACES.tokenizer, transcript.tokens) == b" " + b"x" * 2000
+
+    def test_half_a_character_waits_for_the_other_half(self) -> None:
+        transcript = Transcript(VocabularyMapping.between(LETTERS, BYTES), LETTERS.tokenizer.encode("a"))
+        for byte in LETTERS.tokenizer.encode_inside("東")[:2]:
+            transcript.extend([byte])
+        assert transcript.pending == "東".encode()[:2]
+        assert transcript.window == b"a" + "東".encode()[:2]
+        assert said(BYTES.tokenizer, transcript.tokens) == b"a"
+        transcript.extend(LETTERS.tokenizer.encode_inside("東")[2:])
+        assert said(BYTES.tokenizer, transcript.tokens) == "a東".encode()
+
+    def test_what_never_becomes_a_character_is_replaced(self) -> None:
+        first = LETTERS.tokenizer.encode_inside("東")[:1]
+        mapping = VocabularyMapping.between(LETTERS, BYTES)
+        transcript = Transcript(mapping, [*first, *LETTERS.tokenizer.encode("a")])
+        assert said(BYTES.tokenizer, transcript.tokens) == "\ufffda".encode()
+        special = LETTERS.tokenizer.token_id("<|turn|>")
+        assert special is not None
+        transcript.extend([*first, special, *LETTERS.tokenizer.encode("b")])
+        ends = BYTES.tokenizer.encode_inside("\ufffda\ufffd"), BYTES.tokenizer.encode_inside("b")
+        assert transcript.tokens == [*ends[0], *mapping.draft_ids[special], *ends[1]]
+        assert transcript.window == b"b"
+        assert transcript.pending == b""
+
+    def test_a_prompt_of_which_nothing_is_left_is_something_all_the_same(self) -> None:
+        assert Transcript(VocabularyMapping.between(SPACES, BYTES), [1]).tokens
+
+
+class TestStableTokens:
+    @pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer, LETTERS.tokenizer])
+    @settings(deadline=None, max_examples=100)
+    @given(data=st.data())
+    def test_they_begin_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
+        """Each with its length; with nothing to follow they are all of it."""
+        text = data.draw(st.one_of(st.text(min_size=1, max_size=20), st.just(TALE[:50]))).encode()
+        at = data.draw(st.integers(0, len(text)))
+        pending = 0 if whole(text[:at]) else len(text[:at]) - len(text[:at].decode(errors="ignore").encode())
+        tokens = StableTokens(tokenizer).of(text[at:], text[:at], pending, final=data.draw(st.booleans()))
+        lengths = [length for _, length in tokens]
+        for count, length in enumerate(lengths, 1):
+            assert said(tokenizer, [token for token, _ in tokens[:count]]) == text[at : at + length]
+        final = StableTokens(tokenizer).of(text[at:], text[:at], pending, final=True)
+        assert not final or final[-1][1] == len(text) - at
+        assert final or pending or at == len(text)
+
+    def test_what_more_text_could_change_is_left_out(self) -> None:
+        stable = StableTokens(BYTES.tokenizer)
+        whole = BYTES.tokenizer.encode_inside(" the traveller")
+        assert said(BYTES.tokenizer, whole[:2]) == b" the tra"
+        assert [token for token, _ in stable.of(b" the traveller", b"", 0)] == whole[:2]
+        assert said(BYTES.tokenizer, [token for token, _ in stable.of(b" th", b"", 0)]) == b" t"
+        assert stable.of(b" t", b"", 0) == []
+        last = whole[-1]
+        assert [token for token, _ in stable.of(b" the traveller", b"", 0, last)] == whole, "but what a draft has, too"
+        assert [token for token, _ in stable.of(b" the traveller sa", b"", 0, last)][:3] == whole, (
+            "and what is followed"
+        )
+
+    def test_text_before_it_counts(self) -> None:
+        """`ller` after `trave` is not written as it would be alone, if the text before was written so."""
+        stable = StableTokens(BYTES.tokenizer)
+        assert stable.of(b"veller said he", b" tra", 0)[0] == (BYTES.tokenizer.encode_inside(" traveller")[1], 6)
+        assert said(BYTES.tokenizer, [t for t, _ in stable.of(b"eller said he", b" trav", 0)]).startswith(b"eller said")
+
+    def test_a_character_is_completed_only_where_the_text_before_allows_it(self) -> None:
+        stable, [*_, last] = StableTokens(LETTERS.tokenizer), LETTERS.tokenizer.encode_inside("東")
+        rest = "東".encode()[2:]
+        assert stable.of(rest, "a東".encode()[:3], 2, final=True) == [(last, 1)]
+        assert stable.of(rest, b"\xff" + "東".encode()[:2], 2, final=True) == []
+
+    def test_a_tokenizer_that_changes_what_it_is_given_proposes_nothing(self) -> None:
+        """Or proposes only where it does not."""
+        from tokenizers import normalizers
+
+        backend = byte_level()._backend
+        backend.normalizer = normalizers.Lowercase()
+        stable = StableTokens(Tokenizer(backend, {}, None))
+        assert stable.of(b" The traveller", b"", 0) == []
+        assert stable.of(b" the traveller", b"THE", 0)
+
+
+class TestErrors:
+    def test_what_is_said_wrong_is_refused(self) -> None:
+        draft = drafting(BYTES, SPACES)[0]
+        with pytest.raises(DraftError, match="outside the target's vocabulary of 420"):
+            draft.open(Opening(1, [420], 0, GREEDY, 4, 50))
+        opened(draft, [70])
+        with pytest.raises(DraftError, match="the root is at 0, the commit at 3"):
+            draft.commit(Commit(1, 3, [70], 0))
+        with pytest.raises(DraftError, match="vocabulary"):
+            draft.commit(Commit(1, 0, [-1], 0))
+        draft.commit(Commit(7, 3, [70], 0))
+        draft.limit(Limit(7, 3, 70))
+        draft.close(7)
+
+    def test_who_cannot_go_on_is_let_go(self) -> None:
+        """Slots run out; those of the request are free again when it is closed."""
+        draft = drafting(BYTES, LETTERS, slots=20)[0]
+        with pytest.raises(DraftError, match="out of slots"):
+            draft.open(Opening(1, BYTES.tokenizer.encode(TALE), 0, GREEDY, 4, 50))
+        opened(draft, BYTES.tokenizer.encode("the"))
+        with pytest.raises(DraftError, match="out of slots"):
+            draft.commit(Commit(1, 0, BYTES.tokenizer.encode(" traveller" * 5), 0))
+        draft.close(1)
+        draft.check_integrity()
+        assert draft.grow() == {}
+
+    def test_it_passes_for_a_draft_of_the_targets_vocabulary(self) -> None:
+        draft = drafting(BYTES, SPACES)[0]
+        assert draft.vocabulary_fingerprint == BYTES.tokenizer.fingerprint
+        assert draft.vocabulary_size == BYTES.size
+
+
+def opened(
+    draft: StringDraft, tokens: Sequence[int], *, depth: int = 4, nodes: int = 100, rounds: int | None = None
+) -> TokenTree:
+    """The tree after so many rounds, or when it is complete."""
+    draft.open(Opening(1, tokens, 0, GREEDY, depth, nodes))
+    tree = TokenTree(len(tokens) - 1, tokens[-1])
+    for _ in range(rounds or 0):
+        for growth in draft.grow().values():
+            tree.graft(growth, 1000)
+    if rounds is None:
+        grow(draft, tree)
+    return tree
+
+
+def paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    return {tuple(n.token for n in node.path()) for node in tree.nodes()}
+
+
+def said(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
+    return b"".join(tokenizer.piece(token) for token in tokens if token not in tokenizer.special_ids)
+
+
+def whole(text: bytes) -> bool:
+    return text.decode(errors="ignore").encode() == text
