@@ -6,7 +6,6 @@ Uploads of heads name the class of a plain Llama, which would be built from them
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import get_args
 
@@ -15,6 +14,8 @@ from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.models import is_weightless, resolve_model
 from paceline.speculators.eagle import is_eagle
 from paceline.speculators.eagle3 import is_eagle3
+from paceline.speculators.medusa_heads import is_medusa
+from paceline.speculators.mlp_network import is_mlp_speculator
 
 log = logging.getLogger(__name__)
 
@@ -50,18 +51,6 @@ OF_THE_LIBRARY = {name: name for name in ("eagle", "eagle3", "peagle", "dflash",
 """By what the speculators library calls a checkpoint, the method."""
 
 
-def _is_mlp_speculator(checkpoint: Checkpoint) -> bool:
-    """IBM's, or Arctic's: of the latter some are recurrent networks."""
-    said = checkpoint.config
-    return said.get("model_type") == "mlp_speculator" or said.get("method") in ("sum_rnn", "sum_lstm")
-
-
-def _is_medusa(checkpoint: Checkpoint) -> bool:
-    """By tensors: the number of heads in a configuration is often wrong, but there is one."""
-    named = any(re.match(r"medusa_head\.|\d+\.\d+\.linear\.weight$", name) for name in checkpoint.names)
-    return "medusa_num_heads" in checkpoint.config or named
-
-
 def _is_dflash(checkpoint: Checkpoint) -> bool:
     return "dflash_config" in checkpoint.config
 
@@ -86,8 +75,8 @@ def _predicts_more(checkpoint: Checkpoint) -> bool:
 
 
 FORMATS: Sequence[tuple[Callable[[Checkpoint], bool], str]] = (
-    (_is_mlp_speculator, "mlp_speculator"),
-    (_is_medusa, "medusa"),
+    (is_mlp_speculator, "mlp_speculator"),
+    (is_medusa, "medusa"),
     (_is_dflash, "dflash"),
     (_is_dspark, "dspark"),
     (_has_mask, "peagle"),

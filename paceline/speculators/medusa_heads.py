@@ -57,8 +57,8 @@ class MedusaHeads:
 
 def is_medusa(checkpoint: Checkpoint) -> bool:
     """By the names of its tensors, or by its configuration."""
-    original = (ORIGINAL_LAYER.fullmatch(name) for name in checkpoint.names)
-    return "medusa_num_heads" in checkpoint.config or any(original) or "blocks.0.layers.0.weight" in checkpoint.names
+    layers = (LAYER.fullmatch(renamed(name)) for name in checkpoint.names)
+    return "medusa_num_heads" in checkpoint.config or any(layers)
 
 
 def load_medusa(checkpoint: Checkpoint, lent: Lent) -> MedusaHeads:

@@ -58,6 +58,8 @@ def in_the_library(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         (MEDUSA, {}, "medusa"),
         (PLAIN | renamed(MEDUSA, lambda name: f"medusa_head.{name}"), {}, "medusa"),
         (PLAIN, {"medusa_num_heads": 2}, "medusa"),
+        ({"blocks.0.layers.0.weight": ONE, "lm_heads.0.weight": ONE}, {}, "medusa"),
+        (PLAIN, {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"]}, "mlp_speculator"),
         (PLAIN, {"model_type": "mlp_speculator"}, "mlp_speculator"),
         (PLAIN, {"method": "sum_lstm"}, "mlp_speculator"),
         (PLAIN, {"dflash_config": {"target_layer_ids": [1]}}, "dflash"),

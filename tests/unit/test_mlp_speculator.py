@@ -382,6 +382,16 @@ class TestTree:
         assert grown(mlp, replica()) == 7
         assert rows == [1, 2], "after the root's three children there is room for four"
 
+    def test_with_new_room_the_likeliest_node_comes_first(self, folder: Path, lent: Lent) -> None:
+        mlp, tree = speculator(folder, lent), replica()
+        mlp.open(opening(nodes=3))
+        told(mlp, self.STATE)
+        assert grown(mlp, tree) == 3
+        mlp.limit(Limit(1, 8, 4))
+        assert grown(mlp, tree) == 1
+        [followed] = [node for node in tree.root.children.values() if node.children]
+        assert followed.log_prob == max(node.log_prob for node in tree.root.children.values())
+
     def test_a_round_is_bounded_and_takes_the_likeliest_of_all_requests(self, folder: Path, lent: Lent) -> None:
         mlp = speculator(folder, lent)
         trees = {key: replica() for key in range(50)}
