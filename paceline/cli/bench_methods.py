@@ -79,14 +79,11 @@ class Measured:
 
 def methods() -> dict[str, dict[str, Any]]:
     """Every way to draft that ships, by what it is called in the rows."""
-    heads = {method: {"method": method, "model": name} for method, name in family.HEADS.items()}
-    return {
-        "ngram": {"method": "ngram"},
-        "suffix": {"method": "suffix"},
-        "draft_model": {"method": "draft_model", "model": DRAFT},
-        **heads,
-        "suffix + eagle3": {"method": ["suffix", "eagle3"], "model": family.HEADS["eagle3"]},
-    }
+    with_models = {"draft_model": DRAFT, **family.HEADS}
+    alone = {method: {"method": method, "model": model} for method, model in with_models.items()}
+    best = "eagle3" if "eagle3" in family.HEADS else "draft_model"
+    both = {f"suffix + {best}": {"method": ["suffix", best], "model": with_models[best]}}
+    return {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}, **alone, **both}
 
 
 def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:

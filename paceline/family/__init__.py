@@ -4,7 +4,7 @@ from pathlib import Path
 
 NAMES = ("pydoc", "pydoc-draft")
 """The target, and the draft distilled from it; both share one tokenizer."""
-HEADS = {"eagle3": "pydoc-eagle3"}
+HEADS: dict[str, str] = {}
 """By method, heads that were trained for the target."""
 
 
