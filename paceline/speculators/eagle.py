@@ -66,7 +66,7 @@ class Eagle:
         weights.refuse_others("EAGLE heads", but=("lm_head.weight", "token_map"))
 
     def encode(self, states: Tensor) -> Tensor:
-        return states[:, 0]
+        return self._passes.here(states[:, 0])
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
         this, turn = self._passes.begin(rows)

@@ -88,7 +88,7 @@ class Eagle3:
         weights.refuse_others("EAGLE-3 heads", but=("t2d",))
 
     def encode(self, states: Tensor) -> Tensor:
-        return self._encode(states)
+        return self._encode(self._passes.here(states))
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
         this, turn = self._passes.begin(rows)

@@ -27,6 +27,10 @@ class HeadPasses:
         like = torch.empty(1, dtype=lent.dtype, device=lent.device)
         self._rotary = Rotary(LlamaRotaryEmbedding(config).to(lent.device), lent.max_model_len, like)
 
+    def here(self, states: Tensor) -> Tensor:
+        """The target's states in the head's dtype and on its device; they may have come over a network."""
+        return states.to(self._cache.data)
+
     def begin(self, rows: Sequence[Row]) -> tuple[Pass, Turn]:
         batch = lay_out(rows, self._cache.device)
         return Pass.of(self._cache, batch), self._rotary(batch.positions)

@@ -117,7 +117,7 @@ class MultiTokenPrediction:
 
     def encode(self, states: Tensor) -> Tensor:
         """Features are what the final norm gives, [n, 1, H] → [n, H]."""
-        return states[:, 0]
+        return states[:, 0].to(self._cache.data)
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
         this = Pass.of(self._cache, lay_out(rows, self._cache.device))
