@@ -66,7 +66,6 @@ def build(
     Raises ValueError if the configuration asks for more than there is.
     """
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
-    _check_layers(name, settings)
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
