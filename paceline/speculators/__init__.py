@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from paceline.config import HEADS, MOST_DEPTH, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
-from paceline.model.lending import Lent
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.verify import strategy_of
+
+if TYPE_CHECKING:  # links import this package, too, and run where no torch is loaded
+    from paceline.model.lending import Lent
 
 __all__ = [
     "Commit",
@@ -23,7 +26,7 @@ __all__ = [
     "hidden_state_layers",
 ]
 
-Lend = Callable[[], Lent]
+Lend: TypeAlias = "Callable[[], Lent]"
 """Gives what the target lends. Called only for methods that draft from it."""
 
 
