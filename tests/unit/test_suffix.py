@@ -462,6 +462,13 @@ class TestSuffix:
         speculator.commit(Commit(1, 8, [C], 1))
         assert speculator.grow()[1].tokens == [E]
 
+    def test_guesses_that_are_still_alive_take_room_though_they_are_not_made_again(self) -> None:
+        speculator = suffix()
+        speculator.open(opening([B, B, B, B, D, B, B], nodes=2))
+        assert speculator.grow()[1].tokens == [B, D]
+        speculator.commit(Commit(1, 6, [B], 1))
+        assert speculator.grow()[1].tokens == [B], "D is alive; what would follow B has no room"
+
     def test_a_paused_request_follows_its_commits_and_grows_nothing(self) -> None:
         speculator = suffix()
         speculator.open(opening([A, B, C, D, A, B]))
