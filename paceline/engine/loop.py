@@ -30,7 +30,8 @@ class EngineLoop:
         """Return when the pipe is closed. What the engine raises ends the loop."""
         with suppress(PipeClosedError):
             while True:
-                self._pipe.receive(0.0 if self._engine.busy else None)
+                # An order may have come while a step read growth, even in the step that ended the last request.
+                self._pipe.receive(0.0 if self._engine.busy or self._orders else None)
                 self._follow_orders()
                 if self._engine.busy:
                     deltas = self._engine.step()
