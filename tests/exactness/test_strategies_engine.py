@@ -50,7 +50,7 @@ def table(disagreement: float = 0.0) -> TableModel:
     return TableModel(SIZE, 1024, 1024, disagreement)
 
 
-def engine(model: Model, drafting: Drafting, keys: dict[str, object], beside: Drafting | None = None) -> Engine:
+def engine(model: Model, drafting: Drafting, keys: dict[str, object], beside: Sequence[Drafting] = ()) -> Engine:
     speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
     return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, beside=beside)
 
@@ -96,7 +96,7 @@ BLOCK = {**RESIDUAL, "block_verification": True}
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "both"])
 def test_residual_has_the_targets_law(method: str, keys: dict[str, object], settings: dict[str, float]) -> None:
     drafts = {"draft_model": DraftModel(table(0.5), 1), "ngram": NGram(1, 3, 1), "both": DraftModel(table(0.5), 1)}
-    beside = LocalDrafting(NGram(1, 3, 1)) if method == "both" else None
+    beside = [LocalDrafting(NGram(1, 3, 1))] if method == "both" else []
     target = engine(table(), LocalDrafting(drafts[method]), keys, beside)
     answers = run(target, submissions(800, **settings), together=40)
     law = law_after(table(), SamplingParams(**settings), LENGTH)
