@@ -1,0 +1,92 @@
+"""Heads are trained on what they compute when they draft: rows of a dense batch, and rows of a request, agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from paceline.model.checkpoint import Checkpoint
+from paceline.model.rows import Lane
+from paceline.speculators.eagle import Eagle
+from paceline.speculators.eagle3 import Eagle3
+from paceline.speculators.formats import recognise
+from paceline.speculators.network import HeadNetwork
+from paceline.training.heads import RECIPES, head_config, save_head
+from paceline.training.states import Reader, Reading, draft_loss
+from tests.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
+
+NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3}
+LENGTH, STEPS = 70, 4  # past a tile border
+
+
+def begun(method: str) -> tuple[nn.Module, Reader]:
+    target = target_network()
+    reader = Reader(target, RECIPES[method].layers(LAYERS))
+    torch.manual_seed(5)
+    return RECIPES[method].begin(head_config(target.config), reader).float(), reader
+
+
+def rows(count: int) -> Tensor:
+    return torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(47))
+
+
+def chain(network: HeadNetwork, reading: Reading, row: int, steps: int) -> list[Tensor]:
+    """Logits of each step of a draft whose root is the token at `row` + 1, and whose guesses are what stands there."""
+    tokens = reading.ids_BL[0].tolist()
+    lane, free = Lane(), list(range(network.slots, 0, -1))
+    lane.slots = [free.pop() for _ in range(row + 1)]
+    committed = [lane.row(tokens[i + 1], i) for i in range(row + 1)]
+    output = network.run(committed, network.encode(reading.states_BLSH[0, : row + 1]), [row])
+    logits, branch = [output.logits[0]], list[int]()
+    for step in range(1, steps):
+        branch.append(free.pop())
+        output = network.run([lane.branch_row(tokens[row + 1 + step], branch)], output.features, [0])
+        logits.append(output.logits[0])
+    return logits
+
+
+@pytest.mark.parametrize("method", NETWORKS)
+@torch.no_grad()
+def test_every_step_of_the_training_is_a_step_of_a_draft(method: str, tmp_path: Path) -> None:
+    head, reader = begun(method)
+    for parameter in head.parameters():  # norms begin as ones, which hides them
+        parameter += 0.3 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.3
+    save_head(head, RECIPES[method], head_config(reader.target.config), tmp_path)
+    save_file(dict(head.state_dict()), tmp_path / "model.safetensors")  # not rounded
+    network = NETWORKS[method](Checkpoint(tmp_path), lent(), 256)
+    reading = reader.read(rows(1))
+    laws = head(reading, STEPS)
+    for row in (0, 1, 30, LENGTH - 2 - STEPS):
+        for step, logits in enumerate(chain(network, reading, row, STEPS)):
+            expected = laws[step][0, row]
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("method", NETWORKS)
+def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None:
+    """And what is written is read again, as what it is."""
+    head, reader = begun(method)
+    reading = reader.read(rows(4))
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
+    losses = []
+    for _ in range(8):
+        loss = draft_loss(head(reading, 2), reading)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+    save_head(head, RECIPES[method], head_config(reader.target.config), tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert recognise(checkpoint) == method
+    network = NETWORKS[method](checkpoint, lent(), 256)
+    assert tuple(network.hidden_state_layers) == tuple(RECIPES[method].layers(LAYERS))
+    with torch.no_grad():
+        [logits] = chain(network, reading, 20, 1)
+        law = head(reading, 1)[0][0, 20]
+    assert (logits - law).abs().max() < 0.05 * law.abs().max()  # written in bfloat16
