@@ -17,18 +17,22 @@ import torch
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.messages import SpeculationStats, Submission
 from paceline.model import Model, load
+from paceline.model.checkpoint import Checkpoint
 from paceline.model.lending import borrow
 from paceline.model.loading import build
 from paceline.model.table import TableModel
 from paceline.speculators import build as build_speculator
 from paceline.speculators.base import Speculator
 from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.eagle import Eagle
+from paceline.speculators.head import Head
 from paceline.speculators.ngram import NGram
 from paceline.speculators.suffix import Suffix
 from paceline.wire.sessions import Reach
 from paceline.wire.target_link import TargetLink
 from tests.exactness.test_drawn_law import SIGNIFICANCE
 from tests.exactness.test_strategies_engine import LENGTH, SIZE, law_after, submissions, tail
+from tests.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
 from tests.llamas import peaked_llama
 from tests.markov import save_markov, save_seeing
 from tests.parallel import drafting_for
@@ -203,6 +207,30 @@ async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None
         alone, _ = await run(link, requests(0.0, plain=True))
         (mixed, plain), stats = await both(link, 0.0, drafts)
         assert mixed == plain == alone
+        assert sum(each.accepted_tokens for each in stats) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: float, tmp_path: Path) -> None:
+    """It guesses once it was told the states of every position, and then well: the target looks at little else than
+    the last token, and so does the head."""
+    network = target_network()
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight *= 0.05
+            layer.mlp.down_proj.weight *= 0.05
+    tensors = eagle_tensors()
+    tensors["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[f"layers.0.{name}"].zero_()
+    model = target_model(network, slots=SLOTS)
+    head = Eagle(Checkpoint(save_head(tmp_path, tensors, llama_config())), model.lend(), SLOTS)
+    speculator = Head("eagle", head, "", model.vocabulary_size, 3)
+    async with served(model, config("eagle", 5, 3), speculator) as (link, drafts):
+        alone, _ = await run(link, requests(temperature, plain=True))
+        (mixed, plain), stats = await both(link, temperature, drafts)
+        assert mixed == plain == alone
+        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
         assert sum(each.accepted_tokens for each in stats) > 0
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -23,6 +25,7 @@ from paceline.wire.target_link import TargetLink
 from services import compute
 from services.draft import __main__ as draft
 from services.target import __main__ as target
+from tests.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
 from tests.targets import collect, submission
 from tests.workers import opening, until
 from tests.workers import target as drafted
@@ -104,6 +107,41 @@ def test_a_service_that_cannot_start_says_what_to_do(
     said = capsys.readouterr().err
     assert advice in said
     assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("service", MAINS)
+@pytest.mark.parametrize(
+    ("said", "complaint"),
+    [
+        (
+            {"method": "eagle3"},
+            "the eagle3 speculator cannot be built: ",
+        ),
+        ({}, "the speculator cannot be built: "),
+    ],
+    ids=["named", "found out"],
+)
+def test_a_head_that_cannot_be_read(
+    service: str,
+    said: dict[str, str],
+    complaint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """One line, and exit code 2: a target reads in the same checkpoint what its draft workers will ask for."""
+    target = save_target(tmp_path / "target")
+    head = save_head(tmp_path / "head", eagle3_tensors(), llama_config(eagle_aux_hidden_state_layer_ids=[2, 16, 29]))
+    if not said:
+        (head / "model.safetensors").write_bytes(b"short")
+    speculation = json.dumps({"model": str(head), **said})
+    place = ("--model", str(target)) if service == "target" else ("--target-model", str(target))
+    assert start(monkeypatch, service, *place, "--speculative-config", speculation) == 2
+    [line] = [line for line in capfd.readouterr().err.splitlines() if str(head) in line]
+    assert complaint in line
+    assert (
+        "wants the states of layers [2, 16, 29], target has 8" if said else "model.safetensors cannot be read"
+    ) in line
 
 
 @pytest.mark.parametrize("service", MAINS)
