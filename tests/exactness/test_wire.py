@@ -226,7 +226,8 @@ async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: flo
     model = target_model(network, slots=SLOTS)
     head = Eagle(Checkpoint(save_head(tmp_path, tensors, llama_config())), model.lend(), SLOTS)
     speculator = Head("eagle", head, "", model.vocabulary_size, 3)
-    async with served(model, config("eagle", 5, 3), speculator) as (link, drafts):
+    waiting = config("eagle", 5, 3).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
+    async with served(model, waiting, speculator) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
         assert mixed == plain == alone
