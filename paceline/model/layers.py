@@ -38,7 +38,7 @@ class Linear:
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
         """Weights [out, in], one below the other; there are biases for all of them or none."""
-        weight = torch.cat(weights)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # one alone is not copied
         self._bias: Tensor | None = torch.cat(list(biases)) if biases else None
         self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP) if self._packed else weight

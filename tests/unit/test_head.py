@@ -15,6 +15,7 @@ from paceline.engine.drafting import LocalDrafting
 from paceline.engine.engine import Engine
 from paceline.messages import Submission
 from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.layers import Linear
 from paceline.model.lending import borrow
 from paceline.speculators import build, hidden_state_layers
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
@@ -120,18 +121,19 @@ class TestPairing:
             assert len(guesses) == 2 + 4 + 8
             self.are_likeliest(guesses, network, formula, tokens)
 
+    @pytest.mark.parametrize("count", [1, 2])
     @torch.no_grad()
-    def test_guesses_that_came_true_are_computed_again(self, pair: tuple[HeadNetwork, Formula]) -> None:
+    def test_guesses_that_came_true_are_computed_again(self, count: int, pair: tuple[HeadNetwork, Formula]) -> None:
         """With the target's states. What stays in the tree keeps its odds; what grows from it is as if it were new."""
         network, formula = pair
         speculator, tree = head(network), TokenTree(len(PROMPT) - 1, PROMPT[-1])
         speculator.open(opening(PROMPT))
         speculator.context(Context(1, 0, states(network, 0, len(PROMPT) - 1)))
-        committed = max(grown(speculator, tree), key=len)[:2]
+        committed = max(grown(speculator, tree), key=len)[:count]
         tree.commit(committed)
-        assert tree.size == 2
-        told = states(network, 0, len(PROMPT) + 1)
-        speculator.commit(Commit(1, len(PROMPT) - 1, committed, 2, told[len(PROMPT) - 1 :]))
+        assert tree.size == {1: 2 + 4, 2: 2}[count]
+        told = states(network, 0, len(PROMPT) + count - 1)
+        speculator.commit(Commit(1, len(PROMPT) - 1, committed, count, told[len(PROMPT) - 1 :]))
         guesses = grown(speculator, tree)
         assert max(map(len, guesses)) == 3
         for path, log_prob in guesses.items():
@@ -294,6 +296,11 @@ class TestMemory:
             loaded = kind(Checkpoint(folder), target, 256)
             assert loaded._embed is target.embed or loaded._embed == target.embed
             assert loaded._output == target.output
+
+    def test_a_matrix_that_is_tied_to_the_embedding_is_no_copy_of_it(self) -> None:
+        """Where products want no layout of their own, as on a GPU."""
+        embedding = torch.empty(VOCABULARY, HIDDEN, device="meta")
+        assert Linear(embedding)._weight is embedding
 
     @pytest.mark.parametrize("changed", ["embed_tokens.weight", "lm_head.weight"])
     def test_matrices_that_differ_are(self, changed: str, tmp_path: Path) -> None:
