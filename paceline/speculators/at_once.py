@@ -22,7 +22,8 @@ from torch import Tensor
 from paceline.model.rows import Row
 from paceline.speculators import product_tree
 from paceline.speculators.follower import Followed, Follower, dealt
-from paceline.speculators.product_tree import Law, draws, predicted
+from paceline.speculators.predicted import Law, predicted
+from paceline.speculators.product_tree import draws
 from paceline.tree import Growth, Node
 
 MOST_ROWS = 256

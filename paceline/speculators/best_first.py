@@ -24,20 +24,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from paceline.budget import ROW_BUCKET, Haste, RowCost, StepCost, worthwhile
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
-from paceline.sampling import shortlist
 from paceline.speculators.by_law import DrawnGuess, draw_guesses
 from paceline.speculators.follower import Followed, Follower, dealt
+from paceline.speculators.predicted import predicted
 from paceline.tree import Growth, Node
 from paceline.verify import STRATEGIES
 
-LISTED = 64
-"""Tokens per node among which the target's draw is looked for."""
 MOST_ROWS = 256
 """Rows of one round."""
 MOST_PRICE = 0.2
@@ -265,10 +262,10 @@ class BestFirst(Follower[D]):
         """New children of each node, likeliest first. A node whose slot was taken back is expanded again, and has its
         children already."""
         guesses: list[Sequence[tuple[int, float] | DrawnGuess]] = [()] * len(expanded)
-        predicted = [i for i, (draft, _) in enumerate(expanded) if not draft.by_law]
+        foreseen = [i for i, (draft, _) in enumerate(expanded) if not draft.by_law]
         drawn = [i for i, (draft, node) in enumerate(expanded) if draft.by_law and not node.children]
-        if predicted:
-            for i, some in zip(predicted, self._predicted(*_of(predicted, expanded, logits), ids), strict=True):
+        if foreseen:
+            for i, some in zip(foreseen, self._predicted(*_of(foreseen, expanded, logits), ids), strict=True):
                 guesses[i] = some
         if drawn:  # whatever the token is: those that were left out would be missing from the law
             these, logits = _of(drawn, expanded, logits)
@@ -280,16 +277,14 @@ class BestFirst(Follower[D]):
         self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
     ) -> list[list[tuple[int, float]]]:
         """The likeliest draws of the target, if they are likely enough."""
-        tokens_RK, scores_RK = shortlist(logits, [_draw_row(draft, node) for draft, node in expanded], LISTED, ids)
-        log_probs_RK = torch.log_softmax(scores_RK, -1)
-        chosen, likely = (each[:, : self._width].tolist() for each in (tokens_RK, log_probs_RK))
+        laws = predicted(logits, [_draw_row(draft, node) for draft, node in expanded], self._width, ids)
         return [
             [
                 (token, log_prob)
-                for token, log_prob in zip(tokens, log_probs, strict=True)
+                for token, log_prob in law
                 if node.path_log_prob + log_prob > draft.floor and token not in node.children
             ]
-            for (draft, node), tokens, log_probs in zip(expanded, chosen, likely, strict=True)
+            for (draft, node), law in zip(expanded, laws, strict=True)
         ]
 
 

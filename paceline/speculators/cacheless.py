@@ -21,18 +21,16 @@ import torch
 from torch import Tensor
 
 from paceline.model.lending import Lent
-from paceline.sampling import History, shortlist
+from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
-from paceline.speculators.best_first import LISTED
+from paceline.speculators.predicted import Law
 from paceline.tree import Growth, Node, TokenTree
 from paceline.verify import STRATEGIES
 
 MOST_ROWS = 256
 """Rows of logits computed in one round."""
 
-Law = list[tuple[int, float]]
-"""The tokens that are guessed after a node, likeliest first, each with its log-probability."""
 D = TypeVar("D", bound="StateDraft")
 
 
@@ -181,14 +179,6 @@ class Cacheless(Speculator, Generic[D]):
     def _floor(self, wanted: float) -> float:
         least = max(wanted, self._least)
         return math.log(least) if least else -math.inf
-
-
-def laws(logits: Tensor, rows: Sequence[DrawRow], width: int, ids: Tensor | None) -> list[Law]:
-    """What is guessed from each row of logits [R, columns]. `ids`: each column's token; None: column n is token n."""
-    tokens_RK, scores_RK = shortlist(logits, rows, LISTED, ids)
-    log_probs_RK = torch.log_softmax(scores_RK, -1)
-    chosen, likely = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
-    return [list(zip(*law, strict=True)) for law in zip(chosen, likely, strict=True)]
 
 
 def by_parents(new: Sequence[Node]) -> list[Node]:

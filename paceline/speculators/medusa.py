@@ -20,8 +20,9 @@ from paceline.model.lending import Lent
 from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Opening
-from paceline.speculators.cacheless import MOST_ROWS, Cacheless, Law, StateDraft, laws
+from paceline.speculators.cacheless import MOST_ROWS, Cacheless, StateDraft
 from paceline.speculators.medusa_heads import MedusaHeads
+from paceline.speculators.predicted import Law, predicted
 from paceline.tree import Node, TokenTree
 
 
@@ -77,7 +78,7 @@ class Medusa(Cacheless[MedusaDraft]):
         """Run the heads."""
         logits = self._heads(torch.stack([draft.state for draft in drafts if draft.state is not None]))
         rows = [row for draft in drafts for row in _rows(draft, len(self._heads))]
-        told = iter(laws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
+        told = iter(predicted(logits.flatten(0, 1), rows, self._width, self._heads.ids))
         for draft, each in zip(drafts, logits, strict=True):
             draft.laws = list(itertools.islice(told, len(self._heads)))
             draft.logits = each.clone() if draft.history.rules else None
@@ -88,7 +89,7 @@ class Medusa(Cacheless[MedusaDraft]):
         head = draft.depth(node)
         if draft.logits is None:
             return draft.laws[head]
-        [law] = laws(draft.logits[head : head + 1], [draft.draw_row(node)], self._width, self._heads.ids)
+        [law] = predicted(draft.logits[head : head + 1], [draft.draw_row(node)], self._width, self._heads.ids)
         return law
 
     def _likeliest(self, draft: MedusaDraft) -> list[Node]:

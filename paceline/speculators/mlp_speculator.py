@@ -18,8 +18,9 @@ from torch import Tensor
 from paceline.model.lending import Lent
 from paceline.sampling import History
 from paceline.speculators.base import Opening
-from paceline.speculators.cacheless import MOST_ROWS, Cacheless, Law, StateDraft, laws
+from paceline.speculators.cacheless import MOST_ROWS, Cacheless, StateDraft
 from paceline.speculators.mlp_network import ChainNetwork
+from paceline.speculators.predicted import Law, predicted
 from paceline.tree import Node, TokenTree
 
 Guess = tuple["ChainDraft", Node]
@@ -108,7 +109,7 @@ class MlpSpeculator(Cacheless[ChainDraft]):
         fed = torch.stack([draft.fed(node) for draft, node in guesses])
         tokens = torch.tensor([node.token for _, node in guesses], device=fed.device)
         logits, states = self._network.step(step, self._network.begin(fed) if step == 0 else fed, tokens)
-        told = laws(logits, [draft.draw_row(node) for draft, node in guesses], self._width, self._network.ids)
+        told = predicted(logits, [draft.draw_row(node) for draft, node in guesses], self._width, self._network.ids)
         for (draft, node), state, law in zip(guesses, states, told, strict=True):
             yield draft, draft.extend(node, state, law)
 

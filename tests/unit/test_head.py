@@ -19,11 +19,11 @@ from paceline.model.layers import Linear
 from paceline.model.lending import borrow
 from paceline.speculators import build, hidden_state_layers
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
-from paceline.speculators.best_first import LISTED
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.head import Head
 from paceline.speculators.network import HeadNetwork
+from paceline.speculators.predicted import LISTED
 from paceline.tree import TokenTree
 from tests.head_checkpoints import (
     HIDDEN,

@@ -12,7 +12,8 @@ import torch
 
 from paceline.config import SamplingParams
 from paceline.sampling import History, scores
-from paceline.speculators.product_tree import Law, draws, grow, predicted
+from paceline.speculators.predicted import Law, predicted
+from paceline.speculators.product_tree import draws, grow
 from paceline.tree import TokenTree
 from tests.llamas import LAWS, VOCABULARY
 
