@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paceline.model.attention import Heads, Pass
 from paceline.model.layers import Attention, Linear, Norm, Rotary, SwiGLU, Turn, joined_head_norms
+from paceline.model.products import piecewise
 
 
 class Decoder(Protocol):
@@ -39,6 +40,7 @@ class LayeredDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
     def __init__(self, model: Any) -> None:
+        piecewise(model)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: nn.Module = base.get_input_embeddings()

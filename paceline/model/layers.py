@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import Heads, Pass, attend
+from paceline.model.products import in_pieces
 from paceline.model.rows import GROUP
 
 Turn = tuple[Tensor, Tensor]
@@ -50,6 +51,9 @@ class Linear:
         return cls(*(module.weight for module in modules), biases=biases)
 
     def __call__(self, x: Tensor) -> Tensor:
+        return in_pieces(self._product, x)
+
+    def _product(self, x: Tensor) -> Tensor:
         if self._packed:
             product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
             return product

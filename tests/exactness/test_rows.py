@@ -64,8 +64,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def network(family: str, dtype: torch.dtype) -> PreTrainedModel:
-    config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family]})
+def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
+    config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
 

@@ -1,0 +1,42 @@
+"""Matrix products whose rows do not depend on how many there are.
+
+On a CPU with AMX, oneDNN multiplies bf16 by another kernel from 33 rows on (sometimes later), which sums in another
+order: the same row has other bits then. Up to 32 rows all agree (torch 2.13; widths 64 to 8192, one thread and two). So
+there a product is made of pieces of 32 rows, each of which takes as long as before. Without AMX
+(`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`) it would be as exact, and large products two to ten times as slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+PIECE = 32
+"""Rows."""
+
+
+def in_pieces(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A product of rows [R, in], row for row the same whatever R is."""
+    if len(x) <= PIECE or x.dtype != torch.bfloat16 or not _depends_on_rows(x.device):
+        return product(x)
+    return torch.cat([product(piece) for piece in x.split(PIECE)])
+
+
+def piecewise(network: nn.Module) -> None:
+    """Let every linear layer of a network multiply like that, in place."""
+    for module in network.modules():
+        if type(module) is nn.Linear:
+            module.forward = partial(_forward, module)  # type: ignore[method-assign]
+
+
+def _forward(module: nn.Linear, x: Tensor) -> Tensor:
+    rows = x.flatten(0, -2)
+    return in_pieces(lambda piece: F.linear(piece, module.weight, module.bias), rows).view(*x.shape[:-1], -1)
+
+
+def _depends_on_rows(device: torch.device) -> bool:
+    return device.type == "cpu" and bool(torch.cpu._is_amx_tile_supported())

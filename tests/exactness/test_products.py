@@ -1,0 +1,52 @@
+"""A product's row has the same bits however many rows are multiplied with it: wide ones, as real models have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config import EngineConfig
+from paceline.model.layers import Linear
+from paceline.model.loading import build
+from paceline.model.probe import rows_invariant
+from paceline.model.products import in_pieces, piecewise
+from tests.exactness.test_rows import network
+
+ROWS = 256
+
+
+@pytest.fixture(params=[(512, 256), (1536, 512), (4096, 1024)], ids=str)
+def weight(request: pytest.FixtureRequest) -> Tensor:
+    width, columns = request.param
+    return torch.randn(columns, width, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [16, 40, 64, 128, ROWS])
+def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.dtype, rows: int) -> None:
+    weight = weight.to(dtype)
+    x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    module = nn.Linear(*weight.shape[::-1], bias=False, dtype=dtype)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    piecewise(module)
+    for product in (Linear(weight), lambda some: in_pieces(lambda piece: F.linear(piece, weight), some), module):
+        alone = torch.cat([product(some) for some in x.split(8)])
+        assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+def test_a_layers_input_may_have_more_dimensions() -> None:
+    module = nn.Linear(64, 32).to(torch.bfloat16)
+    x = torch.randn(1, 40, 2, 64).to(torch.bfloat16)
+    expected = module(x)
+    piecewise(module)
+    assert module(x).shape == expected.shape
+    torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_wide_models_have_invariant_rows(family: str) -> None:
+    """By operators of ours, and by transformers' own."""
+    wide = network(family, torch.bfloat16, hidden_size=768, intermediate_size=1536)
+    assert rows_invariant(build(wide, family, EngineConfig(slots=512), "", []))
