@@ -85,7 +85,7 @@ class Eagle3:
         self._embed = embedding_of(weights, lent, h)
         self._output = output_of(weights, lent, h, self.ids)
         self._feeds_back_normed = kind.norm_output
-        weights.refuse_others("EAGLE-3 heads", but=("t2d",))
+        weights.refuse_others("EAGLE-3 heads", but=("t2d", "mask_hidden"))  # P-EAGLE's, see there
 
     def encode(self, states: Tensor) -> Tensor:
         return self._encode(self._passes.here(states))
