@@ -116,6 +116,9 @@ _trains("eagle3", "an EAGLE-3 head")
 _trains("eagle", "an EAGLE-1 head")
 _trains("medusa", "Medusa heads")
 _trains("mlp_speculator", "an MLP speculator")
+_trains("mtp", "a multi-token-prediction layer")
+_trains("draft_model", "a small draft model")
+_trains("pard", "a parallel draft model")
 
 
 bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)

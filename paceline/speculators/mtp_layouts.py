@@ -68,6 +68,7 @@ FAMILIES = {
     "deepseek_v3": Family("DeepSeek-V3", "deepseek_v3", "DeepseekV3", DEEPSEEK),
     "glm4_moe": Family("GLM-4.5", "glm4_moe", "Glm4Moe", DEEPSEEK),
     "mimo": Family("MiMo", "qwen2", "Qwen2", MIMO),
+    "llama": Family("Llama", "llama", "Llama", None),
     "qwen3": Family("Qwen3", "qwen3", "Qwen3", None),
     "qwen3_next": Family("Qwen3-Next", "qwen3_next", "Qwen3Next", QWEN),
     "qwen3_5_text": Family("Qwen3.5", "qwen3_5", "Qwen3_5", QWEN, "mtp_num_hidden_layers", "TextRotaryEmbedding"),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from paceline.training.eagle3 import ChainAttention
+from paceline.training.chain_attention import ChainAttention, Past
 from paceline.training.states import Reading
 
 
@@ -28,7 +28,7 @@ class Eagle(nn.Module):
     def forward(self, reading: Reading, steps: int) -> list[Tensor]:
         """See `Eagle3.forward`."""
         x = reading.states_BLSH[:, :-1, 0]
-        past: list[tuple[Tensor, Tensor]] = []
+        past: Past = []
         laws = []
         for step in range(steps):
             tokens = reading.embedded_BLH[:, 1 + step :]
@@ -44,7 +44,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = LlamaMLP(config)
 
-    def forward(self, x: Tensor, past: list[tuple[Tensor, Tensor]]) -> Tensor:
+    def forward(self, x: Tensor, past: Past) -> Tensor:
         x = x + self.self_attn(x, past)
         changed: Tensor = self.mlp(self.post_attention_layernorm(x))
         return x + changed

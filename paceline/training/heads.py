@@ -11,6 +11,7 @@ method's authors publish, and other servers read them, too.
 import argparse
 import json
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ from paceline.training.eagle import Eagle
 from paceline.training.eagle3 import Eagle3
 from paceline.training.medusa import Medusa
 from paceline.training.mlp_speculator import MlpSpeculator
+from paceline.training.mtp import MultiTokenPrediction
 from paceline.training.session import Stopped, train
+from paceline.training.small_model import SmallModel
 from paceline.training.states import Reader, accepted_by_depth, draft_loss
 from paceline.training.texts import TextError, divided, read_documents
 from paceline.training.tokens import Ids, corpus_stream, windows
@@ -41,26 +44,44 @@ INNER = 4
 READ_BEFORE = 64
 """Tokens of a held-out row that come before the first guess that counts."""
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+MEDUSA_HEADS = 3
+MLP_STEPS = 4
+PARD_STEPS = 4
+SMALL_LAYERS = 2
+
 Described = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """One kind of head. `steps`: how deep it is trained; deeper guesses reuse what the last step taught, if it can."""
+    """One kind of draft. `steps`: how deep it is trained; deeper guesses reuse what the last step taught, if it can."""
 
     steps: int
     layers: Callable[[int], Sequence[int]]
     """Of a target with so many layers, those whose states it reads."""
-    begin: Callable[[LlamaConfig, Reader], nn.Module]
+    begin: Callable[[LlamaConfig, PreTrainedModel], nn.Module]
     config: Callable[[LlamaConfig], Described]
     """What config.json says."""
     stored_as: Callable[[str], str] = lambda name: name
     """The published name of a parameter."""
     file: str = "model.safetensors"
+    whole: bool = False
+    """Whether it is a model of its own: with a tokenizer then, and an output matrix that is the embedding if it is the
+    target's."""
+
+
+def _own_name(name: str) -> str:
+    """Of a model within a module."""
+    return name.removeprefix("model.")
 
 
 def _last(layers: int) -> Sequence[int]:
     return (layers + 1,)
+
+
+def _none(layers: int) -> Sequence[int]:
+    return (layers,)  # a reading has some, whether they are used or not
 
 
 def _llama(config: LlamaConfig) -> Described:
@@ -84,21 +105,47 @@ def _llama(config: LlamaConfig) -> Described:
     }
 
 
-MEDUSA_HEADS = 3
-MLP_STEPS = 4
+def _small(config: LlamaConfig) -> LlamaConfig:
+    """Two layers: the second can copy what stands in the context, because the first marks each token with the one
+    before it (induction heads, Olsson et al. 2022)."""
+    return LlamaConfig(**{**config.to_dict(), "num_hidden_layers": SMALL_LAYERS})
+
+
+def _whole(config: LlamaConfig) -> Described:
+    """As transformers describes a model of its own."""
+    return {**_llama(config), **_special(config), "num_hidden_layers": SMALL_LAYERS}
+
+
+def _special(config: LlamaConfig) -> Described:
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    return {key: getattr(config, key) for key in keys}
+
+
+def _mask(config: LlamaConfig) -> int:
+    """What a parallel draft reads for a token that nobody knows: one that hardly occurs in text."""
+    for token in (config.pad_token_id, config.bos_token_id, config.eos_token_id):
+        if token is not None:
+            return int(token[0] if isinstance(token, list) else token)
+    return 0
+
+
+def _output(target: PreTrainedModel) -> Tensor:
+    weight: Tensor = target.get_output_embeddings().weight
+    return weight
+
 
 RECIPES: Mapping[str, Recipe] = {
     "eagle3": Recipe(
         4,
         lambda layers: (2, layers // 2, layers - 3),
-        lambda config, reader: Eagle3(config, 3, reader.output),
+        lambda config, target: Eagle3(config, 3, _output(target)),
         lambda config: {**_llama(config), "draft_vocab_size": config.vocab_size},
     ),
-    "eagle": Recipe(4, _last, lambda config, reader: Eagle(config), lambda config: {**_llama(config), "bias": False}),
+    "eagle": Recipe(4, _last, lambda config, _: Eagle(config), lambda config: {**_llama(config), "bias": False}),
     "medusa": Recipe(
         MEDUSA_HEADS,
         _last,
-        lambda config, reader: Medusa(MEDUSA_HEADS, reader.output),
+        lambda _, target: Medusa(MEDUSA_HEADS, _output(target)),
         lambda config: {
             "medusa_num_heads": MEDUSA_HEADS,
             "medusa_num_layers": 1,
@@ -111,7 +158,7 @@ RECIPES: Mapping[str, Recipe] = {
     "mlp_speculator": Recipe(
         MLP_STEPS,
         _last,
-        lambda config, reader: MlpSpeculator(MLP_STEPS, config.hidden_size, reader.output),
+        lambda config, target: MlpSpeculator(MLP_STEPS, config.hidden_size, _output(target)),
         lambda config: {
             "architectures": ["MLPSpeculatorPreTrainedModel"],
             "model_type": "mlp_speculator",
@@ -126,6 +173,29 @@ RECIPES: Mapping[str, Recipe] = {
         },
         lambda name: f"speculator.{name}",
     ),
+    "mtp": Recipe(
+        4,
+        _last,
+        lambda _, target: MultiTokenPrediction(target.config),
+        lambda config: {
+            "speculators_model_type": "mtp",
+            "architectures": ["MTPDraftModel"],
+            "transformer_layer_config": _llama(config),
+            "num_nextn_predict_layers": 1,
+        },
+        lambda name: f"mtp_layers.0.{name}",
+    ),
+    "draft_model": Recipe(
+        1, _none, lambda config, target: SmallModel(_small(config), target, 0), _whole, _own_name, whole=True
+    ),
+    "pard": Recipe(
+        PARD_STEPS,
+        _none,
+        lambda config, target: SmallModel(_small(config), target, _mask(config)),
+        lambda config: {**_whole(config), "pard_token": _mask(config)},
+        _own_name,
+        whole=True,
+    ),
 }
 
 
@@ -136,7 +206,7 @@ def train_head(method: str, plan: argparse.Namespace) -> None:
     reader = Reader(target, recipe.layers(target.config.num_hidden_layers))
     config = head_config(target.config)
     torch.manual_seed(0)
-    head = recipe.begin(config, reader).float().to(plan.device)
+    head = recipe.begin(config, target).float().to(plan.device)
     learned, held_out = _texts(plan, target)
 
     def loss(model: nn.Module, batch_BL: Tensor) -> Tensor:
@@ -149,6 +219,8 @@ def train_head(method: str, plan: argparse.Namespace) -> None:
         trainer.load(checkpoint.with_suffix(".pt"))
     train(trainer, checkpoint, evaluation(trainer.model, recipe.steps, reader, held_out))
     save_head(trainer.model, recipe, config, plan.out)
+    if recipe.whole:
+        copy_tokenizer(Path(resolve_model(plan.target)), plan.out)
 
 
 def evaluation(head: nn.Module, steps: int, reader: Reader, documents: Sequence[Ids]) -> Callable[[], Described]:
@@ -180,15 +252,27 @@ def head_config(target: Any) -> LlamaConfig:
         head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
         rms_norm_eps=target.rms_norm_eps,
         max_position_embeddings=target.max_position_embeddings,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=target.pad_token_id,
+        tie_word_embeddings=target.tie_word_embeddings,
     )
 
 
 def save_head(head: nn.Module, recipe: Recipe, config: LlamaConfig, folder: Path) -> None:
     """Write a head in bfloat16, in the layout of its method's uploads."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in head.state_dict().items()}
+    named = dict(head.named_parameters())  # an output matrix that is tied to the embedding is not named
+    tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in named.items()}
     save_file(tensors, folder / recipe.file, {"format": "pt"})
     (folder / "config.json").write_text(json.dumps(recipe.config(config), indent=2) + "\n")
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """A model of the same vocabulary has the same tokenizer, to the byte."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
 
 
 def _stored(tensor: Tensor) -> Tensor:

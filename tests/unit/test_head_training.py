@@ -9,18 +9,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import Lane
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.formats import recognise
+from paceline.speculators.mtp import load_mtp
 from paceline.speculators.network import HeadNetwork
 from paceline.training.heads import RECIPES, head_config, save_head
 from paceline.training.states import Reader, Reading, draft_loss
 from tests.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
 
-NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3}
+NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": load_mtp}
 LENGTH, STEPS = 70, 4  # past a tile border
 
 
@@ -28,7 +30,13 @@ def begun(method: str) -> tuple[nn.Module, Reader]:
     target = target_network()
     reader = Reader(target, RECIPES[method].layers(LAYERS))
     torch.manual_seed(5)
-    return RECIPES[method].begin(head_config(target.config), reader).float(), reader
+    return RECIPES[method].begin(head_config(target.config), target).float(), reader
+
+
+def save_unrounded(head: nn.Module, method: str, folder: Path) -> None:
+    save_head(head, RECIPES[method], head_config(target_network().config), folder)
+    tensors = {RECIPES[method].stored_as(name): each.detach() for name, each in head.named_parameters()}
+    save_file(tensors, folder / RECIPES[method].file, {"format": "pt"})
 
 
 def rows(count: int) -> Tensor:
@@ -56,8 +64,7 @@ def test_every_step_of_the_training_is_a_step_of_a_draft(method: str, tmp_path: 
     head, reader = begun(method)
     for parameter in head.parameters():  # norms begin as ones, which hides them
         parameter += 0.3 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.3
-    save_head(head, RECIPES[method], head_config(reader.target.config), tmp_path)
-    save_file(dict(head.state_dict()), tmp_path / "model.safetensors")  # not rounded
+    save_unrounded(head, method, tmp_path)
     network = NETWORKS[method](Checkpoint(tmp_path), lent(), 256)
     reading = reader.read(rows(1))
     laws = head(reading, STEPS)
@@ -90,3 +97,22 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
         [logits] = chain(network, reading, 20, 1)
         law = head(reading, 1)[0][0, 20]
     assert (logits - law).abs().max() < 0.05 * law.abs().max()  # written in bfloat16
+
+
+@pytest.mark.parametrize("method", ["draft_model", "pard"])
+@torch.no_grad()
+def test_a_small_model_is_trained_on_what_it_reads(method: str, tmp_path: Path) -> None:
+    """Tokens up to a place, and a mask for each one after it that is not known."""
+    head, reader = begun(method)
+    save_unrounded(head, method, tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert recognise(checkpoint) == method
+    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    reading = reader.read(rows(1))
+    steps = RECIPES[method].steps
+    for step, law in enumerate(head(reading, steps)):
+        assert law.shape[1] == LENGTH - 1 - step
+        for row in (0, 5, 40):
+            masks = [checkpoint.config.get("pard_token", 0)] * step
+            read = torch.tensor([[*reading.ids_BL[0, : row + 2].tolist(), *masks]])
+            torch.testing.assert_close(law[0, row], model(input_ids=read).logits[0, -1], rtol=1e-4, atol=1e-4)
