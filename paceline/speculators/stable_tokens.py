@@ -22,23 +22,20 @@ class StableTokens:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def of(
-        self, text: bytes, after: bytes, pending: int, last: int = -1, *, final: bool = False
-    ) -> list[tuple[int, int]]:
+    def of(self, text: bytes, after: bytes, last: int = -1, *, final: bool = False) -> list[tuple[int, int]]:
         """Tokens of `text`, each with how many of its bytes are written then.
 
-        `after`: text before it that is written in whole tokens, from a character's beginning on; its last `pending`
-        bytes are the beginning of a character that `text` completes. `last`: the token that stays if it is the last
-        one. `final`: nothing follows, so that all stay. None come if the tokenizer does not give back what it is given.
+        `after`: text before it that is written in whole tokens, from a character's beginning on; `text` may
+        complete a character of it. `last`: the token that stays if it is the last one. `final`: nothing follows, so
+        that all stay. None come if the tokenizer does not give back what it is given.
         """
         together = self._stable(after + text, last, final=final)
         ends = self._ends(together)
         if len(after) in (0, *ends):
             start = bisect.bisect_right(ends, len(after))
             return [(token, end - len(after)) for token, end in zip(together[start:], ends[start:], strict=True)]
-        if pending:
-            return []
-        # The text before was written otherwise than this tokenizer would, or goes on in a token of its own.
+        # The text before was written otherwise than this tokenizer would, or goes on in a token of its own. Alone, the
+        # rest of a character is nothing.
         alone = self._stable(text, last, final=final)
         return list(zip(alone, self._ends(alone), strict=True))
 

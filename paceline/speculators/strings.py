@@ -167,7 +167,7 @@ class StringDraft(Speculator):
         if not reading.text.startswith(pending):
             return []
         text, window = reading.text[len(pending) :], request.transcript.window
-        written = self._stable.of(text, window, len(pending), reading.last, final=reading.final)
+        written = self._stable.of(text, window, reading.last, final=reading.final)
         path = [(token, reading.log_prob(len(pending) + length)) for token, length in written]
         if reading.final and reading.last >= 0 and len(text) == (written[-1][1] if written else 0):
             path.append((reading.last, reading.reached[-1][1]))

@@ -86,7 +86,6 @@ class Transcript:
         """What comes next has nothing to do with the text before."""
         self._add(self._utf8.decode(b"", final=True))
         self._settle(len(self._tail))
-        self._utf8.reset()
         self._recent.clear()
 
 

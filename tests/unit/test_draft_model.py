@@ -523,6 +523,46 @@ class TestCommits:
         draft.check_integrity()
 
 
+class TestRewinding:
+    @pytest.mark.parametrize(("length", "more"), [(130, 0), (129, 0), (70, 0), (63, 90), (64, 70), (65, 1), (1, 140)])
+    def test_guesses_after_it_are_those_of_a_fresh_start(self, llama: Model, length: int, more: int) -> None:
+        """Over borders of tiles, with slots handed out in another order than before."""
+        rng = random.Random(length)
+        tokens = rng.choices(range(VOCABULARY), k=130)
+        draft = thorough(llama, 2)
+        drafted(draft, opening(tokens))
+        draft.rewind(1, length)
+        draft.check_integrity()
+        rest = rng.choices(range(VOCABULARY), k=more)
+        if rest:
+            draft.commit(Commit(1, length - 1, rest, 0))
+        assert list(rounds(draft))
+        known, draft_of = draft.tree(1), thorough(llama, 2)
+        draft.check_integrity()
+        draft.close(1)
+        fresh = drafted(draft_of, opening([*tokens[:length], *rest]))
+        assert {t: n.log_prob for t, n in known.root.children.items()} == children(fresh)
+
+    def test_what_was_computed_is_kept(self) -> None:
+        model = Recording(slots=300)
+        draft = thorough(model, 1)
+        drafted(draft, opening([5] * 40, depth=3))
+        model.passes.clear()
+        draft.rewind(1, 30)
+        draft.grow()
+        assert [row.position for row in model.passes[0]][:1] == [29]
+
+    def test_what_looks_back_forgets_what_was_taken_back(self) -> None:
+        law = SamplingParams(temperature=0.0, repetition_penalty=1.5)
+        draft = thorough(table(), 3)
+        drafted(draft, opening([1, 2, 3], sampling=law))
+        draft.commit(Commit(1, 2, [4, 5, 6], 0))
+        draft.rewind(1, 4)
+        assert list(rounds(draft))
+        fresh = drafted(thorough(table(), 3), opening([1, 2, 3, 4], sampling=law, output=1))
+        assert {t: n.log_prob for t, n in draft.tree(1).root.children.items()} == children(fresh)
+
+
 class TestSlots:
     def test_a_prompt_that_does_not_fit_is_refused(self) -> None:
         draft = DraftModel(table(slots=20), 1)

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SamplingParams
 from paceline.model.loading import build
-from paceline.speculators.base import Commit, DraftError, Limit, Opening
+from paceline.model.rows import Row
+from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.stable_tokens import StableTokens
 from paceline.speculators.strings import StringDraft
@@ -61,11 +62,11 @@ class TestAcceptance:
         assert accepted(StringDraft(inner, mapping), PROMPT, output, GREEDY) == (32, 8)
 
     def test_an_end_of_text_is_guessed(self) -> None:
-        """The draft's own, as the target's."""
+        """The draft's own, as the target's; what the draft makes of it is of no use."""
 
         class Ending(Reciter):
-            def _next(self, row: object) -> int:
-                return 2
+            def _next(self, row: Row) -> int:
+                return 300 if row.token == 2 else 2
 
         mapping = VocabularyMapping.between(BYTES, SPACES)
         end = BYTES.tokenizer.token_id("<|end|>")
@@ -75,6 +76,48 @@ class TestAcceptance:
 
 
 class TestTree:
+    def test_guesses_are_as_likely_as_the_draft_says(self) -> None:
+        """Each after those before it."""
+        numbers = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
+        own, other = (build(net, "", EngineConfig(slots=512), "", []) for net in (peaked_llama(), permuted(numbers)))
+        mapping = VocabularyMapping.between(numbered(range(VOCABULARY)), numbered(numbers))
+        mapped = opened(StringDraft(DraftModel(other, 2, least_path_probability=0.01), mapping), PROMPT)
+        itself = opened(DraftModel(own, 2, least_path_probability=0.01), PROMPT)
+        assert paths(mapped) == paths(itself)
+        for path in paths(itself):
+            said = mapped.followed(path)[-1].log_prob
+            assert said == pytest.approx(itself.followed(path)[-1].log_prob, abs=1e-4)
+
+    def test_half_a_character_is_completed_and_nothing_else_is_guessed(self) -> None:
+        """The draft was asked for all of it; how likely the rest is follows from all of what it says."""
+        at = TALE.index("京")
+        tokens = [*LETTERS.tokenizer.encode(TALE[:at]), *LETTERS.tokenizer.encode_inside("京")[:2]]
+        draft, _ = drafting(LETTERS, SPACES, width=3)
+        tree = opened(draft, tokens)
+        [last] = LETTERS.tokenizer.encode_inside("京")[2:]
+        assert [said(LETTERS.tokenizer, [token]) for token in tree.root.children] == ["京".encode()[2:]]
+        known = [node for node in draft._inner.tree(1).nodes() if len(node.path()) == 3]
+        assert tree.root.children[last].log_prob == pytest.approx(max(node.path_log_prob for node in known))
+
+    def test_what_was_guessed_is_read_again_when_the_target_writes_it_otherwise(self) -> None:
+        """Letter by letter; the draft has nothing new to say."""
+        draft, _ = drafting(BYTES, LETTERS)
+        tree = opened(draft, BYTES.tokenizer.encode("the"))
+        letters = [BYTES.tokenizer.pieces.index(bytes([byte])) for byte in b" tra"]
+        assert longest(tree, letters) == []
+        draft._inner.limit(Limit(1, 9, 0))
+        draft.commit(Commit(1, tree.root.position, letters, 0))
+        tree.commit(letters)
+        grow(draft, tree)
+        assert longest(tree, BYTES.tokenizer.encode_inside(" traveller")[1:]) != []
+
+    def test_a_token_that_the_target_has_no_number_for_is_not_guessed(self) -> None:
+        small = Vocabulary("small", BYTES.tokenizer, 300)
+        prompt = [token for token in BYTES.tokenizer.encode(TALE[:40]) if token < 300]
+        tree = opened(drafting(small, LETTERS)[0], prompt)
+        assert tree.size > 0
+        assert max(node.token for node in tree.nodes()) < 300
+
     @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (1, 50), (3, 4), (4, 50)])
     def test_it_has_what_is_wanted_and_no_more(self, depth: int, nodes: int) -> None:
         prompt = BYTES.tokenizer.encode(TALE[:30])
@@ -169,6 +212,10 @@ class TestTranscript:
         once = Transcript(mapping, BYTES.tokenizer.encode("the" + TALE * 5))
         assert said(SPACES.tokenizer, once.tokens) == said(SPACES.tokenizer, transcript.tokens)
 
+    def test_it_is_cut_where_a_word_begins_with_its_space(self) -> None:
+        transcript = Transcript(VocabularyMapping.between(BYTES, LETTERS), BYTES.tokenizer.encode("word   " * 100))
+        assert transcript._tail.startswith("   word")
+
     def test_a_text_without_spaces_is_settled_too(self) -> None:
         transcript = Transcript(VocabularyMapping.between(BYTES, SPACES), BYTES.tokenizer.encode("x" * 2000))
         assert len(transcript._tail) <= LONGEST_TAIL
@@ -209,39 +256,36 @@ class TestStableTokens:
         """Each with its length; with nothing to follow they are all of it."""
         text = data.draw(st.one_of(st.text(min_size=1, max_size=20), st.just(TALE[:50]))).encode()
         at = data.draw(st.integers(0, len(text)))
-        pending = 0 if whole(text[:at]) else len(text[:at]) - len(text[:at].decode(errors="ignore").encode())
-        tokens = StableTokens(tokenizer).of(text[at:], text[:at], pending, final=data.draw(st.booleans()))
+        tokens = StableTokens(tokenizer).of(text[at:], text[:at], final=data.draw(st.booleans()))
         lengths = [length for _, length in tokens]
         for count, length in enumerate(lengths, 1):
             assert said(tokenizer, [token for token, _ in tokens[:count]]) == text[at : at + length]
-        final = StableTokens(tokenizer).of(text[at:], text[:at], pending, final=True)
+        final = StableTokens(tokenizer).of(text[at:], text[:at], final=True)
         assert not final or final[-1][1] == len(text) - at
-        assert final or pending or at == len(text)
+        assert final or at == len(text) or not whole(text[:at])
 
     def test_what_more_text_could_change_is_left_out(self) -> None:
         stable = StableTokens(BYTES.tokenizer)
         whole = BYTES.tokenizer.encode_inside(" the traveller")
         assert said(BYTES.tokenizer, whole[:2]) == b" the tra"
-        assert [token for token, _ in stable.of(b" the traveller", b"", 0)] == whole[:2]
-        assert said(BYTES.tokenizer, [token for token, _ in stable.of(b" th", b"", 0)]) == b" t"
-        assert stable.of(b" t", b"", 0) == []
+        assert [token for token, _ in stable.of(b" the traveller", b"")] == whole[:2]
+        assert said(BYTES.tokenizer, [token for token, _ in stable.of(b" th", b"")]) == b" t"
+        assert stable.of(b" t", b"") == []
         last = whole[-1]
-        assert [token for token, _ in stable.of(b" the traveller", b"", 0, last)] == whole, "but what a draft has, too"
-        assert [token for token, _ in stable.of(b" the traveller sa", b"", 0, last)][:3] == whole, (
-            "and what is followed"
-        )
+        assert [token for token, _ in stable.of(b" the traveller", b"", last)] == whole, "but what a draft has, too"
+        assert [token for token, _ in stable.of(b" the traveller sa", b"", last)][:3] == whole, "and what is followed"
 
     def test_text_before_it_counts(self) -> None:
         """`ller` after `trave` is not written as it would be alone, if the text before was written so."""
         stable = StableTokens(BYTES.tokenizer)
-        assert stable.of(b"veller said he", b" tra", 0)[0] == (BYTES.tokenizer.encode_inside(" traveller")[1], 6)
-        assert said(BYTES.tokenizer, [t for t, _ in stable.of(b"eller said he", b" trav", 0)]).startswith(b"eller said")
+        assert stable.of(b"veller said he", b" tra")[0] == (BYTES.tokenizer.encode_inside(" traveller")[1], 6)
+        assert said(BYTES.tokenizer, [t for t, _ in stable.of(b"eller said he", b" trav")]).startswith(b"eller said")
 
     def test_a_character_is_completed_only_where_the_text_before_allows_it(self) -> None:
         stable, [*_, last] = StableTokens(LETTERS.tokenizer), LETTERS.tokenizer.encode_inside("東")
         rest = "東".encode()[2:]
-        assert stable.of(rest, "a東".encode()[:3], 2, final=True) == [(last, 1)]
-        assert stable.of(rest, b"\xff" + "東".encode()[:2], 2, final=True) == []
+        assert stable.of(rest, "a東".encode()[:3], final=True) == [(last, 1)]
+        assert stable.of(rest, b"\xff" + "東".encode()[:2], final=True) == []
 
     def test_a_tokenizer_that_changes_what_it_is_given_proposes_nothing(self) -> None:
         """Or proposes only where it does not."""
@@ -250,8 +294,8 @@ class TestStableTokens:
         backend = byte_level()._backend
         backend.normalizer = normalizers.Lowercase()
         stable = StableTokens(Tokenizer(backend, {}, None))
-        assert stable.of(b" The traveller", b"", 0) == []
-        assert stable.of(b" the traveller", b"THE", 0)
+        assert stable.of(b" The traveller", b"") == []
+        assert stable.of(b" the traveller", b"THE")
 
 
 class TestErrors:
@@ -287,7 +331,7 @@ class TestErrors:
 
 
 def opened(
-    draft: StringDraft, tokens: Sequence[int], *, depth: int = 4, nodes: int = 100, rounds: int | None = None
+    draft: Speculator, tokens: Sequence[int], *, depth: int = 4, nodes: int = 100, rounds: int | None = None
 ) -> TokenTree:
     """The tree after so many rounds, or when it is complete."""
     draft.open(Opening(1, tokens, 0, GREEDY, depth, nodes))

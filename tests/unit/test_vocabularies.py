@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from paceline.models import ModelNotFoundError
@@ -33,6 +34,10 @@ def token(of: Vocabulary, spelling: str) -> int:
     id_ = of.tokenizer.token_id(spelling)
     assert id_ is not None
     return id_
+
+
+def said(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
+    return b"".join(map(tokenizer.piece, tokens))
 
 
 class TestMeanings:
@@ -166,6 +171,29 @@ class TestInsideAText:
         for start in range(0, len(TALE), 5):
             said = TALE[start : start + 23]
             assert b"".join(map(tokenizer.piece, tokenizer.encode_inside(said))) == said.encode()
+
+    @pytest.mark.parametrize(
+        ("pre_tokenizer", "decoder"),
+        [
+            (pre_tokenizers.Metaspace(prepend_scheme="always"), decoders.Metaspace()),
+            (pre_tokenizers.Metaspace(prepend_scheme="first"), decoders.Metaspace()),
+            (pre_tokenizers.ByteLevel(add_prefix_space=True), decoders.ByteLevel()),
+            (
+                pre_tokenizers.Sequence([pre_tokenizers.Digits(), pre_tokenizers.ByteLevel(add_prefix_space=True)]),
+                decoders.ByteLevel(),
+            ),
+        ],
+        ids=["always", "first", "byte_level", "sequence"],
+    )
+    def test_whoever_puts_the_space_there(
+        self, pre_tokenizer: pre_tokenizers.PreTokenizer, decoder: decoders.Decoder
+    ) -> None:
+        backend = Backend(models.BPE(vocab={token: id_ for id_, token in enumerate("abc▁Ġ")}, merges=[]))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
+        tokenizer = Tokenizer(backend, {}, None)
+        assert tokenizer.begins_with_space
+        assert said(tokenizer, tokenizer.encode("ab c")) == b" ab c"
+        assert said(tokenizer, tokenizer.encode_inside("ab c")) == b"ab c"
 
     def test_what_stands_before_a_text_is_known(self) -> None:
         assert (BYTES.tokenizer.beginning, BYTES.tokenizer.begins_with_space) == ([], False)
