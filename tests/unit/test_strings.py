@@ -99,6 +99,25 @@ class TestTree:
         known = [node for node in draft._inner.tree(1).nodes() if len(node.path()) == 3]
         assert tree.root.children[last].log_prob == pytest.approx(max(node.path_log_prob for node in known))
 
+    def test_a_guess_that_contradicts_the_half_that_is_there_is_none(self) -> None:
+        """Although the target's half and the draft's other half would make a character."""
+        mapping = VocabularyMapping.between(LETTERS, SPACES)
+        tokens = [*LETTERS.tokenizer.encode("東東"), *LETTERS.tokenizer.encode_inside("京")[:2]]
+        draft = StringDraft(DraftModel(Reciter(SPACES, "東" * 9), 1), mapping)
+        assert opened(draft, tokens).size == 0
+        assert draft._inner.tree(1).size > 0
+
+    @pytest.mark.parametrize("said", [[0], [3 + 0xE4, 2]], ids=["unknown", "half a character"])
+    def test_a_special_token_that_is_no_end_of_a_text_is_not_guessed(self, said: list[int]) -> None:
+        class Stuttering(Reciter):
+            def _next(self, row: Row) -> int:
+                return said[-1] if row.token == said[0] else said[0]
+
+        mapping = VocabularyMapping.between(BYTES, SPACES)
+        tree = opened(StringDraft(DraftModel(Stuttering(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
+        ends = {BYTES.tokenizer.token_id("<|end|>"), -1}
+        assert not ends.intersection(node.token for node in tree.nodes())
+
     def test_what_was_guessed_is_read_again_when_the_target_writes_it_otherwise(self) -> None:
         """Letter by letter; the draft has nothing new to say."""
         draft, _ = drafting(BYTES, LETTERS)
