@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -291,7 +292,7 @@ async def follow(
             tokens += delta.tokens
             stats = delta.speculation or stats
             if len(tokens) >= submission.sampling.max_tokens // 4 and process.returncode is None:
-                process.kill()
+                os.kill(process.pid, signal.SIGKILL)  # process.kill() takes the exit code of one that was killed before
                 await process.wait()
     return tokens, stats
 
