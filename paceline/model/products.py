@@ -35,7 +35,8 @@ def piecewise(network: nn.Module) -> None:
 
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
-    return in_pieces(lambda piece: F.linear(piece, module.weight, module.bias), rows).view(*x.shape[:-1], -1)
+    product = in_pieces(lambda piece: F.linear(piece, module.weight, module.bias), rows)
+    return product.view(*x.shape[:-1], module.out_features)
 
 
 def _depends_on_rows(device: torch.device) -> bool:

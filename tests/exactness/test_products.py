@@ -36,9 +36,10 @@ def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.d
         assert torch.equal(product(x[:rows]), alone[:rows])
 
 
-def test_a_layers_input_may_have_more_dimensions() -> None:
+@pytest.mark.parametrize("rows", [40, 0], ids=["some rows", "an expert nobody asks"])
+def test_a_layers_input_may_have_more_dimensions(rows: int) -> None:
     module = nn.Linear(64, 32).to(torch.bfloat16)
-    x = torch.randn(1, 40, 2, 64).to(torch.bfloat16)
+    x = torch.randn(1, rows, 2, 64).to(torch.bfloat16)
     expected = module(x)
     piecewise(module)
     assert module(x).shape == expected.shape
