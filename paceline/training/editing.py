@@ -79,19 +79,38 @@ def _chat(code: str, rng: random.Random) -> Chat | None:
 
 def _renamed(code: str, rng: random.Random) -> Edit | None:
     """A parameter or variable gets another name."""
-    used = Counter(node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name))
-    stored = {n.id for n in ast.walk(ast.parse(code)) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
-    stored |= {
-        argument.arg for n in ast.walk(ast.parse(code)) if isinstance(n, ast.FunctionDef) for argument in n.args.args
-    }
-    names = sorted(name for name in stored if used[name] > 1 and name not in ("self", "cls", "_"))
+    names = _variables(code)
     if not names:
         return None
-    old, new = rng.choice(names), rng.choice(NEW_NAMES.split())
+    old, new = rng.choice(names), _unused(code, rng)
     asked = rng.choice(
         ("Rename `{old}` to `{new}`:", "Rename `{old}` to `{new}` in this code:", "Call `{old}` `{new}`:")
     )
     return asked.format(old=old, new=new), re.sub(rf"\b{old}\b", new, code)
+
+
+def _variables(code: str) -> Sequence[str]:
+    """Parameters and variables that occur more than once. Not those whose name means something else, too, that would
+    have to keep it: an attribute, a keyword of somebody else's function, a global, a function, a string's spelling."""
+    nodes = list(ast.walk(ast.parse(code)))
+    used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
+    own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    others = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    others |= {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg is not None}
+    others |= {name for node in nodes if isinstance(node, ast.Global | ast.Nonlocal) for name in node.names}
+    others |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    return sorted(n for n in own - others - {"self", "cls", "_"} if used[n] > 1 and not _spells_strings(n, code))
+
+
+def _spells_strings(name: str, code: str) -> bool:
+    """Whether a word of this name is a prefix, an escape or a conversion: `b"`, `\\n`, `%s`, `!r`."""
+    return re.search(rf"""[\\%!]{name}\b|\b{name}['"]""", code) is not None
+
+
+def _unused(code: str, rng: random.Random) -> str:
+    """A new name that is not in this code."""
+    return rng.choice([name for name in NEW_NAMES.split() if not re.search(rf"\b{name}\b", code)])
 
 
 def _with_parameter(code: str, rng: random.Random) -> Edit | None:
@@ -99,7 +118,7 @@ def _with_parameter(code: str, rng: random.Random) -> Edit | None:
     header, rest = code.split("\n", 1)
     if not header.endswith("):") or "*" in header:
         return None
-    parameter = f"{rng.choice(NEW_NAMES.split())}={rng.choice(('None', '0', '1', 'True', 'False'))}"
+    parameter = f"{_unused(code, rng)}={rng.choice(('None', '0', '1', 'True', 'False'))}"
     joint = "" if header.endswith("():") else ", "
     return f"Add the parameter `{parameter}`:", f"{header[:-2]}{joint}{parameter}):\n{rest}"
 
@@ -109,11 +128,13 @@ def _with_comment(code: str, rng: random.Random) -> Edit:
     return f"Add the comment `{comment}` above the function:", f"# {comment}\n{code}"
 
 
-def _with_prefix(code: str, rng: random.Random) -> Edit:
-    """A function gets another name."""
-    name = re.split(r"[ (]", code)[1]
-    new = f"{rng.choice(NEW_NAMES.split())}_{name.strip('_')}"
-    return f"Rename the function to `{new}`:", code.replace(f"def {name}(", f"def {new}(", 1)
+def _with_prefix(code: str, rng: random.Random) -> Edit | None:
+    """A function gets another name, if it does not call itself."""
+    name = code[len("def ") :].split("(")[0].rstrip()
+    if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(code))):
+        return None
+    new = f"{_unused(code, rng)}_{name.strip('_')}"
+    return f"Rename the function to `{new}`:", code.replace(f"def {name}", f"def {new}", 1)
 
 
 def _unchanged(code: str, rng: random.Random) -> Edit:

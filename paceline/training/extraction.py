@@ -1,4 +1,4 @@
-"""Chats about facts in sentences that are wanted as JSON: names that nobody has seen have to be copied."""
+"""Chats about facts in sentences that are wanted as JSON: names are made up, so they have to be copied."""
 
 import json
 import random
@@ -13,7 +13,7 @@ SYLLABLES = (
 )
 ASKED = ("Extract the {things} as JSON:", "List the {things} as JSON:", "Write the {things} as a JSON list:")
 
-Value = str | int | float | bool
+Value = str | int
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class Kind:
 
 
 def extractions(count: int, seed: int) -> list[Chat]:
-    """`count` chats; no two seeds share names."""
+    """`count` chats. Another seed makes up other facts, though the shortest names come again."""
     rng = random.Random(seed)
     return [_chat(rng.choice(KINDS), rng) for _ in range(count)]
 

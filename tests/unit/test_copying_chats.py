@@ -1,0 +1,259 @@
+"""Chats whose answers are copies: edits of code and facts as JSON. Every answer is right, whatever the seed."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from paceline.training.chats import Chat
+from paceline.training.corpus import held_out_files, read_source, source_texts
+from paceline.training.editing import COMMENTS, EDITS, NEW_NAMES, edits
+from paceline.training.extraction import KINDS, extractions
+
+EDIT = re.compile(r"([^\n]+)\n\n```python\n(.+)\n```", re.DOTALL)
+ANSWER = re.compile(r"```python\n(.+)\n```", re.DOTALL)
+KIND_OF_EDIT = {
+    "Rename `": "renamed",
+    "Call `": "renamed",
+    "Rename the function": "function",
+    "Add the parameter": "parameter",
+    "Add the comment": "comment",
+    "Repeat": "same",
+    "Copy": "same",
+}
+
+HARD = '''\
+def total(self, b, n, s, kept, key=None):
+    """Sum of kept; \\n and %s stay, b'' too."""
+    global seen
+    seen = n + n
+    total = seen * seen
+    key = self.key(b, kept=kept) + b
+    header = b"x" if kept else f"{n!s} \\n"
+    index = [s for s in b if s]
+    return header, index, key, total
+'''
+
+
+@pytest.fixture(scope="module")
+def held_out() -> list[str]:
+    return [read_source(path) for path in held_out_files()]
+
+
+@pytest.fixture(scope="module")
+def training_text() -> list[str]:
+    return source_texts()
+
+
+@pytest.fixture(scope="module")
+def many(held_out: list[str], training_text: list[str]) -> list[Chat]:
+    return [*edits(held_out, 400, seed=0), *edits(training_text[::4], 1200, seed=3)]
+
+
+def parts(chat: Chat) -> tuple[str, str, str]:
+    """What is asked for, the code, and the answer's."""
+    asked, answer = EDIT.fullmatch(chat[0]["content"]), ANSWER.fullmatch(chat[1]["content"])
+    assert [message["role"] for message in chat] == ["user", "assistant"]
+    assert asked is not None
+    assert answer is not None
+    return asked[1], asked[2], answer[1]
+
+
+def of_kind(chats: Sequence[Chat], wanted: str) -> list[tuple[list[str], str, str]]:
+    """What stands in backquotes, the code, and the answer's, of all edits of a kind."""
+    found = []
+    for chat in chats:
+        asked, code, answer = parts(chat)
+        [kind] = {kind for start, kind in KIND_OF_EDIT.items() if asked.startswith(start)}
+        if kind == wanted:
+            found.append((re.findall(r"`([^`]+)`", asked), code, answer))
+    assert len(found) > 20
+    return found
+
+
+class Names(ast.NodeTransformer):
+    """Renames one variable, and forgets strings, which may speak of it."""
+
+    def __init__(self, old: str, new: str) -> None:
+        self._old, self._new = old, new
+
+    def _named(self, name: str) -> str:
+        return self._new if name == self._old else name
+
+    def visit_Name(self, node: ast.Name) -> ast.Name:
+        return ast.Name(self._named(node.id), node.ctx)
+
+    def visit_arg(self, node: ast.arg) -> ast.arg:
+        return ast.arg(self._named(node.arg), node.annotation and self.visit(node.annotation))
+
+    def visit_ExceptHandler(self, node: ast.ExceptHandler) -> ast.AST:
+        node.name = node.name and self._named(node.name)
+        return self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.Constant:
+        return ast.Constant("" if isinstance(node.value, str) else node.value)
+
+
+def renamed_tree(code: str, old: str = "", new: str = "") -> str:
+    return ast.dump(Names(old, new).visit(ast.parse(code)))
+
+
+def function(code: str) -> ast.FunctionDef:
+    [found] = ast.parse(code).body
+    assert isinstance(found, ast.FunctionDef)
+    return found
+
+
+def test_all_that_is_asked_about_is_a_whole_function(many: list[Chat]) -> None:
+    for chat in many:
+        _, code, answer = parts(chat)
+        assert function(code).col_offset == 0
+        assert function(answer)
+        assert 6 <= len(code.splitlines()) <= 22
+        assert len(code) <= 800
+
+
+def test_a_variable_is_renamed_everywhere_and_nothing_else_is(many: list[Chat]) -> None:
+    for [old, new], code, answer in of_kind(many, "renamed"):
+        assert answer != code
+        assert re.sub(rf"\b{new}\b", old, answer) == code
+        assert renamed_tree(answer) == renamed_tree(code, old, new)
+
+
+def test_names_that_mean_something_else_too_are_not_renamed() -> None:
+    """`kept` is a keyword, `seen` a global, `key` an attribute, `total` a function; `b`, `n` and `s` are in the
+    spelling of strings."""
+    assert {parts(chat)[0].split("`")[1] for chat in asked_of(HARD, "renamed")} == {"header", "index"}
+
+
+def asked_of(code: str, kind: str) -> list[Chat]:
+    """All edits of a kind, of one function, by many seeds."""
+    chats = [chat for seed in range(60) for chat in edits([code], 4, seed)]
+    return [chat for chat in chats if any(parts(chat)[0].startswith(s) for s, k in KIND_OF_EDIT.items() if k == kind)]
+
+
+def test_a_parameter_comes_last_and_all_else_stays(many: list[Chat]) -> None:
+    for [parameter], code, answer in of_kind(many, "parameter"):
+        before, after = function(code), function(answer)
+        name, value = parameter.split("=")
+        assert after.args.args.pop().arg == name
+        assert ast.unparse(after.args.defaults.pop()) == value
+        assert ast.dump(before) == ast.dump(after)
+        assert answer.split("\n")[1:] == code.split("\n")[1:]
+
+
+def test_a_function_s_name_is_all_that_changes(many: list[Chat]) -> None:
+    for [name], code, answer in of_kind(many, "function"):
+        before, after = function(code), function(answer)
+        assert (after.name, before.name.strip("_")) == (name, name.split("_", 1)[1])
+        after.name = before.name
+        assert ast.dump(before) == ast.dump(after)
+        assert answer.split("\n")[1:] == code.split("\n")[1:]
+
+
+def test_a_function_that_calls_itself_keeps_its_name() -> None:
+    lines = ["def depth(node):", "    if not node:", "        return 0", "    below = depth(node[0])"]
+    code = "\n".join([*lines, "    if below:", "        return 1 + below", "    return 1"])
+    assert asked_of(code, "function") == []
+    assert asked_of(code.replace("= depth", "= other"), "function") != []
+
+
+def test_a_comment_stands_above_the_function(many: list[Chat]) -> None:
+    for [comment], code, answer in of_kind(many, "comment"):
+        assert comment in COMMENTS
+        assert answer == f"# {comment}\n{code}"
+
+
+def test_a_copy_is_a_copy(many: list[Chat]) -> None:
+    for _, code, answer in of_kind(many, "same"):
+        assert answer == code
+
+
+def test_a_new_name_is_new() -> None:
+    """Whatever the draw, though all but two are taken."""
+    taken = [name for name in NEW_NAMES.split() if name not in ("glyph", "zone")]
+    code = f"def twice(alpha):\n    {' = '.join(taken)} = alpha\n    return alpha"
+    for seed, edit in itertools.product(range(40), EDITS):
+        asked, _ = edit(code, random.Random(seed)) or ("", "")
+        new = re.findall(r"`([^`]+)`", asked)
+        assert not new or "comment" in asked or re.split("[=_]", new[-1])[0] in ("glyph", "zone")
+
+
+def test_what_is_held_out_is_in_no_text_that_was_trained_on(held_out: list[str], training_text: list[str]) -> None:
+    def bare(text: str) -> str:
+        return "\n".join(line.strip() for line in text.splitlines())
+
+    read = [bare(text) for text in training_text]
+    asked = {parts(chat)[1] for chat in edits(held_out, 400, seed=101)}
+    assert len(asked) > 80
+    assert not [code for code in asked if any(bare(code) in text for text in read)]
+
+
+def some_edits(seed: int) -> list[Chat]:
+    return edits([HARD] * 9, 20, seed)
+
+
+def some_extractions(seed: int) -> list[Chat]:
+    return extractions(20, seed)
+
+
+@pytest.mark.parametrize("make", [some_edits, some_extractions])
+def test_the_same_seed_gives_the_same_chats_and_another_one_others(make: Callable[[int], list[Chat]]) -> None:
+    assert make(5) == make(5)
+    assert make(5) != make(6)
+    assert len(make(5)) == 20
+
+
+def test_there_are_no_more_chats_than_the_code_allows() -> None:
+    assert 0 < len(edits([HARD], 1000, seed=0)) <= 4
+    assert edits(["x = 1\n"], 10, seed=0) == []
+
+
+def facts(chat: Chat) -> list[dict[str, str | int]]:
+    records: list[dict[str, str | int]] = json.loads(chat[1]["content"])
+    return records
+
+
+def test_json_holds_the_facts_of_the_sentences_in_their_order_and_no_others() -> None:
+    seen: Counter[str] = Counter()
+    for chat in extractions(300, seed=4):
+        asked, text = chat[0]["content"].split("\n\n")
+        [kind] = [kind for kind in KINDS if f" {kind.things} " in asked]
+        told = [
+            " ".join(sentence.format(**record) for record in facts(chat))
+            for sentence in kind.sentences
+            if all(set(record) == set(kind.fields) for record in facts(chat))
+        ]
+        assert text in told
+        assert 3 <= len(facts(chat)) <= 7
+        seen[kind.sentences[told.index(text)]] += 1
+    assert set(seen) == {sentence for kind in KINDS for sentence in kind.sentences}
+
+
+def test_every_record_stands_on_a_line_of_its_own() -> None:
+    for chat in extractions(20, seed=9):
+        first, *lines, last = chat[1]["content"].split("\n")
+        assert (first, last) == ("[", "]")
+        assert [json.loads(line.rstrip(",")) for line in lines] == facts(chat)
+
+
+def test_numbers_are_numbers_and_names_are_strings() -> None:
+    types = {
+        (field, type(value)) for chat in extractions(100, seed=1) for r in facts(chat) for field, value in r.items()
+    }
+    assert {field for field, type_ in types if type_ is int} == {"born", "port", "count", "year"}
+    assert len(types) == len({field for field, _ in types})
+
+
+def test_other_seeds_tell_other_facts() -> None:
+    def told(count: int, seed: int) -> set[str]:
+        return {json.dumps(record) for chat in extractions(count, seed) for record in facts(chat)}
+
+    assert told(40, 102).isdisjoint(told(3000, 2))  # what is measured, and what was trained on
