@@ -11,10 +11,11 @@ method's authors publish, and other servers read them, too.
 import argparse
 import json
 import logging
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from paceline.models import ModelNotFoundError, resolve_model
+from paceline.models import ModelNotFoundError, is_weightless, resolve_model
 from paceline.training.eagle import Eagle
 from paceline.training.eagle3 import Eagle3
 from paceline.training.medusa import Medusa
@@ -43,6 +44,8 @@ INNER = 4
 """The width of a head's MLP, in hidden sizes."""
 READ_BEFORE = 64
 """Tokens of a held-out row that come before the first guess that counts."""
+LEAST = 2 * READ_BEFORE
+"""Tokens without which there is nothing to learn, or to measure."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 MEDUSA_HEADS = 3
@@ -213,7 +216,8 @@ def train_head(method: str, plan: argparse.Namespace) -> None:
         reading = reader.read(batch_BL)
         return draft_loss(model(reading, recipe.steps), reading)
 
-    trainer = Trainer(head, corpus_stream(learned, seed=21), loss, SCHEDULE, 60 * plan.minutes)
+    schedule = fitting(SCHEDULE, _longest(target, learned))
+    trainer = Trainer(head, corpus_stream(learned, seed=21), loss, schedule, 60 * plan.minutes)
     checkpoint = plan.work_dir / method
     if checkpoint.with_suffix(".pt").exists():
         trainer.load(checkpoint.with_suffix(".pt"))
@@ -223,9 +227,15 @@ def train_head(method: str, plan: argparse.Namespace) -> None:
         copy_tokenizer(Path(resolve_model(plan.target)), plan.out)
 
 
+def fitting(schedule: Schedule, longest: int) -> Schedule:
+    """With rows of at most so many tokens."""
+    phases = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
+    return replace(schedule, phases=tuple(phases))
+
+
 def evaluation(head: nn.Module, steps: int, reader: Reader, documents: Sequence[Ids]) -> Callable[[], Described]:
     """How good a head is on held-out documents: its loss, and the share of guesses accepted by depth."""
-    rows = windows(documents, min(512, sum(map(len, documents)) - 1), seed=0)[:16, :-1]
+    rows = windows(documents, min(512, _longest(reader.target, documents)), seed=0)[:16, :-1]
 
     @torch.no_grad()
     def evaluate() -> Described:
@@ -280,13 +290,27 @@ def _stored(tensor: Tensor) -> Tensor:
 
 
 def _texts(plan: argparse.Namespace, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
+    """To learn from, and held out. Raises `TextError` if either is too little, or written for another vocabulary."""
     eos = target.config.eos_token_id
-    end = int(eos[0] if isinstance(eos, list) else eos)
+    end = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
     documents = read_documents(plan.data, plan.target, end)
-    return (documents, read_documents(plan.held_out, plan.target, end)) if plan.held_out else divided(documents)
+    texts = (documents, read_documents(plan.held_out, plan.target, end)) if plan.held_out else divided(documents)
+    for each, purpose in zip(texts, ("to learn from", "held out"), strict=True):
+        if (count := sum(map(len, each))) < LEAST:
+            raise TextError(f"{count} tokens are {purpose}: give at least {LEAST}")
+        if (largest := max(int(ids.max(initial=0)) for ids in each)) >= target.config.vocab_size:
+            raise TextError(f"token {largest} is {purpose}, {plan.target} has {target.config.vocab_size}")
+    return texts
+
+
+def _longest(target: PreTrainedModel, documents: Sequence[Ids]) -> int:
+    """Tokens that a row can have: one more is read, to be foreseen."""
+    return min(int(target.config.max_position_embeddings), sum(map(len, documents))) - 1
 
 
 def _target(plan: argparse.Namespace) -> PreTrainedModel:
+    if is_weightless(plan.target):
+        raise ModelNotFoundError(f"{plan.target} has no weights: name a model that computes something")
     target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         resolve_model(plan.target), dtype=torch.bfloat16, local_files_only=True
     )
@@ -298,11 +322,11 @@ def main() -> int:
     plan = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(plan.threads)
-    plan.work_dir.mkdir(parents=True, exist_ok=True)
     try:
+        plan.work_dir.mkdir(parents=True, exist_ok=True)
         train_head(plan.method, plan)
     except (ModelNotFoundError, TextError, OSError) as error:
-        log.critical("%s", error)
+        log.critical("%s", str(error).strip().splitlines()[0])  # transformers goes on for paragraphs
         return 2
     except Stopped as stop:
         log.warning("%s", stop)
@@ -318,11 +342,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
     parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
-    parser.add_argument("--minutes", type=float, default=60.0, help="training time in all, over all resumes")
+    parser.add_argument("--minutes", type=_minutes, default=60.0, help="training time in all, over all resumes")
     parser.add_argument("--work-dir", type=Path, default=Path("work"), help="checkpoints and the journal")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     return parser
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise ValueError
+    return minutes
 
 
 if __name__ == "__main__":

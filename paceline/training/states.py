@@ -72,17 +72,15 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
     return hook
 
 
-def draft_loss(laws: Sequence[Tensor], reading: Reading, columns: Tensor | None = None) -> Tensor:
+def draft_loss(laws: Sequence[Tensor], reading: Reading) -> Tensor:
     """Cross-entropy from the target's laws to those of each step, nats per token, weighted by DECAY: a scalar.
 
-    `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it. `columns`: the
-    target's token of each column of the head; None: all of them.
+    `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it.
     """
-    target = reading.logits_BLV if columns is None else reading.logits_BLV[..., columns]
-    log_shares, likely = target.float().log_softmax(-1).topk(min(KEPT, target.shape[-1]))
+    log_shares, likely = reading.logits_BLV.float().log_softmax(-1).topk(min(KEPT, reading.logits_BLV.shape[-1]))
     shares = log_shares.exp()
     rest = (1 - shares.sum(-1)).clamp_min(0)
-    total, weights = torch.zeros((), device=target.device), 0.0
+    total, weights = torch.zeros((), device=shares.device), 0.0
     for step, law in enumerate(laws):
         after = slice(1 + step, None)
         said = law.gather(-1, likely[:, after]).float() - law.float().logsumexp(-1, keepdim=True)
@@ -93,15 +91,14 @@ def draft_loss(laws: Sequence[Tensor], reading: Reading, columns: Tensor | None 
 
 
 @torch.no_grad()
-def accepted_by_depth(laws: Sequence[Tensor], reading: Reading, first: int, columns: Tensor | None = None) -> Tensor:
+def accepted_by_depth(laws: Sequence[Tensor], reading: Reading, first: int) -> Tensor:
     """Share of places from position `first` on where a head's most probable tokens of all steps up to each one are the
     target's: float [steps]."""
     chosen = reading.logits_BLV.argmax(-1)
     alive: Tensor | None = None
     shares = []
     for step, law in enumerate(laws):
-        tokens = law.argmax(-1) if columns is None else columns[law.argmax(-1)]
-        hit = tokens == chosen[:, 1 + step :]
+        hit = law.argmax(-1) == chosen[:, 1 + step :]
         alive = hit if alive is None else alive[:, : hit.shape[1]] & hit
         shares.append(alive[:, first:].float().mean())
     return torch.stack(shares)

@@ -47,7 +47,7 @@ def save_documents(path: Path, documents: Sequence[Ids]) -> None:
 
 def load_documents(path: Path) -> list[Ids]:
     """Read what `save_documents` wrote."""
-    with np.load(path) as stored:
+    with path.open("rb") as file, np.load(file) as stored:
         return np.split(stored["ids"], np.cumsum(stored["lengths"])[:-1])
 
 
