@@ -144,7 +144,8 @@ def methods(
 
     from paceline.cli import bench_methods
 
-    result = bench_methods.run(Console(highlight=False), only or ())
+    with start_errors():
+        result = bench_methods.run(Console(highlight=False), only or ())
     typer.echo(json.dumps(result))
     raise typer.Exit(0 if all(row["identical"] for row in result["rows"]) else 1)
 

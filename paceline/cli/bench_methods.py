@@ -4,8 +4,8 @@ One request at a time, all in this process with one thread per core, no cached p
 and the same limits (DEPTH, NODES), and drafts inside the target's process: a draft gets no core of its own. The methods
 take turns prompt by prompt, plain decoding among them, so whatever else the machine does hits all alike; of a prompt's
 repetitions the fastest counts. `speedup` is plain decoding's time over all prompts of a workload divided by the
-method's, prompts included. A speed-up is only printed for output that equals plain decoding's, token for token; if any
-does not, the benchmark fails.
+method's, prompts included. A speed-up is only shown for output that equals plain decoding's, token for token; if any
+does not, the benchmark fails. Suffix decoding forgets finished requests: it would copy each repetition from the first.
 
 `acceptance_length` is accepted tokens per verification, without the bonus token; `by_depth[d]` is the share of
 verifications that accepted more than d tokens.
@@ -17,12 +17,14 @@ import os
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline import family
+from paceline.cli.child import StartError
 from paceline.cli.workloads import Workload, repetitive_workloads, workloads
 from paceline.config import SamplingParams
 from paceline.llm import LLM, Completion
@@ -36,6 +38,7 @@ REPETITIONS = 3
 DEPTH = 12
 NODES = 24
 PLAIN = "plain"
+FORGETFUL = {"suffix_decoding_max_cached_requests": 0}
 
 
 @dataclass(slots=True)
@@ -48,6 +51,7 @@ class Measured:
     reproducible: bool = True
 
     def add(self, prompt: int, completion: Completion, seconds: float) -> None:
+        """A repetition; prompts come in their order the first time."""
         if prompt == len(self.tokens):
             self.seconds.append([])
             self.tokens.append(completion.tokens)
@@ -65,16 +69,18 @@ class Measured:
 
     @property
     def acceptance_length(self) -> float:
-        verifications = sum(stats.verifications for stats in self.stats)
-        return sum(stats.accepted_tokens for stats in self.stats) / max(1, verifications)
+        return sum(self._accepted()) / self._verifications
 
     def by_depth(self) -> list[float]:
-        verifications = max(1, sum(stats.verifications for stats in self.stats))
-        deepest = max((len(stats.accepted_by_depth) for stats in self.stats), default=0)
-        accepted = [
-            sum(sum(stats.accepted_by_depth[depth : depth + 1]) for stats in self.stats) for depth in range(deepest)
-        ]
-        return [round(count / verifications, 3) for count in accepted]
+        return [round(count / self._verifications, 3) for count in self._accepted()]
+
+    @property
+    def _verifications(self) -> int:
+        return max(1, sum(stats.verifications for stats in self.stats))
+
+    def _accepted(self) -> list[int]:
+        """By depth, over all prompts."""
+        return [sum(counts) for counts in zip_longest(*(s.accepted_by_depth for s in self.stats), fillvalue=0)]
 
 
 def methods() -> dict[str, dict[str, Any]]:
@@ -82,13 +88,19 @@ def methods() -> dict[str, dict[str, Any]]:
     with_models = {"draft_model": DRAFT, **family.HEADS}
     alone = {method: {"method": method, "model": model} for method, model in with_models.items()}
     best = "eagle3" if "eagle3" in family.HEADS else "draft_model"
-    both = {f"suffix + {best}": {"method": ["suffix", best], "model": with_models[best]}}
-    return {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix"}, **alone, **both}
+    both = {f"suffix + {best}": {"method": ["suffix", best], "model": with_models[best], **FORGETFUL}}
+    return {"ngram": {"method": "ngram"}, "suffix": {"method": "suffix", **FORGETFUL}, **alone, **both}
 
 
 def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
-    """Measure, show, and return what the last line says. `only`: names of methods; empty: all."""
-    chosen = {name: config for name, config in methods().items() if not only or name in only}
+    """Measure, show, and return what the last line says. `only`: names of methods; empty: all.
+
+    Raises `StartError` for a name that is none.
+    """
+    known = methods()
+    if unknown := sorted(set(only) - set(known)):
+        raise StartError(f"no method is called {unknown[0]!r}: choose of {', '.join(known)}")
+    chosen = {name: config for name, config in known.items() if not only or name in only}
     rows = []
     with console.status("loading") as status:
         llms = {name: _llm(config) for name, config in chosen.items()}
@@ -161,13 +173,13 @@ def _show(console: Console, workload: str, temperature: float, measured: Mapping
             continue
         this = row(name, workload, temperature, measured)
         depths = " ".join(f"{share:.2f}" for share in this["by_depth"][:6])
-        output = "identical" if this["identical"] else "[bold red]DIFFERS"
+        speedup, output = (f"{this['speedup']:.2f}", "identical") if this["identical"] else ("", "[bold red]DIFFERS")
         table.add_row(
             name,
             f"{this['acceptance_length']:.2f}",
             depths,
             f"{this['tokens_per_s']:.0f}",
-            f"{this['speedup']:.2f}",
+            speedup,
             output,
         )
     console.print(table)

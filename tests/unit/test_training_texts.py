@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_every_document_is_learned_or_held_out(count: int, share: float) -> None
     kept, held_out = (sorted(int(d[0]) for d in part) for part in divided(documents, share))
     assert sorted(kept + held_out) == list(range(count))
     assert 1 <= len(held_out) == min(64, max(1, round(share * count)))
-    gaps = [later - earlier for earlier, later in zip(held_out, held_out[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(held_out)]
     assert not gaps or max(gaps) - min(gaps) <= 1  # of every part of the text
 
 

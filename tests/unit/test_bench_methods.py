@@ -1,0 +1,293 @@
+"""What `paceline bench methods` makes of what it measures."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline import family
+from paceline.cli import bench_methods, main
+from paceline.cli.bench_methods import DEPTH, MAX_TOKENS, NODES, PLAIN, REPETITIONS, Measured, measure, methods, row
+from paceline.cli.workloads import Workload, repetitive_workloads, workloads
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.llm import Completion
+from paceline.messages import FinishReason, SpeculationStats, Timings
+from paceline.training.corpus import held_out_files, read_source
+from paceline.training.editing import edits
+from paceline.training.extraction import extractions
+
+KEYS = ["method", "workload", "temperature", "acceptance_length", "by_depth", "tokens_per_s", "speedup", "identical"]
+PROMPTS = [[1, 2], [3, 4]]
+
+
+def stats(*steps: tuple[int, int]) -> SpeculationStats:
+    """Of steps that verified a chain so deep and accepted so much of it."""
+    made = SpeculationStats()
+    for depth, accepted in steps:
+        made.record(range(1, depth + 1), accepted)
+    return made
+
+
+def completion(tokens: Sequence[int], speculation: SpeculationStats | None = None) -> Completion:
+    spoken = speculation or SpeculationStats()
+    return Completion("", list(tokens), FinishReason.LENGTH, [], 2, spoken, Timings(0.0, 0.0, 0.0))
+
+
+class Clock:
+    """Goes on when somebody generates."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@dataclass
+class Fake:
+    """An LLM that takes `seconds` for a speculative answer and 8 s for a plain one; longer the first time."""
+
+    clock: Clock
+    seconds: float
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    changes: Sequence[bool] = ()
+    """For which of its speculative answers it says something else."""
+    asked: list[tuple[Sequence[int], SamplingParams, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._changes = itertools.chain(self.changes, itertools.repeat(False))
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, speculative: bool = True
+    ) -> list[Completion]:
+        [prompt] = prompts
+        first = 1.0 if all(prompt != asked for asked, _, _ in self.asked) else 0.0
+        self.asked.append((prompt, sampling, speculative))
+        self.clock.now += first + (self.seconds if speculative else 8.0)
+        last = int(speculative and next(self._changes))
+        return [completion([*prompt, 5, last], self.stats if speculative else None)]
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(bench_methods, "time", clock)
+    return clock
+
+
+# One row
+
+
+def test_acceptance_is_over_all_verifications_of_all_prompts() -> None:
+    """Steps without a guess are none; who guessed less deep accepted nothing below."""
+    these = Measured()
+    for n, each in enumerate([stats((3, 3), (3, 1), (0, 0)), stats((1, 1), (2, 0)), stats((0, 0))]):
+        these.add(n, completion([1], each), 1.0)
+    assert these.acceptance_length == 5 / 4
+    assert these.by_depth() == [0.75, 0.25, 0.25]
+
+
+def test_shares_are_rounded() -> None:
+    these = Measured()
+    these.add(0, completion([1], stats((1, 1), (1, 1), (1, 0))), 1.0)
+    assert these.by_depth() == [0.667]
+    assert row("m", "w", 0.0, {"m": these, PLAIN: these})["acceptance_length"] == 0.67
+
+
+def test_where_nothing_was_guessed_nothing_was_accepted() -> None:
+    these = Measured()
+    these.add(0, completion([1, 2]), 0.5)
+    assert (these.acceptance_length, these.by_depth()) == (0.0, [])
+
+
+def test_the_fastest_repetition_of_each_prompt_counts() -> None:
+    these = Measured()
+    for seconds in ([3.0, 4.0], [2.0, 6.0], [5.0, 1.0]):
+        for n, each in enumerate(seconds):
+            these.add(n, completion([1] * (n + 2)), each)
+    assert these.total_s == 3.0
+    assert these.tokens_per_s == 5 / 3
+
+
+def test_a_row_has_what_is_told_of_it() -> None:
+    plain, this = Measured(), Measured()
+    plain.add(0, completion([1, 2]), 3.0)
+    this.add(0, completion([1, 2], stats((2, 1))), 2.0)
+    assert row("eagle3", "code", 0.8, {PLAIN: plain, "eagle3": this}) == {
+        "method": "eagle3",
+        "workload": "code",
+        "temperature": 0.8,
+        "acceptance_length": 1.0,
+        "by_depth": [1.0, 0.0],
+        "tokens_per_s": 1.0,
+        "speedup": 1.5,
+        "identical": True,
+    }
+
+
+@pytest.mark.parametrize("differs", ["the method", "a repetition of it", "a repetition of plain"])
+def test_other_tokens_are_not_identical(differs: str) -> None:
+    plain, this = Measured(), Measured()
+    for n in range(2):
+        plain.add(0, completion([1, 2 + (n == 1 and differs == "a repetition of plain")]), 1.0)
+        this.add(0, completion([1, 2 + (differs == "the method" or (n == 1 and differs == "a repetition of it"))]), 1.0)
+    assert row("m", "w", 0.0, {PLAIN: plain, "m": this})["identical"] is False
+
+
+# Measuring
+
+
+def test_methods_take_turns_prompt_by_prompt(clock: Clock) -> None:
+    first, second = Fake(clock, 4.0, stats((2, 2))), Fake(clock, 2.0, stats((2, 1)))
+    measured = measure({"a": first, "b": second}, PROMPTS, 0.8)  # type: ignore[dict-item]
+    assert list(measured) == [PLAIN, "a", "b"]
+    assert [(prompt, speculative) for prompt, _, speculative in first.asked] == [
+        (PROMPTS[0], True),  # unmeasured
+        *[(prompt, speculative) for prompt in PROMPTS for speculative in (False, True)] * REPETITIONS,
+    ]
+    assert [(prompt, speculative) for prompt, _, speculative in second.asked] == [
+        (PROMPTS[0], True),
+        *[(prompt, True) for prompt in PROMPTS] * REPETITIONS,
+    ]
+    assert {(s.temperature, s.max_tokens, s.seed) for _, s, _ in first.asked + second.asked} == {(0.8, MAX_TOKENS, 7)}
+    assert [len(each.seconds) for each in measured.values()] == [2, 2, 2]
+    assert {len(seconds) for each in measured.values() for seconds in each.seconds} == {REPETITIONS}
+
+
+def test_what_was_measured_is_each_one_s_own(clock: Clock) -> None:
+    llms = {"a": Fake(clock, 4.0, stats((2, 2))), "b": Fake(clock, 2.0, stats((2, 1)))}
+    measured = measure(llms, PROMPTS, 0.0)  # type: ignore[arg-type]
+    rows = [row(name, "w", 0.0, measured) for name in llms]
+    assert [(r["speedup"], r["acceptance_length"], r["identical"]) for r in rows] == [
+        (2.0, 2.0, True),
+        (4.0, 1.0, True),
+    ]
+    assert [r["tokens_per_s"] for r in rows] == [1.0, 2.0]
+
+
+# The command
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Fake]:
+    """Two methods and two workloads."""
+    made = {"ngram": Fake(clock, 4.0, stats((2, 2))), "suffix": Fake(clock, 2.0)}
+    monkeypatch.setattr(bench_methods, "_llm", lambda config: made[config["method"]])
+    monkeypatch.setattr(bench_methods, "methods", lambda: {name: {"method": name} for name in made})
+    monkeypatch.setattr(bench_methods, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
+    chat = {"messages": [{"role": "user", "content": "y"}]}
+    monkeypatch.setattr(bench_methods, "repetitive_workloads", lambda: [Workload("copies", "", [chat, chat])])
+    return made
+
+
+def last_line(output: str) -> Any:
+    return json.loads(output.splitlines()[-1])
+
+
+@pytest.mark.usefixtures("few")
+def test_the_last_line_is_one_document_with_a_row_for_each_method_and_workload_and_temperature() -> None:
+    result = CliRunner().invoke(main, ["bench", "methods"], env={"COLUMNS": "120"})
+    told = last_line(result.output)
+    assert result.exit_code == 0
+    assert list(told) == ["rows"]
+    assert [list(each) for each in told["rows"]] == [KEYS] * 8
+    assert [(each["workload"], each["temperature"], each["method"]) for each in told["rows"]] == list(
+        itertools.product(["code", "copies"], [0.0, 0.8], ["ngram", "suffix"])
+    )
+    assert "DIFFERS" not in result.output
+
+
+def test_other_tokens_are_told_and_fail(few: dict[str, Fake]) -> None:
+    few["suffix"].changes = [False, False, True]
+    few["suffix"].__post_init__()
+    result = CliRunner().invoke(main, ["bench", "methods"], env={"COLUMNS": "120"})
+    assert result.exit_code == 1
+    assert [each["identical"] for each in last_line(result.output)["rows"]] == [True, False, *[True] * 6]
+    [line] = [line for line in result.output.splitlines() if "DIFFERS" in line]
+    assert line.replace("│", " ").split() == ["suffix", "0.00", "2", "DIFFERS"]  # and no speed-up
+
+
+def test_only_what_is_named_is_measured(few: dict[str, Fake]) -> None:
+    result = CliRunner().invoke(main, ["bench", "methods", "suffix"])
+    assert {each["method"] for each in last_line(result.output)["rows"]} == {"suffix"}
+    assert few["ngram"].asked == []
+
+
+def test_a_name_that_is_none_is_told_in_one_line() -> None:
+    result = CliRunner().invoke(main, ["bench", "methods", "eagle9"])
+    assert result.exit_code == 2
+    assert "no method is called 'eagle9': choose of ngram, suffix, draft_model" in " ".join(result.output.split())
+
+
+# What is compared
+
+
+def test_every_method_s_configuration_is_one() -> None:
+    for config in methods().values():
+        SpeculativeConfig.model_validate(config)
+    assert list(methods())[:3] == ["ngram", "suffix", "draft_model"]
+    assert "suffix + draft_model" in methods()
+
+
+def test_no_method_knows_what_it_said_before() -> None:
+    """Or a repetition would be copied from the first one."""
+    for name, config in methods().items():
+        forgets = SpeculativeConfig.model_validate(config).suffix_decoding_max_cached_requests == 0
+        assert forgets or "suffix" not in name
+
+
+def test_the_best_head_that_ships_drafts_with_suffix_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "HEADS", {"medusa": "pydoc-medusa", "eagle3": "pydoc-eagle3"})
+    made = methods()
+    assert made["medusa"] == {"method": "medusa", "model": "pydoc-medusa"}
+    assert made["suffix + eagle3"]["method"] == ["suffix", "eagle3"]
+    assert made["suffix + eagle3"]["model"] == "pydoc-eagle3"
+
+
+def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(bench_methods, "LLM", lambda *given: built.append(given))
+    for config in methods().values():
+        bench_methods._llm(config)
+    for (target, speculation, engine), config in zip(built, methods().values(), strict=True):
+        assert target == family.NAMES[0]
+        limits = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
+        assert speculation == {**limits, **config}
+        assert engine["enable_prefix_caching"] is False
+
+
+def test_prompts_are_written_as_the_gateway_writes_them() -> None:
+    chat = {"messages": [{"role": "user", "content": "What is len?"}]}
+    text, asked = bench_methods.prompts_of(Workload("w", "", [{"prompt": "def f("}, chat]))
+    tokenizer = bench_methods.Tokenizer.load(family.NAMES[0])
+    assert tokenizer.decode(text, skip_special_tokens=False) == "def f("
+    shown = tokenizer.decode(asked, skip_special_tokens=False)
+    assert shown == "<|im_start|>user\nWhat is len?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_copies_are_asked_for_without_their_answers_and_from_what_training_held_out() -> None:
+    editing, extraction = repetitive_workloads()
+    sources = [read_source(path) for path in held_out_files()]
+    for workload, chats in ((editing, edits(sources, 4, seed=101)), (extraction, extractions(4, seed=102))):
+        assert [body["messages"] for body in workload.bodies] == [chat[:1] for chat in chats]
+        assert [message["role"] for body in workload.bodies for message in body["messages"]] == ["user"] * 4
+    assert len({w.name for w in (*workloads(), editing, extraction)}) == 4
+
+
+def test_a_table_has_a_line_for_each() -> None:
+    shown, plain, this = io.StringIO(), Measured(), Measured()
+    plain.add(0, completion([1, 2]), 3.0)
+    this.add(0, completion([1, 2], stats((8, 8))), 2.0)
+    bench_methods._show(Console(file=shown, width=120), "code", 0.8, {PLAIN: plain, "medusa": this})
+    title, *lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
+    assert " ".join(title) == "code, T 0.8"
+    assert ["plain", "1", "1"] in lines
+    assert ["medusa", "8.00", *["1.00"] * 6, "1", "1.50", "identical"] in lines
