@@ -11,6 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt,
 
 Method = Literal[
     "none",
+    "auto",
     "detect",
     "draft_model",
     "eagle",
@@ -29,7 +30,9 @@ Method = Literal[
 ModelFree = Literal["ngram", "suffix"]
 DETECT = "detect"
 """The method that a checkpoint is for; `paceline.speculators.formats` finds it out."""
-TOLD_BY_CHECKPOINT = (DETECT, "dflash")
+AUTO = "auto"
+"""What fits the target, see `paceline.speculators.auto`."""
+TOLD_BY_CHECKPOINT = (AUTO, DETECT, "dflash")
 """Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
 HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
@@ -147,7 +150,8 @@ class SpeculativeConfig(Settings):
     method: Method = Field(
         "none",
         validation_alias=AliasChoices(*METHOD_KEYS),
-        description="detect: what the checkpoint in `model` is for, as if only `model` is given",
+        description="detect: what the checkpoint in `model` is for, as if only `model` is given; auto: that, or "
+        "what fits the target, and suffix and ngram beside it",
     )
     beside: tuple[ModelFree, ...] = Field(
         (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'

@@ -56,7 +56,7 @@ class LLM:
         Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
         config = EngineConfig.model_validate(engine_config or {})
-        speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}))
+        speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}), model)
         torch.set_num_threads(config.threads)
         self._model = load(model, config)
         self._tokenizer = Tokenizer.load(model)

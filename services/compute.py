@@ -14,7 +14,7 @@ import torch
 
 from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.compute.process import CannotBegin
-from paceline.config import DETECT, EngineConfig, SpeculativeConfig
+from paceline.config import AUTO, DETECT, EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
 from paceline.speculators import Lend, Speculator, build
 from paceline.telemetry import logs
@@ -63,5 +63,5 @@ def speculator_errors(speculation: SpeculativeConfig) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        named = "" if speculation.method == DETECT else f"{speculation.method} "
+        named = "" if speculation.method in (AUTO, DETECT) else f"{speculation.method} "
         raise StartError(f"the {named}speculator cannot be built: {error}") from error

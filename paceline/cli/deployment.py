@@ -153,10 +153,14 @@ def listenable(host: str, port: int) -> int:
 
 def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     """With the draft's place resolved, and its method known. Raises `StartError` if it does not suit the target."""
-    if not speculation.enabled or speculation.model is None:
+    if not speculation.enabled:
         return speculation
-    draft = _place(speculation.model)
-    known = _completed(speculation.model_copy(update={"model": draft}))
+    if speculation.model is not None:
+        speculation = speculation.model_copy(update={"model": _place(speculation.model)})
+    known = _completed(speculation, model)
+    draft = known.model
+    if draft is None:
+        return known
     if known.vocabulary_mapping != "none":
         _check_mapping(draft, model, known)
     elif known.method in ("draft_model", "pard"):
@@ -164,13 +168,13 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     return known
 
 
-def _completed(speculation: SpeculativeConfig) -> SpeculativeConfig:
+def _completed(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     if speculation.method not in TOLD_BY_CHECKPOINT:
         return speculation  # without loading torch
     from paceline.speculators import completed
 
     try:
-        return completed(speculation)
+        return completed(speculation, model)
     except ValueError as error:
         raise StartError(str(error)) from error
 

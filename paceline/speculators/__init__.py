@@ -30,16 +30,19 @@ Lend: TypeAlias = "Callable[[], Lent]"
 """Gives what the target lends. Called only for methods that draft from it."""
 
 
-def completed(config: SpeculativeConfig) -> SpeculativeConfig:
-    """With what a checkpoint says where the user says nothing: its method, and how many tokens a DFlash draft guesses.
+def completed(config: SpeculativeConfig, target: str | None = None) -> SpeculativeConfig:
+    """With what checkpoints say where the user says nothing: the method, and how many tokens a DFlash draft guesses.
+
+    `target`: by name, for method `auto`.
 
     Raises `CheckpointError` or `ModelNotFoundError` if there is no such checkpoint.
     """
     if config.method not in TOLD_BY_CHECKPOINT:
         return config
+    from paceline.speculators.auto import picked
     from paceline.speculators.formats import detected
 
-    config = detected(config)
+    config = detected(picked(config, target))
     if config.method != "dflash" or config.model is None or "num_speculative_tokens" in config.model_fields_set:
         return config
     from paceline.model.checkpoint import Checkpoint

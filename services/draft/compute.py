@@ -29,7 +29,7 @@ def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | No
     Raises `StartError` with what to do.
     """
     with speculator_errors(wanted):
-        speculation = completed(wanted)
+        speculation = completed(wanted, target_model)
 
     def lend() -> Lent:
         if target_model is None:

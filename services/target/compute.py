@@ -31,7 +31,7 @@ def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     if cpus := options.engine_config.cpus:
         bind(cpus)
     with speculator_errors(options.speculative_config):
-        speculation = completed(options.speculative_config)
+        speculation = completed(options.speculative_config, options.model)
     engine = assemble(pipe, options.model, options.engine_config, speculation)
     pipe.send(Ready(facts(engine, speculation)))
     EngineLoop(engine, pipe).run()
