@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,10 +32,12 @@ class Completion:
     """One finished request.
 
     `text` ends before what stopped it; `tokens` include the stop token, or all up to the end of the stop string.
+    `accepted[i]`: token i was guessed.
     """
 
     text: str
     tokens: list[int]
+    accepted: list[bool]
     finish_reason: FinishReason
     log_probs: list[LogProbs]
     prompt_tokens: int
@@ -55,21 +58,32 @@ class LLM:
 
         Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
-        config = EngineConfig.model_validate(engine_config or {})
+        self.config = EngineConfig.model_validate(engine_config or {})
         speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}), model)
-        torch.set_num_threads(config.threads)
-        self._model = load(model, config)
-        self._tokenizer = Tokenizer.load(model)
-        cost = row_cost(self._model, config.max_num_batched_rows)
-        self._engine = Engine(
-            self._model,
-            config,
-            speculation,
-            self._drafting(speculation, config),
-            cost,
-            beside=[LocalDrafting(each) for each in build_beside(speculation)],
-        )
+        torch.set_num_threads(self.config.threads)
+        self.model = load(model, self.config)
+        self.tokenizer = Tokenizer.load(model)
+        self.cost = row_cost(self.model, self.config.max_num_batched_rows)
         self._serial = itertools.count()
+        self._begin(speculation)
+
+    def drafting_with(self, speculative_config: SpeculativeConfig | dict[str, Any]) -> LLM:
+        """Another one over the same loaded model, with drafts of its own. Only one may generate at a time.
+
+        Raises as the constructor does, and ValueError if prompts are cached: what lies in the slots of the one would
+        be overwritten by the other.
+        """
+        if self.config.enable_prefix_caching:
+            raise ValueError("LLMs share a model without cached prompts: set enable_prefix_caching to false")
+        other = copy.copy(self)
+        other._begin(completed(SpeculativeConfig.model_validate(speculative_config), self.model.name))
+        return other
+
+    def _begin(self, speculation: SpeculativeConfig) -> None:
+        drafting = self._drafting(speculation, self.config)
+        beside = [LocalDrafting(each) for each in build_beside(speculation)]
+        self.speculation = speculation
+        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, beside=beside)
 
     def generate(
         self,
@@ -108,7 +122,7 @@ class LLM:
         self, prompts: list[list[int]], sampling: SamplingParams | None, stop: str | Sequence[str], *, speculative: bool
     ) -> list[Completion]:
         params = sampling or SamplingParams()
-        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *self._model.eos_token_ids)})
+        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *self.model.eos_token_ids)})
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
@@ -117,7 +131,7 @@ class LLM:
         try:
             for ids in prompts:
                 submission = Submission(f"llm-{next(self._serial)}", ids, params, options)
-                answers[submission.request_id] = _Answer(submission, self._tokenizer, stops)
+                answers[submission.request_id] = _Answer(submission, self.tokenizer, stops)
                 self._engine.submit(submission)
             while self._engine.busy:
                 for delta in self._engine.step():
@@ -129,31 +143,34 @@ class LLM:
         return [answer.completion() for answer in answers.values()]
 
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> Drafting:
+        self.position_limit = 0
+        """Its draft guesses nothing beyond; 0: no limit."""
         if not speculation.enabled:
             return NoDrafting()
-        speculator = build(speculation, config, self._model.lend, self._model.name)
-        if speculator.vocabulary_fingerprint not in ("", self._model.fingerprint):
+        speculator = build(speculation, config, self.model.lend, self.model.name)
+        if speculator.vocabulary_fingerprint not in ("", self.model.fingerprint):
             raise VocabularyMismatchError(
-                f"the vocabularies of {self._model.name} and {speculator.model} differ: "
+                f"the vocabularies of {self.model.name} and {speculator.model} differ: "
                 f"choose a draft that was trained with the target's tokenizer, {MAPPING_HINT}"
             )
+        self.position_limit = speculator.position_limit
         return LocalDrafting(speculator)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
-            return [self._tokenizer.encode(prompts)]
+            return [self.tokenizer.encode(prompts)]
         if prompts and isinstance(prompts[0], int):
             return [[int(t) for t in prompts]]  # type: ignore[arg-type]
         return [
-            self._tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]  # type: ignore[union-attr]
+            self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]  # type: ignore[union-attr]
             for prompt in prompts
         ]
 
     def _write(self, conversation: Conversation) -> list[int]:
-        template = self._tokenizer.chat_template
+        template = self.tokenizer.chat_template
         if template is None:
-            raise ValueError(f"{self._model.name} has no chat template: use generate")
-        return self._tokenizer.encode(template.render(conversation), add_special_tokens=False)
+            raise ValueError(f"{self.model.name} has no chat template: use generate")
+        return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
 
 class _Answer:
@@ -184,6 +201,7 @@ class _Answer:
         return Completion(
             self._text,
             whole.tokens,
+            whole.accepted,
             reason,
             whole.log_probs,
             len(self._submission.prompt),
@@ -202,6 +220,7 @@ class _Answer:
                 taken = count
                 break
         whole.tokens += delta.tokens[:taken]
+        whole.accepted += delta.accepted[:taken]
         whole.log_probs += delta.log_probs[:taken]
         if delta.finish_reason is not None and self._stops.found is None:
             self._show(self._detokenizer.flush(), len(whole.tokens))

@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from paceline.cli.options import Engine, Speculation, start_errors
+from paceline.cli.options import Engine, Speculation, Speculations, start_errors
 from paceline.config import EngineConfig
 
 main = typer.Typer(
@@ -51,6 +52,36 @@ def serve(
     with start_errors():
         code = command.serve(deployment.plan(wish), redis_url)
     raise typer.Exit(code)
+
+
+@main.command()
+def doctor(
+    model: Annotated[str, typer.Option(help="The target: a folder, or the name of a shipped model.")] = "pydoc",
+    speculative_config: Speculations = None,
+    prompts: Annotated[Path | None, typer.Option(help=".txt, one a line; or .jsonl, prompt or messages.")] = None,
+    url: Annotated[str | None, typer.Option(help="Ask a running Paceline server instead.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="0 and 0.8 by default.")] = None,
+    engine_config: Engine = None,
+) -> None:
+    """Measure every way to draft that fits, on your prompts: what is accepted, what it is worth, what is wrong."""
+    from rich.console import Console
+
+    from paceline.cli import doctor as command
+
+    wish = command.Wish(
+        model,
+        speculative_config or (),
+        prompts,
+        url,
+        max_tokens,
+        temperature or (0.0, 0.8),
+        engine_config or EngineConfig(),
+    )
+    with start_errors():
+        told = command.run(Console(highlight=False), wish)
+    typer.echo(json.dumps(told))
+    raise typer.Exit(0 if told["identical"] else 1)
 
 
 @main.command()

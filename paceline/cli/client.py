@@ -24,7 +24,7 @@ class Answer:
     """One streamed completion. Token i covers the characters from `offsets[i]` on, and was guessed if `accepted[i]`.
 
     `wall_s`: from sending the request to the end of the stream, where that was measured. `speculation` and `timings`
-    are the target's account.
+    are the target's account. `prompt_tokens`: 0 unless the usage was asked for.
     """
 
     text: str = ""
@@ -33,6 +33,7 @@ class Answer:
     offsets: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     wall_s: float = 0.0
+    prompt_tokens: int = 0
     speculation: Mapping[str, Any] = field(default_factory=dict)
     timings: Mapping[str, float] = field(default_factory=dict)
 
@@ -56,6 +57,7 @@ class Answer:
             self.offsets += choice.get("text_offset") or []
             self.finish_reason = choice["finish_reason"] or self.finish_reason
         self.speculation = chunk.get("speculation") or self.speculation
+        self.prompt_tokens = (chunk.get("usage") or {}).get("prompt_tokens", self.prompt_tokens)
         self.timings = chunk.get("timings") or self.timings
 
 

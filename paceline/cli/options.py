@@ -50,6 +50,15 @@ Speculation = Annotated[
         help='How to draft: {"method": "draft_model", "model": ...}, {"method": "ngram"} or {"method": "none"}.',
     ),
 ]
+Speculations = Annotated[
+    list[SpeculativeConfig] | None,
+    typer.Option(
+        "--speculative-config",
+        parser=parsed_json(SpeculativeConfig),
+        metavar="JSON",
+        help="Another way to draft; can be given several times.",
+    ),
+]
 Engine = Annotated[
     EngineConfig | None,
     typer.Option("--engine-config", parser=parsed_json(EngineConfig), metavar="JSON", help="dtype, device, slots, ..."),

@@ -74,14 +74,19 @@ def has_own_layer(place: str) -> bool:
 
     Raises `CheckpointError` if it cannot be read.
     """
-    if is_weightless(place):
-        return False
-    checkpoint = Checkpoint(place)
+    return not is_weightless(place) and bool(own_layer_names(Checkpoint(place)))
+
+
+def own_layer_names(checkpoint: Checkpoint) -> list[str]:
+    """Its tensors; none if there is no whole layer, or of no family that is known."""
     settings = checkpoint.config.get("text_config", checkpoint.config)
     kind = FAMILIES.get(settings.get("model_type", ""))
     if kind is None or kind.layout is None:
-        return False
-    return kind.layout.name("projection.weight", int(settings["num_hidden_layers"])) in checkpoint.names
+        return []
+    layers = int(settings["num_hidden_layers"])
+    if kind.layout.name("projection.weight", layers) not in checkpoint.names:
+        return []
+    return [name for name in checkpoint.names if name.startswith(kind.layout.prefix.format(layers=layers))]
 
 
 def _of_suffix(config: SpeculativeConfig, pick: Pick) -> dict[str, Any]:

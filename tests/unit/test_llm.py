@@ -197,7 +197,7 @@ class TestErrors:
         """Ctrl-C in a notebook: slots were taken, nothing was computed in them."""
         llm = LLM("table:64", DRAFT, SMALL)
         expected = one(llm).tokens
-        run, passes = llm._model.run, 0
+        run, passes = llm.model.run, 0
 
         def interrupted(*arguments: Any) -> Any:
             nonlocal passes
@@ -206,7 +206,7 @@ class TestErrors:
                 raise KeyboardInterrupt
             return run(*arguments)
 
-        monkeypatch.setattr(llm._model, "run", interrupted)
+        monkeypatch.setattr(llm.model, "run", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate([PROMPT, "4 5 6"], GREEDY)
         llm._engine.check_integrity()

@@ -1,0 +1,92 @@
+"""Measures what a running server drafts with, over HTTP: each prompt with speculation and without."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import httpx
+
+from paceline.cli.child import StartError
+from paceline.cli.client import Answer as HttpAnswer
+from paceline.cli.client import ApiRefusedError, Client, open_client
+from paceline.config import SpeculativeConfig
+from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
+from paceline.doctor.measure import SEED, TOGETHER, groups
+from paceline.doctor.prompts import Prompt
+from paceline.messages import SpeculationStats
+
+USAGE = {"stream_options": {"include_usage": True}}
+COUNTS = ("drafted_by_depth", "accepted_by_depth", "drafted_tokens", "verifications", "steps")
+
+
+def measure(
+    url: str, prompts: Sequence[Prompt], max_tokens: int, temperatures: Sequence[float], facts: Facts
+) -> Measured:
+    """Raises `StartError` if no server answers at `url`, or it refuses a prompt."""
+    try:
+        return asyncio.run(_measure(url, prompts, max_tokens, temperatures, facts))
+    except ApiRefusedError as error:
+        raise StartError(f"the server at {url} refuses a prompt: {error}") from error
+    except httpx.HTTPError as error:
+        raise StartError(f"no server answers at {url} ({error}): start one with `paceline serve`") from error
+
+
+async def _measure(
+    url: str, prompts: Sequence[Prompt], max_tokens: int, temperatures: Sequence[float], facts: Facts
+) -> Measured:
+    speeds: list[Speed] = []
+    acceptances: list[Acceptance] = []
+    same = promised = True
+    async with open_client(url) as client:
+        model = await client.model()
+        for temperature in temperatures:
+            sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": SEED, **USAGE}
+            for at_once in (1, *TOGETHER) if temperature == temperatures[0] else (1,):
+                plain, speculative, (plain_s, speculative_s) = await _both(client, prompts, sampling, at_once)
+                same &= [answer.tokens for answer in plain] == [answer.tokens for answer in speculative]
+                promised &= all(answer.speculation["drafter_invariant"] for answer in speculative)
+                if temperature == temperatures[0]:
+                    speeds.append(Speed(at_once, _tokens(plain) / plain_s, _tokens(speculative) / speculative_s))
+                if at_once == 1:
+                    acceptances.append(Acceptance(temperature, list(map(told, speculative))))
+    identical = same if promised else None
+    return Measured(f"{model}, as served", SpeculativeConfig(), acceptances, speeds, identical, facts)
+
+
+def told(answer: HttpAnswer) -> Answer:
+    stats = SpeculationStats(**{key: answer.speculation[key] for key in COUNTS})
+    return Answer(answer.prompt_tokens, answer.accepted, stats)
+
+
+def body_of(prompt: Prompt) -> tuple[str, dict[str, Any]]:
+    """Route and body."""
+    if isinstance(prompt, str):
+        return "/v1/completions", {"prompt": prompt}
+    return "/v1/chat/completions", {"messages": list(prompt)}
+
+
+async def _both(
+    client: Client, prompts: Sequence[Prompt], sampling: Mapping[str, Any], at_once: int
+) -> tuple[list[HttpAnswer], list[HttpAnswer], tuple[float, float]]:
+    """Answers without and with speculation, and the seconds that each took. Prompts are cached before."""
+    answers: tuple[list[HttpAnswer], list[HttpAnswer]] = ([], [])
+    seconds = [0.0, 0.0]
+    for group in groups(prompts, at_once):
+        await _ask(client, group, {**sampling, "max_tokens": 1, "speculative": False})
+        for side, speculative in enumerate((False, True)):
+            began = time.perf_counter()
+            answers[side].extend(await _ask(client, group, {**sampling, "speculative": speculative}))
+            seconds[side] += time.perf_counter() - began
+    return *answers, (seconds[0], seconds[1])
+
+
+async def _ask(client: Client, group: Sequence[Prompt], options: Mapping[str, Any]) -> list[HttpAnswer]:
+    asked = ((path, {**body, **options}) for path, body in map(body_of, group))
+    return list(await asyncio.gather(*(client.collect(path, body) for path, body in asked)))
+
+
+def _tokens(answers: Sequence[HttpAnswer]) -> int:
+    return sum(len(answer.tokens) for answer in answers)

@@ -1,0 +1,144 @@
+"""All of it: what was measured, what is wrong with it, what it takes, and what to serve with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paceline.config import SpeculativeConfig
+from paceline.doctor.advice import Advice, advice
+from paceline.doctor.candidates import Candidate, together
+from paceline.doctor.causes import Cause, causes
+from paceline.doctor.figures import Measured
+from paceline.doctor.measure import Trial, measure, need
+from paceline.doctor.memory import Need, free_bytes
+from paceline.llm import LLM, VocabularyMismatchError
+from paceline.models import ModelNotFoundError
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way to draft that was measured. `free`: bytes before it was built; None: unknown."""
+
+    measured: Measured
+    need: Need = dataclasses.field(default_factory=Need)
+    free: int | None = None
+
+    @property
+    def causes(self) -> list[Cause]:
+        return causes(self.measured.acceptances, self.measured.facts)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """One that cannot draft for this target, or not here. `cause`: its likely name."""
+
+    name: str
+    cause: str
+    says: str
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    cases: Sequence[Case]
+    refused: Sequence[Refused]
+    advice: Advice | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether no output differs that must not."""
+        return all(case.measured.identical is not False for case in self.cases)
+
+    def told(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "methods": [_told(case) for case in self.cases],
+            "refused": [dataclasses.asdict(each) for each in self.refused],
+            "identical": self.identical,
+            "recommended": None if self.advice is None else pasted(self.advice.config),
+            "why": None if self.advice is None else self.advice.why,
+        }
+
+
+def diagnose(
+    target: LLM, candidates: Sequence[Candidate], trial: Trial, on_begin: Callable[[str], None] = lambda _: None
+) -> Diagnosis:
+    """`target`: without cached prompts. `on_begin` is told the name of each candidate."""
+    target.generate([trial.prompts[0]], trial.sampling(trial.temperatures[0]))  # fills caches of operators
+    cases: list[Case] = []
+    refused: list[Refused] = []
+
+    def examine(candidate: Candidate) -> None:
+        on_begin(candidate.name)
+        found = examined(target, candidate, trial)
+        if isinstance(found, Case):
+            cases.append(found)
+        else:
+            refused.append(found)
+
+    for candidate in candidates:
+        examine(candidate)
+    both = together([case.measured for case in cases])
+    if both is not None and both.name not in {candidate.name for candidate in candidates}:
+        examine(both)
+    return Diagnosis(cases, refused, advice([case.measured for case in cases]))
+
+
+def examined(target: LLM, candidate: Candidate, trial: Trial) -> Case | Refused:
+    try:
+        needed, free = need(target, candidate.config), free_bytes(torch.device(target.config.device))
+        if not needed.fits(free):
+            return Refused(candidate.name, "memory", short_of(needed, free or 0))
+        return Case(measure(target, candidate, trial), needed, free)
+    except VocabularyMismatchError as error:
+        return Refused(candidate.name, "tokenizer", str(error))
+    except (ValueError, OSError, ModelNotFoundError) as error:
+        return Refused(candidate.name, "configuration", str(error))
+
+
+def short_of(needed: Need, free: int) -> str:
+    return (
+        f"it takes {gigabytes(needed.weights)} of weights, {gigabytes(needed.cache)} of keys and values and "
+        f"{gigabytes(needed.states)} of hidden states, and {gigabytes(free)} are free: lower `slots`, or choose "
+        "a smaller draft"
+    )
+
+
+def gigabytes(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB"
+
+
+def pasted(config: SpeculativeConfig) -> dict[str, Any]:
+    """As the user would write it: what is not the default."""
+    said: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    beside = said.pop("beside", ())
+    return said | {"method": [*beside, config.method] if beside else config.method}
+
+
+def _told(case: Case) -> dict[str, Any]:
+    this = case.measured
+    return {
+        "method": this.name,
+        "config": pasted(this.config),
+        "acceptance": [
+            {
+                "temperature": each.temperature,
+                "length": round(each.length, 3),
+                "per_step": round(each.per_step, 3),
+                "by_depth": [round(share, 3) for share in each.by_depth],
+            }
+            for each in this.acceptances
+        ],
+        "speeds": [
+            {key: value and round(value, 2) for key, value in dataclasses.asdict(speed).items()}
+            | {"speedup": round(speed.speedup, 3)}
+            for speed in this.speeds
+        ],
+        "identical": this.identical,
+        "causes": [dataclasses.asdict(cause) for cause in case.causes],
+        "memory_bytes": {**dataclasses.asdict(case.need), "free": case.free},
+    }
