@@ -7,7 +7,9 @@ import logging
 import random
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -271,10 +273,16 @@ def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_family_that_has_no_such_layer_is_refused(tmp_path: Path) -> None:
-    lent = lent_by(save_checkpoint(tmp_path))
+    lent = replace(lent_by(save_checkpoint(tmp_path)), config=SimpleNamespace(model_type="gemma2"))
     with pytest.raises(
-        ValueError, match=r"method mtp knows .* DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, .*, not of 'llama': choose"
+        ValueError, match=r"method mtp knows .* DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, .*, not of 'gemma2': choose"
     ):
+        load_mtp(Checkpoint(lent.folder), lent, SLOTS)
+
+
+def test_a_llama_target_needs_a_layer_of_the_speculators_library(tmp_path: Path) -> None:
+    lent = lent_by(save_checkpoint(tmp_path))
+    with pytest.raises(ValueError, match=r"checkpoints of Llama have no multi-token-prediction layer, and .* is none"):
         load_mtp(Checkpoint(lent.folder), lent, SLOTS)
 
 
