@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -130,7 +129,7 @@ def trained(method: str, folder: Path) -> tuple[nn.Module, Reading]:
     ids = torch.arange(18).view(2, 9)
     reading = Reading(ids, torch.zeros(2, 9, HIDDEN), states, torch.zeros(2, 9, VOCABULARY), output)
     recipe = RECIPES[method]
-    head = recipe.begin(network.config, SimpleNamespace(output=output))  # type: ignore[arg-type]
+    head = recipe.begin(network.config, network)
     torch.manual_seed(5)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=HIDDEN**-0.5)
