@@ -38,7 +38,8 @@ def stats(*steps: tuple[int, int]) -> SpeculationStats:
 
 def completion(tokens: Sequence[int], speculation: SpeculationStats | None = None) -> Completion:
     spoken = speculation or SpeculationStats()
-    return Completion("", list(tokens), FinishReason.LENGTH, [], 2, spoken, Timings(0.0, 0.0, 0.0))
+    accepted = [False] * len(tokens)
+    return Completion("", list(tokens), accepted, FinishReason.LENGTH, [], 2, spoken, Timings(0.0, 0.0, 0.0))
 
 
 class Clock:
