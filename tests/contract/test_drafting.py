@@ -50,6 +50,42 @@ async def test_one_frame_says_all_of_a_step() -> None:
         assert nodes(news, 2) == []
 
 
+class Remembering(Counting):
+    """Knows the tokens of requests that have ended, as suffix decoding does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ended: list[list[int]] = []
+        self._said: dict[int, list[int]] = {}
+
+    def commit(self, commit: Commit) -> None:
+        super().commit(commit)
+        self._said.setdefault(commit.request_id, []).extend(commit.tokens)
+
+    def close(self, request_id: int) -> None:
+        super().close(request_id)
+        self.ended.append(self._said.pop(request_id, []))
+
+
+async def test_the_last_tokens_reach_a_worker_before_the_end_of_their_request() -> None:
+    """In one frame, with the commits of others around."""
+    speculator = Remembering()
+    async with draft_worker(speculator) as worker, target() as here:
+        await here.reach(worker.address)
+        for request_id in (1, 2):
+            here.drafting.open(opening(request_id), [worker.address])
+        here.drafting.flush()
+        await until(lambda: worker.servicer.open_requests == 2)
+        here.drafting.commit(Commit(1, 2, [8, 9], 1))
+        here.drafting.close(1)
+        here.drafting.commit(Commit(2, 2, [500], 0))
+        assert speculator.ended == []
+        here.drafting.flush()
+        await until(lambda: speculator.ended != [])
+        assert speculator.ended == [[8, 9]]
+        await here.poll(lambda news: 501 in nodes(news, 2))
+
+
 async def test_a_limited_request_stays_open() -> None:
     """Paused or not, the worker holds it until the target closes it."""
     async with draft_worker() as worker, target() as here:

@@ -56,6 +56,22 @@ class Script(NoDrafting):
         return news
 
 
+class Listening(Script):
+    """Writes down what it is told of tokens, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.said: list[tuple[str, Commit | int]] = []
+
+    def commit(self, commit: Commit) -> None:
+        self.heard.append(("commit", commit.request_id))
+        self.said.append(("commit", commit))
+
+    def close(self, request_id: int) -> None:
+        super().close(request_id)
+        self.said.append(("close", request_id))
+
+
 class Watched(TableModel):
     """Knows what had been told to the drafts when it ran."""
 
@@ -69,13 +85,21 @@ class Watched(TableModel):
         return super().run(*arguments)  # type: ignore[arg-type]
 
 
-def engine(drafting: Drafting, *, model: TableModel | None = None, row_budget: bool = True, **settings: int) -> Engine:
+def engine(
+    drafting: Drafting,
+    *,
+    model: TableModel | None = None,
+    row_budget: bool = True,
+    beside: Sequence[Drafting] = (),
+    **settings: int,
+) -> Engine:
     return Engine(
         model or TableModel(VOCABULARY, SLOTS, SLOTS),
         EngineConfig(slots=SLOTS, **settings),
         SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8, row_budget=row_budget),
         drafting,
         FREE,
+        beside=beside,
     )
 
 
@@ -419,6 +443,34 @@ class TestEnds:
         assert delta.speculation.steps == 2
         assert ("close", 1) in script.heard
         assert not target.busy
+
+    @pytest.mark.parametrize("output", [1, 2, 7])
+    def test_who_drafts_hears_the_last_tokens_before_the_end(self, output: int) -> None:
+        """And from wherever: the request's own draft and who drafts beside are told the same."""
+        own, beside = Listening(), Listening()
+        target = engine(own, beside=[beside])
+        answer = served(target, submission("a", 5, output=output))["a"]
+        for each in (own, beside):
+            assert [what for what, _ in each.said] == ["commit"] * output + ["close"]
+            commits = [said for what, said in each.said if isinstance(said, Commit)]
+            assert [token for commit in commits for token in commit.tokens] == answer.tokens
+            assert [commit.base_position for commit in commits] == list(range(4, 4 + output))
+            assert [said for what, said in each.said if what == "close"] == [1]
+
+    def test_the_last_tokens_and_the_end_leave_together(self) -> None:
+        own = Listening()
+        served(engine(own), submission("a", 5, output=2))
+        last_flush = len(own.heard) - 1 - own.heard[::-1].index(("flush", 0))
+        assert own.heard[last_flush - 2 : last_flush] == [("commit", 1), ("close", 1)]
+
+    def test_the_last_tokens_come_with_their_hidden_states(self) -> None:
+        """Before the request gives its slots back; of the last token itself there are none yet."""
+        own = Listening()
+        own.hidden_state_layers = (0, 3)
+        answer = served(engine(own), submission("a", 5, output=3))["a"]
+        [*_, last] = [said for _, said in own.said if isinstance(said, Commit)]
+        assert last.hidden_states is not None
+        assert last.hidden_states[:, 0].tolist() == [[answer.tokens[-2], 4 + 2]]
 
     def test_cancelling_who_waits_half_reads_or_is_unknown(self) -> None:
         target = engine(local(), max_num_batched_rows=16)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -16,10 +17,12 @@ from paceline.model.rows import Lane
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.formats import recognise
+from paceline.speculators.medusa_heads import load_medusa
+from paceline.speculators.mlp_network import load_mlp_speculator
 from paceline.speculators.mtp import load_mtp
 from paceline.speculators.network import HeadNetwork
 from paceline.training.heads import RECIPES, head_config, save_head
-from paceline.training.states import Reader, Reading, draft_loss
+from paceline.training.states import DECAY, KEPT, Reader, Reading, accepted_by_depth, draft_loss
 from tests.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
 
 NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": load_mtp}
@@ -97,6 +100,101 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
         [logits] = chain(network, reading, 20, 1)
         law = head(reading, 1)[0][0, 20]
     assert (logits - law).abs().max() < 0.05 * law.abs().max()  # written in bfloat16
+
+
+def disturbed(method: str) -> tuple[nn.Module, Reader]:
+    """What begins as zeros or ones hides what is done with it."""
+    head, reader = begun(method)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter += 0.3 * torch.randn_like(parameter) * max(float(parameter.std()), parameter.shape[-1] ** -0.5)
+    return head, reader
+
+
+@torch.no_grad()
+def test_medusa_heads_are_trained_on_what_they_guess(tmp_path: Path) -> None:
+    head, reader = disturbed("medusa")
+    save_unrounded(head, "medusa", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert recognise(checkpoint) == "medusa"
+    served, reading = load_medusa(checkpoint, lent()), reader.read(rows(2))
+    assert len(served) == RECIPES["medusa"].steps == checkpoint.config["medusa_num_heads"]
+    said = served(reading.states_BLSH[:, :, 0].flatten(0, 1)).unflatten(0, (2, LENGTH))
+    for step, law in enumerate(head(reading, len(served))):
+        assert law.shape[1] == LENGTH - 1 - step
+        torch.testing.assert_close(law, said[:, : law.shape[1], step], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_a_medusa_head_begins_as_the_target_s_own(tmp_path: Path) -> None:
+    head, reader = begun("medusa")
+    reading = reader.read(rows(1))
+    for law in head(reading, 3):
+        torch.testing.assert_close(law, reading.logits_BLV[:, : law.shape[1]], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_an_mlp_speculator_is_trained_on_what_it_guesses(tmp_path: Path) -> None:
+    head, reader = disturbed("mlp_speculator")
+    save_unrounded(head, "mlp_speculator", tmp_path)
+    checkpoint = Checkpoint(tmp_path)
+    assert recognise(checkpoint) == "mlp_speculator"
+    network, reading = load_mlp_speculator(checkpoint, lent()), reader.read(rows(2))
+    laws = head(reading, RECIPES["mlp_speculator"].steps)
+    assert network.steps == len(laws) == checkpoint.config["n_predict"]
+    for row in (0, 1, 30, LENGTH - 1 - len(laws)):
+        states = network.begin(reading.states_BLSH[:, row, 0])
+        for step, law in enumerate(laws):
+            assert law.shape[1] == LENGTH - 1 - step
+            logits, states = network.step(step, states, reading.ids_BL[:, row + 1 + step])
+            torch.testing.assert_close(law[:, row], logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
+def test_a_few_steps_teach_heads_without_a_cache_something(method: str) -> None:
+    head, reader = begun(method)
+    reading, steps = reader.read(rows(4)), RECIPES[method].steps
+    optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
+    losses = []
+    for _ in range(8):
+        loss = draft_loss(head(reading, steps), reading)
+        optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@torch.no_grad()
+def test_a_loss_is_least_where_a_head_says_what_the_target_says() -> None:
+    """Of the token after the one that is guessed at, in each step; earlier steps count for more."""
+    _, reader = begun("medusa")
+    reading = reader.read(rows(2))
+    right = [reading.logits_BLV[:, 1 + step :] for step in range(3)]
+    shares = reading.logits_BLV.softmax(-1).sort(-1, descending=True).values
+    kept = torch.cat((shares[..., :KEPT], shares[..., KEPT:].sum(-1, keepdim=True)), -1)
+    entropies = [float(torch.special.entr(kept[:, 1 + step :]).sum(-1).mean()) for step in range(3)]
+    expected = (entropies[0] + DECAY * entropies[1] + DECAY**2 * entropies[2]) / (1 + DECAY + DECAY**2)
+    least = float(draft_loss(right, reading))
+    assert least == pytest.approx(expected, rel=1e-4)
+    worse = [float(draft_loss([*right[:n], 0.5 * right[n], *right[n + 1 :]], reading)) for n in range(3)]
+    assert worse[0] > worse[1] > worse[2] > least
+
+
+@torch.no_grad()
+def test_a_guess_is_accepted_with_all_before_it() -> None:
+    _, reader = begun("medusa")
+    reading = reader.read(rows(1))
+    chosen = reading.logits_BLV[0].argmax(-1)
+    laws = [F.one_hot(chosen[1 + step :], VOCABULARY)[None].float() for step in range(3)]
+    first = 10
+    assert accepted_by_depth(laws, reading, first).tolist() == [1, 1, 1]
+    places = LENGTH - 2 - first
+    laws[1][0, first + 4] *= -1  # one place is wrong in the second step, and so in all later ones
+    laws[2][0, first + 7] *= -1
+    laws[0][0, first - 1] *= -1  # before the first that counts
+    shares = accepted_by_depth(laws, reading, first).tolist()
+    assert shares == pytest.approx([1, 1 - 1 / places, 1 - 2 / (places - 1)])
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pard"])
