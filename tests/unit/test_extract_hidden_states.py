@@ -11,6 +11,8 @@ from safetensors import safe_open
 from paceline.config import EngineConfig, SamplingParams
 from paceline.llm import LLM
 from paceline.model import Lane, load
+from paceline.speculators.base import Commit, Context, DraftError, Opening
+from paceline.speculators.extract_hidden_states import ExtractHiddenStates
 from tests.checkpoints import save_checkpoint
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8]]
@@ -57,6 +59,68 @@ def test_files_of_an_earlier_run_are_kept(checkpoint: str, tmp_path: Path) -> No
     for _ in range(2):
         llm(checkpoint, tmp_path).generate([PROMPTS[1]], SamplingParams(max_tokens=1))
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["0000001.safetensors", "0000002.safetensors"]
+
+
+def states(*positions: int) -> torch.Tensor:
+    """Of two layers, telling their positions."""
+    return torch.tensor(positions, dtype=torch.bfloat16)[:, None, None].repeat(1, 2, 3)
+
+
+def opened(folder: Path, tokens: list[int]) -> ExtractHiddenStates:
+    speculator = ExtractHiddenStates(folder, (0, 9))
+    speculator.open(Opening(1, tokens, 0, SamplingParams(), 4, 8))
+    return speculator
+
+
+def test_what_is_heard_twice_is_written_once(tmp_path: Path) -> None:
+    """After a move or a preemption states come again; and commits may come without them."""
+    speculator = opened(tmp_path, [5, 6, 7])
+    speculator.context(Context(1, 0, states(0, 1)))
+    speculator.context(Context(1, 0, states(0)))
+    speculator.commit(Commit(1, 2, [8, 9], 1, None))
+    speculator.context(Context(1, 1, states(1, 2, 3)))
+    speculator.commit(Commit(1, 4, [3], 0, states(4)))
+    speculator.close(1)
+    [path] = tmp_path.iterdir()
+    with safe_open(path, "pt") as file:
+        assert file.get_tensor("token_ids").tolist() == [5, 6, 7, 8, 9, 3]
+        assert torch.equal(file.get_tensor("hidden_states"), states(0, 1, 2, 3, 4))
+        assert file.metadata() == {"layers": "[0, 9]"}
+
+
+def test_tokens_end_with_the_last_one_that_is_known_to_follow(tmp_path: Path) -> None:
+    """The states of the rest never came: a request was cancelled."""
+    speculator = opened(tmp_path, [5, 6, 7])
+    speculator.context(Context(1, 0, states(0)))
+    speculator.commit(Commit(1, 2, [8], 0, None))
+    speculator.close(1)
+    assert list(extracted(tmp_path)) == [(5, 6)]
+
+
+def test_a_hole_is_refused(tmp_path: Path) -> None:
+    speculator = opened(tmp_path, [5, 6, 7])
+    speculator.context(Context(1, 0, states(0)))
+    with pytest.raises(DraftError, match="position 2, but not of 1 before"):
+        speculator.commit(Commit(1, 2, [8], 0, states(2)))
+
+
+def test_who_said_nothing_leaves_no_file(tmp_path: Path) -> None:
+    speculator = opened(tmp_path / "new", [5, 6])
+    speculator.close(1)
+    speculator.close(1)
+    speculator.context(Context(1, 0, states(0)))
+    speculator.commit(Commit(2, 1, [8], 0, states(1)))
+    speculator.close(2)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_numbers_go_on_after_the_largest(tmp_path: Path) -> None:
+    for name in ("0000007.safetensors", "0000003.safetensors", "notes.safetensors", "0000009.partial"):
+        (tmp_path / name).touch()
+    speculator = opened(tmp_path, [5, 6])
+    speculator.context(Context(1, 0, states(0)))
+    speculator.close(1)
+    assert (tmp_path / "0000008.safetensors").stat().st_size > 0
 
 
 def computed(checkpoint: str, tokens: list[int]) -> torch.Tensor:
