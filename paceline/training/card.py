@@ -142,12 +142,13 @@ class Training:
 
     def fields(self) -> dict[str, str]:
         """The fields of a card that every model has."""
+        span = sorted({min(self.threads), max(self.threads)})
         return {
             "steps": f"{self.steps:,}",
             "tokens": f"{self.tokens:,}",
             "minutes": f"{self.seconds / 60:.0f}",
             "held_out_loss": f"{self.held_out_loss:.3f}",
-            "threads": f"{' to '.join(map(str, self.threads))} thread{'s' if self.threads[-1] > 1 else ''}",
+            "threads": f"{' to '.join(map(str, span))} thread{'s' if span[-1] > 1 else ''}",
         }
 
 

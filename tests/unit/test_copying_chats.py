@@ -30,13 +30,13 @@ KIND_OF_EDIT = {
 }
 
 HARD = '''\
-def total(self, b, n, s, kept, key=None):
-    """Sum of kept; \\n and %s stay, b'' too."""
+def total(self, b, n, s, t, d, kept, key=None):
+    """Sum of kept; \\t and %d stay, b'' too."""
     global seen
-    seen = n + n
+    seen = n + n + t + t + d + d
     total = seen * seen
     key = self.key(b, kept=kept) + b
-    header = b"x" if kept else f"{n!s} \\n"
+    header = b"x" if kept else f"{n!s} of them"
     index = [s for s in b if s]
     return header, index, key, total
 '''
@@ -128,9 +128,9 @@ def test_a_variable_is_renamed_everywhere_and_nothing_else_is(many: list[Chat]) 
 
 
 def test_names_that_mean_something_else_too_are_not_renamed() -> None:
-    """`kept` is a keyword, `seen` a global, `key` an attribute, `total` a function; `b`, `n` and `s` are in the
+    """`kept` is a keyword, `seen` a global, `key` an attribute, `total` a function; `b`, `s`, `t` and `d` are in the
     spelling of strings."""
-    assert {parts(chat)[0].split("`")[1] for chat in asked_of(HARD, "renamed")} == {"header", "index"}
+    assert {parts(chat)[0].split("`")[1] for chat in asked_of(HARD, "renamed")} == {"header", "index", "n"}
 
 
 def asked_of(code: str, kind: str) -> list[Chat]:
@@ -226,7 +226,7 @@ def test_json_holds_the_facts_of_the_sentences_in_their_order_and_no_others() ->
     for chat in extractions(300, seed=4):
         asked, text = chat[0]["content"].split("\n\n")
         [kind] = [kind for kind in KINDS if f" {kind.things} " in asked]
-        assert all(set(record) == set(kind.fields) for record in facts(chat))
+        assert all(list(record) == list(kind.fields) for record in facts(chat))
         told = [" ".join(sentence.format(**record) for record in facts(chat)) for sentence in kind.sentences]
         assert text in told
         assert 3 <= len(facts(chat)) <= 7

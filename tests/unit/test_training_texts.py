@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
 
 from paceline.text import Tokenizer
 from paceline.training.texts import TextError, divided, read_documents
@@ -63,6 +65,16 @@ def test_a_chat_is_read_as_the_template_writes_it(tmp_path: Path) -> None:
 
 def test_without_a_template_a_chat_s_text_serves(plain: str, tmp_path: Path) -> None:
     assert read(written(tmp_path, {"messages": CHAT, "text": "7"}), plain) == [[7, END]]
+
+
+def test_nothing_is_put_before_a_text(tmp_path: Path) -> None:
+    """Templates and prompts bring a BOS of their own where there is one."""
+    folder = save_checkpoint(tmp_path / "target")
+    backend = Backend.from_file(str(folder / "tokenizer.json"))
+    backend.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", 9)])
+    backend.save(str(folder / "tokenizer.json"))
+    assert Tokenizer.load(str(folder)).encode("3") == [9, 3]
+    assert read(written(tmp_path, {"text": "3"}), str(folder)) == [[3, END]]
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".md", ".py"])

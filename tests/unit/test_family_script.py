@@ -1,0 +1,126 @@
+"""The script that makes the shipped family: its stages hand on what they learned, and cards add it up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from paceline import family as shipped
+from paceline.training import corpus, family
+from paceline.training.card import Training, draft_card, target_card
+from paceline.training.models import draft_config, logits, shallow_config, target_config
+from paceline.training.session import read_journal
+from paceline.training.tokenizer import load_tokenizer
+from paceline.training.tokens import encode_documents, save_documents
+from paceline.training.workspace import Workspace
+
+ENOUGH = 1e-9
+"""Minutes after which one step was made."""
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """A small family: two layers at first, then three, and little to read."""
+    micro = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    monkeypatch.setattr(family, "shallow_config", lambda: target_config(**micro, num_hidden_layers=2))
+    monkeypatch.setattr(family, "target_config", lambda: target_config(**micro, num_hidden_layers=3))
+    texts = [corpus.read_source(path) for path in corpus.source_files()[:30]]
+    monkeypatch.setattr(family, "source_texts", lambda: texts)
+    for name, count in (("EDITS", 12), ("EXTRACTIONS", 5), ("READ", 5000), ("PART", 400)):
+        monkeypatch.setattr(family, name, count)
+    made = Workspace(tmp_path, tmp_path / "out", "cpu", ENOUGH, 4)
+    tokenizer = load_tokenizer(shipped.path("pydoc"))
+    tokenizer.save_pretrained(made.tokenizer_folder)
+    save_documents(made.corpus_file, encode_documents(tokenizer, texts))
+    save_documents(made.held_out_file, encode_documents(tokenizer, [corpus.read_source(corpus.held_out_files()[0])]))
+    return made
+
+
+@torch.no_grad()
+def test_each_stage_goes_on_with_what_the_one_before_left(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one step each, whose rate the schedule has brought to nothing."""
+    ids = torch.arange(40)[None]
+    for name in ("SHALLOW_SCHEDULE", "DEEP_SCHEDULE", "TAUGHT_SCHEDULE"):
+        still = family.Schedule((family.Phase(1.0, 1, 64),), muon_rate=0.0, adam_rate=0.0)
+        monkeypatch.setattr(family, name, still)
+    with torch.enable_grad():
+        for stage in ("shallow", "deep", "target"):
+            family.COMMANDS[stage](space)
+    said = [logits(model, ids) for model in (space.shallow(), space.deep(), space.target())]
+    assert [len(m.model.layers) for m in (space.shallow(), space.deep(), space.target())] == [2, 3, 3]
+    for each in said[1:]:
+        torch.testing.assert_close(each, said[0], rtol=0.02, atol=0.02)
+    for stage in ("shallow", "deep", "target"):
+        assert read_journal(space.folder / f"{stage}.jsonl")[-1]["fraction"] == 1
+
+
+def test_a_stage_that_has_spent_its_budget_only_writes(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(family, "SHALLOW_SCHEDULE", family.Schedule((family.Phase(1.0, 1, 64),)))
+    for _ in range(2):
+        family.train_shallow(space)
+    assert [record["step"] for record in read_journal(space.folder / "shallow.jsonl")] == [1, 1]
+
+
+def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Workspace) -> None:
+    taught, copies = family._taught(space), family._copies(space)
+    assert len(copies) == 12 + 5
+    assert [ids.tolist() for ids in taught[:17]] == [ids.tolist() for ids in copies]
+    others = taught[17:]
+    begins = {tuple(ids[:400].tolist()) for ids in space.corpus()}
+    assert all(tuple(ids.tolist()) in begins for ids in others)
+    assert len({tuple(ids.tolist()) for ids in others}) == len(others)
+    assert 5000 <= sum(map(len, others)) < 5400
+    assert [ids.tolist() for ids in family._taught(space)] == [ids.tolist() for ids in taught]
+
+
+def test_all_minutes_are_shared_out() -> None:
+    assert sum(family.SHARES.values()) == pytest.approx(1.0)
+    assert list(family.SHARES) == ["shallow", "deep", "target", "draft"]
+    assert set(family.SHARES) < set(family.COMMANDS)
+
+
+FIRST = Training(10, 1000, 60.0, 3.0, (1, 2))
+SECOND = Training(5, 500, 30.0, 2.5, (2,))
+THIRD = Training(1, 70, 90.0, 2.25, (4,))
+MEASURED = {
+    "parsing": {"0.0": {"parsed": 3, "broken": 1, "unfinished": 0}},
+    "answers": {"What is len?": "Of\n\nthings."},
+    "agreement": {"held-out files": 0.875},
+    "corpus_tokens": 12345,
+    "lesson_tokens": 678,
+    "target_parameters": 1_000_000,
+    "draft_parameters": 2000,
+    "target_step_ms": 1.25,
+    "draft_step_ms": 0.75,
+    "minutes": 120.4,
+}
+
+
+def test_a_training_that_went_on_counts_all_before_it() -> None:
+    assert SECOND.after(FIRST) == Training(15, 1500, 90.0, 2.5, (1, 2))
+    assert THIRD.after(SECOND.after(FIRST)) == Training(16, 1570, 180.0, 2.25, (1, 2, 4))
+
+
+def test_a_journal_s_last_word_counts() -> None:
+    records = [
+        {"step": 1, "tokens": 10, "seconds": 1.0, "threads": 2, "held_out_loss": 9.0},
+        {"step": 2, "tokens": 20, "seconds": 2.0, "threads": 1, "held_out_loss": 4.0},
+        {"step": 3, "tokens": 30, "seconds": 3.0, "threads": 1, "loss": 1.0},
+    ]
+    assert Training.from_journal(records) == Training(3, 30, 3.0, 4.0, (1, 2))
+
+
+def test_the_target_s_card_tells_all_three_trainings() -> None:
+    card = target_card(target_config(), shallow_config(), (FIRST, SECOND, THIRD), MEASURED)
+    for told in ("1,570", "1,000", "70", "16", "3 minutes", "1 to 4 threads", "2.250", "| 75% | 25% | 0% |"):
+        assert told in card, told
+    assert "> Of\n>\n> things." in card
+    assert "--minutes 120 " in card
+
+
+def test_the_draft_s_card_tells_how_often_it_agrees() -> None:
+    card = draft_card(draft_config(), SECOND, MEASURED)
+    for told in ("| held-out files | 87.5% |", "678 tokens", "500 in 5 steps", "0.8 ms against the target's 1.2 ms"):
+        assert told in card, told
