@@ -311,9 +311,13 @@ def _longest(target: PreTrainedModel, documents: Sequence[Ids]) -> int:
 def _target(plan: argparse.Namespace) -> PreTrainedModel:
     if is_weightless(plan.target):
         raise ModelNotFoundError(f"{plan.target} has no weights: name a model that computes something")
-    target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        resolve_model(plan.target), dtype=torch.bfloat16, local_files_only=True
-    )
+    place = resolve_model(plan.target)
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.bfloat16, local_files_only=True
+        )
+    except (OSError, ValueError) as error:  # transformers goes on for paragraphs
+        raise ModelNotFoundError(f"{place} cannot be read: {str(error).splitlines()[0]}") from error
     return target.to(plan.device)
 
 
@@ -326,7 +330,7 @@ def main() -> int:
         plan.work_dir.mkdir(parents=True, exist_ok=True)
         train_head(plan.method, plan)
     except (ModelNotFoundError, TextError, OSError) as error:
-        log.critical("%s", str(error).strip().splitlines()[0])  # transformers goes on for paragraphs
+        log.critical("%s", error)
         return 2
     except Stopped as stop:
         log.warning("%s", stop)

@@ -191,7 +191,10 @@ def test_too_little_is_held_out(
     assert "100 tokens are held out" in caplog.text
 
 
-@pytest.mark.parametrize(("name", "complaint"), [("table:64", "has no weights"), ("empty", "empty")])
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [("table:64", "has no weights"), ("llama", "llama cannot be read"), ("foreign", "foreign cannot be read")],
+)
 def test_a_target_that_computes_nothing_is_told_in_one_line(
     data: Path,
     tmp_path: Path,
@@ -200,8 +203,9 @@ def test_a_target_that_computes_nothing_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "empty" / "config.json").write_text('{"model_type": "llama"}')
+    for kind in ("llama", "foreign"):  # without weights, and of a kind that nobody knows
+        (tmp_path / kind).mkdir()
+        (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     model = name if ":" in name else tmp_path / name
     assert trained(monkeypatch, arguments(tmp_path, model, data)) == 2
     [record] = [record for record in caplog.records if record.levelno == logging.CRITICAL]
