@@ -23,7 +23,7 @@ from paceline.simulation.pair import Pair
 from paceline.timed import TimedModel
 from paceline.training.corpus import HELD_OUT
 
-COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan")
+COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan", "doctor")
 
 
 def test_help_names_every_command_and_loads_nothing_heavy() -> None:

@@ -1,0 +1,466 @@
+"""`paceline doctor`: each cause is named exactly when its figures say so, and advice follows from what was measured.
+
+Figures are made by hand: of an answer, which tokens were guessed, and how many verifications accepted how deep.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from paceline.budget import FREE_ROWS, RowCost
+from paceline.cli import doctor_served, main
+from paceline.cli.bars import bar, columns
+from paceline.cli.client import Answer as HttpAnswer
+from paceline.config import SpeculativeConfig
+from paceline.doctor import diagnosis
+from paceline.doctor.advice import advice, pays_up_to
+from paceline.doctor.candidates import Candidate, candidates, named, together
+from paceline.doctor.causes import causes
+from paceline.doctor.diagnosis import Refused, examined, pasted
+from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
+from paceline.doctor.forecast import forecast
+from paceline.doctor.measure import Trial, groups, need, other_special_tokens
+from paceline.doctor.memory import Need, available, cache_positions
+from paceline.doctor.prompts import PromptsError, are_bare, encoded, read
+from paceline.llm import LLM
+from paceline.messages import SpeculationStats
+from paceline.text import Tokenizer
+from tests.checkpoints import save_checkpoint
+from tests.head_checkpoints import eagle3_tensors, llama_config, save_head
+from tests.head_checkpoints import save_target as save_small_target
+from tests.mtp_checkpoints import layer_tensors, save_target
+
+SMALL = {"slots": 512, "max_num_batched_rows": 64, "enable_prefix_caching": False}
+TRAINED, LOOKED_UP = Facts(), Facts(trained=False)
+
+
+def stats(first: float, verifications: int = 100, steps: int | None = None, deeper: float = 0.0) -> SpeculationStats:
+    """`first`, `deeper`: the shares of verifications that accepted a token, and a second one."""
+    counts = [round(first * verifications), round(deeper * verifications)]
+    return SpeculationStats([verifications] * 2, counts, 2 * verifications, verifications, steps or verifications)
+
+
+def accepted(first: float, temperature: float = 0.0, verifications: int = 100, steps: int | None = None) -> Acceptance:
+    """Nothing but how often the first guess is accepted."""
+    return Acceptance(temperature, [Answer(10, [], stats(first, verifications, steps))])
+
+
+def placed(*answers: tuple[int, Sequence[bool]]) -> Acceptance:
+    """Good first guesses; by answer, the length of its prompt and which tokens were guessed."""
+    return Acceptance(0.0, [Answer(prompt, tokens, stats(0.8)) for prompt, tokens in answers])
+
+
+def guessed(share: float, count: int) -> list[bool]:
+    """`share` of so many tokens, evenly."""
+    return [int((i + 1) * share) > int(i * share) for i in range(count)]
+
+
+def names(acceptances: Sequence[Acceptance], facts: Facts = TRAINED) -> list[str]:
+    return [cause.name for cause in causes(acceptances, facts)]
+
+
+@pytest.mark.parametrize(
+    ("acceptances", "facts", "named"),
+    [
+        ([accepted(0.8), accepted(0.7, 0.8)], TRAINED, []),
+        ([accepted(0.8), accepted(0.7, 0.8)], Facts(bare_prompts=True, other_special_tokens=("bos_token",)), []),
+        ([accepted(0.04)], TRAINED, ["wrong head"]),
+        ([accepted(0.06)], TRAINED, []),
+        ([accepted(0.04, verifications=15)], TRAINED, []),
+        ([accepted(0.04, verifications=15, steps=90)], TRAINED, []),
+        ([accepted(0.04, 0.8), accepted(0.8)], TRAINED, ["temperature"]),
+        ([accepted(0.04)], Facts(bare_prompts=True), ["wrong head"]),
+        ([accepted(0.04)], Facts(same_vocabulary=False), ["tokenizer"]),
+        ([accepted(0.39)], Facts(same_vocabulary=False), ["tokenizer"]),
+        ([accepted(0.41)], Facts(same_vocabulary=False), []),
+        ([accepted(0.39)], Facts(other_special_tokens=("bos_token",)), ["special tokens"]),
+        ([accepted(0.41)], Facts(other_special_tokens=("bos_token",)), []),
+        ([accepted(0.39)], Facts(bare_prompts=True), ["chat template"]),
+        ([accepted(0.41)], Facts(bare_prompts=True), []),
+        ([accepted(0.39)], Facts(bare_prompts=True, trained=False), []),
+        ([accepted(0.8), accepted(0.48, 0.7)], TRAINED, ["temperature"]),
+        ([accepted(0.8), accepted(0.49, 0.7)], TRAINED, []),
+        ([accepted(0.8), accepted(0.7, 0.4), accepted(0.3, 1.0)], TRAINED, ["temperature"]),
+        ([accepted(0.49), accepted(0.1, 0.7)], TRAINED, []),
+        ([accepted(0.8, 0.2), accepted(0.1, 0.7)], TRAINED, []),
+        ([accepted(0.8, steps=401)], LOOKED_UP, ["no repetition"]),
+        ([accepted(0.8, steps=399)], LOOKED_UP, []),
+        ([accepted(0.8, verifications=1, steps=20)], LOOKED_UP, ["no repetition"]),
+        ([accepted(0.0, verifications=0, steps=15)], LOOKED_UP, []),
+        ([accepted(0.04)], LOOKED_UP, ["no repetition"]),
+        ([], TRAINED, []),
+    ],
+)
+def test_a_cause_is_named_when_first_guesses_say_so(
+    acceptances: Sequence[Acceptance], facts: Facts, named: list[str]
+) -> None:
+    assert names(acceptances, facts) == named
+
+
+EVEN = guessed(0.5, 80)
+FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "facts", "named"),
+    [
+        (placed((10, EVEN)), TRAINED, []),
+        (placed((10, FALLING)), TRAINED, ["stale state"]),
+        (placed((10, FALLING)), LOOKED_UP, ["no repetition"]),
+        (placed((10, FALLING[::-1])), TRAINED, []),
+        (placed((10, [*guessed(0.5, 40), *guessed(0.35, 40)])), TRAINED, []),
+        (placed((10, [*guessed(0.5, 30), *guessed(0.2, 30)])), TRAINED, []),  # too short to say
+        (placed((10, [*guessed(0.15, 40), *guessed(0.0, 40)])), TRAINED, []),  # hardly anything that could fall
+        (placed((10, FALLING)), Facts(position_limit=50), ["context limit"]),
+        (placed((10, FALLING)), Facts(position_limit=1000), ["stale state"]),
+        (placed((10, EVEN)), Facts(position_limit=50), []),
+        (placed((10, EVEN), (40, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (placed((40, guessed(0.2, 80)), (10, EVEN)), TRAINED, ["context limit"]),
+        (placed((10, EVEN), (19, guessed(0.2, 80))), TRAINED, []),  # hardly longer
+        (placed((10, guessed(0.2, 80)), (40, EVEN)), TRAINED, []),
+        (placed((10, EVEN), (40, EVEN)), TRAINED, []),
+        (placed((10, EVEN), (20, guessed(0.4, 80)), (40, guessed(0.2, 80))), TRAINED, ["context limit"]),
+    ],
+)
+def test_a_cause_is_named_when_places_in_the_text_say_so(
+    acceptance: Acceptance, facts: Facts, named: list[str]
+) -> None:
+    if not facts.trained:
+        acceptance = Acceptance(0.0, [replace(each, stats=stats(0.1)) for each in acceptance.answers])
+    assert names([acceptance], facts) == named
+
+
+def test_causes_say_their_figures() -> None:
+    [stale] = causes([placed((10, FALLING))], TRAINED)
+    assert stale.says.startswith("50% of tokens are guessed in the first half of an answer, 20% in the second")
+    [limit] = causes([placed((10, FALLING))], Facts(position_limit=50))
+    assert "positions end at 50: 50% of tokens before were guessed, 20% beyond" in limit.says
+    [sampled] = causes([accepted(0.8), accepted(0.3, 0.7)], TRAINED)
+    assert sampled.says.startswith("80% of first guesses are accepted at temperature 0, 30% at 0.7")
+
+
+def test_acceptance_is_summed_over_answers() -> None:
+    one = SpeculationStats([4, 2], [3, 1], 9, 4, 6)
+    other = SpeculationStats([2], [1], 3, 2, 2)
+    both = Acceptance(0.0, [Answer(1, [], one), Answer(1, [], other)])
+    assert both.by_depth == [4 / 6, 1 / 6]
+    assert (both.first, both.length, both.per_step) == (4 / 6, 5 / 6, 5 / 8)
+    assert (both.steps, both.verifications, both.nodes) == (8, 6, 12)
+    nothing = Acceptance(0.0, [])
+    assert (nothing.by_depth, nothing.first, nothing.length, nothing.per_step) == ([], 0.0, 0.0, 0.0)
+
+
+class TestForecast:
+    def test_free_rows_bring_all_that_is_accepted(self) -> None:
+        chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.5))])
+        assert forecast(chain, 1, 256, FREE_ROWS) == pytest.approx(1 + 0.8 + 0.5)
+        assert forecast(chain, 4, 256, FREE_ROWS) == pytest.approx(4 * 2.3)
+
+    def test_steps_without_guesses_draw_one_token(self) -> None:
+        half = Acceptance(0.0, [Answer(1, [], stats(0.8, steps=200, deeper=0.5))])
+        assert forecast(half, 10, 256, FREE_ROWS) == pytest.approx(10 * (1 + 1.3 / 2))
+
+    def test_rows_that_cost_more_than_they_bring_are_left_out(self) -> None:
+        chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.05))])
+        dear = RowCost([8, 16, 24, 1024], [1.0, 1.5, 3.0, 128.0])
+        assert forecast(chain, 8, 256, dear) == pytest.approx((8 + 8 * 0.8) / 1.5)
+
+    def test_a_tree_needs_more_rows_for_the_same_tokens(self) -> None:
+        wide = SpeculationStats([100], [80], 300, 100, 100)
+        per_row = RowCost([8, 1024], [1.0, 128.0])
+        tree = Acceptance(0.0, [Answer(1, [], wide)])
+        assert forecast(tree, 8, 256, per_row) == pytest.approx(8)
+        assert forecast(tree, 8, 256, FREE_ROWS) == pytest.approx(8 * 1.8)
+
+    def test_a_pass_has_so_many_rows_and_no_more(self) -> None:
+        chain = Acceptance(0.0, [Answer(1, [], stats(1.0, deeper=1.0))])
+        assert forecast(chain, 8, 12, FREE_ROWS) == pytest.approx(8 + 4)
+
+    def test_nothing_drafted_is_plain(self) -> None:
+        assert forecast(Acceptance(0.0, []), 4, 256, FREE_ROWS) == 4
+
+
+def measured(
+    name: str, *speedups: float, identical: bool | None = True, facts: Facts = TRAINED, per_step: float = 0.5
+) -> Measured:
+    speeds = [Speed(4**i, 100.0, 100 * speedup) for i, speedup in enumerate(speedups)]
+    config = SpeculativeConfig.model_validate({"method": name, "model": "m"})
+    return Measured(name, config, [accepted(per_step)], speeds, identical, facts)
+
+
+class TestAdvice:
+    def test_the_fastest_over_all_loads(self) -> None:
+        found = advice([measured("ngram", 2.5, 0.5), measured("eagle3", 1.8, 1.2), measured("suffix", 1.1, 1.1)])
+        assert found.config.method == "eagle3"
+        assert found.why == (
+            "eagle3 is the fastest: 1.80 × with one request at a time; it pays with up to 4 requests at once"
+        )
+
+    def test_it_is_drafted_where_it_was_measured(self) -> None:
+        assert advice([measured("eagle3", 1.8)]).config.draft_placement == "target"
+        told = SpeculativeConfig(method="ngram", draft_placement="worker")
+        assert advice([replace(measured("ngram", 1.8), config=told)]).config == told
+
+    def test_what_changes_the_output_is_never_it(self) -> None:
+        assert advice([measured("eagle3", 3.0, identical=False), measured("ngram", 1.2)]).config.method == "ngram"
+        assert advice([measured("eagle3", 3.0, identical=None), measured("ngram", 1.2)]).config.method == "eagle3"
+
+    @pytest.mark.parametrize("cases", [[], [measured("ngram", 1.01)], [measured("ngram", 0.7, 0.9)]])
+    def test_none_where_nothing_pays(self, cases: list[Measured]) -> None:
+        assert advice(cases).config.method == "none"
+
+    def test_it_pays_up_to_the_last_load_where_it_does(self) -> None:
+        assert pays_up_to(measured("ngram", 1.5, 1.03, 0.9)) == 4
+        assert pays_up_to(measured("ngram", 1.0)) == 0
+
+    def test_it_can_be_pasted(self) -> None:
+        config = SpeculativeConfig.model_validate({"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2})
+        said = pasted(config)
+        assert said == {"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2}
+        assert SpeculativeConfig.model_validate(said) == config
+        assert pasted(SpeculativeConfig(method="none")) == {"method": "none"}
+
+
+class TestCandidates:
+    def test_what_needs_no_checkpoint_always_fits(self) -> None:
+        assert [each.name for each in candidates("table:64", [])] == ["ngram", "suffix"]
+        suffix = candidates("table:64", [])[1].config
+        assert suffix.num_speculative_tokens > 5
+
+    def test_the_shipped_target_has_its_draft(self) -> None:
+        assert "draft_model" in [each.name for each in candidates("pydoc", [])]
+
+    def test_so_has_one_with_a_layer_of_its_own(self, tmp_path: Path) -> None:
+        target = save_target(tmp_path, "mimo", layer_tensors("mimo"))
+        assert [each.name for each in candidates(str(target), [])] == ["ngram", "suffix", "mtp"]
+
+    def test_what_is_given_comes_last_and_what_is_off_not_at_all(self) -> None:
+        given = [SpeculativeConfig(method="ngram", tree_width=1), SpeculativeConfig()]
+        assert [each.name for each in candidates("table:64", given)] == ["ngram", "suffix", "ngram (2)"]
+
+    def test_every_one_has_a_name_of_its_own(self) -> None:
+        configs: list[dict[str, object]] = [
+            {"method": "eagle3", "model": "/a/one"},
+            {"method": "eagle3", "model": "/a/two"},
+            {"method": "eagle3", "model": "/b/two"},
+            {"method": ["suffix", "eagle3"], "model": "/a/one"},
+            {"model": "/a/some"},
+        ]
+        found = named(SpeculativeConfig.model_validate(config) for config in configs)
+        assert [each.name for each in found] == ["eagle3", "eagle3 two", "eagle3 two (2)", "suffix + eagle3", "some"]
+
+    def test_the_best_draft_is_tried_with_suffix_beside_it(self) -> None:
+        suffix = measured("suffix", 1.2, facts=LOOKED_UP)
+        best = together(
+            [suffix, measured("eagle", 1.3), measured("eagle3", 1.5), measured("ngram", 2, facts=LOOKED_UP)]
+        )
+        assert best is not None
+        assert (best.name, best.config.method, best.config.beside) == ("suffix + eagle3", "eagle3", ("suffix",))
+
+    def test_unless_one_of_them_brings_nothing(self) -> None:
+        idle = measured("suffix", 1.0, facts=LOOKED_UP, per_step=0.05)
+        assert together([idle, measured("eagle3", 1.5)]) is None
+        assert together([measured("suffix", 1.2, facts=LOOKED_UP)]) is None
+        assert together([measured("eagle3", 1.5)]) is None
+
+
+SHAPE = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
+
+
+class TestMemory:
+    def test_free_is_what_linux_says_is_available(self) -> None:
+        assert available("MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    3 kB\n") == 3072
+        assert available("MemTotal:  9 kB\n") is None
+
+    def test_what_is_unknown_is_not_too_little(self) -> None:
+        assert Need(1, 2, 3).total == 6
+        assert Need(1, 2, 3).fits(6)
+        assert Need(1, 2, 3).fits(None)
+        assert not Need(1, 2, 3).fits(5)
+
+    @pytest.mark.parametrize(
+        ("method", "numbers"), [("draft_model", 12 * 2 * 2 * 8), ("eagle3", 2 * 2 * 8), ("medusa", 0)]
+    )
+    def test_keys_and_values_by_position(self, method: str, numbers: int) -> None:
+        target = {"head_dim": 99, "num_attention_heads": 99, "num_hidden_layers": 99, "hidden_size": 99}
+        assert cache_positions(method, SHAPE, target) == numbers
+        assert cache_positions(method, {"transformer_layer_config": SHAPE}, target) == numbers
+        assert cache_positions(method, {}, SHAPE) == numbers
+
+    def test_a_head_takes_its_weights_its_cache_and_the_states_that_it_reads(self, tmp_path: Path) -> None:
+        head = save_head(tmp_path / "head", eagle3_tensors(), llama_config())
+        target = LLM(str(save_small_target(tmp_path / "target")), None, SMALL)
+        found = need(target, SpeculativeConfig(model=str(head)))
+        lent = target.model.lend()
+        size = lent.dtype.itemsize
+        config = llama_config()
+        position = 2 * config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
+        assert found.weights == sum(tensor.numel() for tensor in eagle3_tensors().values()) * size
+        assert found.states == 3 * lent.hidden_size * (512 + 1) * size
+        assert 512 * position * size < found.cache < 530 * position * size
+
+    def test_a_layer_in_the_target_weighs_as_much_as_it_has(self, tmp_path: Path) -> None:
+        target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
+        found = need(target, SpeculativeConfig(method="mtp"))
+        size = target.model.lend().dtype.itemsize
+        assert found.weights == sum(tensor.numel() for tensor in layer_tensors("mimo").values()) * size
+        assert need(target, SpeculativeConfig(method="ngram")) == Need()
+
+    def test_what_does_not_fit_is_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
+        monkeypatch.setattr(diagnosis, "free_bytes", lambda device: 1000)
+        found = examined(target, Candidate("mtp", SpeculativeConfig(method="mtp")), Trial([[1]], 4, (0.0,)))
+        assert isinstance(found, Refused)
+        assert (found.name, found.cause) == ("mtp", "memory")
+        assert "lower `slots`" in found.says
+
+
+class TestPrompts:
+    def test_lines_of_text(self, tmp_path: Path) -> None:
+        (tmp_path / "p.txt").write_text('one\n\n{"prompt": "two"}\n')
+        assert read(tmp_path / "p.txt") == ["one", '{"prompt": "two"}']
+
+    def test_lines_of_json(self, tmp_path: Path) -> None:
+        chat = [{"role": "user", "content": "two"}]
+        (tmp_path / "p.jsonl").write_text(f'{{"prompt": "one"}}\n\n{json.dumps({"messages": chat, "id": 3})}\n')
+        assert read(tmp_path / "p.jsonl") == ["one", chat]
+
+    @pytest.mark.parametrize(
+        ("name", "content", "complaint"),
+        [
+            ("p.txt", "\n \n", "holds no prompts"),
+            ("p.jsonl", '{"prompt": "a"}\n{', "line 2 is no JSON"),
+            ("p.jsonl", '\n{"text": "a"}', 'line 2 has neither {"prompt": "..."} nor'),
+            ("p.jsonl", "[1]", "line 1 has neither"),
+            ("p.jsonl", '{"messages": []}', "line 1 has neither"),
+            ("p.jsonl", '{"messages": ["hi"]}', "line 1 has neither"),
+            ("p.jsonl", '{"prompt": ""}', "line 1 has neither"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, tmp_path: Path, name: str, content: str, complaint: str) -> None:
+        (tmp_path / name).write_text(content)
+        with pytest.raises(PromptsError) as caught:
+            read(tmp_path / name)
+        assert complaint in str(caught.value)
+        with pytest.raises(PromptsError, match="cannot be read"):
+            read(tmp_path / "nowhere.txt")
+
+    def test_they_are_read_as_a_server_would(self) -> None:
+        tokenizer = Tokenizer.load("pydoc")
+        assert tokenizer.chat_template is not None
+        chat = [{"role": "user", "content": "What?"}]
+        written = tokenizer.chat_template.render(chat)
+        assert encoded(["def f", chat], tokenizer) == [
+            tokenizer.encode("def f"),
+            tokenizer.encode(written, add_special_tokens=False),
+        ]
+        assert are_bare(["def f"], tokenizer)
+        assert not are_bare(["def f", chat], tokenizer)
+        assert not are_bare(["def f", written], tokenizer)
+
+    def test_a_model_without_a_template_takes_no_conversation(self, tmp_path: Path) -> None:
+        tokenizer = Tokenizer.load(str(save_checkpoint(tmp_path)))
+        assert not are_bare(["1 2"], tokenizer)
+        with pytest.raises(PromptsError, match="has no chat template"):
+            encoded([[{"role": "user", "content": "1"}]], tokenizer)
+        with pytest.raises(PromptsError, match="no token in this model's vocabulary"):
+            encoded([" "], tokenizer)
+
+
+def test_special_tokens_that_one_of_the_two_lacks_do_not_differ() -> None:
+    def tokenizer(special: dict[str, str]) -> Tokenizer:
+        return Tokenizer(Tokenizer.load("table:8")._backend, special, None)
+
+    draft = tokenizer({"bos_token": "1", "eos_token": "2"})
+    assert other_special_tokens(draft, tokenizer({"bos_token": "1", "eos_token": "3"})) == ("eos_token",)
+    assert other_special_tokens(draft, tokenizer({"bos_token": "1"})) == ()
+
+
+def test_groups_are_full() -> None:
+    """Prompts are only repeated where there are too few for one."""
+    assert groups("abcde", 1) == [["a"], ["b"], ["c"], ["d"], ["e"]]
+    assert groups("abcde", 2) == [["a", "b"], ["c", "d"]]
+    assert groups("abc", 5) == [["a", "b", "c", "a", "b"]]
+
+
+def test_bars_are_as_long_as_their_figures() -> None:
+    assert bar(10, 10, 4) == "████"
+    assert bar(5, 10, 4) == "██"
+    assert bar(10 / 32, 10, 4) == "▏"
+    assert bar(0, 10, 4) == bar(0, 0, 4) == ""
+    assert columns([1.0, 0.5, 0.01, 0.0]) == "██ ▄▄ ▁▁ ··"
+
+
+def test_what_a_server_says_of_its_steps_is_read() -> None:
+    answer = HttpAnswer(tokens=[1, 2], accepted=[True, False])
+    answer.take({"choices": [], "usage": {"prompt_tokens": 7}})
+    answer.take({"choices": [], "speculation": {"drafted_by_depth": [2], "accepted_by_depth": [1], "drafted_tokens": 4,
+                                                "verifications": 2, "steps": 3, "acceptance_length": 0.5}})  # fmt: skip
+    told = doctor_served.told(answer)
+    assert (told.prompt_tokens, told.accepted) == (7, [True, False])
+    assert told.stats == SpeculationStats([2], [1], 4, 2, 3)
+
+
+class TestSharedModel:
+    """`LLM.drafting_with`."""
+
+    def test_each_has_drafts_of_its_own(self) -> None:
+        target = LLM("table:64", None, SMALL)
+        one = target.drafting_with({"method": "draft_model", "model": "table:64"})
+        [drafted], [plain] = one.generate(["1 2 3"]), target.generate(["1 2 3"])
+        assert drafted.tokens == plain.tokens
+        assert drafted.speculation.accepted_tokens == sum(drafted.accepted) > 0
+        assert plain.speculation.drafted_tokens == 0
+        assert plain.accepted == [False] * len(plain.tokens)
+
+    def test_cached_prompts_cannot_be_shared(self) -> None:
+        with pytest.raises(ValueError, match="set enable_prefix_caching to false"):
+            LLM("table:64", None, {"slots": 512}).drafting_with({"method": "ngram"})
+
+
+class TestCommand:
+    def test_all_that_fits_a_tiny_checkpoint_is_measured_on_two_prompts(self, tmp_path: Path) -> None:
+        target = save_target(tmp_path / "target", "mimo", layer_tensors("mimo"))
+        prompts = tmp_path / "prompts.jsonl"
+        prompts.write_text('{"prompt": "1 2 3 1 2 3"}\n{"prompt": "5 6"}\n')
+        options = ["--model", str(target), "--prompts", str(prompts), "--max-tokens", "12"]
+        other = ["--speculative-config", '{"method": "draft_model", "model": "table:64"}']
+        engine = ["--engine-config", json.dumps({"slots": 512, "max_num_batched_rows": 32, "threads": 1})]
+        result = CliRunner().invoke(main, ["doctor", *options, *other, *engine], env={"COLUMNS": "140"})
+        torch.set_num_threads(1)
+        assert result.exit_code == 0, result.output
+        *shown, last = result.output.splitlines()
+        told = json.loads(last)
+        assert {"ngram", "suffix", "mtp"} <= {each["method"] for each in told["methods"]}
+        for each in told["methods"]:
+            assert each["identical"] is True
+            assert [at["temperature"] for at in each["acceptance"]] == [0.0, 0.8]
+            assert [speed["requests"] for speed in each["speeds"]] == [1, 4, 16]
+            assert all(speed["plain"] > 0 and speed["predicted"] > 0 for speed in each["speeds"])
+        [mtp] = [each for each in told["methods"] if each["method"] == "mtp"]
+        assert mtp["acceptance"][0]["by_depth"]
+        assert mtp["memory_bytes"]["weights"] > 0
+        assert [(each["name"], each["cause"]) for each in told["refused"]] == [("draft_model", "tokenizer")]
+        SpeculativeConfig.model_validate(told["recommended"])
+        text = "\n".join(shown)
+        assert all(word in text for word in ("mtp", "identical", "was not measured", "--speculative-config"))
+
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            (["--prompts", "/nowhere.txt"], "cannot be read"),
+            (["--model", "/nowhere"], "no model at /nowhere"),
+            (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        ],
+    )
+    def test_what_cannot_start_says_why(self, options: list[str], complaint: str) -> None:
+        result = CliRunner().invoke(main, ["doctor", *options])
+        assert result.exit_code == 2
+        assert complaint in result.output
