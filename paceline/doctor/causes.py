@@ -19,6 +19,8 @@ CHANCE = 0.05
 BAD = 0.4
 """Accepted at depth 1: less is bad for a draft that was trained for its target."""
 GOOD = 0.5
+LONG = 256
+"""Tokens of a prompt: a draft that cannot read shorter ones was not trained at all."""
 SELDOM = 0.2
 """Accepted tokens per step, of what is looked up."""
 SOME = 0.2
@@ -122,7 +124,7 @@ def _longer(acceptances: Sequence[Acceptance]) -> str | None:
         (answer for each in acceptances for answer in each.answers), key=lambda answer: answer.prompt_tokens
     )
     short, long = answers[: len(answers) // 2], answers[(len(answers) + 1) // 2 :]
-    if not short or _mean_prompt(long) < 2 * _mean_prompt(short):
+    if not short or _mean_prompt(long) < max(LONG, 2 * _mean_prompt(short)):
         return None
     of_short, of_long = _tokens(short), _tokens(long)
     if not _has_fallen(of_short, of_long):

@@ -123,7 +123,7 @@ def _told(case: Case) -> dict[str, Any]:
     this = case.measured
     return {
         "method": this.name,
-        "config": pasted(this.config),
+        "config": pasted(this.config) if this.config.enabled else None,
         "acceptance": [
             {
                 "temperature": each.temperature,

@@ -121,12 +121,14 @@ FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
         (placed((10, FALLING)), Facts(position_limit=50), ["context limit"]),
         (placed((10, FALLING)), Facts(position_limit=1000), ["stale state"]),
         (placed((10, EVEN)), Facts(position_limit=50), []),
-        (placed((10, EVEN), (40, guessed(0.2, 80))), TRAINED, ["context limit"]),
-        (placed((40, guessed(0.2, 80)), (10, EVEN)), TRAINED, ["context limit"]),
-        (placed((10, EVEN), (19, guessed(0.2, 80))), TRAINED, []),  # hardly longer
-        (placed((10, guessed(0.2, 80)), (40, EVEN)), TRAINED, []),
-        (placed((10, EVEN), (40, EVEN)), TRAINED, []),
-        (placed((10, EVEN), (20, guessed(0.4, 80)), (40, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (placed((100, EVEN), (260, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (placed((260, guessed(0.2, 80)), (100, EVEN)), TRAINED, ["context limit"]),
+        (placed((100, EVEN), (250, guessed(0.2, 80))), TRAINED, []),  # not long
+        (placed((200, EVEN), (390, guessed(0.2, 80))), TRAINED, []),  # hardly longer
+        (placed((100, guessed(0.2, 80)), (400, EVEN)), TRAINED, []),
+        (placed((100, EVEN), (400, EVEN)), TRAINED, []),
+        (placed((400, guessed(0.2, 80))), TRAINED, []),
+        (placed((100, EVEN), (200, guessed(0.4, 80)), (400, guessed(0.2, 80))), TRAINED, ["context limit"]),
     ],
 )
 def test_a_cause_is_named_when_places_in_the_text_say_so(
