@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Backend
+from tokenizers import models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
 from paceline.budget import FREE_ROWS, RowCost
@@ -25,8 +27,8 @@ from paceline.doctor.candidates import Candidate, candidates, named, together
 from paceline.doctor.causes import causes
 from paceline.doctor.diagnosis import Refused, examined, pasted
 from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
-from paceline.doctor.forecast import forecast
-from paceline.doctor.measure import Trial, groups, need, other_special_tokens
+from paceline.doctor.forecast import forecast, node_worth
+from paceline.doctor.measure import Side, Trial, facts_of, groups, need, other_special_tokens
 from paceline.doctor.memory import Need, available, cache_positions
 from paceline.doctor.prompts import PromptsError, are_bare, encoded, read
 from paceline.llm import LLM
@@ -128,7 +130,7 @@ FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
         (placed((100, guessed(0.2, 80)), (400, EVEN)), TRAINED, []),
         (placed((100, EVEN), (400, EVEN)), TRAINED, []),
         (placed((400, guessed(0.2, 80))), TRAINED, []),
-        (placed((100, EVEN), (200, guessed(0.4, 80)), (400, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (placed((100, EVEN), (300, guessed(0.9, 80)), (400, guessed(0.2, 80))), TRAINED, ["context limit"]),
     ],
 )
 def test_a_cause_is_named_when_places_in_the_text_say_so(
@@ -178,6 +180,7 @@ class TestForecast:
         wide = SpeculationStats([100], [80], 300, 100, 100)
         per_row = RowCost([8, 1024], [1.0, 128.0])
         tree = Acceptance(0.0, [Answer(1, [], wide)])
+        assert node_worth(tree, 8) == [pytest.approx(0.8 / 3)] * 24
         assert forecast(tree, 8, 256, per_row) == pytest.approx(8)
         assert forecast(tree, 8, 256, FREE_ROWS) == pytest.approx(8 * 1.8)
 
@@ -265,6 +268,11 @@ class TestCandidates:
         )
         assert best is not None
         assert (best.name, best.config.method, best.config.beside) == ("suffix + eagle3", "eagle3", ("suffix",))
+
+    def test_what_is_together_already_is_not_taken_for_a_draft(self) -> None:
+        suffix = measured("suffix", 1.2, facts=LOOKED_UP)
+        config = SpeculativeConfig.model_validate({"method": ["ngram", "eagle3"], "model": "m"})
+        assert together([suffix, replace(measured("eagle3", 1.9), config=config)]) is None
 
     def test_unless_one_of_them_brings_nothing(self) -> None:
         idle = measured("suffix", 1.0, facts=LOOKED_UP, per_step=0.05)
@@ -367,6 +375,16 @@ class TestPrompts:
         assert not are_bare(["def f", chat], tokenizer)
         assert not are_bare(["def f", written], tokenizer)
 
+    def test_what_stands_before_every_text_is_no_template(self, tmp_path: Path) -> None:
+        """Such as a BOS."""
+        backend = Backend(models.WordLevel({"0": 0, "1": 1, "<s>": 2}, unk_token="0"))
+        backend.pre_tokenizer = pre_tokenizers.Whitespace()
+        backend.add_special_tokens(["<s>"])
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
+        tokenizer = Tokenizer(backend, {"bos_token": "<s>"}, "{{ messages[0].content }}")
+        assert encoded(["1"], tokenizer) == [[2, 1]]
+        assert are_bare(["1"], tokenizer)
+
     def test_a_model_without_a_template_takes_no_conversation(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.load(str(save_checkpoint(tmp_path)))
         assert not are_bare(["1 2"], tokenizer)
@@ -383,6 +401,36 @@ def test_special_tokens_that_one_of_the_two_lacks_do_not_differ() -> None:
     draft = tokenizer({"bos_token": "1", "eos_token": "2"})
     assert other_special_tokens(draft, tokenizer({"bos_token": "1", "eos_token": "3"})) == ("eos_token",)
     assert other_special_tokens(draft, tokenizer({"bos_token": "1"})) == ()
+
+
+def test_a_draft_model_is_held_against_the_target_before_it_drafts(tmp_path: Path) -> None:
+    def checkpoint(name: str, bos: str) -> str:
+        folder = save_checkpoint(tmp_path / name)
+        (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+        return str(folder)
+
+    target = LLM(checkpoint("target", "1"), None, SMALL)
+
+    def facts(draft: str) -> Facts:
+        return facts_of(target, SpeculativeConfig(method="draft_model", model=draft), 99, bare=True)
+
+    alike = Facts(bare_prompts=True, position_limit=99)
+    assert facts(checkpoint("alike", "1")) == alike
+    assert facts(checkpoint("other", "2")) == replace(alike, other_special_tokens=("bos_token",))
+    assert facts("table:64") == replace(alike, same_vocabulary=False)
+    assert facts_of(target, SpeculativeConfig(method="ngram"), 0, bare=False) == LOOKED_UP
+
+
+def test_the_fastest_repetition_counts_and_the_first_answers() -> None:
+    target = LLM("table:64", None, SMALL)
+    answers = target.generate(["1", "2"], Trial([], 4, ()).sampling(0.0))
+    side = Side()
+    for repetition in ((3.0, 1.0), (2.0, 5.0)):
+        for group, seconds in enumerate(repetition):
+            side.add(group, [answers[group]], seconds)
+    assert side.seconds == [2.0, 1.0]
+    assert side.tokens == [answer.tokens for answer in answers]
+    assert side.tokens_per_s == 8 / 3
 
 
 def test_groups_are_full() -> None:
@@ -421,6 +469,12 @@ class TestSharedModel:
         assert drafted.speculation.accepted_tokens == sum(drafted.accepted) > 0
         assert plain.speculation.drafted_tokens == 0
         assert plain.accepted == [False] * len(plain.tokens)
+
+    def test_of_each_token_up_to_a_stop_it_is_told_whether_it_was_guessed(self) -> None:
+        llm = LLM("table:64", {"method": "draft_model", "model": "table:64"}, SMALL)
+        [whole] = llm.generate(["1 2 3"])
+        [stopped] = llm.generate(["1 2 3"], stop=whole.text.split()[4])
+        assert len(stopped.accepted) == len(stopped.tokens) < len(whole.tokens)
 
     def test_cached_prompts_cannot_be_shared(self) -> None:
         with pytest.raises(ValueError, match="set enable_prefix_caching to false"):
