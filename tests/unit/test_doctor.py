@@ -473,8 +473,9 @@ class TestSharedModel:
     def test_of_each_token_up_to_a_stop_it_is_told_whether_it_was_guessed(self) -> None:
         llm = LLM("table:64", {"method": "draft_model", "model": "table:64"}, SMALL)
         [whole] = llm.generate(["1 2 3"])
-        [stopped] = llm.generate(["1 2 3"], stop=whole.text.split()[4])
-        assert len(stopped.accepted) == len(stopped.tokens) < len(whole.tokens)
+        for word in whole.text.split():  # some of them stand in the middle of what one step committed
+            [stopped] = llm.generate(["1 2 3"], stop=word)
+            assert len(stopped.accepted) == len(stopped.tokens)
 
     def test_cached_prompts_cannot_be_shared(self) -> None:
         with pytest.raises(ValueError, match="set enable_prefix_caching to false"):
