@@ -2,8 +2,7 @@
 
 On a CPU with AMX, oneDNN multiplies bf16 by another kernel from 33 rows on (sometimes later), which sums in another
 order: the same row has other bits then. Up to 32 rows all agree (torch 2.13; widths 64 to 8192, one thread and two). So
-there a product is made of pieces of 32 rows, each of which takes as long as before. Without AMX
-(`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`) it would be as exact, and large products two to ten times as slow.
+there a product is made of pieces of 32 rows. Doing without AMX (`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16`) is as exact.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ def in_pieces(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 def piecewise(network: nn.Module) -> None:
-    """Let every linear layer of a network multiply like that, in place."""
+    """Let every linear layer of a network multiply like that, in place, where it would not by itself."""
     for module in network.modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and _depends_on_rows(module.weight.device):
             module.forward = partial(_forward, module)  # type: ignore[method-assign]
 
 
