@@ -127,3 +127,13 @@ class Speculator(ABC):
 
 class DraftError(Exception):
     """A speculator cannot draft for this request; the request itself goes on without."""
+
+
+def unheard(known: int, position: int, states: torch.Tensor) -> torch.Tensor:
+    """Of the states of positions from `position` on [positions, ...], those after the first `known` positions.
+
+    Targets tell states in order, and some of them twice. Raises `DraftError` if some between are missing.
+    """
+    if position > known:
+        raise DraftError(f"hidden states of position {position}, but not of {known} before it")
+    return states[known - position :]

@@ -23,7 +23,7 @@ from torch import Tensor
 from paceline.model.lending import Lent
 from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
-from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
 from paceline.speculators.predicted import Law
 from paceline.tree import Growth, Node, TokenTree
 from paceline.verify import STRATEGIES
@@ -64,11 +64,10 @@ class StateDraft:
         """States [positions, 1, H] from `position` on, of which only the last is kept. Raises `DraftError`."""
         if states.shape[1:] != (1, like.hidden_size):
             raise DraftError(f"hidden states of shape {list(states.shape)}, not [positions, 1, {like.hidden_size}]")
-        if position > self.heard:
-            raise DraftError(f"hidden states of position {position}, but not of {self.heard} before it")
-        if position + len(states) > self.heard:
-            self.heard = position + len(states)
-            self.state = states[-1, 0].to(like.device, like.dtype, copy=True)  # or else all of them would stay
+        new = unheard(self.heard, position, states)
+        if len(new):
+            self.heard += len(new)
+            self.state = new[-1, 0].to(like.device, like.dtype, copy=True)  # or else all of them would stay
 
     def depth(self, node: Node) -> int:
         """How far below the root."""

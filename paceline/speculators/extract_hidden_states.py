@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
+from paceline.speculators.base import Commit, Context, Opening, Speculator, unheard
 from paceline.tree import Growth
 
 
@@ -37,10 +37,7 @@ class _Record:
         return sum(map(len, self.states))
 
     def hear(self, position: int, states: Tensor) -> None:
-        """Those that were heard before are passed over."""
-        if position > self.known:
-            raise DraftError(f"hidden states of position {position}, but not of {self.known} before it")
-        self.states.append(states[self.known - position :].cpu())
+        self.states.append(unheard(self.known, position, states).cpu())
 
 
 class ExtractHiddenStates(Speculator):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from paceline.model.rows import Lane
 from paceline.sampling import History
-from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
+from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
 from paceline.tree import Node, TokenTree
 from paceline.verify import STRATEGIES
 
@@ -50,9 +50,7 @@ class States:
 
         Raises `DraftError` if some before are not known.
         """
-        if position > self.known:
-            raise DraftError(f"hidden states of position {position}, but not of {self.known} before it")
-        new = states[self.known - position :]
+        new = unheard(self.known, position, states)
         self._waiting.extend(new)
         self.known += len(new)
 
