@@ -1,135 +1,34 @@
-"""What a user may set: sampling of one request, speculation, the engine. Unknown keys are refused by name.
-
-Nothing here needs torch; the gateway, the command line and the library share these classes.
-"""
+"""How guesses are made and verified: for a whole deployment, and less of it for one request."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, NonNegativeInt, field_validator, model_validator
+from pydantic import AliasChoices, Field, NonNegativeInt, field_validator, model_validator
 
-Method = Literal[
-    "none",
-    "auto",
-    "detect",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "medusa",
-    "mlp_speculator",
-    "pard",
-    "peagle",
-    "dflash",
-    "ngram",
-    "suffix",
-    "custom_class",
-    "extract_hidden_states",
-]
-ModelFree = Literal["ngram", "suffix"]
-DETECT = "detect"
-"""The method that a checkpoint is for; `paceline.speculators.formats` finds it out."""
-AUTO = "auto"
-"""What fits the target, see `paceline.speculators.auto`."""
-TOLD_BY_CHECKPOINT = (AUTO, DETECT, "dflash")
-"""Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
-HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
-"""Methods that draft from what the target has computed."""
-Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
-VocabularyMappingName = Literal["none", "intersection", "strings"]
-MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'
-"""For whoever has a draft with another vocabulary than the target's."""
+from paceline.config.methods import (
+    DETECT,
+    HEADS,
+    MOST_DEPTH,
+    STACKS,
+    SUFFIX_DEPTH,
+    Method,
+    ModelFree,
+    Strategy,
+    VocabularyMappingName,
+)
+from paceline.config.settings import Settings
+from paceline.config.spelling import METHOD_ALIASES, METHOD_KEYS, in_our_words
 
-PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
-"""What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
-MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
-"""vLLM's, by family; the target's checkpoint says which family it is."""
-METHOD_ALIASES = {
-    "standalone": "draft_model",
-    "prompt_lookup": "ngram",
-    "custom": "custom_class",
-    "off": "none",
-    **dict.fromkeys(MTP_ALIASES, "mtp"),
-}
-
-STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"
-
-METHOD_KEYS = ("method", "speculative_method")
-
-_KEYS_OF_STRATEGIES = {
+KEYS_OF_STRATEGIES = {
     ("block_verification",): ("residual",),
     ("posterior_threshold", "posterior_alpha"): ("typical-acceptance",),
     ("logit_comparison_eps",): ("logit-comparison",),
     ("use_relaxed_acceptance_for_thinking",): ("coupled", "greedy"),
     ("synthetic_acceptance_rate",): ("coupled",),
 }
-
-# Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
-SEED_BITS = 64
-
-MOST_DEPTH = 64
-"""Of a node."""
-SUFFIX_DEPTH = 24
-
-
-class Settings(BaseModel):
-    """Base of all settings: immutable, and a key nobody knows is an error that names it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
-
-
-class SamplingParams(Settings):
-    """How the target turns logits into a token, and when a request ends. Names and defaults are vLLM's."""
-
-    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
-    top_k: int = Field(0, ge=-1, description="0 and -1 keep all")
-    top_p: float = Field(1.0, gt=0.0, le=1.0)
-    min_p: float = Field(0.0, ge=0.0, le=1.0)
-    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
-    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]] = {}
-    bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
-        (), description="token sequences that must not occur"
-    )
-    min_tokens: int = Field(0, ge=0)
-    max_tokens: int = Field(16, ge=1)
-    seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
-    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    logprobs: int | None = Field(None, ge=0, le=20)
-
-    @field_validator("top_k")
-    @classmethod
-    def _all_is_zero(cls, value: int) -> int:
-        return max(value, 0)
-
-    @field_validator("seed")
-    @classmethod
-    def _unsigned(cls, value: int) -> int:
-        return value if value >= 0 else value + (1 << SEED_BITS)
-
-    @field_validator("bad_words")
-    @classmethod
-    def _no_empty_word(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        if any(not word for word in value):
-            raise ValueError("a bad word needs at least one token")
-        return value
-
-    @model_validator(mode="after")
-    def _min_within_max(self) -> SamplingParams:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        return self
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature == 0.0
-
-    @property
-    def penalised(self) -> bool:
-        """Whether the law of a token depends on which tokens came before, beyond the model itself."""
-        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+"""Keys that mean something to some strategies only."""
 
 
 class SpeculativeOptions(Settings):
@@ -267,85 +166,8 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="before")
     @classmethod
-    def _suffix_depth(cls, data: Any) -> Any:
-        """Suffix decoding guesses as deep as it counts, as in vLLM, unless told otherwise."""
-        if not isinstance(data, dict) or "suffix" not in (data.get("method"), data.get("speculative_method")):
-            return data
-        depth = data.get("suffix_decoding_max_tree_depth", SUFFIX_DEPTH)
-        told = "num_speculative_tokens" in data or "speculative_num_steps" in data
-        if told or not isinstance(depth, int):
-            return data
-        return {**data, "num_speculative_tokens": min(max(depth, 0), MOST_DEPTH)}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _lookup_range(cls, data: Any) -> Any:
-        """Of the two bounds, one that is left out makes way for the other."""
-        if not isinstance(data, dict):
-            return data
-        least, most = data.get("prompt_lookup_min"), data.get("prompt_lookup_max")
-        if isinstance(most, int) and least is None:
-            return {"prompt_lookup_min": max(1, min(2, most))} | data
-        if isinstance(least, int) and most is None:
-            return {"prompt_lookup_max": max(5, least)} | data
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _model_alone(cls, data: Any) -> Any:
-        """A checkpoint without a method says itself what it is for."""
-        if not isinstance(data, dict) or not (data.get("model") or data.get("draft_model_path")):
-            return data
-        named = {key: value for key, value in data.items() if key not in METHOD_KEYS or value is not None}
-        return named if any(key in named for key in METHOD_KEYS) else {"method": DETECT} | named
-
-    @model_validator(mode="before")
-    @classmethod
-    def _stack(cls, data: Any) -> Any:
-        """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree. Model-free ones go beside."""
-        for key in METHOD_KEYS:
-            methods = data.get(key) if isinstance(data, dict) else None
-            if isinstance(methods, (list, tuple)):
-                names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
-                others = [name for name in names if name not in get_args(ModelFree)]
-                if not names or len(others) > 1:
-                    raise ValueError(STACKS)
-                if data.get("beside"):
-                    raise ValueError("a list of methods names all that draft: leave out `beside`")
-                method = (others or names)[0]
-                names.remove(method)
-                return {**data, key: method, "beside": names}
-        return data
-
-    @model_validator(mode="before")
-    @classmethod
-    def _parallel_drafting(cls, data: Any) -> Any:
-        """`"parallel_drafting": true` makes another method of the one that is named, as in vLLM."""
-        if not isinstance(data, dict) or "parallel_drafting" not in data:
-            return data
-        rest = {key: value for key, value in data.items() if key != "parallel_drafting"}
-        key = "speculative_method" if "speculative_method" in rest else "method"
-        name = rest.get(key)
-        if not data["parallel_drafting"] or name in PARALLEL.values():
-            return rest
-        if METHOD_ALIASES.get(str(name), name) not in PARALLEL:
-            raise ValueError(f"parallel_drafting goes with {' and '.join(PARALLEL)}, not with {name!r}")
-        return rest | {key: PARALLEL[METHOD_ALIASES.get(str(name), str(name))]}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _heterogeneous_vocab(cls, data: Any) -> Any:
-        """vLLM's key for what it has of vocabulary mappings."""
-        if not isinstance(data, dict) or "use_heterogeneous_vocab" not in data:
-            return data
-        data = dict(data)
-        wanted = data.pop("use_heterogeneous_vocab")
-        if not isinstance(wanted, bool):
-            raise ValueError("use_heterogeneous_vocab is true or false")
-        mapping = "intersection" if wanted else "none"
-        if data.setdefault("vocabulary_mapping", mapping) != mapping:
-            raise ValueError("use_heterogeneous_vocab and vocabulary_mapping contradict each other: give one of them")
-        return data
+    def _in_our_words(cls, data: Any) -> Any:
+        return in_our_words(data) if isinstance(data, Mapping) else data
 
     @field_validator("method", mode="before")
     @classmethod
@@ -385,7 +207,7 @@ class SpeculativeConfig(Settings):
     def _one_way_to_verify(self) -> SpeculativeConfig:
         """Keys of one strategy beside the name of another mean nothing."""
         strategy = self.rejection_sampling_strategy
-        for keys, owners in _KEYS_OF_STRATEGIES.items():
+        for keys, owners in KEYS_OF_STRATEGIES.items():
             for key in keys:
                 if strategy not in owners and getattr(self, key) != type(self).model_fields[key].default:
                     raise ValueError(f"{key} means nothing to rejection_sampling_strategy {strategy}")
@@ -420,22 +242,6 @@ class SpeculativeConfig(Settings):
         depth = _least(self.num_speculative_tokens, options.num_speculative_tokens)
         nodes = _least(self.max_tree_nodes, options.max_tree_nodes)
         return (depth, nodes) if depth and nodes else (0, 0)
-
-
-class EngineConfig(Settings):
-    """One target or draft worker's engine."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
-    device: str = "cpu"
-    threads: int = Field(1, ge=1, description="CPU threads for the model")
-    cpus: tuple[NonNegativeInt, ...] | None = Field(
-        None, description="CPU cores to which a target is bound; empty: any; None: as whoever starts it thinks best"
-    )
-    slots: int = Field(16384, ge=256, description="positions the KV cache holds, over all requests")
-    max_model_len: int | None = Field(None, ge=2, description="longest prompt plus output; None: the model's own")
-    max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
-    max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
-    enable_prefix_caching: bool = True
 
 
 def _least(configured: int, asked: int | None) -> int:
