@@ -26,12 +26,11 @@ def resolve_model(name: str) -> str:
     if is_weightless(name):
         numbers(name)
         return name
-    shipped = name in (*family.NAMES, *family.HEADS.values())
-    folder = family.path(name) if shipped else Path(name).expanduser().resolve()
+    folder = family.path(name) if name in family.SHIPPED else Path(name).expanduser().resolve()
     if not (folder / "config.json").is_file():
         raise ModelNotFoundError(
             f"no model at {folder}: a model is a folder with config.json, weights and tokenizer.json "
-            f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.NAMES)}"
+            f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.SHIPPED)}"
         )
     return str(folder)
 

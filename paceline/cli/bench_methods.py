@@ -37,6 +37,8 @@ MAX_TOKENS = 160
 REPETITIONS = 3
 DEPTH = 12
 NODES = 24
+LIMITS = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
+ENGINE = {"threads": os.cpu_count() or 1, "slots": 4096, "enable_prefix_caching": False}
 PLAIN = "plain"
 FORGETFUL = {"suffix_decoding_max_cached_requests": 0}
 
@@ -103,7 +105,7 @@ def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
     chosen = {name: config for name, config in known.items() if not only or name in only}
     rows = []
     with console.status("loading") as status:
-        llms = {name: _llm(config) for name, config in chosen.items()}
+        llms = _llms(chosen)
         for workload in (*workloads(), *repetitive_workloads()):
             for temperature in TEMPERATURES:
                 status.update(f"{workload.name}, temperature {temperature}")
@@ -157,10 +159,10 @@ def prompts_of(workload: Workload) -> list[list[int]]:
     return [tokenizer.encode(text) for text in texts]
 
 
-def _llm(config: Mapping[str, Any]) -> LLM:
-    limits = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
-    engine = {"threads": os.cpu_count() or 1, "slots": 4096, "enable_prefix_caching": False}
-    return LLM(TARGET, {**limits, **config}, engine)
+def _llms(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, LLM]:
+    """All over one target."""
+    target = LLM(TARGET, engine_config=ENGINE)
+    return {name: target.drafting_with({**LIMITS, **config}) for name, config in configs.items()}
 
 
 def _show(console: Console, workload: str, temperature: float, measured: Mapping[str, Measured]) -> None:

@@ -4,12 +4,19 @@ from pathlib import Path
 
 NAMES = ("pydoc", "pydoc-draft")
 """The target, and the draft distilled from it; both share one tokenizer."""
-HEADS: dict[str, str] = {}
+HEADS = {
+    "eagle3": "pydoc-eagle3",
+    "eagle": "pydoc-eagle",
+    "mtp": "pydoc-mtp",
+    "mlp_speculator": "pydoc-mlp",
+    "medusa": "pydoc-medusa",
+}
 """By method, heads that were trained for the target."""
+SHIPPED = (*NAMES, *HEADS.values())
 
 
 def path(name: str) -> Path:
     """The folder of a shipped model, as transformers and tokenizers read it."""
-    if name not in (*NAMES, *HEADS.values()):
-        raise KeyError(f"no model named {name!r} ships with paceline; there are {', '.join(NAMES)}")
+    if name not in SHIPPED:
+        raise KeyError(f"no model named {name!r} ships with paceline; there are {', '.join(SHIPPED)}")
     return Path(__file__).parent / name

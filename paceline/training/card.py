@@ -112,6 +112,37 @@ How often the draft's most probable next token is the target's.
 """
 
 
+HEAD_CARD = """\
+---
+language: en
+---
+# {name}
+
+A head for `pydoc`, of {parameters} parameters: method `{method}`, in the layout that its authors publish. It drafts
+from the target's hidden states and with its embeddings, and is of no use without it:
+
+```
+paceline serve --speculative-config '{{"method": "{method}", "model": "{name}"}}'
+```
+
+| | |
+|---|---|
+| text | the draft's {lesson_tokens} tokens of lessons |
+| loss | cross-entropy to the target's laws, each step of a draft counting less than the one before |
+| tokens seen | {tokens} in {steps} steps |
+| training time | {minutes} minutes |
+| machine | {machine}, {threads} |
+| held-out loss | {held_out_loss} nats per token |
+| accepted by depth | {accepted} of its likeliest guesses, on held-out sources |
+
+## Reproduce
+
+```
+{command}
+```
+"""
+
+
 @dataclass(frozen=True)
 class Training:
     """What one model's journal says."""
@@ -194,6 +225,22 @@ def draft_card(config: LlamaConfig, training: Training, measured: Mapping[str, A
         step_ms=f"{measured['draft_step_ms']:.1f}",
         target_step_ms=f"{measured['target_step_ms']:.1f}",
         agreement_rows="\n".join(f"| {text} | {share:.1%} |" for text, share in agreement.items()),
+    )
+
+
+def head_card(
+    method: str, name: str, parameters: int, journal: list[dict[str, Any]], measured: Mapping[str, Any]
+) -> str:
+    """A head's README."""
+    [*_, accepted] = [record["accepted_by_depth"] for record in journal if "accepted_by_depth" in record]
+    return HEAD_CARD.format(
+        name=name,
+        method=method,
+        **Training.from_journal(journal).fields(),
+        **_circumstances(measured["minutes"]),
+        parameters=f"{parameters:,}",
+        lesson_tokens=f"{measured['lesson_tokens']:,}",
+        accepted=", ".join(f"{share:.0%}" for share in accepted),
     )
 
 

@@ -7,10 +7,12 @@ import time
 import tokenize
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -185,6 +187,11 @@ def agreement(draft: nn.Module, target: nn.Module, passages: Iterable[Passage]) 
 @torch.no_grad()
 def _choices(model: nn.Module, rows: Tensor, first: int) -> Tensor:
     return logits(model, rows.to(next(model.parameters()).device))[:, first:].argmax(-1)
+
+
+def stored_parameters(folder: Path) -> int:
+    """How many parameters the safetensors files of a folder hold."""
+    return sum(tensor.numel() for path in folder.glob("*.safetensors") for tensor in load_file(path).values())
 
 
 @torch.no_grad()

@@ -4,9 +4,9 @@
 
 `tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` deepens
 them and trains on, `target` teaches it to edit code and to extract facts; `draft` lets the target write and read, and
-trains the draft on what it said; `card` measures both and writes their cards; `export` writes the newest checkpoint of
-a target still in training. Everything can be stopped by SIGTERM and started again, with other threads or another
-budget.
+trains the draft on what it said; `heads` trains heads for the target on the same text; `card` measures all and writes
+their cards; `export` writes the newest checkpoint of a target still in training. Everything can be stopped by SIGTERM
+and started again, with other threads or another budget.
 """
 
 import argparse
@@ -20,13 +20,15 @@ import numpy as np
 import torch
 from transformers import LlamaForCausalLM
 
-from paceline.training.card import Training, draft_card, target_card
+from paceline.family import HEADS
+from paceline.training.card import Training, draft_card, head_card, target_card
 from paceline.training.chats import chats, questions
 from paceline.training.corpus import source_texts
 from paceline.training.distil import Lessons, ask, begin_draft
 from paceline.training.editing import edits
-from paceline.training.evaluation import measure
+from paceline.training.evaluation import measure, stored_parameters
 from paceline.training.extraction import extractions
+from paceline.training.heads import Plan, train_head
 from paceline.training.models import (
     deepened,
     draft_config,
@@ -64,8 +66,11 @@ EDITS, EXTRACTIONS, READ = 9000, 3000, 700_000
 """Chats of two kinds that the target is taught at last, and tokens of the other text, lest it forgets that."""
 PART = 6000
 """Most tokens of one document among these."""
-SHARES = {"shallow": 0.4, "deep": 0.2, "target": 0.2, "draft": 0.2}
+MODELS = ("shallow", "deep", "target", "draft")
+SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.2, "draft": 0.1, "heads": 0.2}
 """Of the minutes given to `all`."""
+HEAD_SHARES = {"eagle3": 0.4, "eagle": 0.15, "mtp": 0.15, "mlp_speculator": 0.15, "medusa": 0.15}
+"""Of the heads' minutes."""
 
 
 def build_tokenizer(space: Workspace) -> None:
@@ -110,23 +115,47 @@ def train_draft(space: Workspace) -> None:
     save_model(trainer.model, space.tokenizer(), space.draft_folder)
 
 
+def train_heads(space: Workspace) -> None:
+    """Train each head on the text of the draft's lessons."""
+    read = space.read_file
+    if not read.exists():
+        save_documents(read, [row.astype(np.uint16) for row in _lessons(space).ids_RL.numpy()])
+    for method, name in HEADS.items():
+        train_head(
+            Plan(
+                method,
+                str(space.target_folder),
+                [read],
+                space.out / name,
+                [space.held_out_file],
+                space.minutes * HEAD_SHARES[method],
+                space.folder,
+                torch.get_num_threads(),
+                space.device,
+            )
+        )
+
+
 def write_cards(space: Workspace) -> None:
-    """Measure both exported models and write their model cards."""
+    """Measure the exported models and write all model cards."""
     target, draft = space.target(), space.draft()
-    shallow_training, deep_training, target_training, draft_training = (
-        Training.from_journal(read_journal(space.folder / f"{model}.jsonl")) for model in SHARES
-    )
+    trainings = {
+        model: Training.from_journal(read_journal(space.folder / f"{model}.jsonl")) for model in (*MODELS, *HEADS)
+    }
     measured = measure(target, draft, space.tokenizer(), space.held_out()) | {
         "corpus_tokens": sum(map(len, space.corpus())),
         "lesson_tokens": Lessons.load(space.lessons_file).ids_RL.numel(),
-        "minutes": sum(each.seconds for each in (shallow_training, deep_training, target_training, draft_training))
-        / 60,
+        "minutes": sum(training.seconds for training in trainings.values()) / 60,
     }
+    shallow_training, deep_training, target_training, draft_training = (trainings[model] for model in MODELS)
     (space.folder / "measured.json").write_text(json.dumps(measured, indent=1))
     (space.target_folder / "README.md").write_text(
         target_card(target.config, shallow_config(), (shallow_training, deep_training, target_training), measured)
     )
     (space.draft_folder / "README.md").write_text(draft_card(draft.config, draft_training, measured))
+    for method, name in HEADS.items():
+        folder, journal = space.out / name, read_journal(space.folder / f"{method}.jsonl")
+        (folder / "README.md").write_text(head_card(method, name, stored_parameters(folder), journal, measured))
 
 
 def build_all(space: Workspace) -> None:
@@ -215,6 +244,7 @@ COMMANDS: dict[str, Callable[[Workspace], None]] = {
     "deep": train_deep,
     "target": train_target,
     "draft": train_draft,
+    "heads": train_heads,
     "card": write_cards,
     "export": export_target,
     "all": build_all,

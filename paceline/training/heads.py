@@ -201,10 +201,28 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 
+ALIASES = {"mlp": "mlp_speculator", "draft": "draft_model"}
 
-def train_head(method: str, plan: argparse.Namespace) -> None:
-    """Train until the budget is spent, then write the head."""
-    recipe = RECIPES[method]
+
+@dataclass(frozen=True)
+class Plan:
+    """What is trained, on what, and where; `minutes` counts training in all, over all resumes."""
+
+    method: str
+    target: str
+    data: Sequence[Path]
+    out: Path
+    held_out: Sequence[Path] | None = None
+    minutes: float = 60.0
+    work_dir: Path = Path("work")
+    threads: int = 2
+    device: str = "cpu"
+
+
+def train_head(plan: Plan) -> None:
+    """Train until the budget is spent, then write the head. Writes checkpoint and journal beside each other, named by
+    the method. Raises `TextError`, `ModelNotFoundError`, OSError; `Stopped` on a signal."""
+    recipe = RECIPES[plan.method]
     target = _target(plan)
     reader = Reader(target, recipe.layers(target.config.num_hidden_layers))
     config = head_config(target.config)
@@ -218,7 +236,7 @@ def train_head(method: str, plan: argparse.Namespace) -> None:
 
     schedule = fitting(SCHEDULE, _longest(target, learned))
     trainer = Trainer(head, corpus_stream(learned, seed=21), loss, schedule, 60 * plan.minutes)
-    checkpoint = plan.work_dir / method
+    checkpoint = plan.work_dir / plan.method
     if checkpoint.with_suffix(".pt").exists():
         trainer.load(checkpoint.with_suffix(".pt"))
     train(trainer, checkpoint, evaluation(trainer.model, recipe.steps, reader, held_out))
@@ -289,7 +307,7 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.bfloat16).contiguous().cpu()
 
 
-def _texts(plan: argparse.Namespace, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
+def _texts(plan: Plan, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
     """To learn from, and held out. Raises `TextError` if either is too little, or written for another vocabulary."""
     eos = target.config.eos_token_id
     end = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
@@ -308,7 +326,7 @@ def _longest(target: PreTrainedModel, documents: Sequence[Ids]) -> int:
     return min(int(target.config.max_position_embeddings), sum(map(len, documents))) - 1
 
 
-def _target(plan: argparse.Namespace) -> PreTrainedModel:
+def _target(plan: Plan) -> PreTrainedModel:
     if is_weightless(plan.target):
         raise ModelNotFoundError(f"{plan.target} has no weights: name a model that computes something")
     place = resolve_model(plan.target)
@@ -323,12 +341,12 @@ def _target(plan: argparse.Namespace) -> PreTrainedModel:
 
 def main() -> int:
     """Parse the command line and train."""
-    plan = _parser().parse_args()
+    plan = Plan(**vars(_parser().parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     torch.set_num_threads(plan.threads)
     try:
         plan.work_dir.mkdir(parents=True, exist_ok=True)
-        train_head(plan.method, plan)
+        train_head(plan)
     except (ModelNotFoundError, TextError, OSError) as error:
         log.critical("%s", error)
         return 2
@@ -341,15 +359,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("method", choices=RECIPES)
+    parser.add_argument("method", choices=RECIPES, type=lambda name: ALIASES.get(name, name))
     parser.add_argument("--target", required=True, help="the model that the head is to draft for")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
     parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
-    parser.add_argument("--minutes", type=_minutes, default=60.0, help="training time in all, over all resumes")
-    parser.add_argument("--work-dir", type=Path, default=Path("work"), help="checkpoints and the journal")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--minutes", type=_minutes, default=Plan.minutes, help="training time in all, over all resumes")
+    parser.add_argument("--work-dir", type=Path, default=Plan.work_dir, help="checkpoints and the journal")
+    parser.add_argument("--threads", type=int, default=Plan.threads)
+    parser.add_argument("--device", default=Plan.device)
     return parser
 
 

@@ -60,6 +60,11 @@ class Workspace:
         """What the target told the draft."""
         return self.folder / "lessons.pt"
 
+    @property
+    def read_file(self) -> Path:
+        """What the heads read: the text of the lessons."""
+        return self.folder / "read.npz"
+
     def tokenizer(self) -> PreTrainedTokenizerFast:
         """The trained tokenizer."""
         return load_tokenizer(self.tokenizer_folder)

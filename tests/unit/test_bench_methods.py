@@ -181,7 +181,7 @@ def test_what_was_measured_is_each_one_s_own(clock: Clock) -> None:
 def few(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Fake]:
     """Two methods and two workloads."""
     made = {"ngram": Fake(clock, 4.0, stats((2, 2))), "suffix": Fake(clock, 2.0)}
-    monkeypatch.setattr(bench_methods, "_llm", lambda config: made[config["method"]])
+    monkeypatch.setattr(bench_methods, "_llms", lambda configs: {name: made[name] for name in configs})
     monkeypatch.setattr(bench_methods, "methods", lambda: {name: {"method": name} for name in made})
     monkeypatch.setattr(bench_methods, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
     chat = {"messages": [{"role": "user", "content": "y"}]}
@@ -235,7 +235,7 @@ def test_every_method_s_configuration_is_one() -> None:
     for config in methods().values():
         SpeculativeConfig.model_validate(config)
     assert list(methods())[:3] == ["ngram", "suffix", "draft_model"]
-    assert "suffix + draft_model" in methods()
+    assert "suffix + eagle3" in methods()
 
 
 def test_no_method_knows_what_it_said_before() -> None:
@@ -254,15 +254,22 @@ def test_the_best_head_that_ships_drafts_with_suffix_decoding(monkeypatch: pytes
 
 
 def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    built: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(bench_methods, "LLM", lambda *given: built.append(given))
-    for config in methods().values():
-        bench_methods._llm(config)
-    for (target, speculation, engine), config in zip(built, methods().values(), strict=True):
-        assert target == family.NAMES[0]
-        limits = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
-        assert speculation == {**limits, **config}
-        assert engine["enable_prefix_caching"] is False
+    built: list[tuple[str, dict[str, Any]]] = []
+
+    class Target:
+        def __init__(self, model: str, engine_config: dict[str, Any]) -> None:
+            built.append((model, engine_config))
+
+        def drafting_with(self, config: dict[str, Any]) -> dict[str, Any]:
+            return config
+
+    monkeypatch.setattr(bench_methods, "LLM", Target)
+    made = bench_methods._llms(methods())
+    [(target, engine)] = built
+    assert target == family.NAMES[0]
+    assert engine["enable_prefix_caching"] is False
+    limits = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
+    assert made == {name: {**limits, **config} for name, config in methods().items()}
 
 
 def test_prompts_are_written_as_the_gateway_writes_them() -> None:

@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from paceline import family as shipped
+from paceline.model.checkpoint import Checkpoint
+from paceline.speculators.formats import recognise
 from paceline.training import corpus, family
-from paceline.training.card import Training, draft_card, target_card
+from paceline.training.card import Training, draft_card, head_card, target_card
+from paceline.training.distil import Lessons
+from paceline.training.evaluation import stored_parameters
 from paceline.training.models import draft_config, logits, shallow_config, target_config
 from paceline.training.session import read_journal
 from paceline.training.tokenizer import load_tokenizer
-from paceline.training.tokens import encode_documents, save_documents
+from paceline.training.tokens import encode_documents, load_documents, save_documents
 from paceline.training.workspace import Workspace
 
 ENOUGH = 1e-9
@@ -75,10 +79,24 @@ def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Worksp
     assert [ids.tolist() for ids in family._taught(space)] == [ids.tolist() for ids in taught]
 
 
+def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> None:
+    for stage in ("shallow", "deep", "target", "draft", "heads"):
+        family.COMMANDS[stage](space)
+    lessons = Lessons.load(space.lessons_file).ids_RL
+    read = load_documents(space.read_file)
+    assert [row.tolist() for row in read] == lessons.tolist()
+    for method, name in shipped.HEADS.items():
+        assert read_journal(space.folder / f"{method}.jsonl")[-1]["fraction"] == 1
+        assert stored_parameters(space.out / name) > 0
+        assert recognise(Checkpoint(space.out / name)) == method
+
+
 def test_all_minutes_are_shared_out() -> None:
     assert sum(family.SHARES.values()) == pytest.approx(1.0)
-    assert list(family.SHARES) == ["shallow", "deep", "target", "draft"]
+    assert list(family.SHARES) == ["shallow", "deep", "target", "draft", "heads"]
     assert set(family.SHARES) < set(family.COMMANDS)
+    assert sum(family.HEAD_SHARES.values()) == pytest.approx(1.0)
+    assert family.HEAD_SHARES.keys() == shipped.HEADS.keys()
 
 
 FIRST = Training(10, 1000, 60.0, 3.0, (1, 2))
@@ -123,4 +141,17 @@ def test_the_target_s_card_tells_all_three_trainings() -> None:
 def test_the_draft_s_card_tells_how_often_it_agrees() -> None:
     card = draft_card(draft_config(), SECOND, MEASURED)
     for told in ("| held-out files | 87.5% |", "678 tokens", "500 in 5 steps", "0.8 ms against the target's 1.2 ms"):
+        assert told in card, told
+
+
+def test_a_head_s_card_tells_what_was_accepted_at_last() -> None:
+    spent = [{"step": n, "tokens": 10 * n, "seconds": 60.0 * n, "threads": 1} for n in (1, 2, 3)]
+    said = (
+        {"held_out_loss": 9.0, "accepted_by_depth": [0.1, 0.0]},
+        {"loss": 5.0},
+        {"held_out_loss": 2.5, "accepted_by_depth": [0.6, 0.4]},
+    )
+    journal = [{**each, **figures} for each, figures in zip(spent, said, strict=True)]
+    card = head_card("eagle", "pydoc-eagle", 4321, journal, MEASURED)
+    for told in ("# pydoc-eagle", "4,321", "678 tokens of lessons", "30 in 3 steps", "3 minutes", "2.500", "60%, 40%"):
         assert told in card, told

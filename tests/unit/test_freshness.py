@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import LocalDrafting
 from paceline.engine.engine import MOST_TOLD, Engine
 from paceline.messages import Submission
 from paceline.model.checkpoint import Checkpoint
@@ -38,6 +37,7 @@ from tests.head_checkpoints import (
     save_head,
     target_model,
 )
+from tests.moving import Moving
 from tests.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -324,29 +324,6 @@ class Recorder(Speculator):
         """Raises AssertionError unless these come next."""
         assert position == len(self._known[key]), f"{position} told, {len(self._known[key])} wanted"
         self._known[key] += states.unbind(0)
-
-
-class Moving(LocalDrafting):
-    """Of what it is told of requests, some numbers find their worker dead; another takes the request over."""
-
-    def __init__(self, speculator: Speculator, losses: Sequence[int]) -> None:
-        super().__init__(speculator)
-        self._losses = set(losses)
-        self._said = 0
-
-    def context(self, context: Context) -> None:
-        if self._alive(context.request_id):
-            super().context(context)
-
-    def commit(self, commit: Commit) -> None:
-        if self._alive(commit.request_id):
-            super().commit(commit)
-
-    def _alive(self, key: int) -> bool:
-        self._said += 1
-        if self._said in self._losses:
-            self._lose(key)
-        return self._said not in self._losses
 
 
 def submission(name: str, prompt: int, output: int, **options: Any) -> Submission:
