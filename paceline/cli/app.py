@@ -133,22 +133,25 @@ main.add_typer(train, name="train")
 
 @train.command(context_settings=PASS_ON)
 def family(context: typer.Context) -> None:
-    """Train the shipped target and its draft from the standard library's sources."""
+    """Train the shipped target, its draft and its heads from the standard library's sources."""
     _become("paceline.training.family", context.args)
 
 
-def _trains(method: str, what: str) -> None:
-    @train.command(method, context_settings=PASS_ON, help=f"Train {what} for a target, on text of yours.")
+def _trains(method: str, what: str, short: str | None = None) -> None:
     def head(context: typer.Context) -> None:
         _become("paceline.training.heads", [method, *context.args])
+
+    train.command(method, context_settings=PASS_ON, help=f"Train {what} for a target, on text of yours.")(head)
+    if short is not None:
+        train.command(short, context_settings=PASS_ON, hidden=True)(head)
 
 
 _trains("eagle3", "an EAGLE-3 head")
 _trains("eagle", "an EAGLE-1 head")
 _trains("medusa", "Medusa heads")
-_trains("mlp_speculator", "an MLP speculator")
+_trains("mlp_speculator", "an MLP speculator", "mlp")
 _trains("mtp", "a multi-token-prediction layer")
-_trains("draft_model", "a small draft model")
+_trains("draft_model", "a small draft model", "draft")
 _trains("pard", "a parallel draft model")
 
 

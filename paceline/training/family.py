@@ -12,6 +12,7 @@ and started again, with other threads or another budget.
 import argparse
 import json
 import logging
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -251,7 +252,7 @@ COMMANDS: dict[str, Callable[[Workspace], None]] = {
 }
 
 
-def main() -> None:
+def main() -> int:
     """Parse the command line and run one command."""
     options = _parser().parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
@@ -262,6 +263,8 @@ def main() -> None:
         COMMANDS[options.command](space)
     except Stopped as stop:
         log.warning("%s", stop)
+        return stop.exit_code
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -277,4 +280,4 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

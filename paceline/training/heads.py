@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -201,8 +201,6 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 
-ALIASES = {"mlp": "mlp_speculator", "draft": "draft_model"}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -213,21 +211,29 @@ class Plan:
     data: Sequence[Path]
     out: Path
     held_out: Sequence[Path] | None = None
+    start_from: Path | None = None
+    """The folder of a head that `paceline train` wrote; None: one that knows nothing."""
     minutes: float = 60.0
     work_dir: Path = Path("work")
     threads: int = 2
     device: str = "cpu"
 
 
+class HeadError(ValueError):
+    """A head that training cannot start from; the text says why."""
+
+
 def train_head(plan: Plan) -> None:
     """Train until the budget is spent, then write the head. Writes checkpoint and journal beside each other, named by
-    the method. Raises `TextError`, `ModelNotFoundError`, OSError; `Stopped` on a signal."""
+    the method. Raises `TextError`, `HeadError`, `ModelNotFoundError`, OSError; `Stopped` on a signal."""
     recipe = RECIPES[plan.method]
     target = _target(plan)
     reader = Reader(target, recipe.layers(target.config.num_hidden_layers))
     config = head_config(target.config)
     torch.manual_seed(0)
     head = recipe.begin(config, target).float().to(plan.device)
+    if plan.start_from:
+        load_head(head, recipe, plan.start_from)
     learned, held_out = _texts(plan, target)
 
     def loss(model: nn.Module, batch_BL: Tensor) -> Tensor:
@@ -296,6 +302,21 @@ def save_head(head: nn.Module, recipe: Recipe, config: LlamaConfig, folder: Path
     (folder / "config.json").write_text(json.dumps(recipe.config(config), indent=2) + "\n")
 
 
+@torch.no_grad()
+def load_head(head: nn.Module, recipe: Recipe, folder: Path) -> None:
+    """What `save_head` wrote. Raises `HeadError` if that is not what lies there."""
+    file = folder / recipe.file
+    if not file.is_file():
+        raise HeadError(f"no {file}: start from a folder that `paceline train` wrote for the same method")
+    tensors = load_file(file)
+    for name, parameter in head.named_parameters():
+        stored = tensors.get(recipe.stored_as(name))
+        if stored is None or stored.shape != parameter.shape:
+            found = "nothing" if stored is None else f"{list(stored.shape)}"
+            raise HeadError(f"{file} has {found} for {recipe.stored_as(name)}, which is {list(parameter.shape)} here")
+        parameter.copy_(stored)
+
+
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """A model of the same vocabulary has the same tokenizer, to the byte."""
     for name in TOKENIZER_FILES:
@@ -347,11 +368,12 @@ def main() -> int:
     try:
         plan.work_dir.mkdir(parents=True, exist_ok=True)
         train_head(plan)
-    except (ModelNotFoundError, TextError, OSError) as error:
+    except (ModelNotFoundError, TextError, HeadError, OSError) as error:
         log.critical("%s", error)
         return 2
     except Stopped as stop:
         log.warning("%s", stop)
+        return stop.exit_code
     return 0
 
 
@@ -359,10 +381,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="paceline train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("method", choices=RECIPES, type=lambda name: ALIASES.get(name, name))
+    parser.add_argument("method", choices=RECIPES)
     parser.add_argument("--target", required=True, help="the model that the head is to draft for")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
     parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
+    parser.add_argument("--start-from", type=Path, help="a head that was written here, to go on with on other text")
     parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
     parser.add_argument("--minutes", type=_minutes, default=Plan.minutes, help="training time in all, over all resumes")
     parser.add_argument("--work-dir", type=Path, default=Plan.work_dir, help="checkpoints and the journal")

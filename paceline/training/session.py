@@ -27,6 +27,11 @@ EVALUATION_SECONDS = 300.0
 class Stopped(Exception):
     """A signal ended the sitting before the budget; the checkpoint holds everything."""
 
+    def __init__(self, number: int, text: str) -> None:
+        super().__init__(text)
+        self.exit_code = 128 + number
+        """As of who dies of the signal: whoever started this sees that it is not done."""
+
 
 def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[str, Any]]) -> None:
     """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT.
@@ -46,7 +51,7 @@ def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[st
                 trainer.save(checkpoint)
     trainer.save(checkpoint)
     if trainer.fraction < 1:
-        raise Stopped(f"stopped at {trainer.fraction:.0%}; the same command goes on from {checkpoint.name}")
+        raise Stopped(signals[0], f"stopped at {trainer.fraction:.0%}; the same command goes on from {checkpoint.name}")
     _record(journal, trainer, evaluate())
 
 

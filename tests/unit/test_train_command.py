@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config import SamplingParams
@@ -104,12 +106,39 @@ def test_what_is_stopped_goes_on(target: Path, data: Path, tmp_path: Path, monke
     draft_loss = heads.draft_loss
     with monkeypatch.context() as patched:
         patched.setattr(heads, "draft_loss", loss)
-        assert trained(monkeypatch, arguments(tmp_path, target, data, minutes=600)) == 0
+        assert trained(monkeypatch, arguments(tmp_path, target, data, minutes=600)) == 128 + signal.SIGTERM
     assert not (tmp_path / "head").exists()
     assert not (tmp_path / "work" / "medusa.jsonl").exists()  # too few steps for a record
     assert trained(monkeypatch, arguments(tmp_path, target, data)) == 0
     assert [record["step"] for record in journal(tmp_path)] == [3]
     assert (tmp_path / "head" / "medusa_lm_head.safetensors").exists()
+
+
+def test_a_head_can_be_gone_on_with(target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a rate of nothing, what comes out is what went in."""
+    assert trained(monkeypatch, arguments(tmp_path / "first", target, data)) == 0
+    first = tmp_path / "first" / "head"
+    monkeypatch.setattr(heads, "SCHEDULE", replace(heads.SCHEDULE, muon_rate=0.0, adam_rate=0.0))
+    line = [*arguments(tmp_path / "second", target, data), "--start-from", str(first)]
+    assert trained(monkeypatch, line) == 0
+    assert trained(monkeypatch, arguments(tmp_path / "afresh", target, data)) == 0
+    stored, gone_on, afresh = (
+        load_file(tmp_path / name / "head" / "medusa_lm_head.safetensors") for name in ("first", "second", "afresh")
+    )
+    assert stored.keys() == gone_on.keys()
+    assert all(torch.equal(stored[name], gone_on[name]) for name in stored)
+    assert any(not torch.equal(stored[name], afresh[name]) for name in stored)
+
+
+def test_another_method_s_head_cannot_be_gone_on_with(
+    target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--start-from", str(target)]) == 2
+    assert "start from a folder that `paceline train` wrote" in caplog.text
+    caplog.clear()
+    save_file({"0.0.linear.weight": torch.zeros(3, 3)}, tmp_path / "medusa_lm_head.safetensors")
+    assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--start-from", str(tmp_path)]) == 2
+    assert "medusa_lm_head.safetensors has " in caplog.text
 
 
 def test_text_may_be_shorter_than_the_rows_of_the_schedule(
