@@ -127,7 +127,8 @@ def trained(method: str, folder: Path) -> tuple[nn.Module, Reading]:
     output = network.lm_head.weight.detach()
     states = torch.randn(2, 9, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
     ids = torch.arange(18).view(2, 9)
-    reading = Reading(ids, torch.zeros(2, 9, HIDDEN), states, torch.zeros(2, 9, VOCABULARY), output)
+    law = torch.zeros(2, 9, 1)
+    reading = Reading(ids, torch.zeros(2, 9, HIDDEN), states, law.long(), law, output)
     recipe = RECIPES[method]
     head = recipe.begin(network.config, network)
     torch.manual_seed(5)

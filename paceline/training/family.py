@@ -129,10 +129,10 @@ def train_heads(space: Workspace) -> None:
                 [read],
                 space.out / name,
                 [space.held_out_file],
-                space.minutes * HEAD_SHARES[method],
-                space.folder,
-                torch.get_num_threads(),
-                space.device,
+                minutes=space.minutes * HEAD_SHARES[method],
+                work_dir=space.folder,
+                threads=torch.get_num_threads(),
+                device=space.device,
             )
         )
 

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from paceline.models import ModelNotFoundError, is_weightless, resolve_model
 from paceline.training.eagle import Eagle
 from paceline.training.eagle3 import Eagle3
+from paceline.training.library import Library
 from paceline.training.medusa import Medusa
 from paceline.training.mlp_speculator import MlpSpeculator
 from paceline.training.mtp import MultiTokenPrediction
@@ -34,7 +35,7 @@ from paceline.training.session import Stopped, train
 from paceline.training.small_model import SmallModel
 from paceline.training.states import Reader, accepted_by_depth, draft_loss
 from paceline.training.texts import TextError, divided, read_documents
-from paceline.training.tokens import Ids, corpus_stream, windows
+from paceline.training.tokens import Ids, windows
 from paceline.training.trainer import Phase, Schedule, Trainer
 
 log = logging.getLogger(__name__)
@@ -215,6 +216,8 @@ class Plan:
     """The folder of a head that `paceline train` wrote; None: one that knows nothing."""
     minutes: float = 60.0
     work_dir: Path = Path("work")
+    keep_gb: float = 4.0
+    """Memory for what the target said of the text, so that it reads that once."""
     threads: int = 2
     device: str = "cpu"
 
@@ -235,13 +238,14 @@ def train_head(plan: Plan) -> None:
     if plan.start_from:
         load_head(head, recipe, plan.start_from)
     learned, held_out = _texts(plan, target)
+    library = Library(reader, learned, round(plan.keep_gb * 1e9))
 
-    def loss(model: nn.Module, batch_BL: Tensor) -> Tensor:
-        reading = reader.read(batch_BL)
+    def loss(model: nn.Module, names: Tensor) -> Tensor:
+        reading = library.read(names)
         return draft_loss(model(reading, recipe.steps), reading)
 
     schedule = fitting(SCHEDULE, _longest(target, learned))
-    trainer = Trainer(head, corpus_stream(learned, seed=21), loss, schedule, 60 * plan.minutes)
+    trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * plan.minutes)
     checkpoint = plan.work_dir / plan.method
     if checkpoint.with_suffix(".pt").exists():
         trainer.load(checkpoint.with_suffix(".pt"))
@@ -389,6 +393,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
     parser.add_argument("--minutes", type=_minutes, default=Plan.minutes, help="training time in all, over all resumes")
     parser.add_argument("--work-dir", type=Path, default=Plan.work_dir, help="checkpoints and the journal")
+    parser.add_argument("--keep-gb", type=float, default=Plan.keep_gb, help="for what the target said, to read it once")
     parser.add_argument("--threads", type=int, default=Plan.threads)
     parser.add_argument("--device", default=Plan.device)
     return parser

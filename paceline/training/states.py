@@ -1,6 +1,7 @@
 """What heads learn from: the states and the law of a frozen target that reads a batch once.
 
-Shapes: B rows, L positions, S layers that were asked for, H the target's width, V its vocabulary.
+Shapes: B rows, L positions, S layers that were asked for, H the target's width, V its vocabulary, K tokens of it that
+are kept of a law.
 """
 
 from __future__ import annotations
@@ -27,7 +28,10 @@ class Reading:
     ids_BL: Tensor
     embedded_BLH: Tensor
     states_BLSH: Tensor
-    logits_BLV: Tensor
+    likely_BLK: Tensor
+    """The most probable next tokens, likeliest first."""
+    log_shares_BLK: Tensor
+    """Their log-probabilities in nats, float32."""
     output_VH: Tensor
     """The target's output matrix."""
 
@@ -62,7 +66,18 @@ class Reader:
             for hook in hooks:
                 hook.remove()
         states_BLSH = torch.stack([kept[n] for n in self._layers], 2)
-        return Reading(ids_BL, kept[0], states_BLSH, output.logits, self.output)
+        law: Tensor = output.logits.float().log_softmax(-1)
+        log_shares_BLK, likely_BLK = law.topk(min(KEPT, law.shape[-1]))
+        return Reading(ids_BL, kept[0], states_BLSH, likely_BLK, log_shares_BLK, self.output)
+
+    @torch.no_grad()
+    def recall(self, ids_BL: Tensor, states_BLSH: Tensor, likely_BLK: Tensor, log_shares_BLK: Tensor) -> Reading:
+        """What `read` gave for these rows, of which this much was kept."""
+        device = self.target.device
+        ids_BL = ids_BL.to(device)
+        embedded: Tensor = self._taps[0](ids_BL)
+        rest = (each.to(device) for each in (states_BLSH, likely_BLK, log_shares_BLK))
+        return Reading(ids_BL, embedded, *rest, self.output)
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
@@ -77,8 +92,7 @@ def draft_loss(laws: Sequence[Tensor], reading: Reading) -> Tensor:
 
     `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it.
     """
-    log_shares, likely = reading.logits_BLV.float().log_softmax(-1).topk(min(KEPT, reading.logits_BLV.shape[-1]))
-    shares = log_shares.exp()
+    likely, shares = reading.likely_BLK, reading.log_shares_BLK.exp()
     rest = (1 - shares.sum(-1)).clamp_min(0)
     total, weights = torch.zeros((), device=shares.device), 0.0
     for step, law in enumerate(laws):
@@ -94,7 +108,7 @@ def draft_loss(laws: Sequence[Tensor], reading: Reading) -> Tensor:
 def accepted_by_depth(laws: Sequence[Tensor], reading: Reading, first: int) -> Tensor:
     """Share of places from position `first` on where a head's most probable tokens of all steps up to each one are the
     target's: float [steps]."""
-    chosen = reading.logits_BLV.argmax(-1)
+    chosen = reading.likely_BLK[..., 0]
     alive: Tensor | None = None
     shares = []
     for step, law in enumerate(laws):

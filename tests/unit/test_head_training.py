@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +24,9 @@ from paceline.speculators.mlp_network import load_mlp_speculator
 from paceline.speculators.mtp import load_mtp
 from paceline.speculators.network import HeadNetwork
 from paceline.training.heads import RECIPES, head_config, save_head
+from paceline.training.library import Library
 from paceline.training.states import DECAY, KEPT, Reader, Reading, accepted_by_depth, draft_loss
+from paceline.training.tokens import windows
 from tests.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
 
 NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": load_mtp}
@@ -44,6 +48,12 @@ def save_unrounded(head: nn.Module, method: str, folder: Path) -> None:
 
 def rows(count: int) -> Tensor:
     return torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(47))
+
+
+def logits(reader: Reader, reading: Reading) -> Tensor:
+    """The whole of what the target says."""
+    said: Tensor = reader.target(input_ids=reading.ids_BL).logits
+    return said
 
 
 def chain(network: HeadNetwork, reading: Reading, row: int, steps: int) -> list[Tensor]:
@@ -130,7 +140,7 @@ def test_a_medusa_head_begins_as_the_target_s_own(tmp_path: Path) -> None:
     head, reader = begun("medusa")
     reading = reader.read(rows(1))
     for law in head(reading, 3):
-        torch.testing.assert_close(law, reading.logits_BLV[:, : law.shape[1]], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(law, logits(reader, reading)[:, : law.shape[1]], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -170,8 +180,8 @@ def test_a_loss_is_least_where_a_head_says_what_the_target_says() -> None:
     """Of the token after the one that is guessed at, in each step; earlier steps count for more."""
     _, reader = begun("medusa")
     reading = reader.read(rows(2))
-    right = [reading.logits_BLV[:, 1 + step :] for step in range(3)]
-    shares = reading.logits_BLV.softmax(-1).sort(-1, descending=True).values
+    right = [logits(reader, reading)[:, 1 + step :] for step in range(3)]
+    shares = logits(reader, reading).softmax(-1).sort(-1, descending=True).values
     kept = torch.cat((shares[..., :KEPT], shares[..., KEPT:].sum(-1, keepdim=True)), -1)
     entropies = [float(torch.special.entr(kept[:, 1 + step :]).sum(-1).mean()) for step in range(3)]
     expected = (entropies[0] + DECAY * entropies[1] + DECAY**2 * entropies[2]) / (1 + DECAY + DECAY**2)
@@ -185,7 +195,7 @@ def test_a_loss_is_least_where_a_head_says_what_the_target_says() -> None:
 def test_a_guess_is_accepted_with_all_before_it() -> None:
     _, reader = begun("medusa")
     reading = reader.read(rows(1))
-    chosen = reading.logits_BLV[0].argmax(-1)
+    chosen = logits(reader, reading)[0].argmax(-1)
     laws = [F.one_hot(chosen[1 + step :], VOCABULARY)[None].float() for step in range(3)]
     first = 10
     assert accepted_by_depth(laws, reading, first).tolist() == [1, 1, 1]
@@ -195,6 +205,41 @@ def test_a_guess_is_accepted_with_all_before_it() -> None:
     laws[0][0, first - 1] *= -1  # before the first that counts
     shares = accepted_by_depth(laws, reading, first).tolist()
     assert shares == pytest.approx([1, 1 - 1 / places, 1 - 2 / (places - 1)])
+
+
+class Counted(Reader):
+    """Counts the rows that it reads."""
+
+    count = 0
+
+    def read(self, ids_BL: Tensor) -> Reading:
+        self.count += len(ids_BL)
+        return super().read(ids_BL)
+
+
+@pytest.mark.parametrize("rows_kept", [0, 2, 5])
+@torch.no_grad()
+def test_what_was_read_is_remembered_as_far_as_there_is_room(rows_kept: int) -> None:
+    target = target_network()
+    layers = RECIPES["eagle3"].layers(LAYERS)
+    documents = [np.arange(301, dtype=np.uint16) % VOCABULARY]
+    rows_of = windows(documents, 60, seed=0)
+    one = Reader(target, layers).read(rows_of[:1])
+    size = one.states_BLSH.nbytes + one.likely_BLK.nbytes + one.log_shares_BLK.nbytes
+    reader = Counted(target, layers)
+    library = Library(reader, documents, rows_kept * size + size // 2)
+    stream = library.stream(seed=3)
+    for epoch in range(3):
+        names = torch.cat([stream.batch(1, 60) for _ in range(5)])
+        assert sorted(names.tolist()) == [[60, number] for number in range(5)]
+        for name in names:
+            fresh, reading = Reader(target, layers).read(rows_of[name[1:]]), library.read(name[None])
+            for field in fields(Reading):
+                assert torch.equal(getattr(fresh, field.name), getattr(reading, field.name)), field.name
+        assert reader.count == 5 + epoch * (5 - rows_kept)
+    mixed = library.read(torch.tensor([[60, 4], [60, 0], [60, 2]]))
+    assert torch.equal(mixed.ids_BL, rows_of[[4, 0, 2]])
+    assert torch.equal(mixed.likely_BLK, Reader(target, layers).read(rows_of[[4, 0, 2]]).likely_BLK)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pard"])

@@ -26,7 +26,8 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.speculators.formats import recognise
 from paceline.training import heads
 from paceline.training.session import read_journal
-from paceline.training.tokens import save_documents
+from paceline.training.states import Reader
+from paceline.training.tokens import Ids, save_documents
 from paceline.training.trainer import Phase, Schedule
 from tests.checkpoints import save_checkpoint
 from tests.llamas import POSITIONS, VOCABULARY
@@ -162,9 +163,14 @@ def test_rows_are_no_longer_than_the_text_and_the_positions(target: Path, data: 
 def test_held_out_files_are_not_learned_from(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held_out, learned = text(tmp_path / "held.jsonl", 1), []
-    corpus_stream = heads.corpus_stream
-    monkeypatch.setattr(heads, "corpus_stream", lambda ids, seed: learned.append(len(ids)) or corpus_stream(ids, seed))
+    held_out, learned = text(tmp_path / "held.jsonl", 1), list[int]()
+
+    class Watched(heads.Library):
+        def __init__(self, reader: Reader, documents: Sequence[Ids], room: int) -> None:
+            learned.append(len(documents))
+            super().__init__(reader, documents, room)
+
+    monkeypatch.setattr(heads, "Library", Watched)
     assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--held-out", str(held_out)]) == 0
     assert trained(monkeypatch, arguments(tmp_path / "other", target, data)) == 0
     assert learned == [60, 59]
