@@ -6,6 +6,8 @@ Here is what that is for: a trained head's guesses are accepted as often as ever
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -109,10 +111,11 @@ def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
 def test_a_head_foresees_far_more_than_chance_would(
     method: str, model: Model, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
-    """Of 4096 tokens the most frequent one is every twentieth or so."""
+    """Who guesses the commonest token each time."""
     served = serve(engine(model, LocalDrafting(head(model, method))), prompts)
     assert served.tokens == plain
-    assert served.shares()[0] > 0.4
+    [(_, commonest)] = Counter(itertools.chain(*plain)).most_common(1)
+    assert served.shares()[0] > 3 * commonest / sum(map(len, plain))
     assert served.shares()[0] > served.shares()[1] > served.shares()[2] > 0
 
 
