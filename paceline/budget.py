@@ -212,6 +212,42 @@ class Patience:
         self._delay[height] += weight * (delay_s - self._delay[height])
 
 
+class NextRound:
+    """Whether a draft that works on the target's own time gets more of it before a step.
+
+    Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
+    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`. A round
+    pays while it brings more tokens per second than the step does as things stand. Both are moving averages that start
+    from a hopeful guess, and creep back to it with every refusal, or else a draft that is refused would be for ever.
+    """
+
+    HOPE = 0.8
+    LEARNING = 0.1
+    """Weight of a round in the averages."""
+    FORGETTING = 0.001
+    """Weight of the first guess, with each refusal."""
+
+    def __init__(self, delay_s: float = 1e-3) -> None:
+        """`delay_s`: the guess at a delay to start from."""
+        self._first_delay = self._delay = delay_s
+        self._gain = self.HOPE
+
+    def pays(self, frontier: float, expected: float, step_s: float) -> bool:
+        """`expected`: tokens that the step would commit now, `frontier` of them by its deepest guesses. `step_s`: what
+        they would take, rounds so far included."""
+        if self._gain * frontier * step_s > expected * self._delay:
+            return True
+        self._gain += self.FORGETTING * (self.HOPE - self._gain)
+        self._delay += self.FORGETTING * (self._first_delay - self._delay)
+        return False
+
+    def observe(self, frontier: float, gain: float, delay_s: float) -> None:
+        """A round took `delay_s` and brought `gain` expected tokens. What follows unlikely guesses teaches little."""
+        if frontier > 0:
+            self._gain += self.LEARNING * min(1.0, frontier) * (gain / frontier - self._gain)
+        self._delay += self.LEARNING * (delay_s - self._delay)
+
+
 class Worth:
     """Whether a draft pays: what a step commits beyond the token that it would have drawn anyway.
 

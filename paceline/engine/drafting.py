@@ -29,6 +29,8 @@ class Drafting(Protocol):
     """How an engine reaches its drafts."""
 
     hidden_state_layers: Sequence[int]
+    concurrent: bool
+    """Whether drafts go on while the target computes."""
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         """Start drafting at the first of `drafts` that is reachable; return its name, or None: decode plainly.
@@ -55,6 +57,7 @@ class NoDrafting:
     """Nobody grows trees: plain decoding."""
 
     hidden_state_layers: Sequence[int] = ()
+    concurrent = True
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         return None
@@ -75,6 +78,8 @@ class NoDrafting:
 
 class LocalDrafting:
     """A speculator inside the target's process. Each poll is one round of drafting; patience decides how many."""
+
+    concurrent = False
 
     def __init__(self, speculator: Speculator) -> None:
         self.hidden_state_layers = speculator.hidden_state_layers

@@ -24,7 +24,7 @@ from paceline.engine.hidden import HiddenStates
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
-from paceline.engine.waiting import Clock, LockStep, Streamed
+from paceline.engine.waiting import Clock, waiting_for
 from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model
 from paceline.model.rows import Row
@@ -75,7 +75,8 @@ class Engine:
         if self._strategy.caveat:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.caveat)
         self._clock = clock
-        waiting = LockStep() if speculation.draft_schedule == "lockstep" else Streamed(cost, clock)
+        lockstep = speculation.draft_schedule == "lockstep"
+        waiting = waiting_for(drafting.concurrent, lockstep, cost, clock)
         self._guesses = Guesses(
             drafting,
             beside,

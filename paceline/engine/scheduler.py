@@ -158,6 +158,8 @@ class Outlook:
 
     tokens: float
     height: int
+    frontier: float
+    """Expected tokens of these trees at their deepest, where they may get deeper; of a root without guesses, itself."""
     step_s: float
 
 
@@ -166,12 +168,23 @@ def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
     guesses = [(request, best_guesses(request)) for request in drawing]
     probabilities = sorted((math.exp(n.path_log_prob) for _, nodes in guesses for n in nodes), reverse=True)
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
-    heights = [height(request, nodes) for request, nodes in guesses if request.drafted]
+    drafted = [(request, nodes) for request, nodes in guesses if request.drafted]
+    heights = [height(request, nodes) for request, nodes in drafted]
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
         height=sum(heights) // max(len(heights), 1),
+        frontier=sum(frontier(request, nodes) for request, nodes in drafted),
         step_s=cost(len(drawing) + count),
     )
+
+
+def frontier(request: Request, nodes: Sequence[Node]) -> float:
+    """The chance that one of the deepest of these guesses is drawn, if any may follow it; 1 of a root."""
+    top = height(request, nodes)
+    if top >= request.depth_allowed():
+        return 0.0
+    deepest = request.tree.root.position + top
+    return sum(math.exp(node.path_log_prob) for node in nodes if node.position == deepest) if nodes else 1.0
 
 
 def height(request: Request, nodes: Sequence[Node]) -> int:

@@ -1,4 +1,4 @@
-"""Whether a step is held back for guesses that are under way: two schedules, one the idea, one to compare it with."""
+"""Whether a step is held back for guesses: by where they are made, and one schedule to compare with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.budget import Cost, Patience, Price
+from paceline.budget import Cost, NextRound, Patience, Price
 from paceline.engine.request import Request
 from paceline.engine.scheduler import best_guesses, height, outlook
 
@@ -82,3 +82,44 @@ class Streamed:
             waited_s += delay_s
             if not came:
                 return
+
+
+class TakingTurns:
+    """Drafts in the target's process have only its time: they get it while that earns more than a step would."""
+
+    ahead = 1
+    AT_MOST_S = 1.0
+    """A round that takes longer is given up."""
+
+    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
+        self._cost = cost
+        self._clock = clock
+        self._next = NextRound()
+        self._price = Price()
+
+    @property
+    def wanted(self) -> float:
+        return self._price.wanted
+
+    def refused(self, path_probability: float) -> bool:
+        return self._price.observe(path_probability)
+
+    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+        drafting_s = 0.0
+        now = outlook(drawing, self._cost)
+        while self._next.pays(now.frontier, now.tokens, now.step_s + drafting_s):
+            start = self._clock()
+            came = receive(self.AT_MOST_S)
+            delay_s = self._clock() - start
+            before, now = now, outlook(drawing, self._cost)
+            self._next.observe(before.frontier, now.tokens - before.tokens, delay_s)
+            drafting_s += delay_s
+            if not came or now.tokens <= before.tokens:
+                return
+
+
+def waiting_for(concurrent: bool, lockstep: bool, cost: Cost, clock: Clock) -> Waiting:
+    """`concurrent`: whether drafts go on while the target computes."""
+    if lockstep:
+        return LockStep()
+    return Streamed(cost, clock) if concurrent else TakingTurns(cost, clock)

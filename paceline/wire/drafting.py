@@ -38,6 +38,8 @@ class _Route:
 class RemoteDrafting:
     """Draft workers that the engine reaches through its pipe."""
 
+    concurrent = True
+
     def __init__(
         self, pipe: Pipe, hidden_state_layers: Sequence[int] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
