@@ -8,7 +8,6 @@ HEADS = {
     "eagle3": "pydoc-eagle3",
     "eagle": "pydoc-eagle",
     "mtp": "pydoc-mtp",
-    "mlp_speculator": "pydoc-mlp",
     "medusa": "pydoc-medusa",
 }
 """By method, heads that were trained for the target."""

@@ -36,7 +36,7 @@ on any machine. It is a test article, not a source of truth.
 | vocabulary | {vocabulary} |
 | training text | {corpus_tokens} tokens: library sources, and chats made from docstrings |
 | tokens seen | {tokens} in {steps} steps, the first {shallow_tokens} with {shallow_layers} layers |
-| taught at last | edits of code, and facts to be written as JSON: two thirds of the last {taught_tokens} tokens |
+| taught at last | edits of code, and facts to be written as JSON: four fifths of the last {taught_tokens} tokens |
 | training time | {minutes} minutes |
 | machine | {machine}, {threads} |
 | held-out loss | {held_out_loss} nats per token |

@@ -303,6 +303,7 @@ def save_head(head: nn.Module, recipe: Recipe, config: LlamaConfig, folder: Path
     named = dict(head.named_parameters())  # an output matrix that is tied to the embedding is not named
     tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in named.items()}
     save_file(tensors, folder / recipe.file, {"format": "pt"})
+    (folder / recipe.file).chmod(0o644)
     (folder / "config.json").write_text(json.dumps(recipe.config(config), indent=2) + "\n")
 
 
