@@ -52,15 +52,12 @@ class LockStep:
         return request.drafted and height(request, best_guesses(request)) < request.depth_allowed()
 
 
-class Streamed:
-    """Verify what is there, and wait only where that earns more tokens per second (`Patience`)."""
-
-    ahead = 2
+class Priced:
+    """What the schedules share that wait only where it pays: guesses have a price, and steps a cost."""
 
     def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
         self._cost = cost
         self._clock = clock
-        self._patience = Patience()
         self._price = Price()
 
     @property
@@ -69,6 +66,16 @@ class Streamed:
 
     def refused(self, path_probability: float) -> bool:
         return self._price.observe(path_probability)
+
+
+class Streamed(Priced):
+    """Verify what is there, and wait only where that earns more tokens per second (`Patience`)."""
+
+    ahead = 2
+
+    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
+        super().__init__(cost, clock)
+        self._patience = Patience()
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         waited_s = 0.0
@@ -84,7 +91,7 @@ class Streamed:
                 return
 
 
-class TakingTurns:
+class TakingTurns(Priced):
     """Drafts in the target's process have only its time: they get it while that earns more than a step would."""
 
     ahead = 1
@@ -92,17 +99,8 @@ class TakingTurns:
     """A round that takes longer is given up."""
 
     def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
-        self._cost = cost
-        self._clock = clock
+        super().__init__(cost, clock)
         self._next = NextRound()
-        self._price = Price()
-
-    @property
-    def wanted(self) -> float:
-        return self._price.wanted
-
-    def refused(self, path_probability: float) -> bool:
-        return self._price.observe(path_probability)
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         drafting_s = 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,7 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     micro = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
     monkeypatch.setattr(family, "shallow_config", lambda: target_config(**micro, num_hidden_layers=2))
     monkeypatch.setattr(family, "target_config", lambda: target_config(**micro, num_hidden_layers=3))
+    monkeypatch.setattr(family, "draft_config", lambda: draft_config(**micro))
     texts = [corpus.read_source(path) for path in corpus.source_files()[:30]]
     monkeypatch.setattr(family, "source_texts", lambda: texts)
     for name, count in (("EDITS", 12), ("EXTRACTIONS", 5), ("READ", 5000), ("PART", 400)):
@@ -80,6 +82,7 @@ def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Worksp
 
 
 def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> None:
+    space = replace(space, lesson_rows=8)
     for stage in ("shallow", "deep", "target", "draft", "heads"):
         family.COMMANDS[stage](space)
     lessons = Lessons.load(space.lessons_file).ids_RL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.budget import Patience
+from paceline.budget import NextRound, Patience
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
@@ -75,3 +75,41 @@ def test_a_draft_that_hung_is_waited_for_again() -> None:
         patience.observe(0, 0.0, 1.0)
     assert not pays(patience)
     assert any(pays(patience) for _ in range(20_000))
+
+
+class TestTheNextRound:
+    """Of a draft that has no time but the target's."""
+
+    def test_it_pays_exactly_while_it_brings_more_per_second_than_the_step(self) -> None:
+        rounds = NextRound(DELAY_S)
+        for _ in range(300):
+            rounds.observe(0.5, 0.35, DELAY_S)  # 0.7 for each token of the frontier
+        assert rounds.pays(frontier=0.4, expected=2.7, step_s=STEP_S)  # 280 per second against 270
+        assert not rounds.pays(frontier=0.4, expected=2.9, step_s=STEP_S)
+        assert not rounds.pays(frontier=0.3, expected=2.7, step_s=STEP_S), "what follows is less likely"
+
+    def test_slow_rounds_pay_less(self) -> None:
+        rounds = NextRound(DELAY_S)
+        assert rounds.pays(0.5, 2.0, STEP_S)
+        for _ in range(100):
+            rounds.observe(0.5, 0.4, 3 * DELAY_S)
+        assert not rounds.pays(0.5, 2.0, STEP_S)
+
+    def test_what_follows_unlikely_guesses_teaches_little(self) -> None:
+        rounds = NextRound(DELAY_S)
+        for _ in range(20):
+            rounds.observe(0.001, 0.0, DELAY_S)
+        assert rounds.pays(0.5, 2.0, STEP_S)
+        for _ in range(20):
+            rounds.observe(0.9, 0.0, DELAY_S)
+        assert not rounds.pays(0.5, 2.0, STEP_S)
+
+    def test_nothing_is_expected_where_nothing_may_follow(self) -> None:
+        assert not NextRound(DELAY_S).pays(0.0, 1.0, STEP_S)
+
+    def test_a_draft_that_was_useless_is_tried_again(self) -> None:
+        rounds = NextRound(DELAY_S)
+        for _ in range(100):
+            rounds.observe(1.0, 0.0, 50 * DELAY_S)
+        assert not rounds.pays(1.0, 1.0, STEP_S)
+        assert any(rounds.pays(1.0, 1.0, STEP_S) for _ in range(20_000))

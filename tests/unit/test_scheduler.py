@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -289,4 +290,19 @@ def test_outlook() -> None:
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
     assert ahead.step_s == FREE(4)
+    assert ahead.frontier == pytest.approx(0.3679, abs=1e-3)
     assert outlook([plain], FREE).height == 0
+    assert outlook([plain], FREE).frontier == 0, "nobody guesses for it"
+
+
+def test_the_frontier_is_what_may_still_be_guessed_after() -> None:
+    root, wide = request(1, 3), request(2, 3)
+    root.draft = wide.draft = "somebody"
+    first = wide.tree.add(wide.tree.root, 5, math.log(0.5))
+    wide.tree.add(wide.tree.root, 6, math.log(0.3))
+    assert outlook([root], FREE).frontier == 1
+    assert outlook([root, wide], FREE).frontier == pytest.approx(1.8)
+    wide.tree.add(first, 7, math.log(0.4))
+    assert outlook([wide], FREE).frontier == pytest.approx(0.2)
+    wide.max_depth = 2
+    assert outlook([wide], FREE).frontier == 0, "nothing deeper is verified"
