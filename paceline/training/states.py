@@ -76,8 +76,8 @@ class Reader:
         device = self.target.device
         ids_BL = ids_BL.to(device)
         embedded: Tensor = self._taps[0](ids_BL)
-        rest = (each.to(device) for each in (states_BLSH, likely_BLK, log_shares_BLK))
-        return Reading(ids_BL, embedded, *rest, self.output)
+        states, likely, log_shares = states_BLSH.to(device), likely_BLK.to(device), log_shares_BLK.to(device)
+        return Reading(ids_BL, embedded, states, likely, log_shares, self.output)
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
