@@ -14,6 +14,7 @@ from paceline.config.methods import (
     TOLD_BY_CHECKPOINT,
     Method,
     ModelFree,
+    Strategy,
 )
 from paceline.config.sampling import SamplingParams
 from paceline.config.settings import Settings
@@ -34,4 +35,5 @@ __all__ = [
     "Settings",
     "SpeculativeConfig",
     "SpeculativeOptions",
+    "Strategy",
 ]
