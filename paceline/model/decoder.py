@@ -36,11 +36,22 @@ class Decoder(Protocol):
         """Logits [n, vocabulary] of what comes out of the final norm, [n, hidden size]."""
 
 
+def _route_row_by_row(model: Any) -> None:
+    """Let experts multiply each of their rows by itself, where a product depends on how many there are.
+
+    In float32 on a CPU it does: on some from the second row on, on others from the fourth. How many rows an expert has
+    depends on the company that a row is in.
+    """
+    if model.dtype == torch.float32 and model.device.type == "cpu" and model._can_set_experts_implementation():
+        model.set_experts_implementation("batched_mm")
+
+
 class LayeredDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
     def __init__(self, model: Any) -> None:
         piecewise(model)
+        _route_row_by_row(model)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: nn.Module = base.get_input_embeddings()
