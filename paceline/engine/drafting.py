@@ -77,7 +77,7 @@ class NoDrafting:
 
 
 class LocalDrafting:
-    """A speculator inside the target's process. Each poll is one round of drafting; patience decides how many."""
+    """A speculator inside the target's process. Each poll is one round of drafting; see `waiting.TakingTurns`."""
 
     concurrent = False
 

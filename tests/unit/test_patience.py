@@ -5,6 +5,11 @@ from __future__ import annotations
 import pytest
 
 from paceline.budget import NextRound, Patience
+from paceline.config import SamplingParams
+from paceline.engine.request import Request
+from paceline.engine.waiting import waiting_for
+from paceline.messages import Submission
+from paceline.tree import Node, TokenTree
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
@@ -113,3 +118,24 @@ class TestTheNextRound:
             rounds.observe(1.0, 0.0, 50 * DELAY_S)
         assert not rounds.pays(1.0, 1.0, STEP_S)
         assert any(rounds.pays(1.0, 1.0, STEP_S) for _ in range(20_000))
+
+
+@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 0), (True, 4e-3, 1)])
+def test_a_draft_on_the_target_s_time_goes_on_while_that_pays(concurrent: bool, round_s: float, rounds: int) -> None:
+    """A round adds a sure guess, four are allowed, a step takes 10 ms. Who goes on by itself is waited for less."""
+    now = [0.0]
+    waiting = waiting_for(concurrent, False, lambda rows: STEP_S, lambda: now[0])
+    for _ in range(60):
+        tree = TokenTree(2, 3)
+        params = SamplingParams(temperature=0.0, max_tokens=20)
+        request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, 0.0)
+        request.draft = "somebody"
+        grown: list[Node] = []
+
+        def receive(_: float, tree: TokenTree = tree, grown: list[Node] = grown) -> bool:
+            now[0] += round_s
+            grown.append(tree.add(grown[-1] if grown else tree.root, 5, -0.01))
+            return True
+
+        waiting.wait([request], receive)
+    assert len(grown) == rounds
