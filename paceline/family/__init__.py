@@ -9,6 +9,7 @@ HEADS = {
     "eagle": "pydoc-eagle",
     "mtp": "pydoc-mtp",
     "medusa": "pydoc-medusa",
+    "mlp_speculator": "pydoc-mlp",
 }
 """By method, heads that were trained for the target."""
 SHIPPED = (*NAMES, *HEADS.values())

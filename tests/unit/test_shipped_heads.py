@@ -41,7 +41,7 @@ CHAIN = {
     "row_budget": False,
 }
 """Every step verifies a chain of DEPTH guesses, however long they took."""
-NEAR = 0.06
+NEAR = 0.04
 """Shares of acceptance are as good as equal if they differ by less. Where a step begins elsewhere in the text than
 without the disturbance, other guesses are counted."""
 
@@ -159,17 +159,18 @@ class TestAcceptanceIsAsGoodAsEver:
         assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
-    def test_a_head_that_is_not_told_is_found_out(
+    def test_a_head_that_is_told_nonsense_is_found_out(
         self, model: Model, prompts: list[list[int]], undisturbed: Served
     ) -> None:
-        """What these tests would see if the states of cached positions were made up."""
-        served = serve(engine(model, Forgetful(head(model, "eagle3"))), prompts)
+        """What these tests would see if the states of cached positions were those of others."""
+        served = serve(engine(model, Confused(head(model, "eagle3"))), prompts)
         assert served.tokens == undisturbed.tokens
-        assert served.shares()[0] < undisturbed.shares()[0] - NEAR
+        assert served.shares() != pytest.approx(undisturbed.shares(), abs=NEAR)
 
 
-class Forgetful(LocalDrafting):
-    """Tells its head nothing but zeros of prompts."""
+class Confused(LocalDrafting):
+    """Tells its head the states of a prompt in another order."""
 
     def context(self, context: Context) -> None:
-        super().context(replace(context, hidden_states=torch.zeros_like(context.hidden_states)))
+        shuffled = torch.randperm(len(context.hidden_states), generator=torch.Generator().manual_seed(0))
+        super().context(replace(context, hidden_states=context.hidden_states[shuffled]))
