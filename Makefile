@@ -3,7 +3,7 @@
 PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
-ARGS        ?=                ## more arguments for run, demo, chat, bench, train
+ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
 BIN   := .venv/bin
@@ -11,7 +11,7 @@ STAMP := .venv/.stamp
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench train test lint types layers pytest format proto clean
+.PHONY: help setup run demo chat bench load chaos train test lint types layers pytest chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z]+:.*## /  {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,8 +41,14 @@ chat: setup  ## talk to a running server
 bench: setup  ## our speed beside others': make bench ARGS=baseline
 	@$(BIN)/paceline bench $(ARGS)
 
+load: setup  ## 500 streams and more against stacks of our own: every token checked
+	@$(BIN)/python -m loadtests $(ARGS)
+
 train: setup  ## train the demo models again
 	@$(BIN)/paceline train $(ARGS)
+
+chaos: setup  ## five minutes of random kills under load: no token lost, none changed
+	@$(BIN)/python -m loadtests.chaos $(ARGS)
 
 test: lint types layers pytest  ## everything CI checks
 
@@ -58,6 +64,9 @@ layers: setup  ## import-linter: who may import whom
 
 pytest: setup  ## the tests alone
 	@$(BIN)/pytest $(PYTEST_ARGS)
+
+chart: setup  ## the Helm chart with every combination of its main values
+	@$(BIN)/python -m tests.deploy.combinations
 
 format: setup  ## ruff: repair what it can
 	@$(BIN)/ruff check --fix --quiet

@@ -1,120 +1,89 @@
-"""Streaming chats under a growing load.
+"""What Locust runs: the users, as many as the shape says, and at the end one line of JSON.
 
-A chunk is not a token: speculation commits several at once. Tokens are counted from the `usage` that
-ends each stream, and reported as the size of the `answer` row, which Locust adds up over all workers.
-The last line of output is one JSON document.
+Not to be called by hand: `python -m loadtests` writes the file that `--run` names.
 """
 
+from __future__ import annotations
+
 import json
-import random
 import sys
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from argparse import ArgumentParser
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
-from locust import HttpUser, LoadTestShape, between, events, task
+from locust import LoadTestShape, events
 from locust.env import Environment
-from locust.runners import WorkerRunner
-from requests import Response
 
+from loadtests.figures import figures
+from loadtests.grpc_users import Caller
+from loadtests.run import Run
+from loadtests.shapes import users_at
+from loadtests.streams import Answer
+from loadtests.users import Abandoner, Asker, Chatter, Completer, LongReader, Malformer
 
-class Stage(NamedTuple):
-    seconds: int
-    users: int
-    spawn_rate: float  # users per second
+__all__ = ["Abandoner", "Caller", "Chatter", "Completer", "LongReader", "Malformer", "Profile"]
 
-
-PROFILE = [
-    Stage(seconds=15, users=1, spawn_rate=1),
-    Stage(seconds=30, users=4, spawn_rate=1),
-    Stage(seconds=30, users=16, spawn_rate=4),
-    Stage(seconds=15, users=1, spawn_rate=4),
-]
-
-QUESTIONS = [
-    "What does json.dumps do?",
-    "What does os.path.join do?",
-    "What does itertools.chain do?",
-    "What does re.sub do?",
-    "What does asyncio.gather do?",
-]
+FAULTS_TOLD = 5
 
 
 class Profile(LoadTestShape):
+    """The run's shape; `run` is set before the first tick."""
+
+    run: Run
+
     def tick(self) -> tuple[int, float] | None:
-        """Return what Locust should run now; None ends the test."""
-        elapsed = self.get_run_time()
-        for stage in PROFILE:
-            elapsed -= stage.seconds
-            if elapsed < 0:
-                return stage.users, stage.spawn_rate
-        return None
+        """Called by Locust every second."""
+        users = users_at(self.get_run_time(), self.run.stages)
+        return None if users is None else (users, max(1.0, self.run.users / self.run.ramp_s))
 
 
-class Chatter(HttpUser):
-    wait_time = between(0.5, 1.5)
-
-    def on_start(self) -> None:
-        self.model = self.client.get("/v1/models").json()["data"][0]["id"]
-
-    @task
-    def chat(self) -> None:
-        request = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": random.choice(QUESTIONS)}],
-            "max_tokens": 128,
-            "temperature": random.choice([0.0, 0.8]),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        started = time.perf_counter()
-        first_token = tokens = None
-        with self.client.post(
-            "/v1/chat/completions", json=request, stream=True, catch_response=True, name="headers"
-        ) as response:
-            if not response.ok:
-                return
-            for event in stream(response):
-                if first_token is None and event.get("choices"):
-                    first_token = time.perf_counter()
-                if usage := event.get("usage"):
-                    tokens = usage["completion_tokens"]
-        if first_token is None or tokens is None:
-            self.report("answer", started, time.perf_counter(), error=ValueError("no token, or no usage"))
-        else:
-            self.report("first token", started, first_token)
-            self.report("answer", started, time.perf_counter(), tokens)
-
-    def report(self, row: str, started: float, ended: float, size: int = 0, error: Exception | None = None) -> None:
-        self.environment.events.request.fire(
-            request_type="CHAT",
-            name=row,
-            response_time=(ended - started) * 1000,
-            response_length=size,
-            exception=error,
-            context={},
-        )
-
-
-def stream(response: Response) -> Iterator[dict[str, Any]]:
-    """Yield the JSON documents of a server-sent event stream, up to [DONE]."""
-    for line in response.iter_lines():
-        if line.startswith(b"data: ") and line != b"data: [DONE]":
-            yield json.loads(line.removeprefix(b"data: "))
+@events.init_command_line_parser.add_listener
+def add_options(parser: ArgumentParser) -> None:
+    parser.add_argument("--run", type=Path, required=True, help="a file as loadtests.run.Run writes it")
 
 
 @events.init.add_listener
-def sum_up_last(environment: Environment, **_: object) -> None:
-    def sum_up(**_: object) -> None:
-        answers = environment.stats.get("answer", "CHAT")
-        seconds = (answers.last_request_timestamp or answers.start_time) - answers.start_time
-        summary = {
-            "answers": answers.num_requests - answers.num_failures,
-            "failures": environment.stats.total.num_failures,
-            "tokens": answers.total_content_length,
-            "tokens_per_s": round(answers.total_content_length / seconds, 1) if seconds else 0.0,
-        }
-        sys.stdout.write(json.dumps(summary) + "\n")
+def prepare(environment: Environment, **_: object) -> None:
+    assert environment.parsed_options is not None  # it has a command line
+    run = Run.read(environment.parsed_options.run)
+    environment.host = run.url
+    Profile.run = run
+    Asker.questions, Asker.speculative = run.questions(), run.speculative
+    Caller.connect(run.grpc)
+    answers: list[Answer] = []
+    began: list[float] = []
 
-    if not isinstance(environment.runner, WorkerRunner):  # its numbers are the master's to tell
-        environment.events.quit.add_listener(sum_up)
+    def keep(context: dict[str, Any], **_: object) -> None:
+        answers.append(context["answer"])
+
+    def begin(**_: object) -> None:
+        began.append(time.time())
+
+    def sum_up(**_: object) -> None:
+        sys.stdout.write(json.dumps(summary(run, answers, began[0])) + "\n")
+
+    environment.events.request.add_listener(keep)
+    environment.events.test_start.add_listener(begin)
+    environment.events.quit.add_listener(sum_up)
+
+
+def summary(run: Run, answers: list[Answer], began: float) -> dict[str, Any]:
+    """Figures of the whole load and of each of its stages; what went wrong counts from the first user on."""
+    stages = run.stages
+    whole = began + stages[0].begins, began + stages[-1].ends
+    faults = [f"{each.kind}: {each.fault}" for each in answers if each.fault]
+    by_stage = [
+        {"users": row.users, **asdict(figures(answers, began + row.begins, began + row.ends, run.goal))}
+        for row in stages
+    ]
+    return {
+        "window": whole,
+        "errors": len(faults),
+        "lost_tokens": sum(each.lost for each in answers),
+        "changed_tokens": sum(each.changed for each in answers),
+        "faults": faults[:FAULTS_TOLD],
+        "figures": asdict(figures(answers, *whole, run.goal)),
+        "stages": by_stage if len(by_stage) > 1 else [],
+    }

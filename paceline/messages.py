@@ -28,6 +28,8 @@ class Submission:
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     committed: Sequence[int] = ()
     drafts: Sequence[str] = ()
+    cache_salt: str = ""
+    """Requests share what was computed or learned of others only under the same salt; "" is one, too."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ with the same ones, noise included.
 
 What happens to a row of logits, in the order that vLLM's users know:
 
-1. bars: the last token of a bad word after the rest of it, stop tokens before `min_tokens`
+1. bars: tokens that the grammar does not have here; of those that it has, if any is left then: the last token of a bad
+   word after the rest of it, stop tokens before `min_tokens`
 2. `logit_bias`
 3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
 4. temperature; 0 ends here, with the largest
@@ -34,6 +35,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
+from paceline.grammar.following import GrammarState
 from paceline.messages import LogProbs
 
 BARRED = -math.inf
@@ -48,9 +50,16 @@ class History:
     """
 
     def __init__(
-        self, params: SamplingParams, prompt: Sequence[int], output: Sequence[int], vocabulary_size: int
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        vocabulary_size: int,
+        grammar: GrammarState | None = None,
     ) -> None:
+        """`grammar`: its state after `output`; without one any text may come."""
         self.params = params
+        self.grammar: GrammarState | None = None
         self.vocabulary_size = vocabulary_size
         self.output_tokens = 0
         self._longest_prefix = max((len(word) for word in params.bad_words), default=1) - 1
@@ -63,12 +72,14 @@ class History:
         if params.penalised:
             self._seen[self._ids(prompt)] = True
         self.extend(output)
+        self.grammar = grammar
 
     @property
     def rules(self) -> bool:
         """Whether any rule of this request can alter logits before temperature."""
         params = self.params
-        return bool(params.bad_words or params.min_tokens or params.logit_bias or params.penalised)
+        barred = params.bad_words or params.min_tokens or self.grammar is not None
+        return bool(barred or params.logit_bias or params.penalised)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
@@ -76,13 +87,22 @@ class History:
         self._tail = self._last(tokens)
         if self.params.penalised:
             self._seen, self._counts = self._tally(tokens)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
 
     def apply(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
         """Steps 1 to 3 for the token after the committed output and then `path`: a new float32 tensor [V]."""
-        logits_V = logits_V.index_fill(0, self._barred(path).to(logits_V.device), BARRED)
+        logits_V = self._within_bars(logits_V, path)
         if len(self._biased):
             logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
         return self._penalised(logits_V, path) if self.params.penalised else logits_V
+
+    def _within_bars(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        allowed = None if self.grammar is None else self.grammar.allowed(path)
+        if allowed is not None:
+            logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), BARRED)
+        barred_V = logits_V.index_fill(0, self._barred(path).to(logits_V.device), BARRED)
+        return logits_V if allowed is not None and bool((barred_V == BARRED).all()) else barred_V
 
     def _barred(self, path: Sequence[int]) -> Tensor:
         last = self._last(path)

@@ -85,8 +85,16 @@ Weigh = Callable[[Node], float]
 """What a new guess's log-probability counts as."""
 
 
+Permit = Callable[[Node, int], bool]
+"""Whether this token can come after this node."""
+
+
 def _as_it_is(node: Node) -> float:
     return node.log_prob
+
+
+def permit_any(parent: Node, token: int) -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,18 +168,24 @@ class Committed:
 class TokenTree:
     """A replica of one request's tree. Not thread-safe."""
 
-    def __init__(self, position: int, token: int, weigh: Weigh = _as_it_is, width: int | None = None) -> None:
+    def __init__(
+        self, position: int, token: int, weigh: Weigh = _as_it_is, width: int | None = None, permit: Permit = permit_any
+    ) -> None:
         """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
 
         It must give no positive value, and must not look at the path's. `width`: most children that `graft` gives a
-        node, the first to come; None: any number. With 1 the tree is a chain.
+        node, the first to come; None: any number. With 1 the tree is a chain. `graft` drops what `permit` does not
+        let in; the parent is the root or a node below it.
         """
         self.root = Node(token, position, None)
         self.size = 0
         self._weigh = weigh
         self._width = width or math.inf
+        self._permit = permit
         self._next_id = ROOT_ID + 1
         self._by_id: dict[tuple[int, int], Node] = {}  # by source and id
+        # What `best` gave since the tree last changed: a step asks twice and more, and most trees stay as they were.
+        self._best: dict[tuple[int, int], list[Node]] = {}
         # Committed nodes by position, each with its successor as the only child: late growth may name them.
         self._trail: dict[int, Node] = {position: self.root}
 
@@ -217,7 +231,7 @@ class TokenTree:
             known = parent.children.get(token)
             if known is not None:
                 self._name(known, source, id_)
-            elif parent.position >= self.root.position and self._has_room(parent, max_size):  # not under committed ones
+            elif self._takes(parent, token, max_size):
                 rank = sum(source in sibling.ids for sibling in parent.children.values())
                 self._name(self._attach(parent, token, log_prob, source, rank, law), source, id_)
         return self.size - before
@@ -226,6 +240,7 @@ class TokenTree:
         """The target drew `tokens` after the root. The last one becomes the new root."""
         path: list[Node] = []
         missed: int | None = None
+        self._best.clear()
         for token in tokens:
             node = self.root.children.get(token)
             if node is not None:
@@ -259,6 +274,12 @@ class TokenTree:
         Path probability falls along a path, so parents come before their children and the set is closed
         under parents.
         """
+        known = self._best.get((count, max_depth))
+        if known is None:
+            known = self._best[count, max_depth] = self._search(count, max_depth)
+        return known.copy()
+
+    def _search(self, count: int, max_depth: int) -> list[Node]:
         chosen: list[Node] = []
         serial = 0  # breaks ties by age, so that nodes are never compared
         frontier: list[tuple[float, int, Node]] = []
@@ -281,8 +302,10 @@ class TokenTree:
     def _parent(self, source: int, id_: int, base_position: int) -> Node | None:
         return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get((source, id_))
 
-    def _has_room(self, parent: Node, max_size: int) -> bool:
-        return self.size < max_size and len(parent.children) < self._width
+    def _takes(self, parent: Node, token: int, max_size: int) -> bool:
+        committed = parent.position < self.root.position
+        has_room = self.size < max_size and len(parent.children) < self._width
+        return not committed and has_room and self._permit(parent, token)
 
     def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int, law: Law) -> Node:
         log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
@@ -291,6 +314,7 @@ class TokenTree:
         node.path_log_prob = parent.path_log_prob + self._weigh(node)
         parent.children[token] = node
         self.size += 1
+        self._best.clear()
         return node
 
     def _name(self, node: Node, source: int, id_: int) -> None:

@@ -35,7 +35,9 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
         pipe = Pipe(end)
         try:
             options = pipe.first(argparse.Namespace)
-            logs.configure(kind, options.worker_id)
+            logs.configure(kind, options.worker_id, options.log_level.upper())
+            if options.trust_remote_code:
+                options.engine_config = options.engine_config.model_copy(update={"trust_remote_code": True})
             torch.set_num_threads(options.engine_config.threads)
             serve(pipe, options)
         except PipeClosedError:

@@ -22,6 +22,7 @@ from paceline.compute.process import CannotComputeError, Compute
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
 from paceline.state import StateError
+from paceline.telemetry import logs
 from paceline.telemetry.exporter import serve_metrics
 from paceline.wire.server import PortError
 
@@ -31,6 +32,14 @@ COULD_NOT_START = 2
 FAILED = 1
 
 Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def positive(text: str) -> int:
+    """An option that counts something there has to be."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more, not {text}")
+    return number
 
 
 class StartError(Exception):
@@ -51,6 +60,8 @@ def parser(kind: str, description: str) -> argparse.ArgumentParser:
     arguments.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
     arguments.add_argument("--speculative-config", default="{}", metavar="JSON", type=_json(SpeculativeConfig))
     arguments.add_argument("--engine-config", default="{}", metavar="JSON", type=_json(EngineConfig))
+    arguments.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
+    arguments.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     arguments.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
     return arguments
 

@@ -16,8 +16,10 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import News
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.speculators.growing import GrowingLoop, Rounds, SpeculatorFacts
+from paceline.tls import Certificates
 from paceline.tree import Growth, TokenTree
 from paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.wire.credentials import TARGET
 from paceline.wire.draft_link import Observer, Terms, Unobserved
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.drafting import RemoteDrafting
@@ -140,18 +142,22 @@ class DraftWorker:
 
 
 @asynccontextmanager
-async def draft_worker(speculator: Speculator | None = None, worker_id: str = "one") -> AsyncIterator[DraftWorker]:
+async def draft_worker(
+    speculator: Speculator | None = None, worker_id: str = "one", tls: Certificates | None = None
+) -> AsyncIterator[DraftWorker]:
     speculator = speculator or Counting()
     async with joined() as (connection, pipe):
         servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
         connection.deliver(Rounds, lambda this: servicer.deliver(this.grown))
-        async with computing(connection, GrowingLoop(speculator, pipe).run), serving(servicer) as server:
+        async with computing(connection, GrowingLoop(speculator, pipe).run), serving(servicer, tls=tls) as server:
             yield DraftWorker(server.address, servicer, speculator, server)
 
 
 @asynccontextmanager
-async def serving(servicer: draft_pb2_grpc.DraftServiceServicer, port: int = 0) -> AsyncIterator[Server]:
-    server = Server("127.0.0.1", port)
+async def serving(
+    servicer: draft_pb2_grpc.DraftServiceServicer, port: int = 0, tls: Certificates | None = None
+) -> AsyncIterator[Server]:
+    server = Server("127.0.0.1", port, tls=tls, peer=TARGET)
     server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
     await server.start()
     try:
@@ -195,11 +201,14 @@ class Target:
 
 @asynccontextmanager
 async def target(
-    hidden_state_layers: tuple[int, ...] = (), hang_s: float = PATIENCE_S, observer: Observer | None = None
+    hidden_state_layers: tuple[int, ...] = (),
+    hang_s: float = PATIENCE_S,
+    observer: Observer | None = None,
+    tls: Certificates | None = None,
 ) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
         drafting = RemoteDrafting(pipe, hidden_state_layers)
-        terms = Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s)
+        terms = Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s, tls=tls)
         pool = pooled(connection, terms, hidden_state_layers, observer or Unobserved())
         try:
             yield Target(drafting, pool)

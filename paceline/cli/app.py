@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from paceline.cli.keys import keys
 from paceline.cli.options import Engine, Speculation, Speculations, start_errors
 from paceline.config import EngineConfig
 
@@ -34,24 +35,36 @@ def serve(
     target_workers: Annotated[int, typer.Option(min=1, help="Target workers to run.")] = 1,
     redis_url: Annotated[str | None, typer.Option(help="A Redis to use; without it, one of our own.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Processes that share the target.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="Ask clients for a key: see `paceline keys`.")] = None,
+    *,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
 ) -> None:
     """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
     from paceline.cli import deployment
     from paceline.cli import serve as command
 
+    engine = engine_config or EngineConfig()
+    if tensor_parallel_size is not None:
+        engine = engine.model_copy(update={"tensor_parallel_size": tensor_parallel_size})
     wish = deployment.Wish(
         model,
         speculative_config,
-        engine_config or EngineConfig(),
+        _trusting(engine, trust_remote_code),
         host,
         port,
         draft_workers,
         target_workers,
         served_model_name,
+        api_keys,
     )
     with start_errors():
         code = command.serve(deployment.plan(wish), redis_url)
     raise typer.Exit(code)
+
+
+def _trusting(engine: EngineConfig, trust: bool) -> EngineConfig:
+    return engine.model_copy(update={"trust_remote_code": True}) if trust else engine
 
 
 @main.command()
@@ -112,8 +125,15 @@ def gateway(context: typer.Context) -> None:
 
 @main.command(context_settings=PASS_ON)
 def target(context: typer.Context) -> None:
-    """Run one target worker."""
-    _become("services.target", context.args)
+    """Run one target worker; with --ray auto, local or an address: replicas of it on a Ray cluster."""
+    on_ray = any(argument.partition("=")[0] == "--ray" for argument in context.args)
+    _become("services.target.pool" if on_ray else "services.target", context.args)
+
+
+@main.command(context_settings=PASS_ON)
+def rank(context: typer.Context) -> None:
+    """Run one of the processes that share a worker's model: any but rank 0, which is the worker."""
+    _become("services.rank", context.args)
 
 
 @main.command(context_settings=PASS_ON)
@@ -126,6 +146,8 @@ def _become(module: str, arguments: list[str]) -> None:
     """Replace this process, so that signals and exit code are the service's own."""
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 
+
+main.add_typer(keys, name="keys")
 
 train = typer.Typer(help="Train heads for a model of yours, or the models that ship again.", no_args_is_help=True)
 main.add_typer(train, name="train")
@@ -207,6 +229,18 @@ def overlap() -> None:
 
     with start_errors():
         result = bench_overlap.run(Console(highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@bench.command()
+def scaling() -> None:
+    """What the control plane costs per token, up to ten thousand requests, and how many processes that makes."""
+    from rich.console import Console
+
+    from paceline.cli import bench_scaling
+
+    with start_errors():
+        result = bench_scaling.run(Console(highlight=False))
     typer.echo(json.dumps(dataclasses.asdict(result)))
 
 

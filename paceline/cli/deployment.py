@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -53,6 +54,12 @@ class Deployment:
     """By worker id: the CPU cores that belong to a target; none if they are shared."""
     advertised: dict[str, str] = field(default_factory=dict)
     """By worker id: where others are to reach a draft, if not where it listens."""
+    meetings: dict[str, int] = field(default_factory=dict)
+    """By worker id: the port where its ranks meet, if several processes share its model."""
+    api_keys: Path | None = None
+    """Who may use the gateway; None: anyone."""
+    grpc_port: int = 0
+    """The gateway's, for gRPC clients; 0: any."""
 
     @property
     def taken_cores(self) -> list[int]:
@@ -67,35 +74,61 @@ class Deployment:
 
     def programs(self, redis_url: str) -> list[list[Program]]:
         """In the order in which they are to stop."""
-        return [
-            [self._gateway(redis_url)],
-            [self._target(redis_url, *worker) for worker in self.targets.items()],
-            [self._draft(redis_url, index, *worker) for index, worker in enumerate(self.drafts.items())],
-        ]
+        targets = [self._target(redis_url, index, *worker) for index, worker in enumerate(self.targets.items())]
+        drafts = [self._draft(redis_url, index, *worker) for index, worker in enumerate(self.drafts.items())]
+        return [[self._gateway(redis_url)], list(chain(*targets)), list(chain(*drafts))]
 
     def _gateway(self, redis_url: str) -> Program:
         names = ("--model", self.model, "--served-model-name", self.served_model_name)
-        place = ("--host", self.host, "--port", str(self.port), "--redis-url", redis_url)
-        return _service("gateway", "gateway", *names, *place, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
+        ports = ("--port", str(self.port), "--grpc-port", str(self.grpc_port))
+        place = ("--host", self.host, *ports, "--redis-url", redis_url)
+        keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
+        return _service("gateway", "gateway", *names, *place, *keys, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
 
-    def _target(self, redis_url: str, worker_id: str, port: int) -> Program:
+    def _target(self, redis_url: str, index: int, worker_id: str, port: int) -> list[Program]:
         names = ("--model", self.model, "--served-model-name", self.served_model_name)
-        engine = self.engine.model_copy(update={"cpus": self.cores[worker_id]})
+        size = self.engine.tensor_parallel_size
+        devices = _devices(self.engine.device, index, size)
+        engine = self._shared(worker_id, size, devices, self.engine, {"cpus": self.cores[worker_id]})
         worker = self._worker(redis_url, worker_id, port, engine)
-        return _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
+        rank_0 = _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
+        return [rank_0, *self._others(worker_id, devices)]
 
-    def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> Program:
+    def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> list[Program]:
         # The limit is the target's; a draft stops where its own model does. And it computes where there is room.
         changes: dict[str, object] = {"max_model_len": None, "cpus": ()}
         if self.taken_cores:
             left = len(set(cores.available()) - set(self.taken_cores))
             changes["threads"] = max(1, min(self.engine.threads, left))
-        if devices := self.speculation.draft_devices:
-            changes["device"] = devices[index % len(devices)]
-        engine = self.engine.model_copy(update=changes)
+        named, size = self.speculation.draft_devices, self.speculation.draft_tensor_parallel_size
+        devices = [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
+        engine = self._shared(worker_id, size, devices, self.engine, changes)
         advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
         worker = self._worker(redis_url, worker_id, port, engine)
-        return _service("draft", worker_id, "--target-model", self.model, *worker, *advertised)
+        rank_0 = _service("draft", worker_id, "--target-model", self.model, *worker, *advertised)
+        return [rank_0, *self._others(worker_id, devices)]
+
+    def _shared(
+        self, worker_id: str, size: int, devices: Sequence[str], engine: EngineConfig, changes: Mapping[str, object]
+    ) -> EngineConfig:
+        """For rank 0 of so many."""
+        port = self.meetings.get(worker_id)
+        ranks = {"tensor_parallel_size": size, "rendezvous": None if port is None else f"{LOOPBACK}:{port}"}
+        return engine.model_copy(update={**changes, **ranks, "device": devices[0]})
+
+    def _others(self, worker_id: str, devices: Sequence[str]) -> list[Program]:
+        """The other ranks. They stop when rank 0 does: only it knows whether requests still run."""
+        place = f"{LOOPBACK}:{self.meetings.get(worker_id)}"
+        return [
+            _service(
+                "rank",
+                f"{worker_id}-rank-{rank}",
+                *("--rendezvous", place, "--rank", str(rank), "--device", device),
+                drain_s=DRAIN_S + GRACE_S,
+            )
+            for rank, device in enumerate(devices)
+            if rank > 0
+        ]
 
     def _worker(self, redis_url: str, worker_id: str, port: int, engine: EngineConfig) -> Sequence[str]:
         place = ("--host", LOOPBACK, "--port", str(port), "--metrics-port", str(self.metrics[worker_id]))
@@ -116,6 +149,7 @@ class Wish:
     draft_workers: int = 1
     target_workers: int = 1
     served_model_name: str | None = None
+    api_keys: Path | None = None
 
 
 def plan(wish: Wish) -> Deployment:
@@ -126,6 +160,8 @@ def plan(wish: Wish) -> Deployment:
     drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
     targets = _workers("target", wish.target_workers)
     drafts = _workers("draft", wish.draft_workers if drafts_elsewhere else 0)
+    shared = [*(targets if wish.engine.tensor_parallel_size > 1 else ())]
+    shared += drafts if speculation.draft_tensor_parallel_size > 1 else ()
     return Deployment(
         model=model,
         served_model_name=_served_name(model, wish.served_model_name),
@@ -137,6 +173,8 @@ def plan(wish: Wish) -> Deployment:
         drafts=drafts,
         metrics={worker_id: listenable(LOOPBACK, 0) for worker_id in (*targets, *drafts)},
         cores=dict(zip(targets, _cores(wish, model), strict=True)),
+        meetings={worker_id: listenable(LOOPBACK, 0) for worker_id in shared},
+        api_keys=wish.api_keys,
     )
 
 
@@ -201,10 +239,18 @@ def _check_mapping(draft: str, model: str, speculation: SpeculativeConfig) -> No
         raise StartError(str(error)) from error
 
 
+def _devices(device: str, index: int, size: int) -> list[str]:
+    """Of the ranks of the target with this index. Plain `cuda`: each has a device of its own."""
+    return [f"cuda:{index * size + rank}" if device == "cuda" and size > 1 else device for rank in range(size)]
+
+
 def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:
-    """Each target's, as far as they are not the user's to choose. Without weights nothing is worth a core."""
+    """Each target's, as far as they are not the user's to choose.
+
+    Without weights nothing is worth a core; and ranks that share a model wait for each other, wherever they run.
+    """
     engine = wish.engine
-    if engine.cpus is None and is_weightless(model):
+    if engine.cpus is None and (is_weightless(model) or engine.tensor_parallel_size > 1):
         return [()] * wish.target_workers
     if engine.cpus is not None or engine.device != "cpu":
         return [engine.cpus or ()] * wish.target_workers

@@ -11,14 +11,14 @@ from pathlib import Path
 PROC = Path("/proc")
 
 
-def tree_pss_mb() -> float | None:
-    """Proportional set size of this process and all its descendants, in MB (10^6 bytes); None outside Linux.
+def tree_pss_mb(root: int | None = None) -> float | None:
+    """Proportional set size of a process, or this one, and all its descendants, in MB (10^6 bytes); None outside Linux.
 
     A page that several of them share counts once in all, which the sum of their resident sizes gets wrong.
     """
     if not (PROC / "self" / "smaps_rollup").exists():
         return None
-    return sum(map(_pss_kib, tree(os.getpid()))) * 1024 / 1e6
+    return sum(map(_pss_kib, tree(root or os.getpid()))) * 1024 / 1e6
 
 
 def tree(root: int) -> Iterator[int]:
@@ -33,6 +33,14 @@ def tree(root: int) -> Iterator[int]:
         process = waiting.pop()
         yield process
         waiting += children[process]
+
+
+def cpu_s(process: int) -> float:
+    """Seconds of CPU time that a process has used, with all its threads; 0 once it has ended."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        after_name = (PROC / str(process) / "stat").read_text().rpartition(")")[2].split()
+        return (int(after_name[11]) + int(after_name[12])) / os.sysconf("SC_CLK_TCK")
+    return 0.0
 
 
 def _pss_kib(process: int) -> int:

@@ -107,11 +107,11 @@ async def _redis(url: str | None) -> AsyncIterator[str]:
         yield url
         return
     with EmbeddedRedis() as redis:
-        async with _KeptRedis(redis):
+        async with KeptRedis(redis):
             yield redis.url
 
 
-class _KeptRedis(Periodic):
+class KeptRedis(Periodic):
     """Starts the embedded Redis again should it die: empty, which workers and gateways outlive."""
 
     interval_s = 0.5

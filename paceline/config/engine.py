@@ -14,6 +14,10 @@ class EngineConfig(Settings):
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
     device: str = "cpu"
+    tensor_parallel_size: int = Field(1, ge=1, description="processes that share one model, its ranks")
+    rendezvous: str | None = Field(
+        None, description="HOST:PORT of rank 0, where it waits for the others; needed if there are any"
+    )
     threads: int = Field(1, ge=1, description="CPU threads for the model")
     cpus: tuple[NonNegativeInt, ...] | None = Field(
         None, description="CPU cores to which a target is bound; empty: any; None: as whoever starts it thinks best"
@@ -23,3 +27,4 @@ class EngineConfig(Settings):
     max_num_seqs: int = Field(64, ge=1, description="requests that run at once")
     max_num_batched_rows: int = Field(256, ge=8, description="rows of one forward pass")
     enable_prefix_caching: bool = True
+    trust_remote_code: bool = Field(False, description="run code that comes with a model: only of people you trust")

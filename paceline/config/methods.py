@@ -31,6 +31,8 @@ TOLD_BY_CHECKPOINT = (AUTO, DETECT, "dflash")
 """Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
 HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
 """Methods that draft from what the target has computed."""
+SHAREABLE = ("draft_model", "pard")
+"""Methods with a model of their own, which several processes can share."""
 Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 VocabularyMappingName = Literal["none", "intersection", "strings"]
 MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'

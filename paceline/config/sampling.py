@@ -10,6 +10,8 @@ from paceline.config.settings import Settings
 
 # Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
 SEED_BITS = 64
+LONGEST_GRAMMAR = 32_768
+"""Characters."""
 
 
 class SamplingParams(Settings):
@@ -27,6 +29,9 @@ class SamplingParams(Settings):
     )
     bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
         (), description="token sequences that must not occur"
+    )
+    grammar: str = Field(
+        "", max_length=LONGEST_GRAMMAR, description="what the text must be, as `paceline.grammar` writes it; empty: any"
     )
     min_tokens: int = Field(0, ge=0)
     max_tokens: int = Field(16, ge=1)

@@ -8,9 +8,11 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, NonNegativeInt, field_validator, model_validator
 
 from paceline.config.methods import (
+    AUTO,
     DETECT,
     HEADS,
     MOST_DEPTH,
+    SHAREABLE,
     STACKS,
     SUFFIX_DEPTH,
     Method,
@@ -121,7 +123,9 @@ class SpeculativeConfig(Settings):
     suffix_decoding_min_token_prob: float = Field(
         0.1, ge=0.0, le=1.0, description="a path that is less likely, as counted, is not guessed"
     )
-    draft_tensor_parallel_size: int = Field(1, ge=1)
+    draft_tensor_parallel_size: int = Field(
+        1, ge=1, description="processes that share one draft model, its ranks; independent of the target's"
+    )
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
     vocabulary_mapping: VocabularyMappingName = Field(
         "none",
@@ -176,13 +180,6 @@ class SpeculativeConfig(Settings):
             return "none"
         return METHOD_ALIASES.get(value, value) if isinstance(value, str) else value
 
-    @field_validator("draft_tensor_parallel_size")
-    @classmethod
-    def _one_rank(cls, value: int) -> int:
-        if value != 1:
-            raise ValueError("more than 1 is planned but not built yet")
-        return value
-
     @model_validator(mode="after")
     def _complete(self) -> SpeculativeConfig:
         together = (self.method, *self.beside)
@@ -197,11 +194,22 @@ class SpeculativeConfig(Settings):
             raise ValueError("method extract_hidden_states needs `hidden_states_path`: the folder that it writes to")
         if self.vocabulary_mapping != "none" and self.method != "draft_model":
             raise ValueError("a vocabulary_mapping is for method draft_model")
+        if self.draft_tensor_parallel_size > 1:
+            self._check_sharing()
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(
                 f"prompt_lookup_min {self.prompt_lookup_min} exceeds prompt_lookup_max {self.prompt_lookup_max}"
             )
         return self
+
+    def _check_sharing(self) -> None:
+        if self.method not in (AUTO, DETECT, *SHAREABLE):
+            raise ValueError(
+                f"draft_tensor_parallel_size is for {' and '.join(SHAREABLE)}: what {self.method} drafts with is too "
+                "small to share"
+            )
+        if self.draft_placement == "target":
+            raise ValueError("draft_tensor_parallel_size over 1 needs draft_placement worker: a process of its own")
 
     @model_validator(mode="after")
     def _one_way_to_verify(self) -> SpeculativeConfig:

@@ -17,7 +17,8 @@ from functools import partial
 from torch import Tensor
 
 from paceline.budget import FREE_ROWS, Calibration, RowCost
-from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.engine.compiling import Compiling
 from paceline.engine.drafting import Drafting
 from paceline.engine.guesses import POOL, Guesses
 from paceline.engine.hidden import HiddenStates
@@ -25,6 +26,7 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, waiting_for
+from paceline.grammar.following import Grammars, GrammarState
 from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model
 from paceline.model.rows import Row
@@ -33,7 +35,7 @@ from paceline.sampling import log_probs
 from paceline.speculators.base import Commit, Context
 from paceline.strategies import Guessed, verifier
 from paceline.telemetry.step import StepStats
-from paceline.tree import Node, TokenTree
+from paceline.tree import Node, Permit, TokenTree, permit_any
 from paceline.verify import strategy_of
 
 log = logging.getLogger(__name__)
@@ -63,9 +65,13 @@ class Engine:
         cost: RowCost,
         clock: Clock = time.perf_counter,
         beside: Sequence[Drafting] = (),
+        grammars: Grammars | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: draft for every request, too."""
+        """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: draft for every request, too. `grammars`: of
+        the model's vocabulary; None: as its name says."""
         self.model = model
+        self._grammars = grammars or Grammars.of(model.name, model.vocabulary_size)
+        self._compiling = Compiling()
         sources = range(POOL, POOL + 1 + len(beside))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
@@ -88,6 +94,8 @@ class Engine:
             by_law=self._strategy.by_law,
         )
         self.hidden_layers = tuple(drafting.hidden_state_layers)
+        self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
+        """Of full passes."""
         budgeted = cost if speculation.row_budget else FREE_ROWS
         self._hidden = HiddenStates(model.slots)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
@@ -125,7 +133,8 @@ class Engine:
             return
         self._requests[request.key] = request
         self._keys[request.id] = request.key
-        self._scheduler.waiting.append(request)
+        self._compiling.add(request)
+        self._begin_compiled(idle=False)
 
     def cancel(self, request_id: str) -> None:
         """End a request: the next step gives its last delta, with what it came to. Unknown ids are ignored."""
@@ -140,6 +149,7 @@ class Engine:
     def step(self) -> list[Delta]:
         """Run one forward pass, if there is anything to run, and return what is new."""
         start = self._clock()
+        self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
         self._gather_guesses()
         works = self._scheduler.schedule()
@@ -159,6 +169,7 @@ class Engine:
         self._requests.clear()
         self._keys.clear()
         self._ended.clear()
+        self._compiling.clear()
         self._scheduler.abandon()
 
     def check_integrity(self) -> None:
@@ -183,6 +194,7 @@ class Engine:
         weigh = partial(self._weigh, greedy=law.greedy)
         max_tokens = min(submission.sampling.max_tokens, room)
         last = submission.committed[-1] if done else submission.prompt[-1]
+        grammar = self._follow(law, submission.committed)
         request = Request(
             next(self._serial),
             submission,
@@ -190,21 +202,38 @@ class Engine:
             max_tokens,
             self._speculation.limits(submission.speculative),
             self.model.vocabulary_size,
-            TokenTree(prompt + done - 1, last, weigh, width=1 if self._strategy.by_law else None),
+            TokenTree(prompt + done - 1, last, weigh, 1 if self._strategy.by_law else None, self._permit(grammar)),
             self._clock(),
+            grammar,
         )
         request.stats.strategy = self._strategy.name
         request.stats.lossy = not self._strategy.exact
         request.stats.drafter_invariant = self._strategy.drafter_invariant
-        if done and request.finish_reason_of(done, last) is not None:
-            raise ValueError(f"the request is over already: {done} tokens were committed, the last one ended it")
         return request
+
+    def _begin_compiled(self, *, idle: bool) -> None:
+        """Those that wait for no grammar wait for rows from now on, unless there is nothing left to draw."""
+        for request in self._compiling.done(idle=idle):
+            self._scheduler.waiting.append(request)
+            if error := _nothing_left(request):
+                self._end(request)
+                self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
+
+    def _follow(self, law: SamplingParams, output: Sequence[int]) -> GrammarState | None:
+        return self._grammars.follow(law.grammar, law.stop_token_ids, output) if law.grammar else None
+
+    def _permit(self, grammar: GrammarState | None) -> Permit:
+        """Guesses outside the grammar would cost rows for nothing; but those drawn from a law have to be tested."""
+        if grammar is None or self._strategy.by_law:
+            return permit_any
+        return lambda parent, token: grammar.permits([node.token for node in parent.path()], token)
 
     def _weigh(self, node: Node, *, greedy: bool) -> float:
         return self.calibrations[node.source, greedy](node.log_prob, node.rank, node.first_depth)
 
     def _end(self, request: Request) -> None:
-        self._scheduler.finish(request)
+        if not self._compiling.remove(request):
+            self._scheduler.finish(request)
         del self._requests[request.key], self._keys[request.id]
         self._guesses.close(request.key)
 
@@ -263,6 +292,7 @@ class Engine:
         """`verdict`: accepted tokens and one more. `logits` are those of the root and of each verified node."""
         request, base = work.request, len(work.request.tokens) - 1
         tokens, reason = _until_end(request, verdict)
+        error = request.grammar.error(tokens) if reason is FinishReason.ERROR and request.grammar else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
         pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
@@ -277,6 +307,7 @@ class Engine:
             self._log_probs(request, logits, places, tokens),
             reason,
             speculation=request.stats.snapshot(),
+            error=error,
         )
         self._guesses.count(request, pooled)
         # The last tokens, too: who drafts may learn from them for other requests.
@@ -333,7 +364,8 @@ class Engine:
 
     def _close(self, request: Request, delta: Delta) -> None:
         now, times = self._clock(), request.times
-        delta.stop_token = delta.tokens[-1] if delta.finish_reason is FinishReason.STOP else None
+        stopped = delta.finish_reason is FinishReason.STOP and request.stops(delta.tokens[-1])
+        delta.stop_token = delta.tokens[-1] if stopped else None
         delta.usage = request.usage()
         queued = (now if times.started is None else times.started) - times.arrived
         delta.timings = Timings(queued, times.compute_s, now - times.arrived)
@@ -389,8 +421,19 @@ def _guessed(work: Work) -> Guessed:
 
 def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
     """The tokens up to the one that ends the request, if one does."""
-    for count, token in enumerate(tokens, 1):
-        reason = request.finish_reason_of(request.output_tokens + count, token)
+    for count in range(1, len(tokens) + 1):
+        reason = request.ending(tokens[:count])
         if reason is not None:
             return list(tokens[:count]), reason
     return list(tokens), None
+
+
+def _nothing_left(request: Request) -> str:
+    """Why a request cannot be served that is about to begin; empty if it can."""
+    if request.grammar is not None and (error := request.grammar.error()):
+        return f"grammar: {error}"
+    if request.output_tokens and request.ending() is not None:
+        return f"the request is over already: {request.output_tokens} tokens were committed, the last one ended it"
+    if request.grammar is not None and request.grammar.over(()):
+        return "grammar: it leaves nothing to generate"
+    return ""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from paceline.config import SamplingParams
 from paceline.engine.slots import BLOCK, Block, SlotPool
+from paceline.grammar.following import GrammarState
 from paceline.messages import FinishReason, SpeculationStats, Submission, Usage
 from paceline.model.rows import Lane
 from paceline.sampling import History
@@ -40,6 +41,7 @@ class Request:
         vocabulary_size: int,
         tree: TokenTree,
         arrived: float,
+        grammar: GrammarState | None = None,
     ) -> None:
         """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain."""
         self.key = key
@@ -49,7 +51,7 @@ class Request:
         self.max_tokens = max_tokens
         self.max_depth, self.max_nodes = limits
         self.tokens = [*submission.prompt, *submission.committed]
-        self.history = History(law, submission.prompt, submission.committed, vocabulary_size)
+        self.history = History(law, submission.prompt, submission.committed, vocabulary_size, grammar)
         self.tree = tree
         self.lane = Lane()
         self.shared: list[Block] = []
@@ -104,7 +106,7 @@ class Request:
 
     def attach(self, pool: SlotPool) -> None:
         """Take over what the cache has of this path. The root is always computed afresh."""
-        self.shared = pool.find(self.tokens[:-1])
+        self.shared = pool.find(self.tokens[:-1], self.submission.cache_salt)
         self.lane.slots = [slot for block in self.shared for slot in block.slots]
 
     def begin(self) -> None:
@@ -119,7 +121,7 @@ class Request:
 
     def detach(self, pool: SlotPool) -> None:
         """Give up every slot; what is computed stays in the cache for as long as there is room."""
-        pool.publish(self.tokens, self.lane.slots, self.shared)
+        pool.publish(self.tokens, self.lane.slots, self.shared, self.submission.cache_salt)
         pool.release(self.lane.slots, self.shared)
         self.shared = []
         self.lane.clear()
@@ -127,11 +129,20 @@ class Request:
     def own_slots(self) -> Sequence[int]:
         return self.lane.slots[len(self.shared) * BLOCK :]
 
-    def finish_reason_of(self, output_tokens: int, token: int) -> FinishReason | None:
-        """Whether the request ends with `token` as its `output_tokens`-th."""
-        if token in self.submission.sampling.stop_token_ids:
+    @property
+    def grammar(self) -> GrammarState | None:
+        return self.history.grammar
+
+    def ending(self, tokens: Sequence[int] = ()) -> FinishReason | None:
+        """Whether the request ends with the last of these tokens after its output, or, without any, with its output."""
+        if self.stops(tokens[-1] if tokens else self.tokens[-1]):
             return FinishReason.STOP
-        return FinishReason.LENGTH if output_tokens >= self.max_tokens else None
+        if self.grammar is not None and self.grammar.over(tokens):
+            return FinishReason.ERROR if self.grammar.error(tokens) else FinishReason.STOP
+        return FinishReason.LENGTH if self.output_tokens + len(tokens) >= self.max_tokens else None
+
+    def stops(self, token: int) -> bool:
+        return token in self.submission.sampling.stop_token_ids
 
     def limit(self, ahead: int, least: float) -> Limit:
         """How far its tree may grow now, with paths no less probable than `least`."""
@@ -141,7 +152,10 @@ class Request:
     def opening(self, strategy: str, ahead: int, least: float) -> Opening:
         """What a draft is told first: to grow `ahead` times the depth that one step verifies. It starts unpaused."""
         depth, tokens, sampling = ahead * self.max_depth, list(self.tokens), self.submission.sampling
-        return Opening(self.key, tokens, self.output_tokens, sampling, depth, self.most_held, strategy, least)
+        salt = self.submission.cache_salt
+        return Opening(
+            self.key, tokens, self.output_tokens, sampling, depth, self.most_held, strategy, least, cache_salt=salt
+        )
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

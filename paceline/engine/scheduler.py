@@ -10,6 +10,9 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import merge
+from itertools import islice
+from operator import itemgetter
 
 from paceline.budget import Cost, worthwhile
 from paceline.config import EngineConfig
@@ -132,13 +135,14 @@ class Scheduler:
         """Verify the best guesses over all requests. They take what rows and slots are left, nobody's."""
         drawing = [work for work in works if work.draws]
         needed = sum(work.stop - work.start for work in works)
-        offers = [(-node.path_log_prob, work, node) for work in drawing for node in best_guesses(work.request)]
+        most = min(rows, self.pool.free)
+        # Best first over all, and one more than there are rows for. Of equal ones, parents stay before children.
+        each = ([(-node.path_log_prob, work, node) for node in best_guesses(work.request)] for work in drawing)
+        offers = list(islice(merge(*each, key=itemgetter(0)), most + 1))
         self.refused = 0.0
         if not offers:
             return
-        offers.sort(key=lambda offer: offer[0])  # stable: of equal ones, parents stay before children
         probabilities = [math.exp(-offer[0]) for offer in offers]
-        most = min(rows, self.pool.free)
         count = worthwhile(probabilities, len(drawing), needed, most, self._cost)
         self.refused = probabilities[count] if count < len(offers) else 0.0
         for (_, work, node), slot in zip(offers, self.pool.take(count), strict=False):

@@ -2,7 +2,8 @@
 
 A slot is free, or owned by one request, or part of a *block*: `BLOCK` consecutive positions of some path that
 requests share. Blocks are found by content (their tokens, and the block before them), so equal prefixes are
-computed once; since a row's result does not depend on its company, sharing cannot change a token.
+computed once; since a row's result does not depend on its company, sharing cannot change a token. Under another *salt*
+the same tokens are other blocks: whoever may not know what others ask must not learn it from what is cached.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 BLOCK = 16
 """Positions per shared block."""
+
+
+Key: TypeAlias = tuple[int | str, tuple[int, ...]]
+"""What a block is found by: the serial number of the block before it, or, of a first one, the salt; and its tokens."""
 
 
 class OutOfSlots(Exception):
@@ -21,10 +27,10 @@ class OutOfSlots(Exception):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Slots of `BLOCK` positions. `key`: serial number of the block before it (0: none), and its tokens."""
+    """Slots of `BLOCK` positions."""
 
     serial: int
-    key: tuple[int, tuple[int, ...]]
+    key: Key
     slots: tuple[int, ...]
     users: int = 1
 
@@ -36,7 +42,7 @@ class SlotPool:
         self.slots = slots
         self._free = list(range(slots, 0, -1))
         self._caching = caching
-        self._blocks: dict[tuple[int, tuple[int, ...]], Block] = {}
+        self._blocks: dict[Key, Block] = {}
         self._idle: OrderedDict[int, Block] = OrderedDict()  # without users, least recently used first
         self._serial = 0
 
@@ -65,20 +71,20 @@ class SlotPool:
         """These slots are not needed any more."""
         self._free.extend(slots)
 
-    def find(self, tokens: Sequence[int]) -> list[Block]:
+    def find(self, tokens: Sequence[int], salt: str = "") -> list[Block]:
         """The longest run of known blocks that `tokens` begins with. The caller becomes a user of each."""
         found: list[Block] = []
-        serial = 0
+        before: int | str = salt
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK) if self._caching else ():
-            block = self._blocks.get((serial, tuple(tokens[start : start + BLOCK])))
+            block = self._blocks.get((before, tuple(tokens[start : start + BLOCK])))
             if block is None:
                 break
             self._use(block)
             found.append(block)
-            serial = block.serial
+            before = block.serial
         return found
 
-    def publish(self, tokens: Sequence[int], slots: Sequence[int], shared: list[Block]) -> None:
+    def publish(self, tokens: Sequence[int], slots: Sequence[int], shared: list[Block], salt: str = "") -> None:
         """Turn the full blocks of a path into shared ones, and extend `shared`, its blocks so far, by them.
 
         The caller stays their user. A block that another request published meanwhile is left unshared.
@@ -86,7 +92,7 @@ class SlotPool:
         full = len(slots) // BLOCK if self._caching else 0
         while len(shared) < full:
             start = len(shared) * BLOCK
-            key = (shared[-1].serial if shared else 0, tuple(tokens[start : start + BLOCK]))
+            key = (shared[-1].serial if shared else salt, tuple(tokens[start : start + BLOCK]))
             if key in self._blocks:
                 return
             self._serial += 1

@@ -20,6 +20,9 @@ from torch import Tensor
 
 from paceline.model.rows import TILE, RowBatch, Segment
 
+VECTORS = 64
+"""Numbers that torch's loops over float32 take at a time, or a multiple of that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -143,9 +146,18 @@ def attend(
     out, weight = _tails(flat, cache, this, scale, window, softcap)
     if this.prefixes is not None:
         prefix_out, prefix_weight = _prefixes(flat, cache, this, this.prefixes, scale, window, softcap)
-        share = torch.sigmoid(prefix_weight - weight).unsqueeze(-1)
+        share = _sigmoid(prefix_weight - weight).unsqueeze(-1)
         out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
     return out.view(query.shape[0], -1)
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """Of a vector, each element the same wherever it stands.
+
+    On a CPU torch computes whole vectors by one formula, and what is left over at the end by another. How much that is
+    follows from the number of rows, unless their heads happen to fill vectors.
+    """
+    return torch.sigmoid(F.pad(x, (0, -x.numel() % VECTORS)))[: x.numel()]
 
 
 def _tails(flat: Tensor, cache: Tensor, this: Pass, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:

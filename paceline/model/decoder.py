@@ -8,15 +8,19 @@ weights with fewer operators: on a CPU and for small models it is the operators 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.model.attention import Heads, Pass
-from paceline.model.layers import Attention, Linear, Norm, Rotary, SwiGLU, Turn, joined_head_norms
+from paceline.model.layers import Attention, Linear, Norm, Product, Rotary, SwiGLU, Turn, joined_head_norms
 from paceline.model.products import piecewise
+
+if TYPE_CHECKING:  # which a model of one process need not load
+    from paceline.model.sharding import Sharding
+    from paceline.tensor_parallel.ranks import Ranks
 
 
 class Decoder(Protocol):
@@ -49,9 +53,12 @@ def _route_row_by_row(model: Any) -> None:
 class LayeredDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, sharding: Sharding | None = None) -> None:
+        """`sharding`: how ranks share the model, if they do."""
         piecewise(model)
         _route_row_by_row(model)
+        if sharding is not None:
+            sharding.complete(model)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: nn.Module = base.get_input_embeddings()
@@ -91,14 +98,18 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
 
 
 class FusedDecoder:
-    """Layers of the Llama kind in few operators, see `paceline.model.layers`."""
+    """Layers of the Llama kind in few operators, see `paceline.model.layers`.
 
-    def __init__(self, model: nn.Module, heads: Heads, positions: int) -> None:
+    With `ranks`, weights and heads are one rank's: of every product but those that end attention and network, and the
+    last of all, its rows; of those two its columns. All of this kind are shared so.
+    """
+
+    def __init__(self, model: nn.Module, heads: Heads, positions: int, ranks: Ranks | None = None) -> None:
         base: Any = model.base_model
         self._embedding: Tensor = base.embed_tokens.weight
-        self._head = Linear.of(model.get_output_embeddings())  # type: ignore[operator]
+        self._head = _whole(model.get_output_embeddings(), ranks)  # type: ignore[operator]
         self._norm = _norm(base.norm)
-        self._layers = [_FusedLayer(n, layer, heads) for n, layer in enumerate(base.layers)]
+        self._layers = [_FusedLayer(n, layer, heads, ranks) for n, layer in enumerate(base.layers)]
         self._rotary = Rotary(base.rotary_emb, positions, self._embedding.new_empty(1))
 
     def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
@@ -124,7 +135,7 @@ class FusedDecoder:
 
 
 class _FusedLayer:
-    def __init__(self, index: int, layer: Any, heads: Heads) -> None:
+    def __init__(self, index: int, layer: Any, heads: Heads, ranks: Ranks | None) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
         self._into_attention, self._into_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
@@ -132,16 +143,33 @@ class _FusedLayer:
             index,
             heads,
             Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            Linear.of(attention.o_proj),
+            _total(attention.o_proj, ranks),
             scale=float(attention.scaling),
             window=int(window or 0),
             head_norms=_head_norms(attention, heads),
         )
-        self._mlp = SwiGLU(Linear.of(mlp.gate_proj, mlp.up_proj), Linear.of(mlp.down_proj))
+        self._mlp = SwiGLU(Linear.of(mlp.gate_proj, mlp.up_proj), _total(mlp.down_proj, ranks))
 
     def __call__(self, state: Tensor, turn: Turn, this: Pass) -> Tensor:
         state = state + self._attention(self._into_attention(state), turn, this)
         return state + self._mlp(self._into_mlp(state))
+
+
+def _total(module: Any, ranks: Ranks | None) -> Product:
+    """A product of which every rank computes a summand."""
+    if ranks is None:
+        return Linear.of(module)
+    part, bias, add_up = Linear(module.weight), module.bias, ranks.sum
+    return lambda x: add_up(part(x)) if bias is None else add_up(part(x)) + bias
+
+
+def _whole(module: Any, ranks: Ranks | None) -> Product:
+    """A product of which every rank may compute some columns."""
+    product, width = Linear.of(module), module.out_features
+    if ranks is None or len(module.weight) == width:
+        return product
+    gather = ranks.gather
+    return lambda x: gather(product(x), width)
 
 
 def _norm(module: Any) -> Norm:
@@ -171,6 +199,8 @@ def can_fuse(model: nn.Module) -> bool:
     )
 
 
-def make_decoder(model: nn.Module, heads: Heads, positions: int) -> Decoder:
-    """The decoder with the fewest operators that computes this model."""
-    return FusedDecoder(model, heads, positions) if can_fuse(model) else LayeredDecoder(model)
+def make_decoder(model: nn.Module, heads: Heads, positions: int, sharding: Sharding | None = None) -> Decoder:
+    """The decoder with the fewest operators that computes this model. `sharding`: as ranks share it, if they do."""
+    if can_fuse(model):
+        return FusedDecoder(model, heads, positions, None if sharding is None else sharding.ranks)
+    return LayeredDecoder(model, sharding)

@@ -5,7 +5,7 @@ What a decoder and the heads that draft for it are built from. Weights are plain
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from paceline.model.rows import GROUP
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
+Product = Callable[[Tensor], Tensor]
+"""A matrix product of rows, [R, in] → [R, out]: a `Linear`, or what makes one of the parts of several processes."""
 
 
 class Norm:
@@ -88,8 +90,8 @@ class Attention:
         self,
         index: int,
         heads: Heads,
-        into: Linear,
-        out: Linear,
+        into: Product,
+        out: Product,
         *,
         scale: float,
         window: int = 0,
@@ -118,7 +120,7 @@ class Attention:
 class SwiGLU:
     """`down(silu(gate x) * up x)`."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
+    def __init__(self, gate_up: Product, down: Product) -> None:
         self._gate_up, self._down = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:

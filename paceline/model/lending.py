@@ -61,7 +61,8 @@ def borrow(model: str, dtype: torch.dtype | None, device: str, max_model_len: in
     Raises `ModelNotFoundError`, or ValueError if it lacks either matrix.
     """
     folder = Path(resolve_model(model))
-    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config(decoder=True)
+    said = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # it lends no code
+    config: Any = said.get_text_config(decoder=True)
     checkpoint = Checkpoint(folder)
     embedding = checkpoint.tensor(checkpoint.ending_in("embed_tokens.weight"), dtype, device)
     name = checkpoint.find("lm_head.weight")

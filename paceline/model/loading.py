@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,8 +22,12 @@ from paceline.model.probe import rows_invariant
 from paceline.model.rows import SPARE_SLOT
 from paceline.model.table import LONGEST, TableModel
 from paceline.model.timed import SimulatedModel
-from paceline.models import resolve_model
+from paceline.models import is_weightless, resolve_model
 from paceline.text import vocabulary_fingerprint
+
+if TYPE_CHECKING:  # which a model of one process need not load
+    from paceline.model.sharding import Plan, Sharding
+    from paceline.tensor_parallel.ranks import Ranks
 
 ATTENTION = "paceline"
 CACHED_ATTENTION = {"full_attention", "sliding_attention"}
@@ -36,21 +40,66 @@ disable_progress_bar()  # a service says in one line that it has loaded its mode
 
 
 def load(name: str, config: EngineConfig) -> Model:
-    """Load the model called `name`, see `paceline.models`.
+    """Load the model called `name`, see `paceline.models`; with a tensor_parallel_size over 1, as rank 0 of its ranks.
 
     Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here.
     """
-    folder = resolve_model(name)
+    resolve_model(name)
+    if config.tensor_parallel_size > 1 and is_weightless(name):
+        raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
     if name.startswith(TableModel.SCHEME):
         return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
     if name.startswith(timed.PREFIX):
         spec = timed.TimedModel.parse(name)
         return SimulatedModel(name, spec, slots=config.slots, max_model_len=config.max_model_len or LONGEST)
-    path = Path(folder)
-    network = _read(path, DTYPES.get(config.dtype, "auto"))
-    model = build(network, name, config, vocabulary_fingerprint(folder), _eos_token_ids(path, network), path)
+    model = _lead(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
     model.rows_invariant = rows_invariant(model)
     return model
+
+
+def load_part(name: str, config: EngineConfig, ranks: Ranks) -> TransformersModel:
+    """The part that one of the ranks has of a model. Raises as `load` does."""
+    return _load_part(name, config, _plan(name, config), ranks)
+
+
+def _lead(name: str, config: EngineConfig) -> Model:
+    from paceline.model.sharded import LeadingModel
+    from paceline.tensor_parallel.meeting import Brief, lead
+
+    plan = _plan(name, config)  # what cannot be shared need not be waited for
+    replica = lead(Brief(model=name, engine=config))
+    try:
+        return LeadingModel(_load_part(name, config, plan, replica.ranks), replica)
+    except BaseException:
+        replica.abandon()
+        raise
+
+
+def _plan(name: str, config: EngineConfig) -> Plan:
+    from paceline.model.sharding import plan_for
+
+    if _device(config.device).type == "cpu" and torch.accelerator.is_available():
+        raise ValueError(
+            "transformers shares a model among the accelerators of a machine that has some: name them as devices, or "
+            "hide them, as CUDA_VISIBLE_DEVICES= does"
+        )
+    settings = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True)
+    return plan_for(settings, config.tensor_parallel_size)
+
+
+def _load_part(name: str, config: EngineConfig, plan: Plan, ranks: Ranks) -> TransformersModel:
+    from paceline.model.sharding import Sharding
+
+    part = _load(name, config, Sharding(plan, ranks))
+    ranks.wait()
+    return part
+
+
+def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
+    path = Path(resolve_model(name))
+    network = _read(path, DTYPES.get(config.dtype, "auto"), sharding, trusted=config.trust_remote_code)
+    eos_token_ids = _eos_token_ids(path, network)
+    return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
 
 def build(
@@ -60,8 +109,11 @@ def build(
     fingerprint: str,
     eos_token_ids: list[int],
     folder: Path | None = None,
+    sharding: Sharding | None = None,
 ) -> TransformersModel:
     """Put a transformers network over a KV cache of its own. Its parameters are frozen and moved to the device.
+
+    `sharding`: as the network is shared, if it is one rank's part.
 
     Raises ValueError if the configuration asks for more than there is.
     """
@@ -69,7 +121,7 @@ def build(
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
-    heads = Heads.of(settings)
+    heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
     longest = int(settings.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
@@ -82,7 +134,7 @@ def build(
     )
     return TransformersModel(
         name,
-        make_decoder(network, heads, longest),
+        make_decoder(network, heads, longest, sharding),
         cache,
         vocabulary_size=head.out_features,
         max_model_len=config.max_model_len or longest,
@@ -93,18 +145,36 @@ def build(
     )
 
 
-def _read(path: Path, dtype: Any) -> nn.Module:
-    """The network in a folder. Raises ValueError if it cannot be read, or lacks weights."""
+def _read(path: Path, dtype: Any, sharding: Sharding | None = None, *, trusted: bool) -> nn.Module:
+    """The network in a folder, or a rank's part of it. `trusted`: its own code may run; else only what transformers
+    brings.
+
+    Raises ValueError if it cannot be read, or lacks weights.
+    """
+    parts = {} if sharding is None else {"distributed_config": sharding.as_transformers_reads()}
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
         _check_layers(str(path), config.get_text_config(decoder=True))  # before reading what may be many gigabytes
         network, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, local_files_only=True, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trusted,
+            **parts,
         )
     except (OSError, ValueError, SafetensorError) as error:
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"the model in {path} brings code of its own, which would have all rights of this service: read it, "
+                "and give --trust-remote-code if you trust it"
+            ) from error
         raise ValueError(f"the model in {path} cannot be loaded: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
+    if sharding is not None:
+        sharding.localise(network)
     loaded: nn.Module = network
     return loaded
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from paceline.model.attention import KVCache, Pass
 from paceline.model.decoder import Decoder
 from paceline.model.lending import Lent
-from paceline.model.rows import GROUP, Row, lay_out
+from paceline.model.rows import GROUP, Row, RowBatch, lay_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +68,22 @@ class TransformersModel:
         self._decoder, self._cache = decoder, cache
         self._folder, self._config = folder, config
 
-    @torch.inference_mode()
+    @property
+    def device(self) -> torch.device:
+        return self._cache.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._cache.dtype
+
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
-        device = self._cache.device
-        this = Pass.of(self._cache, lay_out(rows, device))
-        padding = -len(wanted) % GROUP if wanted else GROUP
-        logits, hidden = self._decoder(this, torch.tensor([*wanted, *[0] * padding], device=device), hidden_layers)
-        return Output(logits[: len(wanted)], hidden[: len(rows)] if hidden is not None else None)
+        return self.run_laid_out(lay_out(rows, self.device), padded(wanted, self.device), len(wanted), hidden_layers)
+
+    @torch.inference_mode()
+    def run_laid_out(self, batch: RowBatch, places: Tensor, wanted: int, hidden_layers: Sequence[int] = ()) -> Output:
+        """`run`, of a batch; `places`: the rows whose logits are made, of which the first so many are `wanted`."""
+        logits, hidden = self._decoder(Pass.of(self._cache, batch), places, hidden_layers)
+        return Output(logits[:wanted], hidden[: batch.count] if hidden is not None else None)
 
     def lend(self) -> Lent:
         return Lent(
@@ -88,3 +97,9 @@ class TransformersModel:
             max_model_len=self.max_model_len,
             fingerprint=self.fingerprint,
         )
+
+
+def padded(wanted: Sequence[int], device: torch.device) -> Tensor:
+    """As many places of rows as a product takes: int64, a multiple of GROUP of them."""
+    padding = -len(wanted) % GROUP if wanted else GROUP
+    return torch.tensor([*wanted, *[0] * padding], device=device)

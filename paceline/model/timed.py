@@ -21,6 +21,7 @@ from paceline.model.model import Output
 from paceline.model.rows import Row
 from paceline.model.table import identity
 from paceline.timed import TimedModel
+from paceline.timed_text import Hashes, after, mixed
 
 LISTED = 8
 """Tokens with a chance; a target's draw that the draft does not have among these comes as a surprise."""
@@ -28,8 +29,6 @@ UNLISTED = -30.0
 """Logit of all others."""
 CERTAIN = 30.0
 """Mean log-odds at which chances count as 0 or 1."""
-GOLDEN = 0x9E3779B97F4A7C15
-MASK = 0xFFFFFFFFFFFFFFFF
 MOST_LATE_S = 5e-4
 """What timers usually take to wake somebody stays below this."""
 
@@ -55,7 +54,7 @@ class SimulatedModel:
         self.rows_invariant = True
         self._spec = spec
         self._clock, self._sleep = clock, sleep
-        self._states = [_mixed(spec.seed)] * (slots + 1)
+        self._states = [mixed(spec.seed)] * (slots + 1)
         self._odds = mean_log_odds(spec.agreement, spec.spread)
         self._listed = min(LISTED, spec.vocabulary)
         self._late_s = 0.0
@@ -64,8 +63,8 @@ class SimulatedModel:
         """Hidden states are the row's token and position, as float32 [rows, layers, 2]."""
         deadline = self._clock() + self._spec.seconds(len(rows)) - self._late_s
         for row in rows:
-            before = self._states[_slot_before(row)] if row.position else _mixed(self._spec.seed)
-            self._states[row.slot] = _mixed(before ^ (row.token + 1) * GOLDEN)
+            before = self._states[_slot_before(row)] if row.position else mixed(self._spec.seed)
+            self._states[row.slot] = after(before, row.token)
         laws = [self._law(self._states[rows[r].slot]) for r in wanted]
         logits = torch.full((len(wanted), self.vocabulary_size), UNLISTED)
         if laws:
@@ -103,24 +102,6 @@ class SimulatedModel:
         return tokens, [hit + i * miss for i in range(self._listed)]
 
 
-class Hashes:
-    """Numbers that one state stands for, the same ones whoever asks."""
-
-    def __init__(self, state: int) -> None:
-        self._state = state
-
-    def uniform(self) -> float:
-        """Above 0, below 1."""
-        self._state = (self._state + GOLDEN) & MASK
-        return ((_mixed(self._state) >> 12) + 0.5) / 2**52
-
-    def integer(self, below: int) -> int:
-        return int(self.uniform() * below)
-
-    def normal(self) -> float:
-        return _NORMAL.inv_cdf(self.uniform())
-
-
 def mean_log_odds(agreement: float, spread: float) -> float:
     """The mean of normal log-odds of this deviation for which chances are `agreement` on average."""
     deviations = [spread * _NORMAL.inv_cdf((i + 0.5) / 400) for i in range(400)]
@@ -141,14 +122,6 @@ def _rank(uniform: float, odds: float) -> int:
 
 def _softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
-
-
-def _mixed(state: int) -> int:
-    """A bijection of 64-bit integers that leaves no pattern (the finaliser of SplitMix64, Steele et al. 2014)."""
-    state &= MASK
-    state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & MASK
-    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & MASK
-    return state ^ (state >> 31)
 
 
 def _slot_before(row: Row) -> int:

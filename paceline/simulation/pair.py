@@ -6,6 +6,7 @@ which take no time. What it computes is what a machine would do that has nothing
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,6 +20,8 @@ from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import Stepped
 from paceline.messages import Submission
+from paceline.model import Output
+from paceline.model.rows import Row
 from paceline.model.timed import SimulatedModel
 from paceline.simulation.virtual import VirtualTime, Wire
 from paceline.speculators.best_first import MOST_ROWS
@@ -63,6 +66,8 @@ class Outcome:
     steps: int = 0
     seconds: float = 0.0
     wire_bytes: int = 0
+    step_cpu_s: list[tuple[int, float]] = field(default_factory=list, compare=False)
+    """Of each step: requests that got tokens, CPU seconds that it took without the model. No two runs have the same."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -93,6 +98,19 @@ class _Pipe(Sorter):
             self.take(message)
 
 
+class _Metered(SimulatedModel):
+    """Knows what it has taken of a real CPU itself."""
+
+    cpu_s = 0.0
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        began = time.thread_time()
+        try:
+            return super().run(rows, wanted, hidden_layers)
+        finally:
+            self.cpu_s += time.thread_time() - began
+
+
 def simulate(pair: Pair, submissions: Sequence[tuple[float, Submission]]) -> Outcome:
     """Serve each submission from its time on, until all have ended."""
     return _Run(pair, submissions).outcome()
@@ -100,23 +118,24 @@ def simulate(pair: Pair, submissions: Sequence[tuple[float, Submission]]) -> Out
 
 class _Run:
     def __init__(self, pair: Pair, submissions: Sequence[tuple[float, Submission]]) -> None:
-        self._time = time = VirtualTime()
+        self._time = VirtualTime()
         self._pair = pair
         self._outcome = Outcome()
         self._running = len(submissions)
-        self._engine_pipe = _Pipe(time, self._engine_says)
+        self._engine_pipe = _Pipe(self._time, self._engine_says)
         self._draft_pipes: list[_Pipe] = []
         for number, (when, submission) in enumerate(submissions):
             drafted = replace(submission, drafts=[f"{ADDRESS}-{number % pair.drafts}"])
-            time.after(when, partial(self._engine_pipe.put, drafted))
+            self._time.after(when, partial(self._engine_pipe.put, drafted))
         drafting: Drafting = NoDrafting()
         if pair.draft is not None:
-            drafting = RemoteDrafting(self._engine_pipe, clock=time.now)  # type: ignore[arg-type]
+            drafting = RemoteDrafting(self._engine_pipe, clock=self._time.now)  # type: ignore[arg-type]
             for link in range(pair.drafts):
                 self._start_draft(pair.draft, link)
-        model, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
-        engine = Engine(model, pair.engine, pair.speculation, drafting, cost, time.now)
-        time.start(EngineLoop(engine, self._engine_pipe).run)  # type: ignore[arg-type]
+        self._target, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
+        self._step_began_s = 0.0
+        engine = Engine(self._target, pair.engine, pair.speculation, drafting, cost, self._time.now)
+        self._time.start(EngineLoop(engine, self._engine_pipe).run)  # type: ignore[arg-type]
 
     def _start_draft(self, spec: TimedModel, link: int) -> None:
         address = f"{ADDRESS}-{link}"
@@ -133,23 +152,31 @@ class _Run:
         self._outcome.seconds = self._time.now()
         return self._outcome
 
-    def _model(self, spec: TimedModel, most_rows: int) -> tuple[SimulatedModel, RowCost]:
+    def _model(self, spec: TimedModel, most_rows: int) -> tuple[_Metered, RowCost]:
         rows = range(ROW_BUCKET, most_rows + 1, ROW_BUCKET)
-        model = SimulatedModel("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        model = _Metered("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
         return model, RowCost(list(rows), [max(spec.seconds(count), 1e-9) for count in rows])
 
     def _engine_says(self, message: object) -> None:
+        """Called by the engine's thread; what it takes of a CPU here is not the engine's."""
+        cpu_s = self._engine_cpu_s()
         match message:
             case Stepped(deltas):
                 self._outcome.steps += 1
+                self._outcome.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
                 for delta in deltas:
                     self._outcome.tokens[delta.request_id] += delta.tokens
                     self._outcome.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
                     self._running -= delta.finish_reason is not None
+                self._step_began_s = cpu_s
             case Say(link, frame):
                 self._travel(frame.SerializeToString(), partial(self._draft_hears, link))
             case Reach():
                 pass
+        self._step_began_s += self._engine_cpu_s() - cpu_s
+
+    def _engine_cpu_s(self) -> float:
+        return time.thread_time() - self._target.cpu_s
 
     def _draft_says(self, link: int, message: object) -> None:
         assert isinstance(message, Rounds)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.config import HEADS, MOST_DEPTH, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, MOST_DEPTH, SHAREABLE, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.verify import strategy_of
 
@@ -60,6 +60,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend, target_mo
 
     Raises ValueError if there is none, or if it is not what it says; `ModelNotFoundError` if a model is not there.
     """
+    if config.draft_tensor_parallel_size > 1 and config.method not in SHAREABLE:  # as its checkpoint says
+        raise ValueError(f"draft_tensor_parallel_size is for {' and '.join(SHAREABLE)}: set it to 1")
     if config.method in MODEL_FREE:
         return MODEL_FREE[config.method](config)
     if config.method == "draft_model" and config.model is not None:
@@ -98,17 +100,24 @@ def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: L
     return ()
 
 
+def _of_the_draft(engine: EngineConfig, config: SpeculativeConfig) -> EngineConfig:
+    """The target's limit is not the draft's, which drafts as far as its positions go; nor are the target's ranks."""
+    return engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": config.draft_tensor_parallel_size})
+
+
 def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
+    from paceline.grammar.following import Grammars
     from paceline.model import load
     from paceline.model.probe import row_cost
     from paceline.speculators.best_first import MOST_ROWS
     from paceline.speculators.draft_model import DraftModel
 
-    # The target's limit is not the draft's: a draft with fewer positions drafts as far as they go.
-    draft = load(model, engine.model_copy(update={"max_model_len": None}))
+    draft = load(model, _of_the_draft(engine, config))
     cost = row_cost(draft, MOST_ROWS)
     if config.vocabulary_mapping == "none":
-        return DraftModel(draft, config.tree_width, cost, config.least_path_probability)
+        speculator = DraftModel(draft, config.tree_width, cost, config.least_path_probability)
+        speculator.grammars = Grammars.of(model, draft.vocabulary_size)
+        return speculator
     if target_model is None:
         raise ValueError("a vocabulary_mapping needs the name of the target, to read its tokenizer")
     from paceline.speculators.foreign import foreign_draft
@@ -117,14 +126,17 @@ def _draft_model(model: str, config: SpeculativeConfig, engine: EngineConfig, ta
 
 
 def _pard(model: str, config: SpeculativeConfig, engine: EngineConfig) -> Speculator:
+    from paceline.grammar.following import Grammars
     from paceline.model import load
     from paceline.model.checkpoint import Checkpoint
     from paceline.models import resolve_model
     from paceline.speculators.pard import Pard, mask_token_of
 
     mask_token = mask_token_of(Checkpoint(resolve_model(model)))
-    draft = load(model, engine.model_copy(update={"max_model_len": None}))
-    return Pard(draft, mask_token, config.num_speculative_tokens, config.tree_width, config.least_path_probability)
+    draft = load(model, _of_the_draft(engine, config))
+    pard = Pard(draft, mask_token, config.num_speculative_tokens, config.tree_width, config.least_path_probability)
+    pard.grammars = Grammars.of(model, draft.vocabulary_size)
+    return pard
 
 
 def _extraction(folder: str, config: SpeculativeConfig, lent: Lent) -> Speculator:

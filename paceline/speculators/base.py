@@ -18,6 +18,8 @@ from paceline.tree import Growth
 if TYPE_CHECKING:  # links know these words, and run where nothing is computed and no torch is loaded
     import torch
 
+    from paceline.grammar.following import Grammars
+
 
 @dataclass(frozen=True, slots=True)
 class Opening:
@@ -34,6 +36,8 @@ class Opening:
     """Guesses on less likely paths are not wanted."""
     owner: int = 0
     """Whose request it is, where one speculator serves many. Whoever opens it there says so; links do not know."""
+    cache_salt: str = ""
+    """What a speculator learns of this request may serve others of the same salt alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +87,8 @@ class Speculator(ABC):
     """Target layers whose output it wants: 0 is the embedding, n the output of layer n."""
     position_limit: int = 0
     """It drafts no position at or beyond this one; 0: no limit."""
+    grammars: Grammars | None = None
+    """Of the target's vocabulary, to predict draws under a grammar. None: it guesses as if there were none."""
 
     @property
     def behind(self) -> bool:

@@ -24,9 +24,8 @@ from paceline.model.lending import Lent
 from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
-from paceline.speculators.predicted import Law
+from paceline.speculators.predicted import Law, history_of
 from paceline.tree import Growth, Node, TokenTree
-from paceline.verify import STRATEGIES
 
 MOST_ROWS = 256
 """Rows of logits computed in one round."""
@@ -126,13 +125,8 @@ class Cacheless(Speculator, Generic[D]):
         return self._ran
 
     def open(self, opening: Opening) -> None:
-        strategy = STRATEGIES.get(opening.strategy)
-        if strategy is None:
-            raise DraftError(f"unknown strategy {opening.strategy!r}")
-        tokens = list(opening.tokens)
-        split = len(tokens) - opening.output_tokens
-        history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
-        tree = TokenTree(len(tokens) - 1, tokens[-1])
+        history = history_of(opening, self.vocabulary_size, self.grammars)
+        tree = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
         floor = self._floor(opening.least_path_probability)
         self._drafts[opening.request_id] = self.begin(opening, tree, history, floor)
 

@@ -23,8 +23,8 @@ from torch import Tensor
 from paceline.model.rows import Lane
 from paceline.sampling import History
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
+from paceline.speculators.predicted import history_of
 from paceline.tree import Node, TokenTree
-from paceline.verify import STRATEGIES
 
 PREFILL_ROWS = 256
 """Context tokens computed per round."""
@@ -137,13 +137,9 @@ class Follower(Speculator, Generic[F]):
 
     def open(self, opening: Opening) -> None:
         self.close(opening.request_id)
-        strategy = STRATEGIES.get(opening.strategy)
-        if strategy is None:
-            raise DraftError(f"unknown strategy {opening.strategy!r}")
         tokens = list(opening.tokens)
         self._check_known(tokens)
-        split = len(tokens) - opening.output_tokens
-        history = History(strategy.law(opening.sampling), tokens[:split], tokens[split:], self.vocabulary_size)
+        history = history_of(opening, self.vocabulary_size, self.grammars)
         tree = TokenTree(len(tokens) - 1, tokens[-1])
         draft = self.begin(opening, tree, history, self._floor(opening.least_path_probability))
         self._check_length(len(draft.tokens))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.grammar.following import Grammars
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.lending import Lent
 from paceline.model.probe import row_cost
@@ -49,7 +50,9 @@ class _Kind:
 
 def build_head(config: SpeculativeConfig, engine: EngineConfig, lent: Lent) -> Speculator:
     """The head that `config` names. Raises `CheckpointError`, or `ModelNotFoundError`."""
-    return KINDS[config.method].build(_Parts(_checkpoint(config, lent), config, engine.slots, lent))
+    head = KINDS[config.method].build(_Parts(_checkpoint(config, lent), config, engine.slots, lent))
+    head.grammars = Grammars.of(str(lent.folder), lent.vocabulary_size)
+    return head
 
 
 def layers_of_head(config: SpeculativeConfig, lent: Lent) -> Sequence[int]:

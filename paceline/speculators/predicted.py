@@ -7,13 +7,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.sampling import Row, shortlist
+from paceline.grammar.following import Grammars
+from paceline.sampling import History, Row, shortlist
+from paceline.speculators.base import DraftError, Opening
+from paceline.verify import STRATEGIES
 
 LISTED = 64
 """Tokens of each law among which the target's draw is looked for."""
 
 Law = Sequence[tuple[int, float]]
 """Tokens and their log-probabilities, falling."""
+
+
+def history_of(opening: Opening, vocabulary_size: int, grammars: Grammars | None) -> History:
+    """What the target's rules that look back know when it opens the request. Raises `DraftError`."""
+    strategy = STRATEGIES.get(opening.strategy)
+    if strategy is None:
+        raise DraftError(f"unknown strategy {opening.strategy!r}")
+    law, split = strategy.law(opening.sampling), len(opening.tokens) - opening.output_tokens
+    prompt, output = opening.tokens[:split], opening.tokens[split:]
+    grammar = None
+    if grammars is not None and law.grammar:
+        grammar = grammars.follow(law.grammar, law.stop_token_ids, output)
+    return History(law, prompt, output, vocabulary_size, grammar)
 
 
 def predicted(logits_RV: Tensor, rows: Sequence[Row], width: int, ids_V: Tensor | None = None) -> list[Law]:

@@ -2,9 +2,10 @@
 
 After Oliaro et al. 2024, "SuffixDecoding". Every end of the request, one token long or more, is looked up among the
 strings of its own prompt and output (the *local* counts), and among the outputs of requests that have finished (the
-*global* ones). What followed a string gives a tree: a token is as likely as the share of the string's occurrences that
-it followed. The end of the request counts as an occurrence that nothing followed, so what was seen once before has one
-half. The tree with the highest score wins, see `suffix_counts`; of equals a longer match, and the local one.
+*global* ones), if they have the same cache salt. What followed a string gives a tree: a token is as likely as the
+share of the string's occurrences that it followed. The end of the request counts as an occurrence that nothing
+followed, so what was seen once before has one half. The tree with the highest score wins, see `suffix_counts`; of
+equals a longer match, and the local one.
 
 Settings have vLLM's names. A match of m tokens reaches m × `suffix_decoding_max_spec_factor` tokens ahead, and not
 beyond `suffix_decoding_max_tree_depth` with the match; nothing on a path less likely than
@@ -17,7 +18,6 @@ in a hundred takes 0.5 ms. When a request ends, its output takes 10 µs per toke
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -25,11 +25,8 @@ from paceline.config import SpeculativeConfig
 from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.speculators.suffix_automaton import SuffixAutomaton
 from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
-from paceline.speculators.suffix_tree import SuffixTree
+from paceline.speculators.suffix_outputs import OutputsBySalt
 from paceline.tree import Growth, Node, TokenTree
-
-MOST_CACHED_TOKENS = 500_000
-"""Over all finished requests, whatever their number: some 220 bytes each."""
 
 
 @dataclass(slots=True)
@@ -81,7 +78,7 @@ class Suffix(Speculator):
         self._width = config.tree_width
         self._least = config.suffix_decoding_min_token_prob
         self._factor = config.suffix_decoding_max_spec_factor
-        self._global = FinishedOutputs(self._depth, self._width, config.suffix_decoding_max_cached_requests)
+        self._global = OutputsBySalt(self._depth, self._width, config.suffix_decoding_max_cached_requests)
         self._requests: dict[int, _Request] = {}
 
     def open(self, opening: Opening) -> None:
@@ -103,7 +100,7 @@ class Suffix(Speculator):
     def close(self, request_id: int) -> None:
         """What it was answered is what later requests may be answered, too."""
         if request := self._requests.pop(request_id, None):
-            self._global.add(request.output)
+            self._global.add(request.output, request.opening.cache_salt)
 
     def grow(self) -> dict[int, Growth]:
         grown = {}
@@ -118,34 +115,12 @@ class Suffix(Speculator):
     def _guess(self, request: _Request) -> Guess:
         bounds = Bounds(self._reach(request.opening.max_depth), request.opening.max_nodes, self._least)
         local = better(Guess(), request.counts, request.counts.matches(), bounds)
-        known = self._global.tree
+        known = self._global.tree(request.opening.cache_salt)
+        if known is None:
+            return local
         return better(local, known, known.matches(request.tokens[-self._depth :]), bounds)
 
     def _reach(self, max_depth: int) -> list[int]:
         """By the match's length. The sum of both is at most the depth to which strings are counted."""
         wanted = (min(int(length * self._factor + 1e-6), max_depth) for length in range(self._depth + 1))
         return [min(reach, self._depth - length) for length, reach in enumerate(wanted)]
-
-
-class FinishedOutputs:
-    """Counts over the outputs of the requests that finished last."""
-
-    def __init__(self, depth: int, width: int, requests: int, tokens: int = MOST_CACHED_TOKENS) -> None:
-        """At most so many requests, and so many tokens of theirs."""
-        self.tree = SuffixTree(depth, width)
-        self._outputs: deque[list[int]] = deque()
-        self._tokens = 0
-        self._most_requests = requests
-        self._most_tokens = tokens
-
-    def add(self, output: list[int]) -> None:
-        """The oldest ones make room. One that is too long alone is not kept."""
-        if not output or not self._most_requests or len(output) > self._most_tokens:
-            return
-        while len(self._outputs) == self._most_requests or self._tokens + len(output) > self._most_tokens:
-            oldest = self._outputs.popleft()
-            self.tree.remove(oldest)
-            self._tokens -= len(oldest)
-        self._outputs.append(output)
-        self._tokens += len(output)
-        self.tree.add(output)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -12,12 +13,18 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
 from paceline.state.errors import StateError, StateLostError
+from paceline.tls import Certificates
 
 TIMEOUT_S = 1.0
 
 
-def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
-    """A client for a `redis://`, `rediss://` or `unix://` URL; nothing is sent yet. Raises `StateError`."""
+def connect(url: str, timeout_s: float = TIMEOUT_S, tls: Certificates | None = None) -> Redis:
+    """A client for a `redis://`, `rediss://` or `unix://` URL; nothing is sent yet. Raises `StateError`.
+
+    A `rediss://` URL may name files itself (`?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`); else `tls` does.
+    They are read anew for every connection.
+    """
+    files = tls_files(tls) if tls is not None and url.startswith("rediss://") else {}
     try:
         return Redis.from_url(
             url,
@@ -25,9 +32,16 @@ def connect(url: str, timeout_s: float = TIMEOUT_S) -> Redis:
             socket_timeout=timeout_s,
             socket_connect_timeout=timeout_s,
             retry=Retry(NoBackoff(), retries=1),  # one, for a pooled connection that a restart has cut
+            **files,
         )
     except ValueError as error:
         raise StateError(f"--redis-url {without_secrets(url)} is no Redis URL: {error}") from error
+
+
+def tls_files(tls: Certificates) -> dict[str, Any]:
+    """redis-py's names for them."""
+    named = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.authority}
+    return {name: str(path) for name, path in named.items() if path is not None}
 
 
 async def check(client: Redis, url: str) -> None:

@@ -16,6 +16,7 @@ from paceline.state.redis_registry import RedisRegistry
 from paceline.state.registration import Registration
 from paceline.state.registry import Kind, Registry, WorkerRecord
 from paceline.state.watcher import Watcher
+from paceline.tls import Certificates
 
 TTL_S = 6.0
 HALF_LIFE_S = 3600.0
@@ -55,15 +56,17 @@ async def open_store(
     ttl_s: float = TTL_S,
     half_life_s: float = HALF_LIFE_S,
     timeout_s: float = TIMEOUT_S,
+    tls: Certificates | None = None,
 ) -> AsyncIterator[Store]:
     """Shared state at `redis_url`, or None: in this process's memory, seen by nobody else.
 
     `ttl_s`: how long a worker that fell silent stays listed. `timeout_s`: how long Redis may take to answer.
+    `tls`: what a `rediss://` URL uses where it does not name files of its own.
     Raises `StateError` if the URL is none or nobody answers there.
     """
     if redis_url is None:
         yield Store(MemoryRegistry(ttl_s), MemoryAcceptance(half_life_s))
         return
-    async with connect(redis_url, timeout_s) as client:
+    async with connect(redis_url, timeout_s, tls) as client:
         await check(client, redis_url)
         yield Store(RedisRegistry(client, ttl_s), RedisAcceptance(client, half_life_s))

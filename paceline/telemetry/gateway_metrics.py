@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from paceline.messages import FinishReason, Usage
 from paceline.telemetry.instruments import Instruments
+from paceline.telemetry.key_metrics import KeyMetrics
 
 # vLLM's buckets, cut at the fine end where tokens of small models fall.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 480.0)
+
+States = Callable[[], Mapping[tuple[str, str], int]]
+"""Of circuit breakers, by kind and name of worker: 0 closed, 1 half-open, 2 open."""
 
 
 class GatewayMetrics:
@@ -29,6 +35,7 @@ class GatewayMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         make, model = Instruments(registry, "gateway"), ["model_name"]
+        self.keys = KeyMetrics(make)
         self._answers = make.counter("requests", "Answers by endpoint and status", ["endpoint", "status"])
         self._running = make.gauge("requests_running", "Requests being answered", model)
         self.first_token_s = make.histogram(
@@ -58,17 +65,50 @@ class GatewayMetrics:
         self.prompt = make.counter("prompt_tokens", "Prompt tokens", model, vllm="prompt_tokens")
         self.cached = make.counter("cached_prompt_tokens", "Those found in the prefix cache", model)
         self.generation = make.counter("generation_tokens", "Output tokens", model, vllm="generation_tokens")
+        self._waiting = make.gauge("requests_queued", "Requests without a first token, as far as known here", model)
+        self._rejections = make.counter("rejections", "Requests turned away", [*model, "reason"])
+        self.routed = make.counter("routed", "Requests sent to a target, by what kept them there", [*model, "affinity"])
+        self.routed_tokens = make.counter("routed_cached_tokens", "Prompt tokens that their target should hold", model)
+        self._breakers = BreakerStates()
+        registry.register(self._breakers)
         self.replays = make.counter("replays", "Requests resumed on another target after a loss", model)
 
     def answered(self, endpoint: str, status: int | str) -> None:
         """`endpoint`: the route and not the path: their number is bounded. `status`: HTTP's or gRPC's."""
         self._answers.labels(endpoint, str(status)).inc()
 
+    def rejected(self, model: str, reason: str) -> None:
+        """`reason`: `in_flight`, `queue`, `grammars`, `no_target`, `breaker` or `closing`."""
+        self._rejections.labels(model, reason).inc()
+
+    def follow_queue(self, model: str, waiting: Callable[[], float]) -> None:
+        """`waiting` is asked whenever somebody looks."""
+        self._waiting.labels(model).set_function(waiting)
+
+    def follow_breakers(self, model: str, states: States) -> None:
+        """`states` is asked whenever somebody looks."""
+        self._breakers.sources[model] = states
+
     @contextmanager
     def track(self, model: str, clock: Callable[[], float] = time.monotonic) -> Iterator[RequestMetrics]:
         """`with metrics.track(model) as request:` for as long as the request runs, from its arrival."""
         with self._running.labels(model).track_inprogress():
             yield RequestMetrics(self, model, clock)
+
+
+class BreakerStates(Collector):
+    """Workers come and go, so their states are asked for."""
+
+    def __init__(self) -> None:
+        self.sources: dict[str, States] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["model_name", "kind", "worker"]
+        states = GaugeMetricFamily("paceline_breaker_state", "0: closed, 1: half-open, 2: open", labels=labels)
+        for model, source in self.sources.items():
+            for (kind, worker), state in source().items():
+                states.add_metric([model, kind, worker], state)
+        yield states
 
 
 class RequestMetrics:
@@ -93,6 +133,12 @@ class RequestMetrics:
             for _ in range(count):
                 self._metrics.token_s.labels(self._model).observe(each_s)
         self._last_token = now
+
+    def routed(self, cached_tokens: int, *, session: bool) -> None:
+        """It goes to a target that should hold so much of its prompt. `session`: and had its conversation before."""
+        affinity = "session" if session else "prefix" if cached_tokens else "none"
+        self._metrics.routed.labels(self._model, affinity).inc()
+        self._metrics.routed_tokens.labels(self._model).inc(cached_tokens)
 
     def replayed(self) -> None:
         """The target was lost; another one takes over."""

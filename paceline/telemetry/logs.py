@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 # What every record has; Python 3.12 added `taskName`, and uvicorn repeats its message in `color_message`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
+LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[1;31m"}
 _PLAIN = "\x1b[0m"
 
@@ -79,7 +80,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def _extra(record: logging.LogRecord) -> Mapping[str, Any]:
-    return {key: value for key, value in vars(record).items() if key not in _STANDARD}
+    """Libraries put notes of their own on records, as Ray does, under names with an underscore."""
+    return {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
 
 
 def _word(value: object) -> str:

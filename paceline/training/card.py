@@ -119,7 +119,7 @@ language: en
 # {name}
 
 A head for `pydoc`, of {parameters} parameters: method `{method}`, in the layout that its authors publish. It drafts
-from the target's hidden states and with its embeddings, and is of no use without it:
+from the target's hidden states, and is of no use without it:
 
 ```
 paceline serve --speculative-config '{{"method": "{method}", "model": "{name}"}}'

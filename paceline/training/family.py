@@ -70,7 +70,7 @@ PART = 6000
 MODELS = ("shallow", "deep", "target", "draft")
 SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.2, "draft": 0.1, "heads": 0.2}
 """Of the minutes given to `all`."""
-HEAD_SHARES = {"eagle3": 0.6, "eagle": 0.15, "mtp": 0.15, "medusa": 0.1}
+HEAD_SHARES = {"eagle3": 0.6, "eagle": 0.1, "mtp": 0.1, "medusa": 0.1, "mlp_speculator": 0.1}
 """Of the heads' minutes."""
 
 

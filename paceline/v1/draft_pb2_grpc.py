@@ -64,7 +64,8 @@ class DraftServiceServicer:
         every request opened on it.
 
         INVALID_ARGUMENT: a frame that breaks the rules stated at its fields. UNAVAILABLE: the worker drains.
-        RESOURCE_EXHAUSTED: the target does not read what the worker sends.
+        RESOURCE_EXHAUSTED: the target does not read what the worker sends. PERMISSION_DENIED: the caller's certificate
+        names no target.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative")
+    __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative", "cache_salt", "json_schema", "regex", "grammar")
     class Chat(_message.Message):
         __slots__ = ("messages",)
         class Message(_message.Message):
@@ -66,6 +66,10 @@ class GenerateRequest(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     SPECULATIVE_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    JSON_SCHEMA_FIELD_NUMBER: _ClassVar[int]
+    REGEX_FIELD_NUMBER: _ClassVar[int]
+    GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     tokens: _common_pb2.TokenSequence
@@ -73,7 +77,11 @@ class GenerateRequest(_message.Message):
     sampling: GenerateRequest.Sampling
     stop: _containers.RepeatedScalarFieldContainer[str]
     speculative: _common_pb2.SpeculativeOptions
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ...) -> None: ...
+    cache_salt: str
+    json_schema: str
+    regex: str
+    grammar: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings")

@@ -53,7 +53,11 @@ class InferenceServiceServicer:
         """Generates one completion and streams it. Cancelling the call cancels the generation.
 
         INVALID_ARGUMENT: the message names the field. NOT_FOUND: unknown model. RESOURCE_EXHAUSTED: too many
-        requests, try again later. UNAVAILABLE: no target is up.
+        requests, or more than the API key allows. UNAVAILABLE: no target is up. With these two, the trailer
+        grpc-retry-pushback-ms or retry-after says when to come back. UNAUTHENTICATED: this gateway asks for a key, as
+        `authorization: Bearer KEY` in the metadata of each call.
+
+        Calls whose metadata have the same x-session-id belong to one conversation and stay at its target.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -66,7 +66,8 @@ class TargetServiceServicer:
         A worker that drains says so in its next frame, finishes what runs, and hands over what is submitted after.
 
         INVALID_ARGUMENT: a frame that breaks the rules stated at its fields. UNAVAILABLE: the worker drains.
-        RESOURCE_EXHAUSTED: the gateway does not read what the worker sends.
+        RESOURCE_EXHAUSTED: the gateway does not read what the worker sends. PERMISSION_DENIED: the caller's certificate
+        names no gateway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

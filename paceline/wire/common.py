@@ -18,6 +18,8 @@ FINISH_REASONS = {
     FinishReason.CANCELLED: pb.FINISH_REASON_CANCELLED,
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
+MAX_SALT = 64
+"""Longest cache salt between services, in bytes of UTF-8: gateways send digests."""
 _FROM_WIRE = {number: reason for reason, number in FINISH_REASONS.items()}
 
 
@@ -46,6 +48,7 @@ def encode_sampling(params: SamplingParams) -> pb.SamplingParams:
         stop_token_ids=params.stop_token_ids,
         logprobs=params.logprobs,
         bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+        grammar=params.grammar,
     )
 
 
@@ -66,6 +69,7 @@ def decode_sampling(message: pb.SamplingParams) -> SamplingParams:
             stop_token_ids=tuple(message.stop_token_ids),
             logprobs=message.logprobs if message.HasField("logprobs") else None,
             bad_words=tuple(tuple(word.token_ids) for word in message.bad_words),
+            grammar=message.grammar,
         )
     except ValidationError as error:
         raise WireError(f"sampling{_first(error)}") from error
@@ -87,6 +91,12 @@ def decode_options(message: pb.SpeculativeOptions) -> SpeculativeOptions:
         max_tree_nodes=message.max_tree_nodes if message.HasField("max_tree_nodes") else None,
         report=message.report,
     )
+
+
+def decode_salt(salt: str) -> str:
+    if len(salt.encode()) > MAX_SALT:
+        raise WireError(f"cache_salt: longer than {MAX_SALT} bytes")
+    return salt
 
 
 def encode_finish_reason(reason: FinishReason | None) -> pb.FinishReason:

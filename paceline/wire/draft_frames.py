@@ -19,7 +19,7 @@ from paceline.tree import CERTAIN, ROOT_ID, Growth, Law
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_bits
-from paceline.wire.common import decode_sampling, encode_sampling
+from paceline.wire.common import decode_salt, decode_sampling, encode_sampling
 from paceline.wire.errors import WireError
 from paceline.wire.tensors import decode_tensor, encode_tensor
 
@@ -58,6 +58,7 @@ def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
         max_nodes=opening.max_nodes,
         strategy=opening.strategy,
         least_path_probability=opening.least_path_probability,
+        cache_salt=opening.cache_salt,
     )
 
 
@@ -247,6 +248,7 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         max_nodes=message.max_nodes,
         strategy=message.strategy,
         least_path_probability=_decode_probability("opens.least_path_probability", message.least_path_probability),
+        cache_salt=decode_salt(message.cache_salt),
     )
 
 

@@ -19,10 +19,12 @@ from typing import Protocol
 import grpc
 
 from paceline.speculators.growing import Grown
+from paceline.tls import Certificates
 from paceline.tree import Growth
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
+from paceline.wire.credentials import DRAFT
 from paceline.wire.draft_frames import DraftDescription, decode_description, decode_grown
 from paceline.wire.errors import Congested, LinkError, WireError
 from paceline.wire.outbox import Outbox
@@ -44,6 +46,8 @@ class Terms:
     most_backoff_s: float = 5.0
     give_up_s: float = 60.0
     """An address that was of no use for this long is forgotten, until a request names it again."""
+    tls: Certificates | None = None
+    """What both ends show each other. None: nothing, and links are in the clear."""
 
 
 class Observer(Protocol):
@@ -95,10 +99,15 @@ class OpenRequest:
     heard: int = 0
     """Nodes received."""
 
+    @property
+    def left(self) -> int:
+        """Nodes that may still come."""
+        return self.max_nodes * (self.commits + 1) - self.heard
+
     def hear(self, nodes: int) -> None:
         """Raises `WireError` if that is more than was asked for."""
         self.heard += max(nodes, 1)
-        if self.heard > self.max_nodes * (self.commits + 1):
+        if self.left < 0:
             raise WireError(f"growths: {self.heard} nodes, where a tree has {self.max_nodes}")
 
 
@@ -113,6 +122,8 @@ class Session:
         self._terms = terms
         self._tell = tell
         self._requests: dict[int, OpenRequest] = {}
+        self._late = 0
+        """What may still come of requests that are closed, in nodes; and each may be dropped once."""
         self._last_id = 0
         """The highest request id said; growth for a higher one is a lie."""
         self._applied = 0
@@ -157,6 +168,8 @@ class Session:
         grown = decode_grown(frame, self._terms.vocabulary_size)
         if not self._applied <= grown.applied <= self._outbox.taken:
             raise WireError(f"applied: {grown.applied} of {self._outbox.taken} frames sent")
+        if not (grown.applied > self._applied or grown.growths or grown.dropped):
+            raise WireError("a frame that says nothing")  # of these there could be any number
         self._note_applied(grown)
         for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
             if not 0 < wire_id <= self._last_id:
@@ -190,21 +203,33 @@ class Session:
             if request := self._requests.get(limit.request_id):
                 request.max_nodes = max(request.max_nodes, limit.max_nodes)
         for close in frame.closes:
-            self._requests.pop(close.request_id, None)
+            self._close(close.request_id)
+
+    def _close(self, wire_id: int) -> bool:
+        """Whether it was open."""
+        request = self._requests.pop(wire_id, None)
+        self._late += request.left + 1 if request else 0
+        return request is not None
 
     def _wants(self, wire_id: int, growth: Growth) -> bool:
-        """Growth of a request that was closed is late, which is nobody's fault."""
-        request = self._requests.get(wire_id)
-        if request is None:
-            return False
-        request.hear(len(growth))
-        return True
+        if request := self._requests.get(wire_id):
+            request.hear(len(growth))
+            return True
+        self._hear_late(len(growth))
+        return False
 
     def _loses(self, wire_id: int, reason: str) -> bool:
-        if self._requests.pop(wire_id, None) is None:
+        if not self._close(wire_id):
+            self._hear_late(1)
             return False
         log.info("draft %s cannot draft for a request: %.200s", self.description.worker_id, reason)
         return True
+
+    def _hear_late(self, nodes: int) -> None:
+        """Nobody's fault, as long as there is not too much. Raises `WireError` then."""
+        self._late -= max(nodes, 1)
+        if self._late < 0:
+            raise WireError("growths: more for requests that are closed than can have been under way")
 
     async def _watch(self) -> None:
         while True:
@@ -249,7 +274,8 @@ class DraftLink:
         """One session, from beginning to end, if the worker answers."""
         reason = "it ended the link"
         try:
-            async with open_channel(self.address, receive_bytes=GROWTH_FRAME_BYTES) as channel:
+            channel = open_channel(self.address, receive_bytes=GROWTH_FRAME_BYTES, tls=self._terms.tls, peer=DRAFT)
+            async with channel:
                 stub = draft_pb2_grpc.DraftServiceStub(channel)
                 worker = await self._greet(stub)
                 await self._hold(Session(next(self._numbers), worker, self._terms, self._tell, self._observer), stub)

@@ -8,7 +8,7 @@ from typing import Any, Never, TypeAlias
 
 import grpc
 
-from paceline.wire.errors import Congested, Draining, WireError
+from paceline.wire.errors import Congested, Draining, StrangerError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +18,7 @@ STATUSES: Statuses = {
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     Draining: grpc.StatusCode.UNAVAILABLE,
     Congested: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    StrangerError: grpc.StatusCode.PERMISSION_DENIED,
 }
 
 # Of any request and response: an interceptor sees every method of a server.
@@ -32,9 +33,13 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     our own methods are wrapped; they are coroutines, or async generators where they stream.
     """
 
-    def __init__(self, statuses: Statuses) -> None:
-        """`statuses` is looked up by class, then by base class; it adds to `STATUSES`."""
+    def __init__(self, statuses: Statuses, peer: str = "") -> None:
+        """`statuses` is looked up by class, then by base class; it adds to `STATUSES`.
+
+        `peer`: whom a caller's certificate must name; "": anybody. Health and reflection are for everybody.
+        """
         self._statuses = {**STATUSES, **statuses}
+        self._peer = peer
 
     async def intercept_service(
         self,
@@ -59,6 +64,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _reply(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def reply(request: Any, context: Context) -> Any:
             try:
+                self._check_peer(context)
                 return await method(request, context)
             except Exception as error:  # noqa: BLE001 - all of them end up in a status and, unforeseen, in the log
                 await self._abort(error, context)
@@ -68,12 +74,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def _stream(self, method: Callable[..., Any]) -> Callable[..., AsyncGenerator[Any]]:
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
             try:
+                self._check_peer(context)
                 async for response in method(request, context):
                     yield response
             except Exception as error:  # noqa: BLE001 - as above
                 await self._abort(error, context)
 
         return stream
+
+    def _check_peer(self, context: Context) -> None:
+        names = context.auth_context().get("x509_subject_alternative_name", ()) if self._peer else ()
+        if self._peer and self._peer.encode() not in names:
+            raise StrangerError(f"the caller's certificate does not name it {self._peer}")
 
     async def _abort(self, error: Exception, context: Context) -> Never:
         if isinstance(error, grpc.aio.AbortError):

@@ -10,7 +10,9 @@ from google.protobuf.descriptor import ServiceDescriptor
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from paceline.wire.channels import SERVER_OPTIONS
+from paceline.tls import Certificates
+from paceline.wire.channels import FRAME_BYTES, server_options
+from paceline.wire.credentials import server_credentials
 from paceline.wire.errors import LinkError
 from paceline.wire.interceptors import Statuses, StatusInterceptor
 
@@ -24,12 +26,26 @@ class PortError(LinkError):
 class Server:
     """Add services, `start`, later `drain`, then `stop`."""
 
-    def __init__(self, host: str, port: int, statuses: Statuses | None = None) -> None:
-        """Port 0 lets the system choose one. `statuses`: see `StatusInterceptor`."""
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        statuses: Statuses | None = None,
+        *,
+        tls: Certificates | None = None,
+        peer: str = "",
+        receive_bytes: int = FRAME_BYTES,
+    ) -> None:
+        """Port 0 lets the system choose one. `statuses`: see `StatusInterceptor`.
+
+        With `tls`, only who has a certificate as `peer` may call; with "" whoever has one that its authority signed.
+        """
         self.address = f"{host}:{port}"
         """Where it listens; with the real port once it has started."""
         self._host = host
-        self._server = grpc.aio.server(interceptors=[StatusInterceptor(statuses or {})], options=SERVER_OPTIONS)
+        self._tls = tls
+        interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "")
+        self._server = grpc.aio.server(interceptors=[interceptor], options=server_options(receive_bytes))
         self._health = health.aio.HealthServicer()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -45,7 +61,7 @@ class Server:
         """Listen and turn SERVING; return host:port. Raises `PortError`."""
         reflection.enable_server_reflection(self._names, self._server)
         try:
-            port = self._server.add_insecure_port(self.address)
+            port = self._listen()
         except RuntimeError as error:
             raise PortError(f"cannot listen on {self.address}; is the port taken? Choose another one.") from error
         self.address = f"{self._host}:{port}"
@@ -53,6 +69,11 @@ class Server:
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
         return self.address
+
+    def _listen(self) -> int:
+        if self._tls is None:
+            return self._server.add_insecure_port(self.address)
+        return self._server.add_secure_port(self.address, server_credentials(self._tls))
 
     async def drain(self) -> None:
         """Turn NOT_SERVING, for good. Calls go on."""

@@ -7,6 +7,7 @@ from paceline.v1 import target_pb2 as pb
 from paceline.wire.common import (
     decode_finish_reason,
     decode_options,
+    decode_salt,
     decode_sampling,
     decode_stats,
     decode_timings,
@@ -30,6 +31,7 @@ def encode_submission(submission: Submission) -> pb.SubmitFrame.Submit:
             speculative=encode_options(submission.speculative),
             committed_token_ids=submission.committed,
             drafts=submission.drafts,
+            cache_salt=submission.cache_salt,
         )
 
 
@@ -45,6 +47,7 @@ def decode_submission(message: pb.SubmitFrame.Submit) -> Submission:
         speculative=decode_options(message.speculative),
         committed=list(message.committed_token_ids),
         drafts=list(message.drafts),
+        cache_salt=decode_salt(message.cache_salt),
     )
 
 

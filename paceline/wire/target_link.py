@@ -19,10 +19,12 @@ from collections.abc import AsyncGenerator
 import grpc
 
 from paceline.messages import Delta, Load, Submission, TargetDescription
+from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.channels import FRAME_BYTES, open_channel
-from paceline.wire.errors import Congested, TargetLost, WireError
+from paceline.wire.credentials import TARGET
+from paceline.wire.errors import Congested, HandedOver, TargetLost, WireError
 from paceline.wire.outbox import Outbox
 from paceline.wire.target_frames import decode_delta, decode_description, decode_load, encode_submission
 
@@ -35,13 +37,13 @@ class TargetLink:
     description: TargetDescription
     """What the target said of itself; there after `connect`."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, tls: Certificates | None = None) -> None:
         self.address = address
         self.load: Load | None = None
         """How busy the target was after the last step that this link heard of; None before the first."""
         self.draining = False
         """The target takes no new requests; those that run go on."""
-        self._channel = open_channel(address)
+        self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._open: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
         self._outbox = Outbox(pb.SubmitFrame, FRAME_BYTES)
@@ -141,7 +143,7 @@ class TargetLink:
             if arrived is None:
                 continue  # cancelled here a moment ago
             if message.finish_reason == common_pb2.FINISH_REASON_HANDED_OVER:
-                arrived.put_nowait(TargetLost(f"target {self.address} drains and handed the request over"))
+                arrived.put_nowait(HandedOver(f"target {self.address} drains and handed the request over"))
             else:
                 arrived.put_nowait(decode_delta(message))
 

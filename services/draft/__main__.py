@@ -22,10 +22,12 @@ from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from paceline.wire.credentials import TARGET
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.server import Server
 from services.draft.servicer import DraftServicer
 from services.process import begun, either, exported, parser, run
+from services.security import add_tls, certificates
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 
@@ -34,21 +36,23 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    logs.configure("draft", options.worker_id)
+    logs.configure("draft", options.worker_id, options.log_level.upper())
     return run(lambda stop: serve(options, stop))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known = parser("draft", "Grows trees of guesses for target workers.")
     known.add_argument("--target-model", metavar="MODEL", help="what it drafts for; methods made for one model need it")
+    add_tls(known)
     return known.parse_args(arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """From starting the speculator's process to the last word on every link."""
+    tls = certificates(options)
     async with AsyncExitStack() as stack:
         compute = await stack.enter_async_context(compute_process("services.draft.compute", options))
-        store = await stack.enter_async_context(open_store(options.redis_url))
+        store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
         facts = await begun(compute, stop)
         assert isinstance(facts, SpeculatorFacts)
         metrics = CollectorRegistry()
@@ -63,7 +67,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
         compute.connection.deliver(Rounds, grown)
         stack.enter_context(exported(metrics, options))
-        server = Server(options.host, options.port)
+        server = Server(options.host, options.port, tls=tls, peer=TARGET)
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()

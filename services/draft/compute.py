@@ -38,6 +38,10 @@ def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | No
 
     if not speculation.enabled:
         raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
+    if engine.tensor_parallel_size not in (1, speculation.draft_tensor_parallel_size):
+        raise StartError(
+            "--engine-config: tensor_parallel_size is the target's; set draft_tensor_parallel_size for drafts"
+        )
     if speculation.vocabulary_mapping != "none" and target_model is None:
         raise StartError("--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary alone")
     return build_speculator(speculation, engine, lend, target_model)

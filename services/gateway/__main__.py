@@ -3,38 +3,88 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import secrets
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from paceline.models import served_name
 from paceline.telemetry import logs
-from services.gateway.gateway import Limits
+from services.gateway.admission import Limits
 from services.gateway.server import Settings, serve
-from services.process import run
+from services.process import positive, run
+from services.security import add_tls, certificates, together
 
 
 def main() -> int:
     parser = _parser()
     options = parser.parse_args()
     try:
-        served_name(options.model, options.served_model_name)
+        _names(options)
     except ValueError as error:
         parser.error(str(error))
-    logs.configure("gateway", options.worker_id)
-    return run(lambda stop: serve(_settings(options), options.redis_url, stop))
+    logs.configure("gateway", options.worker_id, options.log_level.upper())
+    return run(lambda stop: _serve(options, stop))
+
+
+async def _serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
+    await serve(_settings(options), options.redis_url, stop)
 
 
 def _settings(options: argparse.Namespace) -> Settings:
+    ((model, name), *more), aliases = _names(options)
     return Settings(
-        model=options.model,
-        served_model_name=options.served_model_name or options.model,
+        model=model,
+        served_model_name=name,
+        more_models=more,
+        aliases=aliases,
         host=options.host,
         port=options.port,
         grpc_port=options.grpc_port,
         drain_s=options.drain_s,
-        limits=Limits(options.max_in_flight, options.max_body_bytes, options.resume_s),
+        limits=Limits(
+            max_in_flight=options.max_in_flight,
+            max_body_bytes=options.max_body_bytes,
+            resume_s=options.resume_s,
+            max_body_s=options.max_body_s,
+            max_queue=options.max_queue,
+        ),
+        api_keys=options.api_keys,
+        edge_tls=together({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
+        tls=certificates(options),
         worker_id=options.worker_id,
     )
+
+
+def _names(options: argparse.Namespace) -> tuple[list[tuple[str, str]], dict[str, str]]:
+    """The models, and further names for them. Raises ValueError."""
+    models = _models(options)
+    return models, _aliases(options.alias, [name for _, name in models])
+
+
+def _models(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Where each model is, and the name by which it is served. Raises ValueError."""
+    wanted = options.served_model_name or [None] * len(options.model)
+    if len(wanted) != len(options.model):
+        raise ValueError("--served-model-name: give it once for every --model, in the same order, or not at all")
+    models = [(model, name or model) for model, name in zip(options.model, wanted, strict=True)]
+    for model, name in zip(options.model, wanted, strict=True):
+        served_name(model, name)
+    if len({name for _, name in models}) < len(models):
+        raise ValueError("--model: two have the same name; tell them apart with --served-model-name")
+    return models
+
+
+def _aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
+    """Further names of models. Raises ValueError."""
+    aliases: dict[str, str] = {}
+    for each in given:
+        alias, _, model = each.partition("=")
+        if not alias or model not in names or alias in names or alias in aliases:
+            raise ValueError(f"--alias {each}: write NAME=MODEL, a new name for one of {', '.join(names)}")
+        aliases[alias] = model
+    return aliases
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,15 +95,28 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--model", required=True, help="name or folder of the model, for its tokenizer; as the targets have it")
-    add("--served-model-name", help="what clients and targets call it; else as --model")
+    add(
+        "--model",
+        required=True,
+        action="append",
+        help="name or folder of a model, for its tokenizer; as its targets have it; several: give it again",
+    )
+    add("--served-model-name", action="append", help="what clients and targets call it; else as --model")
+    add("--alias", action="append", default=[], metavar="NAME=MODEL", help="clients may call that model so, too")
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="HTTP; 0: the system chooses")
     add("--grpc-port", type=int, default=0, help="0: the system chooses")
     add("--redis-url", required=True, help="where workers are registered")
     add("--worker-id", default=f"gateway-{secrets.token_hex(3)}", help="its name in logs and registry")
     add("--max-in-flight", type=int, default=limits.max_in_flight, help="completions generated at once")
+    add("--max-queue", type=positive, default=limits.max_queue, help="completions of a model without a first token")
     add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="largest request body")
+    add("--max-body-s", type=float, default=limits.max_body_s, help="seconds for a request body to come")
+    add("--api-keys", type=Path, metavar="FILE", help="ask clients for a key: see `paceline keys`")
+    add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
+    add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
+    add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
+    add_tls(parser)
     add("--resume-s", type=float, default=limits.resume_s, help="wait so long for another target after a loss")
     add("--drain-s", type=float, default=60.0, help="requests may go on so long after SIGTERM")
     return parser

@@ -11,8 +11,18 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from services.gateway.errors import InvalidRequestError
+from services.gateway.structure import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 4096
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024
+"""Characters of a stop string or a bad word."""
+MAX_BAD_WORDS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 4096
+MAX_SALT = 1024
 LARGEST = 2**31 - 1
 
 
@@ -29,10 +39,17 @@ def _refused(value: Any) -> None:
         raise ValueError("is not supported")
 
 
-Strings = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed)]
+def _moved(value: Any) -> None:
+    if value is not None:
+        raise ValueError("is a key of structured_outputs now")
+
+
+Strings = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], BeforeValidator(_listed)]
 Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
 Unsupported = Annotated[None, BeforeValidator(_refused)]
 """Known, but not built: accepted only where it asks for nothing."""
+Renamed = Annotated[None, BeforeValidator(_moved)]
+"""As vLLM called it before 0.12."""
 
 
 class Body(BaseModel):
@@ -60,7 +77,7 @@ class GenerationBody(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
-    stop: Annotated[Strings | None, Field(max_length=16)] = None
+    stop: Annotated[Strings | None, Field(max_length=MAX_STOPS)] = None
     max_tokens: int | None = None
     seed: int | None = None
     temperature: float | None = None
@@ -70,10 +87,10 @@ class GenerationBody(Body):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    bad_words: Strings | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
+    bad_words: Annotated[Strings | None, Field(max_length=MAX_BAD_WORDS)] = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -81,9 +98,15 @@ class GenerationBody(Body):
     return_accepted: Annotated[bool, Field(description="by token: was it guessed, and where its text begins")] = False
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(_switch)] = None
     speculation_stats: bool = False
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
     prompt_logprobs: Unsupported = None
     allowed_token_ids: Unsupported = None
-    structured_outputs: Unsupported = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Renamed = None
+    guided_regex: Renamed = None
+    guided_choice: Renamed = None
+    guided_grammar: Renamed = None
     use_beam_search: Unsupported = None
 
     user: Unused = None
@@ -91,7 +114,9 @@ class GenerationBody(Body):
     store: Unused = None
     service_tier: Unused = None
     safety_identifier: Unused = None
-    prompt_cache_key: Unused = None
+    prompt_cache_key: Annotated[str | None, Field(description="requests with the same one go to the same target")] = (
+        None
+    )
     prompt_cache_retention: Unused = None
 
     @model_validator(mode="after")
@@ -112,7 +137,7 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: list[str] | list[list[int]]
+    prompt: Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS)]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True
@@ -172,7 +197,7 @@ class Message(Body):
 class ChatFields(Body):
     """How messages become a prompt; `/tokenize` takes these too."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     add_special_tokens: bool = False
@@ -187,15 +212,10 @@ class ChatFields(Body):
         return self
 
 
-class ResponseFormat(Body):
-    type: Literal["text"]
-
-
 class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    response_format: ResponseFormat | None = None
     tools: Unsupported = None
     functions: Unsupported = None
     audio: Unsupported = None

@@ -11,11 +11,15 @@ from dataclasses import dataclass, field, replace
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Timings, Usage
 from paceline.text import Detokenizer, StopStrings, Tokenizer
+from services.gateway.callers import ANYONE, Caller
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A completion to generate. `eos_token_ids`: those of `sampling.stop_token_ids` that the model brought."""
+    """A completion to generate. `eos_token_ids`: those of `sampling.stop_token_ids` that the model brought.
+
+    `session`: names the conversation that it belongs to, if any.
+    """
 
     prompt: Sequence[int]
     sampling: SamplingParams
@@ -24,6 +28,9 @@ class Choice:
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    caller: Caller = ANYONE
+    cache_salt: str = ""
+    session: str = ""
 
 
 @dataclass(slots=True)

@@ -2,8 +2,11 @@
 
 ApiError
 ├── InvalidRequestError  400  a field is wrong; names it
+├── AuthenticationError  401  no API key that is known
 ├── UnknownModelError    404  no such model here
 ├── BodyTooLargeError    413  the body exceeds the limit
+├── SlowBodyError        408  the body does not come
+├── RateLimitError       429  the API key has used up a limit
 ├── OverloadedError      429  too many requests run; try again later
 ├── NoTargetError        503  no target is up; try again later
 └── GenerationError      500  the target failed while it served the request
@@ -11,6 +14,8 @@ ApiError
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -54,13 +59,29 @@ class InvalidRequestError(ApiError):
         return cls(_complaint(detail, param), param=param, code=_CODES.get(detail["type"]))
 
 
+class AuthenticationError(ApiError):
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def __init__(self, given: object) -> None:
+        """`given`: whether there was a key at all. What it was is told nobody."""
+        told = "the API key is not known here" if given else "no API key: send it as `Authorization: Bearer KEY`"
+        super().__init__(told)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"www-authenticate": "Bearer", "connection": "close"}
+
+
 class UnknownModelError(ApiError):
     status = 404
     type = "invalid_request_error"
     code = "model_not_found"
 
-    def __init__(self, model: str, served: str) -> None:
-        super().__init__(f"the model {model!r} does not exist; this server has {served!r}", param="model")
+    def __init__(self, model: str, served: Iterable[str]) -> None:
+        has = ", ".join(map(repr, served))
+        super().__init__(f"the model {model!r} does not exist; this server has {has}", param="model")
 
 
 class BodyTooLargeError(ApiError):
@@ -70,13 +91,52 @@ class BodyTooLargeError(ApiError):
     def __init__(self, limit: int) -> None:
         super().__init__(f"the request body exceeds the limit of {limit} bytes", code="body_too_large")
 
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
+
+class SlowBodyError(ApiError):
+    status = 408
+    type = "invalid_request_error"
+    code = "body_too_slow"
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(f"the request body did not come within {limit_s:g} s")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}
+
 
 class RetryLaterError(ApiError):
     """Base of errors that pass by themselves."""
 
+    def __init__(self, message: str, retry_after_s: int = RETRY_AFTER_S, *, reason: str = "") -> None:
+        """`retry_after_s`: whole seconds, 1 or more. `reason`: in one word, for metrics."""
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+        self.reason = reason or self.code or ""
+
     @property
     def headers(self) -> dict[str, str]:
-        return {"retry-after": str(RETRY_AFTER_S)}
+        return {"retry-after": str(self.retry_after_s)}
+
+
+class RateLimitError(ApiError):
+    """`limit`: requests, tokens or concurrent. `told`: headers that say what is left."""
+
+    status = 429
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, limit: str, wait_s: float, told: Mapping[str, str]) -> None:
+        super().__init__(f"{message}; try again in {wait_s:.1f} s")
+        self.type = limit
+        self._headers = {**told, "retry-after": str(math.ceil(wait_s))}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return self._headers
 
 
 class OverloadedError(RetryLaterError):

@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
-from itertools import count
+from dataclasses import dataclass
+from functools import partial
 
 from paceline.messages import TargetDescription
 from paceline.state.registry import Registered, WorkerRecord
 from paceline.state.store import Store
+from paceline.tls import Certificates
 from paceline.wire.errors import LinkError
 from paceline.wire.target_link import TargetLink
-from services.gateway.routing import best_target, draft_order
+from services.gateway.breaker import Breaker, State
+from services.gateway.drafts import AcceptanceOfDrafts, Drafts
+from services.gateway.routing import Candidate, best_target
+from services.gateway.sessions import Sessions
+from services.gateway.target import Target, Text
+from services.gateway.work import Habits, Pace, retry_after_s
 
 log = logging.getLogger(__name__)
 
@@ -26,66 +33,100 @@ LOOK_EVERY_S = 0.25
 """How often the list of workers is looked at, and a target that does not answer is tried again."""
 
 
-@dataclass(slots=True, eq=False)
-class Target:
-    """A connected target. `in_flight` counts this gateway's requests on it, exact at every moment."""
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A target, and what spoke for it."""
 
-    record: WorkerRecord
-    link: TargetLink
-    in_flight: int = 0
-    heartbeat: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def usable(self) -> bool:
-        return not (self.link.lost or self.link.draining)
-
-    @property
-    def load(self) -> float:
-        """Requests it has, from everybody, as far as known here."""
-        told = self.heartbeat.get("running", 0.0) + self.heartbeat.get("waiting", 0.0)
-        return max(float(self.in_flight), told)
+    target: Target
+    seen: Candidate
 
 
 class Fleet:
     """Connects to targets as they appear, and chooses among them."""
 
-    def __init__(self, model: str, fingerprint: str) -> None:
-        """Only workers with this vocabulary are used, and of targets only those that serve `model`."""
+    def __init__(
+        self,
+        model: str,
+        fingerprint: str,
+        drafts: Drafts | None = None,
+        others: Collection[str] = (),
+        tls: Certificates | None = None,
+    ) -> None:
+        """Only workers with this vocabulary are used, and of targets only those that serve `model`.
+
+        `others`: models whose targets are somebody else's business. Any further target is complained about.
+        """
         self._model = model
         self._fingerprint = fingerprint
+        self._others = others
+        self._tls = tls
         self.targets: dict[str, Target] = {}
         """Those that are connected."""
-        self._drafts: dict[str, float] = {}
+        self.drafts = drafts or Drafts()
+        self.habits = Habits()
+        self.pace = Pace()
+        self._heartbeats: dict[str, Mapping[str, float]] = {}
+        self._breakers: dict[str, Breaker] = {}
+        self._sessions = Sessions()
         self._tending: dict[str, asyncio.Task[None]] = {}
         self._came = asyncio.Condition()
-        self._turn = count()
 
     @property
     def up(self) -> bool:
+        """Whether a request can be sent now."""
         return bool(self._usable())
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is any target that takes requests, if only after a pause."""
+        return any(target.up for target in self.targets.values())
 
     @property
     def in_flight(self) -> int:
         return sum(target.in_flight for target in self.targets.values())
 
     @property
+    def waiting(self) -> int:
+        """Requests, from everybody, that wait for their first token, as far as known here."""
+        return round(sum(target.waiting for target in self.targets.values()))
+
+    @property
     def description(self) -> TargetDescription | None:
         """What the targets serve; where they differ, the shortest context. None if none is up."""
-        told = [target.link.description for target in self._usable().values()]
+        told = [target.link.description for target in self.targets.values() if target.up]
         return min(told, key=lambda description: description.max_model_len, default=None)
 
-    def choose(self, prompt: Sequence[int]) -> Target | None:
-        """The target for a new request, None if none is up."""
-        usable = self._usable()
-        best = best_target({key: target.load for key, target in usable.items()}, prompt)
-        return None if best is None else usable[best]
+    def breaker_states(self) -> dict[tuple[str, str], int]:
+        """Of every worker that is listed, by its kind and its id or address."""
+        targets = {("target", key): breaker.state.value for key, breaker in self._breakers.items()}
+        return targets | {("draft", address): each.state.value for address, each in self.drafts.breakers.items()}
 
-    def drafts(self) -> list[str]:
-        """Addresses of draft workers, in the order in which one request shall try them."""
-        return draft_order(self._drafts, next(self._turn))
+    def retry_after_s(self) -> int:
+        """When to come back if there is no room now: once those that wait have had their turn."""
+        if not self.up:
+            return max(1, round(min((target.breaker.opens_in_s for target in self._up()), default=0.0)))
+        ahead = sum(target.unstarted_rows for target in self.targets.values())
+        return retry_after_s(max(ahead, self.habits.rows.value), self.pace.rows_per_s)
+
+    def choose(self, text: Text, session: str = "", but: Collection[Target] = ()) -> Chosen | None:
+        """The target for a request, none of `but`; None if there is none to choose from now."""
+        usable = {key: target for key, target in self._usable().items() if target not in but}
+        place = self._sessions.place(session)
+        candidates = {
+            key: target.candidate(text.blocks, self.habits, session=key == place) for key, target in usable.items()
+        }
+        best = best_target(candidates, text.tokens, session, text.salt)
+        if best is None:
+            return None
+        self._sessions.note(session, best)
+        return Chosen(usable[best], candidates[best])
+
+    def has_other_than(self, target: Target | None) -> bool:
+        """Whether a request could be sent elsewhere now."""
+        return any(each is not target for each in self._usable().values())
 
     async def wait_for_target(self, timeout_s: float) -> bool:
-        """Wait until a target is up; False if none came in time."""
+        """Wait until a request can be sent; False if that was not so in time."""
         try:
             async with asyncio.timeout(timeout_s), self._came:
                 await self._came.wait_for(lambda: self.up)
@@ -93,21 +134,27 @@ class Fleet:
             return False
         return True
 
+    async def look(self, targets: Sequence[Registered], drafts: Sequence[Registered]) -> None:
+        """Take in the registry's present list, and how time has gone on."""
+        self.learn(targets, drafts)
+        self.pace.tick(time.monotonic(), busy=bool(self.in_flight))
+        async with self._came:  # pauses may have ended
+            self._came.notify_all()
+
     def learn(self, targets: Sequence[Registered], drafts: Sequence[Registered]) -> None:
         """The registry's present list: tend links to these targets, and no others that are not up."""
-        self._drafts = {
-            worker.record.address: worker.load.get("requests", 0.0)
-            for worker in drafts
-            if worker.record.fingerprint in ("", self._fingerprint)
-        }
-        listed = {_key(worker.record): worker for worker in targets}
+        self.drafts.learn([each for each in drafts if each.record.fingerprint in ("", self._fingerprint)])
+        listed = {_key(worker.record): worker for worker in targets if worker.record.model not in self._others}
+        self._heartbeats = {key: worker.load for key, worker in listed.items()}
+        for key, target in self.targets.items():
+            target.heartbeat = self._heartbeats.get(key, target.heartbeat)
         for key, worker in listed.items():
-            if key in self.targets:
-                self.targets[key].heartbeat = worker.load
-            elif key not in self._tending:
+            if key not in self._tending and not worker.load.get("draining"):
+                self._breakers.setdefault(key, Breaker())
                 self._tending[key] = asyncio.create_task(self._tend(worker.record))
         for key in self._tending.keys() - listed.keys() - self.targets.keys():
             self._tending.pop(key).cancel()
+            self._breakers.pop(key, None)
 
     async def close(self) -> None:
         """Close every link; what still runs on them is cancelled."""
@@ -116,36 +163,51 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _up(self) -> list[Target]:
+        return [target for target in self.targets.values() if target.up]
+
     def _usable(self) -> dict[str, Target]:
         return {key: target for key, target in self.targets.items() if target.usable}
 
     async def _tend(self, record: WorkerRecord) -> None:
         """Keep a link to one target until it is no longer listed."""
         while True:
-            link = TargetLink(record.address)
+            link = TargetLink(record.address, self._tls)
             try:
                 description = await link.connect()
                 if complaint := self._complaint(description):
                     log.error("target %s is not used: %s", _key(record), complaint)
                     return
-                await self._serve_with(Target(record, link))
+                await self._serve_with(record, link)
             except LinkError as error:
                 log.debug("%s", error)
             finally:
                 await link.close()
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _serve_with(self, target: Target) -> None:
+    async def _serve_with(self, record: WorkerRecord, link: TargetLink) -> None:
         """Offer a connected target until its link is lost."""
-        key = _key(target.record)
+        key = _key(record)
+        target = Target(record, link, self._breakers[key], heartbeat=self._heartbeats.get(key, {}))
         log.info("target %s is up", key)
         async with self._came:
             self.targets[key] = target
             self._came.notify_all()
         try:
-            await target.link.wait_lost()
+            await link.wait_lost()
+            if not (link.draining or target.heartbeat.get("draining")):
+                self.blame(target)  # once, however many requests were on it
         finally:
             del self.targets[key]
+
+    def blame(self, target: Target) -> None:
+        """It has failed, by nobody else's fault."""
+        before = target.breaker.state
+        target.breaker.failed()
+        if target.breaker.state == State.OPEN != before:
+            log.warning(
+                "target %s fails repeatedly: no requests for %.0f s", _key(target.record), target.breaker.opens_in_s
+            )
 
     def _complaint(self, description: TargetDescription) -> str | None:
         if description.model != self._model:
@@ -161,15 +223,19 @@ def _key(record: WorkerRecord) -> str:
 
 
 @asynccontextmanager
-async def open_fleet(store: Store, model: str, fingerprint: str) -> AsyncIterator[Fleet]:
+async def open_fleet(
+    store: Store, model: str, fingerprint: str, others: Collection[str] = (), tls: Certificates | None = None
+) -> AsyncIterator[Fleet]:
     """A fleet that follows the registry for as long as the context lasts."""
-    fleet = Fleet(model, fingerprint)
-    async with store.watcher("target") as targets, store.watcher("draft") as drafts:
+    async with store.watcher("target") as targets, store.watcher("draft") as drafts, store.recorder() as recorder:
+        kept = Drafts(tell=partial(recorder.count, model))
+        fleet = Fleet(model, fingerprint, kept, others, tls)
 
         async def follow() -> None:
-            while True:
-                fleet.learn(targets.workers, drafts.workers)
-                await asyncio.sleep(LOOK_EVERY_S)
+            async with AcceptanceOfDrafts(kept, model, store):
+                while True:
+                    await fleet.look(targets.workers, drafts.workers)
+                    await asyncio.sleep(LOOK_EVERY_S)
 
         following = asyncio.create_task(follow(), name="follow the registry")
         try:

@@ -5,29 +5,22 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field
 
 from paceline.messages import Delta, Submission
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import Tokenizer
+from services.gateway.admission import Limits, Place, Queue, Room
 from services.gateway.choice import Choice, ChoiceText, Piece
-from services.gateway.errors import NoTargetError, OverloadedError, UnknownModelError
+from services.gateway.errors import NoTargetError, OverloadedError
 from services.gateway.fleet import Fleet
 from services.gateway.run import Run
+from services.gateway.structure import GrammarChecks, Structured
 
 LAST_WORDS_S = 2.0
 """How long to wait for the statistics of a request that a stop string ended."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """`resume_s`: see `Run`. `max_in_flight`: choices being generated at once, over all requests."""
-
-    max_in_flight: int = 1024
-    max_body_bytes: int = 8 * 2**20
-    resume_s: float = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,21 +34,29 @@ class Served:
 
 @dataclass(slots=True)
 class Gateway:
-    """One model, served by a fleet. `closing`: take no new requests."""
+    """One model, served by a fleet, in the room that all models of a gateway share."""
 
     model: str
     tokenizer: Tokenizer
     fleet: Fleet
     metrics: GatewayMetrics
-    limits: Limits = field(default_factory=Limits)
+    room: Room = field(default_factory=Room)
+    grammars: GrammarChecks = field(default_factory=GrammarChecks)
     created: int = field(default_factory=lambda: int(time.time()))
-    closing: bool = False
-    in_flight: int = 0
-    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+    queue: Queue = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.queue = Queue(self.room, self.fleet)
+        self.metrics.follow_queue(self.model, lambda: self.queue.waiting)
+        self.metrics.follow_breakers(self.model, self.fleet.breaker_states)
 
     @property
-    def ready(self) -> bool:
-        return self.fleet.up and not self.closing
+    def limits(self) -> Limits:
+        return self.room.limits
+
+    @property
+    def in_flight(self) -> int:
+        return self.queue.in_flight
 
     @property
     def max_model_len(self) -> int | None:
@@ -63,38 +64,64 @@ class Gateway:
         description = self.fleet.description
         return None if description is None else description.max_model_len
 
-    def check_model(self, name: str | None) -> None:
-        """No name at all means the model served. Raises `UnknownModelError`."""
-        if name is not None and name != self.model:
-            raise UnknownModelError(name, self.model)
+    def unavailable(self) -> NoTargetError | None:
+        """Why no request would be served now; None if one would."""
+        if self.room.closing:
+            return NoTargetError("the gateway is closing", reason="closing")
+        if not self.fleet.alive:
+            return NoTargetError("no target is up; try again soon")
+        if not self.fleet.up:
+            return NoTargetError("every target fails; try again soon", self.fleet.retry_after_s(), reason="breaker")
+        return None
 
     def served(self) -> Served:
         """Raises `NoTargetError`: only a target knows."""
+        if error := self.unavailable():
+            raise self._counted(error)
         description = self.fleet.description
-        if description is None or self.closing:
-            raise NoTargetError("the gateway is closing" if self.closing else "no target is up; try again soon")
+        assert description is not None
         return Served(description.max_model_len, description.vocabulary_size, description.eos_token_ids)
 
     def admit(self, choices: int) -> None:
         """Raises `OverloadedError` if so many more choices are too many."""
-        if self.in_flight + choices > self.limits.max_in_flight:
-            raise OverloadedError(
-                f"{self.in_flight} completions are being generated, the limit is {self.limits.max_in_flight}"
-            )
+        try:
+            self.queue.check(choices)
+        except OverloadedError as error:
+            raise self._counted(error) from None
 
-    async def generate(self, choice: Choice) -> AsyncGenerator[Piece]:
+    async def grammar_of(self, body: Structured) -> str:
+        """The grammar that a body asks for, or none. Raises `InvalidRequestError` or `OverloadedError`."""
+        try:
+            return await self.grammars.grammar_of(body)
+        except OverloadedError as error:
+            raise self._counted(error) from None
+
+    def enter(self, choices: int) -> list[Place]:
+        """A place for each choice that is about to begin. Raises `OverloadedError`."""
+        try:
+            return self.queue.enter(choices)
+        except OverloadedError as error:
+            raise self._counted(error) from None
+
+    async def generate(self, choice: Choice, place: Place) -> AsyncGenerator[Piece]:
         """The pieces of one completion; the last one has a finish reason. Closing it cancels everywhere.
 
         Raises an `ApiError` if the target is lost for good, or cannot serve it.
         """
-        submission = Submission(uuid.uuid4().hex, choice.prompt, choice.sampling, choice.speculative)
+        if error := self.unavailable():
+            place.close()
+            raise self._counted(error)
+        submission = Submission(
+            uuid.uuid4().hex, choice.prompt, choice.sampling, choice.speculative, cache_salt=choice.cache_salt
+        )
         text = ChoiceText(choice, self.tokenizer)
-        with self._counted(), self.metrics.track(self.model) as progress:
-            run = Run(self.fleet, submission, self.limits.resume_s, progress.replayed)
+        with closing(place), self.metrics.track(self.model) as progress:
+            run = Run(self.fleet, submission, self.limits.resume_s, progress, choice.session)
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     piece = text.take(delta)
                     progress.tokens(len(piece.tokens))
+                    choice.caller.used(len(piece.tokens), "output")
                     if piece.finish_reason is None:
                         yield piece
                         continue
@@ -106,24 +133,9 @@ class Gateway:
                     yield piece
                     return
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no new requests, and wait until those that run have ended, or so many seconds."""
-        self.closing = True
-        with suppress(TimeoutError):  # those that still run are cut off
-            async with asyncio.timeout(timeout_s):
-                while self.in_flight:
-                    self._idle.clear()
-                    await self._idle.wait()
-
-    @contextmanager
-    def _counted(self) -> Iterator[None]:
-        self.in_flight += 1
-        try:
-            yield
-        finally:
-            self.in_flight -= 1
-            if not self.in_flight:
-                self._idle.set()
+    def _counted(self, error: OverloadedError | NoTargetError) -> OverloadedError | NoTargetError:
+        self.metrics.rejected(self.model, error.reason)
+        return error
 
 
 async def _add_last_words(piece: Piece, deltas: AsyncGenerator[Delta]) -> None:
@@ -137,13 +149,26 @@ async def _add_last_words(piece: Piece, deltas: AsyncGenerator[Delta]) -> None:
 
 async def merged(gateway: Gateway, choices: Sequence[Choice]) -> AsyncGenerator[tuple[int, Piece]]:
     """The pieces of several choices as they come, each with its choice's index. The first error ends all."""
-    if len(choices) == 1:
-        async with aclosing(gateway.generate(choices[0])) as only:
-            async for part in only:
-                yield 0, part
-        return
+    places = gateway.enter(len(choices))
+    try:
+        runs = [gateway.generate(choice, place) for choice, place in zip(choices, places, strict=True)]
+        async with aclosing(_only(runs[0]) if len(runs) == 1 else _interleaved(runs)) as parts:
+            async for part in parts:
+                yield part
+    finally:
+        for place in places:  # of choices that were cancelled before they began
+            place.close()
+
+
+async def _only(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[tuple[int, Piece]]:
+    async with aclosing(pieces):
+        async for piece in pieces:
+            yield 0, piece
+
+
+async def _interleaved(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
     ready: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(ready, index, gateway.generate(c))) for index, c in enumerate(choices)]
+    tasks = [asyncio.create_task(_feed(ready, index, pieces)) for index, pieces in enumerate(runs)]
     try:
         running = len(tasks)
         while running:

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc
 from pydantic import ValidationError
 
+from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
 from paceline.wire.common import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.interceptors import Statuses
 from paceline.wire.server import Server
 from services.gateway.bodies import ChatBody, CompletionBody
+from services.gateway.callers import Caller, Callers
 from services.gateway.choice import Choice, Piece
 from services.gateway.errors import (
     ApiError,
+    AuthenticationError,
     GenerationError,
     InvalidRequestError,
     NoTargetError,
     OverloadedError,
+    RateLimitError,
+    RetryLaterError,
     UnknownModelError,
 )
-from services.gateway.gateway import Gateway
+from services.gateway.gateway import Gateway, merged
+from services.gateway.models import Models
 from services.gateway.plan import DEFAULT_COMPLETION_TOKENS, plan_chat, plan_completion
 
 STATUSES: Statuses = {
@@ -33,60 +40,91 @@ STATUSES: Statuses = {
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     NoTargetError: grpc.StatusCode.UNAVAILABLE,
     GenerationError: grpc.StatusCode.INTERNAL,
+    AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
+    RateLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
+
+PUSHBACK = "grpc-retry-pushback-ms"
+"""How gRPC clients that retry are told when (gRFC A6)."""
+SESSION_KEY = "x-session-id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def create_server(host: str, port: int, gateway: Gateway) -> Server:
+def create_server(host: str, port: int, models: Models, callers: Callers, tls: Certificates | None = None) -> Server:
     """A server for the gateway, not started yet."""
-    server = Server(host, port, STATUSES)
+    server = Server(host, port, STATUSES, tls=tls, receive_bytes=models.room.limits.max_body_bytes)
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, Inference(gateway), service)
+    server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, Inference(models, callers), service)
     return server
 
 
 class Inference(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, models: Models, callers: Callers) -> None:
+        self._models = models
+        self._metrics = models.first.metrics
+        self._callers = callers
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateResponse]:
         try:
-            choice = await self._choice(request)
-            completion_tokens = 0
-            async with aclosing(self._gateway.generate(choice)) as pieces:
-                async for piece in pieces:
-                    completion_tokens += len(piece.tokens)
-                    yield _response(piece, len(choice.prompt), completion_tokens)
+            with self._let_in(context) as caller:
+                self._models.check_room()
+                gateway = self._models.of(request.model or None)
+                choice = replace(await _choice(request, gateway, caller), session=_session(context))
+                completion_tokens = 0
+                async with aclosing(merged(gateway, [choice])) as pieces:
+                    async for _, piece in pieces:
+                        completion_tokens += len(piece.tokens)
+                        yield _response(piece, len(choice.prompt), completion_tokens)
         except ApiError as error:
-            self._gateway.metrics.answered("Generate", STATUSES[type(error)].name)
+            self._metrics.answered("Generate", STATUSES[type(error)].name)
+            if isinstance(error, RetryLaterError):
+                context.set_trailing_metadata([(PUSHBACK, str(1000 * error.retry_after_s))])
             raise
-        self._gateway.metrics.answered("Generate", grpc.StatusCode.OK.name)
+        self._metrics.answered("Generate", grpc.StatusCode.OK.name)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
-        models = []
-        if self._gateway.ready:
-            served = self._gateway.served()
-            models.append(pb.ListModelsResponse.Model(id=self._gateway.model, max_model_len=served.max_model_len))
-        return pb.ListModelsResponse(models=models)
+        with self._let_in(context):
+            ready = [gateway for gateway in self._models if not gateway.unavailable()]
+            listed = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in ready]
+            return pb.ListModelsResponse(models=listed)
 
-    async def _choice(self, request: pb.GenerateRequest) -> Choice:
-        fields = _fields(request)
+    @contextmanager
+    def _let_in(self, context: Context) -> Iterator[Caller]:
+        """Whoever has a key, in metadata as HTTP has it in a header. Raises `ApiError`."""
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         try:
-            match request.WhichOneof("prompt"):
-                case "text":
-                    body = CompletionBody.model_validate(fields | {"prompt": request.text})
-                case "tokens":
-                    body = CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
-                case "chat":
-                    messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                    chat = ChatBody.model_validate(fields | {"messages": messages})
-                    return (await plan_chat(chat, self._gateway))[0]
-                case _:
-                    raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
-        except ValidationError as error:
-            raise InvalidRequestError.of(error) from error
-        return (await plan_completion(body, self._gateway))[0]
+            caller = self._callers.caller(metadata.get("authorization"))
+            with caller.request():
+                yield caller
+        except RateLimitError as error:
+            context.set_trailing_metadata(tuple(error.headers.items()))
+            raise
+
+
+def _session(context: Context) -> str:
+    """The conversation that the call names in its metadata, as HTTP does in a header."""
+    values = [value for key, value in context.invocation_metadata() or () if key == SESSION_KEY]
+    return str(values[-1]) if values else ""
+
+
+async def _choice(request: pb.GenerateRequest, gateway: Gateway, caller: Caller) -> Choice:
+    fields = _fields(request)
+    try:
+        match request.WhichOneof("prompt"):
+            case "text":
+                body = CompletionBody.model_validate(fields | {"prompt": request.text})
+            case "tokens":
+                body = CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
+            case "chat":
+                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
+                chat = ChatBody.model_validate(fields | {"messages": messages})
+                return (await plan_chat(chat, gateway, caller))[0]
+            case _:
+                raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+    return (await plan_completion(body, gateway, caller))[0]
 
 
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
@@ -101,10 +139,14 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     fields["stop_token_ids"] = list(sampling.stop_token_ids)
     speculative = {descriptor.name: value for descriptor, value in request.speculative.ListFields()}
     fields["speculation_stats"] = speculative.pop("report", False)
+    structure = request.WhichOneof("structure")
+    keys = {"json_schema": "json", "regex": "regex", "grammar": "grammar"}
     return fields | {
+        "structured_outputs": {keys[structure]: getattr(request, structure)} if structure else None,
         "model": request.model or None,
         "stop": list(request.stop) or None,
         "speculative": speculative or None,
+        "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
     }
 
 

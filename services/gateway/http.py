@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -22,15 +24,21 @@ from services.gateway.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from services.gateway.callers import Callers
 from services.gateway.choice import Choice, Piece
-from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError
+from services.gateway.entrance import Entrance, caller_of
+from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, SlowBodyError
 from services.gateway.gateway import Gateway, merged
+from services.gateway.models import Models
 from services.gateway.plan import plan_chat, plan_completion
 from services.gateway.prompts import encode, encode_chat
 from services.gateway.replies import ChatReply, CompletionReply, Reply
 from services.gateway.streaming import ClientGoneError, EventStream, encode_json, while_connected
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
+
+SESSION_HEADER = "x-session-id"
+"""Keeps a conversation at the target that knows it."""
 
 CLIENT_CLOSED_REQUEST = 499
 """Nobody reads it; the number is for logs."""
@@ -43,53 +51,56 @@ class JsonResponse(Response):
         return encode_json(content).encode()
 
 
-def create_app(gateway: Gateway, registry: CollectorRegistry) -> FastAPI:
+def create_app(models: Models, registry: CollectorRegistry, callers: Callers) -> FastAPI:
     """The application. `/metrics` shows what `registry` holds."""
     app = FastAPI(title="Paceline", version=paceline.__version__)
-    app.add_middleware(CountAnswers, gateway.metrics)
+    app.add_middleware(Entrance, callers)
+    app.add_middleware(CountAnswers, models.first.metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGoneError, _client_gone)
     app.add_exception_handler(Exception, _unexpected)
-    _add_generation(app, gateway)
-    _add_models(app, gateway)
-    _add_tokens(app, gateway)
-    _add_operations(app, gateway, registry)
+    _add_generation(app, models)
+    _add_models(app, models)
+    _add_tokens(app, models)
+    _add_operations(app, models, registry)
     return app
 
 
-def _add_generation(app: FastAPI, gateway: Gateway) -> None:
+def _add_generation(app: FastAPI, models: Models) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = _parsed(await _raw(request, gateway), CompletionBody)
-        choices = await plan_completion(body, gateway)
+        models.check_room()
+        body = _parsed(await _raw(request, models), CompletionBody)
+        gateway = models.of(body.model)
+        choices = _in_session(request, await plan_completion(body, gateway, caller_of(request)))
         return await _answer(request, CompletionReply(body, choices, gateway), choices, gateway)
 
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:
-        body = _parsed(await _raw(request, gateway), ChatBody)
-        choices = await plan_chat(body, gateway)
+        models.check_room()
+        body = _parsed(await _raw(request, models), ChatBody)
+        gateway = models.of(body.model)
+        choices = _in_session(request, await plan_chat(body, gateway, caller_of(request)))
         return await _answer(request, ChatReply(body, choices, gateway), choices, gateway)
 
 
-def _add_models(app: FastAPI, gateway: Gateway) -> None:
+def _add_models(app: FastAPI, models: Models) -> None:
     @app.get("/v1/models")
-    async def models() -> Response:
-        return JsonResponse({"object": "list", "data": [_model_card(gateway)]})
+    async def listed() -> Response:
+        return JsonResponse({"object": "list", "data": [_model_card(gateway) for gateway in models]})
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        gateway.check_model(model)
-        return JsonResponse(_model_card(gateway))
+        return JsonResponse(_model_card(models.of(model)))
 
 
-def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
-    tokenizer = gateway.tokenizer
-
+def _add_tokens(app: FastAPI, models: Models) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = _tokenize_body(await _raw(request, gateway))
-        gateway.check_model(body.model)
+        body = _tokenize_body(await _raw(request, models))
+        gateway = models.of(body.model)
+        tokenizer = gateway.tokenizer
         if isinstance(body, TokenizeChatBody):
             tokens = await encode_chat(body, tokenizer)
         else:
@@ -100,16 +111,16 @@ def _add_tokens(app: FastAPI, gateway: Gateway) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = _parsed(await _raw(request, gateway), DetokenizeBody)
-        gateway.check_model(body.model)
+        body = _parsed(await _raw(request, models), DetokenizeBody)
+        tokenizer = models.of(body.model).tokenizer
         return JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
 
 
-def _add_operations(app: FastAPI, gateway: Gateway, registry: CollectorRegistry) -> None:
+def _add_operations(app: FastAPI, models: Models, registry: CollectorRegistry) -> None:
     @app.get("/health")
     async def health() -> Response:
         """200 only while requests would be served."""
-        gateway.served()
+        models.check_alive()
         return JsonResponse({"status": "ok"})
 
     @app.get("/metrics")
@@ -147,14 +158,18 @@ async def _collect(choices: Sequence[Choice], gateway: Gateway) -> list[list[Pie
     return collected
 
 
-async def _raw(request: Request, gateway: Gateway) -> bytes:
-    """The body, as far as the limit allows. Raises `BodyTooLargeError`."""
-    limit = gateway.limits.max_body_bytes
+async def _raw(request: Request, models: Models) -> bytes:
+    """The body, as far as the limits allow. Raises `BodyTooLargeError` or `SlowBodyError`."""
+    limits = models.room.limits
     body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise BodyTooLargeError(limit)
+    try:
+        async with asyncio.timeout(limits.max_body_s):
+            async for part in request.stream():
+                body += part
+                if len(body) > limits.max_body_bytes:
+                    raise BodyTooLargeError(limits.max_body_bytes)
+    except TimeoutError:
+        raise SlowBodyError(limits.max_body_s) from None
     return bytes(body)
 
 
@@ -163,6 +178,12 @@ def _parsed(raw: bytes, kind: type[AnyBody]) -> AnyBody:
         return kind.model_validate_json(raw)
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
+
+
+def _in_session(request: Request, choices: Sequence[Choice]) -> Sequence[Choice]:
+    """The header names the conversation in place of the body's `prompt_cache_key`."""
+    session = request.headers.get(SESSION_HEADER)
+    return [replace(choice, session=session) for choice in choices] if session else choices
 
 
 def _tokenize_body(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:

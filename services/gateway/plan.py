@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from services.gateway.bodies import ChatBody, CompletionBody, GenerationBody
+from services.gateway.callers import ANYONE, Caller
 from services.gateway.choice import Choice
 from services.gateway.errors import InvalidRequestError
 from services.gateway.gateway import Gateway, Served
@@ -23,26 +24,26 @@ SAME = frozenset(SamplingParams.model_fields) & frozenset(GenerationBody.model_f
 """Fields that go from a body into the sampling parameters as they are, if given."""
 
 
-async def plan_completion(body: CompletionBody, gateway: Gateway) -> list[Choice]:
+async def plan_completion(body: CompletionBody, gateway: Gateway, caller: Caller = ANYONE) -> list[Choice]:
     """`n` choices for each prompt, in OpenAI's order."""
-    gateway.check_model(body.model)
-    planner = Planner(body, gateway, gateway.served(), "prompt", DEFAULT_COMPLETION_TOKENS)
+    planner = Planner(body, gateway, gateway.served(), "prompt", DEFAULT_COMPLETION_TOKENS, caller)
     gateway.admit(len(body.prompt) * planner.count)
+    grammar = await gateway.grammar_of(body)
     choices: list[Choice] = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
             prompt = await encode(prompt, gateway.tokenizer, add_special_tokens=body.add_special_tokens)
-        choices += planner.choices(prompt)
+        choices += planner.choices(prompt, grammar)
     return choices
 
 
-async def plan_chat(body: ChatBody, gateway: Gateway) -> list[Choice]:
+async def plan_chat(body: ChatBody, gateway: Gateway, caller: Caller = ANYONE) -> list[Choice]:
     """`n` choices that continue one conversation, by default as far as the context reaches."""
-    gateway.check_model(body.model)
     served = gateway.served()
-    planner = Planner(body, gateway, served, "messages", served.max_model_len)
+    planner = Planner(body, gateway, served, "messages", served.max_model_len, caller)
     gateway.admit(planner.count)
-    return planner.choices(await encode_chat(body, gateway.tokenizer))
+    grammar = await gateway.grammar_of(body)
+    return planner.choices(await encode_chat(body, gateway.tokenizer), grammar)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -62,17 +63,19 @@ class Planner:
     served: Served
     prompt_field: str
     default_tokens: int
+    caller: Caller = ANYONE
 
     @property
     def count(self) -> int:
         return self.body.n or 1
 
-    def choices(self, prompt: Sequence[int]) -> list[Choice]:
+    def choices(self, prompt: Sequence[int], grammar: str = "") -> list[Choice]:
         """The `n` choices for one prompt. Raises `InvalidRequestError`."""
         body = self.body
         self._check_prompt(prompt)
         eos = [] if body.ignore_eos else list(set(self.served.eos_token_ids) - set(body.stop_token_ids or ()))
-        sampling = self._sampling(self._max_tokens(len(prompt)), eos)
+        sampling = self._sampling(self._max_tokens(len(prompt)), eos, grammar)
+        self.caller.used(len(prompt), "prompt")
         limits = body.speculative.model_dump() if body.speculative else {}
         return [
             Choice(
@@ -83,6 +86,9 @@ class Planner:
                 include_stop=body.include_stop_str_in_output,
                 skip_special_tokens=body.skip_special_tokens,
                 speculative=SpeculativeOptions(**limits, report=body.speculation_stats),
+                caller=self.caller,
+                cache_salt=self.caller.salted(body.cache_salt),
+                session=body.prompt_cache_key or "",
             )
             for index in range(self.count)
         ]
@@ -115,12 +121,12 @@ class Planner:
             )
         return asked
 
-    def _sampling(self, max_tokens: int, eos: Sequence[int]) -> SamplingParams:
+    def _sampling(self, max_tokens: int, eos: Sequence[int], grammar: str) -> SamplingParams:
         body = self.body
         if body.min_tokens is not None and body.min_tokens > max_tokens:
             message = f"min_tokens: {body.min_tokens} exceed the {max_tokens} tokens that the output may have"
             raise InvalidRequestError(message, param="min_tokens")
-        given: dict[str, Any] = {"seed": secrets.randbits(63)}
+        given: dict[str, Any] = {"seed": secrets.randbits(63), "grammar": grammar}
         given |= body.model_dump(include=set(SAME), exclude_none=True)
         given["stop_token_ids"] = (*(body.stop_token_ids or ()), *eos)
         given["bad_words"] = tuple(bad_sequences(body.bad_words or (), self.gateway.tokenizer))

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
 from paceline.messages import Delta, FinishReason, Submission
-from paceline.wire.errors import TargetLost, WireError
+from paceline.telemetry.gateway_metrics import RequestMetrics
+from paceline.wire.errors import HandedOver, TargetLost, WireError
 from services.gateway.errors import GenerationError, InvalidRequestError, NoTargetError
-from services.gateway.fleet import Fleet, Target
+from services.gateway.fleet import Chosen, Fleet
+from services.gateway.target import Stay, Target, Text
 
 log = logging.getLogger(__name__)
 
-MOST_MOVES = 4
-"""A request that was on so many lost targets may be what kills them; it ends."""
+MOST_LOSSES = 4
+"""A request that was on more targets than these when they were lost may be what kills them; it ends."""
+
+
+class Refused(Exception):
+    """A target ended the request with an error before its first token. Whose fault that is, another one can tell."""
 
 
 class Run:
@@ -24,34 +30,51 @@ class Run:
     Same seed, same prompt, same committed tokens: it draws exactly what the lost one would have drawn.
     """
 
-    def __init__(self, fleet: Fleet, submission: Submission, resume_s: float, on_replay: Callable[[], None]) -> None:
-        """`resume_s`: how long to wait for another target when the last one was lost. `on_replay`: it was."""
+    def __init__(
+        self,
+        fleet: Fleet,
+        submission: Submission,
+        resume_s: float,
+        progress: RequestMetrics,
+        session: str = "",
+    ) -> None:
+        """`resume_s`: how long to wait for another target when the last one was lost.
+
+        `session`: its conversation, among those of whoever says the same cache salt.
+        """
         self._fleet = fleet
         self._submission = submission
         self._resume_s = resume_s
+        self._session = session and f"{submission.cache_salt}:{session}"
         self._committed: list[int] = list(submission.committed)
         self._target: Target | None = None
-        self._on_replay = on_replay
+        self._refused: Target | None = None
+        self._progress = progress
         self._cancelled = False
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
-        if not self._fleet.up:
-            raise NoTargetError("no target is up; try again in a moment")
-        for _ in range(MOST_MOVES + 1):
+        losses = 0
+        while losses <= MOST_LOSSES:
             try:
-                async with aclosing(self._on(await self._next_target())) as deltas:
+                text = Text.of([*self._submission.prompt, *self._committed], self._submission.cache_salt)
+                async with aclosing(self._on(await self._next_target(text), text)) as deltas:
                     async for delta in deltas:
                         yield delta
                 return
             except WireError as error:
                 raise InvalidRequestError(str(error)) from error
+            except Refused as error:
+                if not self._may_ask_another():
+                    raise GenerationError(str(error)) from error
+                continue
             except TargetLost as error:
+                losses += not isinstance(error, HandedOver)  # a long one may live through many roll-outs
                 log.warning("request %s moves on: %s", self._submission.request_id, error)
             if self._cancelled:
                 return
-            self._on_replay()
-        raise GenerationError(f"{MOST_MOVES + 1} targets were lost while they served this request")
+            self._progress.replayed()
+        raise GenerationError(f"{losses} targets were lost while they served this request")
 
     def cancel(self) -> None:
         """Ask for the end; the last delta still comes, with the request's statistics."""
@@ -59,28 +82,59 @@ class Run:
         if self._target is not None:
             self._target.link.cancel(self._submission.request_id)
 
-    async def _next_target(self) -> Target:
-        while (target := self._fleet.choose(self._submission.prompt)) is None:
+    async def _next_target(self, text: Text) -> Target:
+        while (chosen := self._choice(text)) is None:
             if not await self._fleet.wait_for_target(self._resume_s):
                 raise NoTargetError(f"the target was lost and no other came within {self._resume_s:g} s")
-        return target
+        self._progress.routed(chosen.seen.cached, session=chosen.seen.session)
+        return chosen.target
 
-    async def _on(self, target: Target) -> AsyncGenerator[Delta]:
+    def _choice(self, text: Text) -> Chosen | None:
+        """Who refused it is asked again only if nobody else is left."""
+        but = (self._refused,) if self._refused else ()
+        return self._fleet.choose(text, self._session, but) or self._fleet.choose(text, self._session)
+
+    def _may_ask_another(self) -> bool:
+        """A second opinion is had once: if it is the same, the request is at fault and no target is blamed."""
+        first, self._refused = self._refused, self._target
+        return first is None and self._fleet.has_other_than(self._target)
+
+    async def _on(self, target: Target, text: Text) -> AsyncGenerator[Delta]:
         """The request's deltas from one target, which starts after everything committed before."""
-        submission = replace(self._submission, committed=tuple(self._committed), drafts=self._fleet.drafts())
-        self._target = target
-        target.in_flight += 1
+        greedy = self._submission.sampling.temperature == 0
+        wants_drafts = self._submission.speculative.enabled is not False
+        offered = self._fleet.drafts.order(greedy=greedy) if wants_drafts else []
+        submission = replace(self._submission, committed=tuple(self._committed), drafts=offered)
+        left = submission.sampling.max_tokens - len(self._committed)
+        self._target, stats = target, None
         try:
-            async with aclosing(target.link.submit(submission)) as deltas:
-                async for delta in deltas:
-                    self._check(delta)
-                    self._committed += delta.tokens
-                    yield delta
+            with Stay(target, text, left, self._fleet.habits, self._fleet.pace) as stay:
+                async with aclosing(target.link.submit(submission)) as deltas:
+                    async for delta in deltas:
+                        stats = delta.speculation
+                        self._check(delta, target)
+                        self._committed += delta.tokens
+                        stay.tokens(delta.tokens)
+                        if delta.finish_reason is not None or self._cancelled:
+                            stay.ended()
+                        if delta.tokens:
+                            self._settle(target)
+                        yield delta
         finally:
-            target.in_flight -= 1
+            self._fleet.drafts.finished(offered, stats, greedy=greedy)
 
-    def _check(self, delta: Delta) -> None:
+    def _settle(self, target: Target) -> None:
+        """This target does what another one may have refused."""
+        if self._refused is not None and self._refused is not target:
+            self._fleet.blame(self._refused)
+        self._refused = None
+
+    def _check(self, delta: Delta, target: Target) -> None:
         if delta.finish_reason == FinishReason.ERROR:
-            raise GenerationError(delta.error or "the target failed")
+            message = delta.error or "the target failed"
+            if not self._committed:
+                raise Refused(message)
+            self._fleet.blame(target)
+            raise GenerationError(message)
         if delta.finish_reason == FinishReason.CANCELLED and not self._cancelled:
             raise GenerationError("the target cancelled the request")

@@ -7,28 +7,39 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import uvicorn
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
+from paceline.api_keys import KeyFileError
 from paceline.state.registry import WorkerRecord
 from paceline.state.store import Store, open_store
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import ChatTemplateError, Tokenizer
+from paceline.tls import Certificates, ServerContext
 from paceline.wire.server import PortError, Server
+from services.gateway.admission import Limits, Room
+from services.gateway.callers import Callers
 from services.gateway.fleet import open_fleet
-from services.gateway.gateway import Gateway, Limits
+from services.gateway.gateway import Gateway
 from services.gateway.grpc_api import create_server
+from services.gateway.guard import GuardedProtocol
 from services.gateway.http import create_app
+from services.gateway.models import Models
+from services.gateway.structure import GrammarChecks
 from services.process import StartError
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+MOST_CONNECTIONS = 16_384
+"""Over HTTP, idle ones too; who comes then is answered with 503."""
 KEEP_ALIVE_S = 75
 """Clients and load balancers give up an idle connection after 5 to 60 seconds. They have to be the first: a request
 that meets a connection as it closes here is lost."""
@@ -36,7 +47,10 @@ that meets a connection as it closes here is lost."""
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`model`: where the tokenizer is. `drain_s`: how long requests may go on after the gateway was told to stop."""
+    """`model`: where the tokenizer is. `drain_s`: how long requests may go on after the gateway was told to stop.
+
+    `more_models`: further ones, each with the name by which it is served. `aliases`: further names of models.
+    """
 
     model: str
     served_model_name: str
@@ -45,6 +59,14 @@ class Settings:
     grpc_port: int = 0
     drain_s: float = 60.0
     limits: Limits = field(default_factory=Limits)
+    more_models: Sequence[tuple[str, str]] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    api_keys: Path | None = None
+    """Who may come in; None: anyone."""
+    edge_tls: Certificates | None = None
+    """What clients are shown; None: HTTP and gRPC are in the clear."""
+    tls: Certificates | None = None
+    """What targets and Redis are shown."""
     worker_id: str = field(default_factory=lambda: f"gateway-{secrets.token_hex(3)}")
 
 
@@ -58,32 +80,57 @@ class Addresses:
 
 async def serve(settings: Settings, redis_url: str | None, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises what `services.process.run` tells in one line."""
-    async with open_store(redis_url) as store, running(settings, store) as (gateway, addresses):
-        log.info("gateway ready on http://%s", addresses.http, extra={"grpc": addresses.grpc})
+    async with open_store(redis_url, tls=settings.tls) as store, running(settings, store) as (models, addresses):
+        scheme = "https" if settings.edge_tls else "http"
+        log.info("gateway ready on %s://%s", scheme, addresses.http, extra={"grpc": addresses.grpc})
         await stop.wait()
-        log.info("gateway stops", extra={"in_flight": gateway.in_flight})
+        log.info("gateway stops", extra={"in_flight": models.room.in_flight})
 
 
 @asynccontextmanager
-async def running(settings: Settings, store: Store) -> AsyncIterator[tuple[Gateway, Addresses]]:
+async def running(settings: Settings, store: Store) -> AsyncIterator[tuple[Models, Addresses]]:
     """A gateway that serves for as long as the context lasts; at its end, requests that run are finished."""
-    tokenizer = await asyncio.to_thread(_load_tokenizer, settings.model)
+    places = [(settings.model, settings.served_model_name), *settings.more_models]
+    tokenizers = {name: await asyncio.to_thread(_load_tokenizer, place) for place, name in places}
     metrics = CollectorRegistry()
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(settings.host, settings.port))
-        name = settings.served_model_name
-        fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint))
-        gateway = Gateway(name, tokenizer, fleet, GatewayMetrics(metrics), settings.limits)
-        grpc_server = await stack.enter_async_context(_grpc_server(settings, gateway))
-        await stack.enter_async_context(_http_server(create_app(gateway, metrics), listener))
+        series = GatewayMetrics(metrics)
+        callers = _callers(settings, series)
+        models = await _open_models(tokenizers, settings, store, series, stack)
+        grpc_server = await stack.enter_async_context(_grpc_server(settings, models, callers))
+        app = create_app(models, metrics, callers)
+        await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
-        record = WorkerRecord(
-            "gateway", settings.worker_id, addresses.http, name, "", tokenizer.fingerprint, time.time()
-        )
-        async with store.registration(record, lambda: {"running": gateway.in_flight}):
-            yield gateway, addresses
+        record = _record(settings.worker_id, addresses, models)
+        async with store.registration(record, lambda: {"running": models.room.in_flight}):
+            yield models, addresses
         await grpc_server.drain()
-        await gateway.drain(settings.drain_s)
+        await models.room.drain(settings.drain_s)
+
+
+async def _open_models(
+    tokenizers: Mapping[str, Tokenizer],
+    settings: Settings,
+    store: Store,
+    metrics: GatewayMetrics,
+    stack: AsyncExitStack,
+) -> Models:
+    """A fleet for each; their links are closed by `stack`."""
+    room, grammars = Room(settings.limits), GrammarChecks()
+    stack.callback(grammars.close)
+    gateways = []
+    for name, tokenizer in tokenizers.items():
+        others = tokenizers.keys() - {name}
+        fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
+        gateways.append(Gateway(name, tokenizer, fleet, metrics, room, grammars))
+    return Models(gateways, settings.aliases)
+
+
+def _record(worker_id: str, addresses: Addresses, models: Models) -> WorkerRecord:
+    names = ",".join(gateway.model for gateway in models)
+    fingerprints = ",".join(gateway.tokenizer.fingerprint for gateway in models)
+    return WorkerRecord("gateway", worker_id, addresses.http, names, "", fingerprints, time.time())
 
 
 class _Http(uvicorn.Server):
@@ -103,10 +150,15 @@ class _Http(uvicorn.Server):
 
 
 @asynccontextmanager
-async def _http_server(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
+async def _http_server(app: ASGIApp, listener: socket.socket, tls: Certificates | None) -> AsyncIterator[None]:
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells what this module tells
+    context = None if tls is None else ServerContext(tls).context
     config = uvicorn.Config(
         app,
+        http=GuardedProtocol,
+        ws="none",
+        ssl_context_factory=None if context is None else lambda *_: context,
+        limit_concurrency=MOST_CONNECTIONS,
         lifespan="off",
         log_config=None,
         access_log=False,
@@ -124,13 +176,23 @@ async def _http_server(app: ASGIApp, listener: socket.socket) -> AsyncIterator[N
 
 
 @asynccontextmanager
-async def _grpc_server(settings: Settings, gateway: Gateway) -> AsyncIterator[Server]:
-    server = create_server(settings.host, settings.grpc_port, gateway)
+async def _grpc_server(settings: Settings, models: Models, callers: Callers) -> AsyncIterator[Server]:
+    server = create_server(settings.host, settings.grpc_port, models, callers, settings.edge_tls)
     try:
         await server.start()
         yield server
     finally:
         await server.stop()
+
+
+def _callers(settings: Settings, metrics: GatewayMetrics) -> Callers:
+    try:
+        callers = Callers(settings.api_keys, metrics.keys)
+    except KeyFileError as error:
+        raise StartError(f"--api-keys: {error}; make one with `paceline keys add NAME --file FILE`") from error
+    if callers.keyed and settings.edge_tls is None and settings.host not in LOOPBACK:
+        log.warning("API keys travel in the clear: give --ssl-certfile and --ssl-keyfile, or put a proxy in front")
+    return callers
 
 
 def _load_tokenizer(model: str) -> Tokenizer:

@@ -20,6 +20,8 @@ T = TypeVar("T")
 
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
+READ_S = 60.0
+"""How long a client may leave what it is sent unread; then its request is cancelled."""
 DONE = b"data: [DONE]\n\n"
 
 
@@ -51,10 +53,12 @@ class EventStream(Response):
         async with aclosing(self._objects):
             first = await anext(self._objects)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send(_part(_event(first)))
+            await _taken(send, _event(first))
             try:
                 async for each in self._objects:
-                    await send(_part(_event(each)))
+                    await _taken(send, _event(each))
+            except ClientGoneError:
+                raise
             except ApiError as error:
                 await send(_part(_event(error.body)))
             except Exception:
@@ -85,6 +89,15 @@ async def _disconnect(receive: Receive) -> None:
 
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {encode_json(content)}\n\n".encode()
+
+
+async def _taken(send: Send, event: bytes) -> None:
+    """Send an event once there is room for it. Raises `ClientGoneError` if the client reads nothing for long."""
+    try:
+        async with asyncio.timeout(READ_S):
+            await send(_part(event))
+    except TimeoutError:
+        raise ClientGoneError from None
 
 
 def _part(body: bytes) -> dict[str, Any]:

@@ -21,17 +21,21 @@ from paceline.messages import Submission, TargetDescription
 from paceline.state import Acceptance, StateLostError, Store, WorkerRecord, open_store
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.tls import Certificates
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from paceline.verify import strategy_of
+from paceline.wire.credentials import GATEWAY
 from paceline.wire.draft_link import Terms
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.server import Server
 from paceline.wire.sessions import Reach, Say
 from services.process import begun, either, exported, parser, run
+from services.security import add_tls, certificates
 from services.target.bookkeeping import Bookkeeping
 from services.target.drafts import reached
 from services.target.servicer import TargetServicer
+from services.target.watchdog import Watchdog
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
@@ -40,7 +44,7 @@ log = logging.getLogger(__name__)
 
 def main() -> int:
     options = parse(sys.argv[1:])
-    logs.configure("target", options.worker_id)
+    logs.configure("target", options.worker_id, options.log_level.upper())
     return run(lambda stop: serve(options, stop))
 
 
@@ -49,27 +53,34 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
     known.add_argument("--served-model-name", help="what clients call it; default: --model")
     known.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
+    known.add_argument("--hang-s", type=float, default=120.0, help="an engine without a step for so long is ended")
+    add_tls(known)
     return known.parse_args(arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """From loading the model to the last word on every link."""
+    tls = certificates(options)
     async with AsyncExitStack() as stack:
         compute = await stack.enter_async_context(compute_process("services.target.compute", options))
-        store = await stack.enter_async_context(open_store(options.redis_url))
+        store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
         facts = await begun(compute, stop)
         assert isinstance(facts, ModelFacts)
         description = describe(facts, options)
-        servicer = await assemble(facts, description, options, store, compute, stack)
-        server = Server(options.host, options.port)
+        servicer = await assemble(facts, description, options, store, tls, compute, stack)
+        server = Server(options.host, options.port, tls=tls, peer=GATEWAY)
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
-        async with store.registration(registered_as(description, options.advertise or address), servicer.load_by_name):
+        record = registered_as(description, options.advertise or address)
+        speed = {"rows_per_s": facts.rows_per_s}
+        async with store.registration(record, lambda: {**speed, **servicer.load_by_name()}) as registration:
             log.info("target ready on %s", address)
             await either(stop, compute.ended)
             await server.drain()
-        await servicer.drain(options.drain_s, compute.ended)
+            servicer.refuse()
+            await registration.once()  # gateways without a link learn it from the registry
+            await servicer.drain(options.drain_s, compute.ended)
         await server.stop(grace_s=1.0)
         if compute.ended.done():
             compute.ended.result()  # raises what is known of its end
@@ -94,6 +105,7 @@ async def assemble(
     description: TargetDescription,
     options: argparse.Namespace,
     store: Store,
+    tls: Certificates | None,
     compute: Compute,
     stack: AsyncExitStack,
 ) -> TargetServicer:
@@ -106,8 +118,11 @@ async def assemble(
     recorder = await stack.enter_async_context(store.recorder())
     bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))
     servicer = TargetServicer(description, bookkeeping, RemoteEngine(compute.connection))
+    watchdog = Watchdog(options.hang_s, lambda: servicer.busy, compute.process.kill)
+    await stack.enter_async_context(watchdog)
 
     def stepped(step: Stepped) -> None:
+        watchdog.stepped()
         bookkeeping.observe(step.stats)
         if step.deltas:
             servicer.deliver(step.deltas, step.load)
@@ -116,7 +131,7 @@ async def assemble(
     known = await known_acceptance(store, description)
     compute.connection.send(Hearsay(known.cell_drafted, known.cell_accepted))
     if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
-        terms = Terms(facts.fingerprint, facts.vocabulary_size)
+        terms = Terms(facts.fingerprint, facts.vocabulary_size, tls=tls)
         pool = DraftPool(terms, compute.connection.send, facts.hidden_state_layers, series)
         compute.connection.deliver(Reach, pool.reach)
         compute.connection.deliver(Say, pool.say)

@@ -86,9 +86,22 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
                 self._decoder.cancel(engine_id)
                 self._forget(engine_id)
 
+    @property
+    def busy(self) -> bool:
+        """Whether any request runs or waits."""
+        return bool(self._owners)
+
     def load_by_name(self) -> Mapping[str, float]:
-        """For the registry; gateways of other links route by it."""
-        return {"running": self.load.running, "waiting": self.load.waiting, "free_slots": self.load.free_slots}
+        """For the registry; gateways of other links route by it, and make none to a target that drains."""
+        load = self.load
+        told = {"running": load.running, "waiting": load.waiting, "free_slots": load.free_slots}
+        return told | {"draining": float(self._draining)}
+
+    def refuse(self) -> None:
+        """Take nothing new from now on, and say so on every link."""
+        self._draining = True
+        for link in self._links:
+            link.put(pb.DeltaFrame(draining=True))
 
     def deliver(self, deltas: Sequence[Delta], load: Load) -> None:
         """What one engine step has to say."""
@@ -113,9 +126,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 
         Without its engine nothing will finish.
         """
-        self._draining = True
-        for link in self._links:
-            link.put(pb.DeltaFrame(draining=True))
+        if not self._draining:
+            self.refuse()
         idle = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait((idle, engine_ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()

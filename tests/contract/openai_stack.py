@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import openai
@@ -28,9 +29,13 @@ from paceline.messages import (
 )
 from paceline.state import Store, WorkerRecord, open_store
 from paceline.text import Tokenizer
+from paceline.tls import Certificates
 from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.credentials import GATEWAY
 from paceline.wire.server import Server
-from services.gateway.gateway import Gateway, Limits
+from services.gateway.admission import Limits
+from services.gateway.gateway import Gateway
+from services.gateway.models import Models
 from services.gateway.server import Addresses, Settings, running
 from services.target.servicer import TargetServicer
 
@@ -149,7 +154,7 @@ class Stack:
     """What a test needs of a running gateway and what is around it."""
 
     store: Store
-    gateway: Gateway
+    models: Models
     addresses: Addresses
     http: httpx.AsyncClient
     client: openai.AsyncOpenAI
@@ -157,50 +162,80 @@ class Stack:
     _exits: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
+    def gateway(self) -> Gateway:
+        """The first model."""
+        return self.models.first
+
+    @property
     def decoder(self) -> ScriptedDecoder:
         return self.targets[0].decoder
 
-    async def add_target(self, script: Script, *, burst: int = 3, worker_id: str | None = None) -> RunningTarget:
+    async def add_target(
+        self, script: Script, *, burst: int = 3, worker_id: str | None = None, model: str = MODEL
+    ) -> RunningTarget:
         """Start a target, and wait until the gateway uses it."""
         worker_id = worker_id or f"target-{len(self.targets)}"
-        target = await start_target(script, burst, worker_id)
+        target = await start_target(script, burst, worker_id, model=model)
         self._exits.push_async_callback(target.die)
         self.targets.append(target)
         await self.store.registry.register(target.record)
-        while all(worker_id != known.record.worker_id for known in self.gateway.fleet.targets.values()):
+        fleet = self.models.of(model).fleet
+        while all(worker_id != known.record.worker_id for known in fleet.targets.values()):
             await asyncio.sleep(0.01)
         return target
 
 
 async def start_target(
-    script: Script, burst: int, worker_id: str, fingerprint: str = TOKENIZER.fingerprint
+    script: Script,
+    burst: int,
+    worker_id: str,
+    fingerprint: str = TOKENIZER.fingerprint,
+    model: str = MODEL,
+    tls: Certificates | None = None,
 ) -> RunningTarget:
     eos = (EOS,)
-    description = TargetDescription(worker_id, MODEL, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
+    description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
-    server = Server("127.0.0.1", 0)
+    server = Server("127.0.0.1", 0, tls=tls, peer=GATEWAY)
     service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
     address = await server.start()
-    record = WorkerRecord("target", worker_id, address, MODEL, "ngram", fingerprint, time.time())
+    record = WorkerRecord("target", worker_id, address, model, "ngram", fingerprint, time.time())
     return RunningTarget(record, decoder, server, servicer)
 
 
 @asynccontextmanager
 async def open_stack(
-    *scripts: Script, burst: int = 3, limits: Limits | None = None, redis_url: str | None = None
+    *scripts: Script,
+    burst: int = 3,
+    limits: Limits | None = None,
+    redis_url: str | None = None,
+    more_models: Sequence[str] = (),
+    **settings_: Any,
 ) -> AsyncIterator[Stack]:
-    """A gateway with one target per script. Without `redis_url` the registry is this process's memory."""
-    settings = Settings(MODEL, MODEL, port=0, drain_s=5.0, limits=limits or Limits(resume_s=5.0))
-    async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (gateway, addresses):
-        url = f"http://{addresses.http}"
+    """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
+
+    `more_models`: names by which the same model is served once more, by targets of its own. `settings_`: more of
+    `Settings`. With TLS at the edge, its own clients do not look at the certificate.
+    """
+    settings = Settings(
+        MODEL,
+        MODEL,
+        port=0,
+        drain_s=5.0,
+        limits=limits or Limits(resume_s=5.0),
+        more_models=[(MODEL, name) for name in more_models],
+        **settings_,
+    )
+    async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (models, addresses):
+        url = f"{'https' if settings.edge_tls else 'http'}://{addresses.http}"
         async with (
             AsyncExitStack() as exits,
-            httpx.AsyncClient(base_url=url, timeout=20.0) as http,
+            httpx.AsyncClient(base_url=url, timeout=20.0, verify=False) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=None) as client,
         ):
-            stack = Stack(store, gateway, addresses, http, client, _exits=exits)
+            stack = Stack(store, models, addresses, http, client, _exits=exits)
             for script in scripts:
                 await stack.add_target(script, burst=burst)
             yield stack

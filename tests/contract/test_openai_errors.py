@@ -11,13 +11,19 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.gateway.gateway import Limits
+from services.gateway.admission import Limits
 from tests.contract.openai_stack import MODEL, Stack, counts, open_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
 BODY_LIMIT = 20_000
+
+
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    """A body that wants this JSON."""
+    named = {"name": "answer", "schema": schema}
+    return {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": named}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -111,7 +117,27 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
         ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": CHAT, "max_completion_tokens": 128}, "max_completion_tokens"),
-        ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"messages": CHAT, "response_format": {"type": "json"}}, "response_format.type"),
+        ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (schema_of({"type": "strin"}), "response_format.json_schema.schema"),
+        (schema_of({"type": "string", "pattern": "a(?=b)"}), "response_format.json_schema.schema"),
+        (schema_of({"type": "object", "dependentSchemas": {}}), "response_format.json_schema.schema"),
+        ({"messages": CHAT, "structured_outputs": {}}, "structured_outputs"),
+        ({"messages": CHAT, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
+        ({"messages": CHAT, "structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
+        ({"messages": CHAT, "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+        ({"messages": CHAT, "structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar"),
+        ({"messages": CHAT, "structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
+        (
+            {"messages": CHAT, "structured_outputs": {"grammar": '%llguidance {}\nstart: "a"'}},
+            "structured_outputs.grammar",
+        ),
+        ({"messages": CHAT, "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
+        (
+            {**schema_of({"type": "integer"}), "structured_outputs": {"regex": "a"}},
+            "structured_outputs",
+        ),
+        ({"messages": CHAT, "guided_json": {"type": "integer"}}, "guided_json"),
         ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
         ({"messages": CHAT, "continue_final_message": True}, "continue_final_message"),

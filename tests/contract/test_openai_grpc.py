@@ -58,6 +58,17 @@ async def test_every_kind_of_prompt_is_answered(channel: grpc.aio.Channel, reque
     assert last.timings.total_s == 1.0
 
 
+@pytest.mark.parametrize(
+    "structure", [{"json_schema": '{"type": "integer"}'}, {"regex": "[a-c]+"}, {"grammar": 'root ::= "x"'}], ids=str
+)
+async def test_structure_reaches_the_target(stack: Stack, channel: grpc.aio.Channel, structure: dict[str, str]) -> None:
+    stack.decoder.submissions.clear()
+    await generated(channel, Request(text="x", **structure))
+    assert "start" in stack.decoder.submissions[0].sampling.grammar
+    with pytest.raises(grpc.aio.AioRpcError, match="structured_outputs"):
+        await generated(channel, Request(text="x", **dict.fromkeys(structure, "(")))
+
+
 async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Channel) -> None:
     stack.decoder.submissions.clear()
     request = Request(

@@ -13,7 +13,8 @@ import openai
 import pytest
 
 from paceline.state.embedded import EmbeddedRedis
-from services.gateway.gateway import Limits
+from services.gateway.admission import Limits
+from services.gateway.run import MOST_LOSSES
 from tests.contract.openai_stack import MODEL, Stack, counts, open_stack, says, start_target
 
 LONG: dict[str, Any] = {"prompt": "x", "seed": 7, "max_tokens": 60}
@@ -107,6 +108,40 @@ async def test_a_draining_target_hands_its_requests_over() -> None:
         assert await asking == expected
 
 
+async def test_a_request_may_be_handed_over_any_number_of_times() -> None:
+    """It once ended with an error after five: as one that was on five targets when they died."""
+    async with open_stack(counts, burst=1) as stack:
+        expected = await whole_text(stack)
+        stack.decoder.gate.clear()
+        asking = asyncio.create_task(whole_text(stack))
+        for number in range(MOST_LOSSES + 2):
+            leaving = stack.targets[-1]
+            while not leaving.servicer._owners:
+                await asyncio.sleep(0.01)
+            following = await stack.add_target(counts, burst=1, worker_id=f"following-{number}")
+            following.decoder.gate.clear()
+            await leaving.servicer.drain(0.0, asyncio.get_running_loop().create_future())
+        following.decoder.gate.set()
+        assert await asking == expected
+
+
+async def test_a_request_that_was_on_many_lost_targets_ends() -> None:
+    """It may be what kills them."""
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.gate.clear()
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json=LONG))
+        for number in range(MOST_LOSSES + 1):
+            dying = stack.targets[-1]
+            while not dying.servicer._owners:
+                await asyncio.sleep(0.01)
+            following = await stack.add_target(counts, burst=1, worker_id=f"following-{number}")
+            following.decoder.gate.clear()
+            await dying.die()
+        answer = await asking
+        assert answer.status_code == 500
+        assert f"{MOST_LOSSES + 1} targets were lost" in answer.text
+
+
 async def test_no_other_target_is_an_error_of_the_stream() -> None:
     async with open_stack(counts, burst=1, limits=Limits(resume_s=0.1)) as stack:
         stack.decoder.hold_after = 2
@@ -149,7 +184,7 @@ async def test_a_target_with_another_vocabulary_or_model_is_not_used(caplog: pyt
         await stack.store.registry.register(target.record)
         while "its vocabulary differs" not in caplog.text:
             await asyncio.sleep(0.01)
-        assert not stack.gateway.ready
+        assert not stack.gateway.fleet.up
         await target.die()
 
 
@@ -160,8 +195,8 @@ async def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more() ->
         asking = asyncio.create_task(whole_text(stack))
         while not stack.gateway.in_flight:
             await asyncio.sleep(0.01)
-        draining = asyncio.create_task(stack.gateway.drain(10.0))
-        while not stack.gateway.closing:
+        draining = asyncio.create_task(stack.gateway.room.drain(10.0))
+        while not stack.gateway.room.closing:
             await asyncio.sleep(0)
         refused = await stack.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -183,6 +218,8 @@ async def test_requests_that_begin_alike_go_to_one_target_and_load_spreads_the_r
         asking = asyncio.create_task(whole_text(stack, {"prompt": "the same beginning", "n": 30, "max_tokens": 1}))
         while stack.gateway.fleet.in_flight < 30:
             await asyncio.sleep(0.01)
+        while sum(len(target.decoder.submissions) for target in stack.targets) < 30:
+            await asyncio.sleep(0.01)
         assert all(len(target.decoder.submissions) >= 7 for target in stack.targets)
         for target in stack.targets:
             target.decoder.gate.set()
@@ -195,7 +232,7 @@ async def test_drafts_are_offered_in_turn_and_strangers_never() -> None:
         for address, fingerprint in [("a:1", record.fingerprint), ("b:1", ""), ("c:1", "another")]:
             draft = type(record)("draft", address, address, "", "ngram", fingerprint, record.started_at)
             await stack.store.registry.register(draft)
-        while len(stack.gateway.fleet.drafts()) < 2:
+        while len(stack.gateway.fleet.drafts.breakers) < 2:
             await asyncio.sleep(0.01)
         stack.decoder.submissions.clear()
         for _ in range(4):

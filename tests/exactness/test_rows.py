@@ -118,6 +118,18 @@ def test_company_of_other_requests_changes_nothing(dtype: torch.dtype) -> None:
         assert_same(logits, one_by_one(model("llama", dtype), sequence))
 
 
+@pytest.mark.parametrize("heads", [(1, 1), (2, 1), (14, 2)])
+def test_heads_that_fill_no_vector_change_nothing(heads: tuple[int, int]) -> None:
+    """Weights of the two parts of attention came out by another formula for the last few rows of a pass."""
+    changes = {"hidden_size": 112, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    sequence = tokens(2 * TILE)
+
+    def made() -> TransformersModel:
+        return build(network("llama", torch.float32, **changes), "llama", EngineConfig(slots=1024), "", [])
+
+    assert_same(random_trees(made(), sequence), one_by_one(made(), sequence))
+
+
 def test_the_probe_says_so() -> None:
     assert rows_invariant(model("llama", torch.float32))
 

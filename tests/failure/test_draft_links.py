@@ -126,6 +126,40 @@ async def test_a_lie_closes_that_link_alone(lie: str, caplog: pytest.LogCaptureF
         assert here.drafting.open(opening(2), [honest.address]) == "one"
 
 
+class Flood(Liar):
+    """Drops the request that it is told of, then says the same for ever, as fast as the link takes it."""
+
+    frames = 0
+
+    async def Grow(self, incoming: AsyncIterator[draft_pb2.DraftFrame], context: Any) -> AsyncIterator[Frame]:  # noqa: N802
+        frame = await anext(incoming)
+        try:
+            yield dropping(frame)
+            while True:
+                yield self._answer(frame)
+                self.frames += 1
+        finally:
+            self.ended.set()
+
+
+def dropping(frame: draft_pb2.DraftFrame) -> Frame:
+    return Frame(dropped=[Frame.Dropped(request_id=frame.opens[0].request_id)], applied=1)
+
+
+FLOODS = {"nothing": lambda frame: Frame(applied=1), "growth": grown(), "drops": dropping}
+
+
+@pytest.mark.parametrize("flood", FLOODS)
+async def test_a_flood_of_what_concerns_nobody_closes_the_link(flood: str) -> None:
+    """Each frame is cheap to say, costs a target its time, and none breaks a rule by itself."""
+    servicer = Flood(FLOODS[flood])
+    async with lying(servicer) as address, target() as here:
+        await open_at(here, 1, address)
+        assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
+        await asyncio.wait_for(servicer.ended.wait(), 10)
+        assert servicer.frames < 100_000, "what is under way when the link closes, and no more"
+
+
 async def test_a_worker_that_hangs_is_left() -> None:
     """It holds the connection and answers pings, and never applies a frame."""
     silence = asyncio.Event()

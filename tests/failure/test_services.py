@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,16 @@ import pytest
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import ComputeError
 from paceline.messages import FinishReason
+from paceline.state import open_store
+from paceline.state.embedded import EmbeddedRedis
 from paceline.wire.errors import TargetLost
 from paceline.wire.target_link import TargetLink
 from services import compute
 from services.draft import __main__ as draft
+from services.gateway import __main__ as gateway
 from services.target import __main__ as target
 from tests.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
-from tests.targets import collect, submission
+from tests.targets import NEVER_ENDS, collect, submission
 from tests.workers import opening, until
 from tests.workers import target as drafted
 
@@ -174,6 +177,17 @@ def test_settings_are_refused_by_name(
     assert complaint in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("count", ["0", "-1"])
+def test_a_limit_that_lets_nothing_in_is_refused(
+    count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--model", "pydoc", "--redis-url", "redis://nowhere", "--max-queue", count)
+    monkeypatch.setattr(sys, "argv", ["gateway", *arguments])
+    with pytest.raises(SystemExit, match="2"):
+        gateway.main()
+    assert "--max-queue: must be 1 or more" in capsys.readouterr().err
+
+
 async def test_sigterm_lets_a_running_request_finish() -> None:
     """Real processes without a registry: the target reaches the draft that the request names. Both exit with 0."""
     processes = [
@@ -203,6 +217,29 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+
+
+async def test_the_registry_says_that_a_target_drains_for_as_long_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    stop = asyncio.Event()
+    with EmbeddedRedis() as redis:
+        options = target.parse([*TABLE, "--redis-url", redis.url])
+        async with (
+            open_store(redis.url) as store,
+            served(target.serve(options, stop), caplog) as (service, address),
+            linked_to(address) as link,
+        ):
+            [registered] = await store.registry.workers("target")
+            assert registered.load["draining"] == 0.0
+            assert registered.load["rows_per_s"] > 0.0
+            deltas = link.submit(submission(max_tokens=2000))
+            await anext(deltas)
+            stop.set()
+            await until(lambda: link.draining)
+            while not registered.load["draining"]:  # one heartbeat, sent at once
+                [registered] = await store.registry.workers("target")
+            assert sum([len(delta.tokens) async for delta in deltas]) > 1900
+            await service
+            assert await store.registry.workers("target") == []
 
 
 async def test_an_engine_that_dies_hands_its_requests_over(caplog: pytest.LogCaptureFixture) -> None:
@@ -303,6 +340,27 @@ async def test_compute_does_not_outlive_its_service(service: str) -> None:
     async with asyncio.timeout(20):
         await process.stderr.read()  # which ends when nobody is left who could write
     await process.wait()
+
+
+async def test_an_engine_that_hangs_ends_its_target() -> None:
+    """Its service answers every ping, so nobody else could know; as a dead target it is replaced."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "services.target", *TABLE, "--hang-s", "1"), stderr=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(120), linked_to(await ready(process)) as link:
+            engine = compute_of("target", process.pid)
+            deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+            await anext(deltas)
+            os.kill(engine, signal.SIGSTOP)
+            with pytest.raises(TargetLost):
+                async for _ in deltas:
+                    pass
+            assert await process.wait() == 1
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.communicate()
 
 
 async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest.LogCaptureFixture) -> None:

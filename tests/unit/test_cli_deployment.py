@@ -99,6 +99,24 @@ def test_a_draft_has_its_own_context_and_device() -> None:
     assert [draft["engine-config"]["device"] for draft in drafts] == ["cuda:0", "cuda:1", "cuda:0"]
 
 
+def test_ranks_of_one_model_meet_where_nobody_else_does() -> None:
+    """Target and draft are shared by as many processes as each is to be, on devices of their own."""
+    speculation = PAIR.model_copy(update={"draft_tensor_parallel_size": 3, "draft_devices": ("cuda:4", "cuda:5")})
+    engine = EngineConfig(tensor_parallel_size=2, device="cuda")
+    deployment = plan(Wish("table:64", speculation, engine, target_workers=2))
+    _, targets, drafts = groups(deployment)
+    assert [rank.get("rank") for rank in targets] == [None, "1", None, "1"]
+    assert [rank.get("rank") for rank in drafts] == [None, "1", "2"]
+    configured = [rank["engine-config"] for rank in (targets[0], targets[2], drafts[0])]
+    assert [config["tensor_parallel_size"] for config in configured] == [2, 2, 3]
+    assert [config["device"] for config in configured] == ["cuda:0", "cuda:2", "cuda:4"]
+    others = [rank["device"] for rank in (targets[1], targets[3], *drafts[1:])]
+    assert others == ["cuda:1", "cuda:3", "cuda:5", "cuda:4"]
+    places = [config["rendezvous"] for config in configured]
+    assert [rank["rendezvous"] for rank in (targets[1], targets[3], *drafts[1:])] == [*places, places[2]]
+    assert len(set(places)) == 3
+
+
 @pytest.mark.parametrize(
     ("wish", "complaint"),
     [
@@ -186,3 +204,11 @@ def test_only_targets_are_bound() -> None:
 
 def test_binding_can_be_switched_off() -> None:
     assert plan(Wish("pydoc", engine=EngineConfig(cpus=()))).taken_cores == []
+
+
+def test_the_gateway_alone_is_told_of_api_keys() -> None:
+    programs = plan(Wish("table:1000", api_keys=Path("keys.json"))).programs(REDIS)
+    told = [program.name for stage in programs for program in stage if "--api-keys" in program.argv]
+    assert told == ["gateway"]
+    assert "keys.json" in programs[0][0].argv
+    assert "--api-keys" not in plan(Wish("table:1000")).programs(REDIS)[0][0].argv

@@ -1,45 +1,109 @@
-"""Who serves a request, from loads and prompt alone."""
+"""Who serves a request, from what is known about workers and prompt alone."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.plan import choice_seed
-from services.gateway.routing import LOAD_SLACK, PREFIX_TOKENS, best_target, draft_order
+from services.gateway.routing import (
+    PREFIX_TOKENS,
+    SESSION_ROWS,
+    TRY_EVERY,
+    Candidate,
+    DraftCandidate,
+    best_target,
+    draft_order,
+    seconds_to_first_token,
+)
 
-LOADS = st.dictionaries(st.text(min_size=1, max_size=3), st.floats(0, 40), min_size=1, max_size=6)
+NAMES = st.text(min_size=1, max_size=3)
+CANDIDATES = st.dictionaries(
+    NAMES, st.builds(Candidate, st.floats(0, 1e5), st.integers(0, 300)), min_size=1, max_size=6
+)
 PROMPT = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=100)
+LONG = list(range(8192))
+IDLE = {name: Candidate() for name in "abc"}
 
 
 @settings(deadline=None)
-@given(loads=LOADS, prompt=PROMPT)
-def test_the_target_chosen_is_among_the_least_busy(loads: dict[str, float], prompt: list[int]) -> None:
-    best = best_target(loads, prompt)
+@given(candidates=CANDIDATES, prompt=PROMPT)
+def test_no_other_target_would_answer_sooner(candidates: dict[str, Candidate], prompt: list[int]) -> None:
+    """But for the beginning, which its home is taken to hold."""
+    best = best_target(candidates, prompt)
     assert best is not None
-    assert loads[best] <= min(loads.values()) + LOAD_SLACK
+    seconds = {name: seconds_to_first_token(each, len(prompt), 1.0) for name, each in candidates.items()}
+    assert seconds[best] <= min(seconds.values()) + PREFIX_TOKENS
 
 
 @settings(deadline=None)
-@given(names=st.sets(st.text(min_size=1, max_size=3), min_size=2, max_size=6), prompt=PROMPT, ends=PROMPT)
+@given(names=st.sets(NAMES, min_size=2, max_size=6), prompt=PROMPT, ends=PROMPT)
 def test_prompts_that_begin_alike_agree_and_so_do_gateways(names: set[str], prompt: list[int], ends: list[int]) -> None:
     beginning = (prompt * PREFIX_TOKENS)[:PREFIX_TOKENS]
-    idle = dict.fromkeys(sorted(names), 0.0)
-    elsewhere = dict.fromkeys(sorted(names, reverse=True), 0.0)
+    idle = dict.fromkeys(sorted(names), Candidate())
+    elsewhere = dict.fromkeys(sorted(names, reverse=True), Candidate())
     assert best_target(idle, beginning + ends) == best_target(elsewhere, beginning)
+    assert best_target(idle, ends, "talk") == best_target(elsewhere, prompt, "talk")
 
 
 def test_different_prompts_spread() -> None:
-    idle = {"a": 0.0, "b": 0.0, "c": 0.0}
-    chosen = [best_target(idle, [number]) for number in range(300)]
-    assert all(chosen.count(name) > 60 for name in idle)
+    chosen = [best_target(IDLE, [number]) for number in range(300)]
+    assert all(chosen.count(name) > 60 for name in IDLE)
 
 
-def test_losing_a_target_moves_only_its_own_prompts() -> None:
-    idle = {"a": 0.0, "b": 0.0, "c": 0.0}
-    before = {number: best_target(idle, [number]) for number in range(100)}
-    after = {number: best_target({"a": 0.0, "b": 0.0}, [number]) for number in range(100)}
-    assert all(after[number] == home for number, home in before.items() if home != "c")
+def test_a_beginning_that_is_not_shared_is_at_home_by_itself() -> None:
+    assert len({best_target(IDLE, LONG, salt=str(number)) for number in range(50)}) == len(IDLE)
+    assert len({best_target(IDLE, LONG[:end], salt="one") for end in (64, 65, 8192)}) == 1
+
+
+@pytest.mark.parametrize("session", ["", "talk"])
+def test_losing_a_target_moves_only_what_was_there(session: str) -> None:
+    def homes(targets: Mapping[str, Candidate]) -> dict[int, str | None]:
+        return {number: best_target(targets, [number], session and f"{session} {number}") for number in range(100)}
+
+    before, after = homes(IDLE), homes({"a": Candidate(), "b": Candidate()})
+    assert all(after[number] == at for number, at in before.items() if at != "c")
+    assert len(set(before.values())) == 3
+
+
+def test_a_long_prompt_goes_where_it_is_known_and_a_short_one_where_there_is_least_to_do() -> None:
+    busy_but_knows = {"a": Candidate(work=4000.0, cached=8160), "b": Candidate(work=500.0)}
+    assert best_target(busy_but_knows, LONG) == "a"
+    assert best_target({"a": Candidate(work=4000.0, cached=96), "b": Candidate(work=500.0)}, LONG[:100]) == "b"
+    too_busy = busy_but_knows | {"a": Candidate(work=9000.0, cached=8160)}
+    assert best_target(too_busy, LONG) == "b"
+
+
+def test_work_counts_in_seconds_where_targets_differ_in_speed() -> None:
+    slow, fast = Candidate(work=1000.0, rows_per_s=1000.0), Candidate(work=3000.0, rows_per_s=8000.0)
+    assert best_target({"slow": slow, "fast": fast}, LONG[:100]) == "fast"
+    assert (
+        best_target({"slow": replace(slow, rows_per_s=0.0), "fast": replace(fast, rows_per_s=0.0)}, LONG[:100])
+        == "slow"
+    )
+
+
+def test_a_conversation_stays_until_its_target_is_overloaded() -> None:
+    prompt = list(range(200))
+
+    def at(work: float) -> str | None:
+        return best_target(
+            {"a": Candidate(work=work, session=True), "b": Candidate(), "c": Candidate()}, prompt, "talk"
+        )
+
+    assert at(SESSION_ROWS - PREFIX_TOKENS - 1) == "a"
+    assert at(SESSION_ROWS + PREFIX_TOKENS + 1) != "a"
+    assert best_target(IDLE | {"a": Candidate(work=PREFIX_TOKENS + 1)}, prompt) != "a"
+
+
+def test_a_session_matters_even_before_anything_is_known_of_it() -> None:
+    """The same conversation from any gateway: one home, whatever its prompts are."""
+    homes = {best_target(IDLE, [number] * 80, "talk") for number in range(50)}
+    assert len(homes) == 1
 
 
 def test_nobody_is_chosen_from_nobody() -> None:
@@ -47,9 +111,53 @@ def test_nobody_is_chosen_from_nobody() -> None:
     assert draft_order({}, 3) == []
 
 
+def draft(requests: float = 0.0, accepted: float | None = None, verifications: float = 0.0) -> DraftCandidate:
+    return DraftCandidate(requests, accepted, verifications or (1000.0 if accepted is not None else 0.0))
+
+
 def test_drafts_take_turns_and_busy_ones_come_last() -> None:
-    loads = {"a": 0.0, "b": 1.0, "c": 40.0}
-    assert [draft_order(loads, turn) for turn in range(2)] == [["a", "b", "c"], ["b", "a", "c"]]
+    drafts = {"a": draft(0), "b": draft(1), "c": draft(40)}
+    assert [draft_order(drafts, turn) for turn in range(2)] == [["a", "b", "c"], ["b", "a", "c"]]
+
+
+def test_a_draft_that_is_understood_better_comes_first_until_it_is_too_busy() -> None:
+    assert draft_order({"weak": draft(0, 0.8), "good": draft(0, 2.4)}, 0) == ["good", "weak"]
+    assert draft_order({"weak": draft(0, 0.8), "good": draft(8, 2.4)}, 0) == ["good", "weak"]
+    assert draft_order({"weak": draft(0, 0.8), "good": draft(40, 2.4)}, 0) == ["weak", "good"]
+
+
+def test_what_is_not_known_is_tried_now_and_then() -> None:
+    drafts = {"known": draft(0, 2.0), "new": draft(), "useless": draft(0, 0.0)}
+    firsts = [draft_order(drafts, turn)[0] for turn in range(4 * TRY_EVERY)]
+    assert firsts.count("new") == 4
+    assert firsts.count("known") == len(firsts) - 4
+    heard_of = drafts | {"new": draft(0, 0.5, 100.0), "useless": draft(0, 0.0, 60.0)}
+    assert draft_order(heard_of, TRY_EVERY - 1)[0] == "useless"
+
+
+def test_what_is_not_known_is_no_better_than_the_worst_that_is() -> None:
+    drafts = {"poor": draft(0, 0.2), "new": draft()}
+    assert {draft_order(drafts, turn)[0] for turn in range(2)} == {"poor", "new"}
+    assert draft_order(drafts | {"good": draft(0, 2.0)}, 0)[0] == "good"
+
+
+def test_a_draft_that_fails_comes_last_and_alone_is_still_offered() -> None:
+    failing = replace(draft(0, 3.0), trusted=False)
+    assert draft_order({"failing": failing, "weak": draft(30, 0.5)}, 0) == ["weak", "failing"]
+    assert draft_order({"failing": failing}, TRY_EVERY - 1) == ["failing"]
+
+
+@settings(deadline=None)
+@given(
+    drafts=st.dictionaries(
+        NAMES,
+        st.builds(DraftCandidate, st.floats(0, 99), st.none() | st.floats(0, 5), st.floats(0, 99), st.booleans()),
+        max_size=6,
+    ),
+    turn=st.integers(0, 100),
+)
+def test_every_draft_is_offered_once(drafts: dict[str, DraftCandidate], turn: int) -> None:
+    assert sorted(draft_order(drafts, turn)) == sorted(drafts)
 
 
 @settings(deadline=None)

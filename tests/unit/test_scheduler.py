@@ -250,6 +250,15 @@ def test_guesses_keep_to_the_rows_that_are_left() -> None:
     assert sum(len(w.nodes) for w in works) == 9
 
 
+def test_the_likeliest_guess_without_a_row_is_told() -> None:
+    """Even where rows run out, and not only where another one does not pay: drafts hear of it as the price of a row."""
+    scarce, ample = scheduler(rows=12), scheduler()
+    drawing(scarce, requests=3, nodes=8)
+    drawing(ample, requests=3, nodes=8)
+    assert scarce.refused == pytest.approx(math.exp(-0.4)), "three guesses of each chain have a row"
+    assert ample.refused == 0.0
+
+
 def test_guesses_keep_to_what_a_request_may_have() -> None:
     [work] = drawing(scheduler(), requests=1, nodes=4)
     assert len(work.nodes) == 4

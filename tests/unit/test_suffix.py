@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.suffix import FinishedOutputs, Suffix
+from paceline.speculators.suffix import Suffix
 from paceline.speculators.suffix_automaton import SuffixAutomaton
 from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
+from paceline.speculators.suffix_outputs import FinishedOutputs, OutputsBySalt
 from paceline.speculators.suffix_tree import MANY, SuffixTree
 from paceline.tree import Growth, TokenTree
 
@@ -304,6 +305,35 @@ class TestFinishedOutputs:
         outputs = FinishedOutputs(4, 3, requests=0)
         outputs.add([A])
         assert self.known(outputs, A) == 0
+
+
+class TestOutputsBySalt:
+    def known(self, outputs: OutputsBySalt, salt: str) -> set[int]:
+        tree = outputs.tree(salt)
+        return set() if tree is None else {token for _, token, _ in tree.followers((0, 0))}
+
+    def test_salts_know_nothing_of_each_other(self) -> None:
+        outputs = OutputsBySalt(4, 9, requests=9)
+        outputs.add([A], "one")
+        outputs.add([B], "two")
+        outputs.add([C], "")
+        assert [self.known(outputs, salt) for salt in ("one", "two", "", "new")] == [{A}, {B}, {C}, set()]
+
+    def test_the_salt_unused_for_longest_makes_room(self) -> None:
+        """One request at a time, of which it is the oldest: who is busy does not lose everything at once."""
+        outputs = OutputsBySalt(4, 9, requests=4)
+        for token, salt in ((A, "one"), (B, "one"), (C, "two"), (D, "two")):
+            outputs.add([token], salt)
+        outputs.add([E], "three")
+        assert self.known(outputs, "one") == {B}
+        outputs.add([X], "three")  # "one" was just looked at
+        assert [self.known(outputs, salt) for salt in ("two", "one", "three")] == [{D}, {B}, {E, X}]
+
+    def test_of_tokens_there_are_only_so_many_over_all_salts(self) -> None:
+        outputs = OutputsBySalt(4, 9, requests=100, tokens=5)
+        for salt in map(str, range(50)):
+            outputs.add([A, B], salt)
+        assert [salt for salt in map(str, range(50)) if self.known(outputs, salt)] == ["48", "49"]
 
 
 def suffix(width: int = 1, **settings: Any) -> Suffix:

@@ -338,3 +338,15 @@ class TestHostileGrowth:
         assert tree.graft(Growth(0, 1, [0, 1], [5, 5], [-0.5] * 2), ROOM) == 2
         assert tree.graft(Growth(0, 1, [2], [5], [-0.5]), ROOM) == 0
         check_books(tree)
+
+
+def test_the_best_are_those_of_the_tree_as_it_is() -> None:
+    tree = TokenTree(0, 1)
+    first = tree.add(tree.root, 2, -0.1)
+    assert tree.best(4, 4) == [first]
+    second = tree.add(first, 3, -0.1)
+    assert tree.best(4, 4) == [first, second]
+    tree.commit([2])
+    assert tree.best(4, 4) == [second]
+    tree.commit([9])
+    assert tree.best(4, 4) == []

@@ -1,0 +1,24 @@
+{{/* What a schema cannot say: values that need one another. */}}
+{{- define "paceline.checks" -}}
+{{- with .Values }}
+{{- if not .model.path }}
+{{- fail "model.path: name the model to serve, a folder under model.mountPath or one that ships, such as pydoc" }}
+{{- end }}
+{{- if and .draft.enabled (not .speculation) }}
+{{- fail "speculation: say how the draft workers are to guess, or set draft.enabled to false" }}
+{{- end }}
+{{- if and (not .redis.enabled) (not .redis.external.urlSecret.name) }}
+{{- fail "redis.external.urlSecret.name: name the Secret with the URL of your Redis, or set redis.enabled to true" }}
+{{- end }}
+{{- if and (eq .autoscaling.kind "keda") (not .autoscaling.prometheusUrl) }}
+{{- fail "autoscaling.prometheusUrl: KEDA has to know where Prometheus is" }}
+{{- end }}
+{{- if and (eq .autoscaling.kind "hpa") (not .monitoring.enabled) }}
+{{- fail "monitoring.enabled: a HorizontalPodAutoscaler goes by series that the PrometheusRule records" }}
+{{- end }}
+{{- $withTls := list .gateway.tlsSecret .target.tlsSecret (.draft.enabled | ternary .draft.tlsSecret .target.tlsSecret) }}
+{{- if and (without $withTls "") (has "" $withTls) }}
+{{- fail "tlsSecret: gateway, target and draft all have one, or none has" }}
+{{- end }}
+{{- end }}
+{{- end -}}

@@ -1,0 +1,34 @@
+{{- define "paceline.name" -}}
+{{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
+{{- end -}}
+
+{{/* What finds the pods of a component. Takes (list $ component). */}}
+{{- define "paceline.selector" -}}
+{{- $ := index . 0 -}}
+app.kubernetes.io/name: {{ $.Chart.Name }}
+app.kubernetes.io/instance: {{ $.Release.Name }}
+app.kubernetes.io/component: {{ index . 1 }}
+{{- end -}}
+
+{{/* Name and labels of an object of a component. Takes (list $ component). */}}
+{{- define "paceline.metadata" -}}
+{{- $ := index . 0 -}}
+name: {{ include "paceline.name" $ }}-{{ index . 1 }}
+namespace: {{ $.Release.Namespace }}
+labels:
+  {{- include "paceline.selector" . | nindent 2 }}
+  app.kubernetes.io/version: {{ $.Values.images.tag | default $.Chart.AppVersion | quote }}
+  app.kubernetes.io/managed-by: {{ $.Release.Service }}
+  helm.sh/chart: {{ $.Chart.Name }}-{{ $.Chart.Version }}
+{{- end -}}
+
+{{- define "paceline.image" -}}
+{{- $ := index . 0 -}}
+{{- $name := get $.Values.images (index . 1) -}}
+{{- with $.Values.images.registry }}{{ . }}/{{ end -}}
+{{ $name }}:{{ $.Values.images.tag | default $.Chart.AppVersion }}
+{{- end -}}
+
+{{- define "paceline.servedName" -}}
+{{- .Values.model.servedName | default (base .Values.model.path) -}}
+{{- end -}}

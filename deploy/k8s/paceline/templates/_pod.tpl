@@ -1,0 +1,113 @@
+{{/* What every pod has in common: placement, and "restricted" pod security. Takes (list $ component user). */}}
+{{- define "paceline.pod" -}}
+{{- $ := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- $its := get $.Values $component -}}
+serviceAccountName: {{ include "paceline.name" $ }}-services
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with $.Values.images.pullSecrets }}
+imagePullSecrets:
+  {{- range . }}
+  - name: {{ . }}
+  {{- end }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ index . 2 }}
+  runAsGroup: {{ index . 2 }}
+  fsGroup: {{ index . 2 }}
+  seccompProfile:
+    type: RuntimeDefault
+{{- with $its.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with $its.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+topologySpreadConstraints:
+  - maxSkew: 1
+    topologyKey: kubernetes.io/hostname
+    whenUnsatisfiable: ScheduleAnyway
+    labelSelector:
+      matchLabels:
+        {{- include "paceline.selector" (list $ $component) | nindent 8 }}
+{{- end -}}
+
+{{- define "paceline.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities:
+  drop: [ALL]
+{{- end -}}
+
+{{/* The user of the images. */}}
+{{- define "paceline.user" -}}10001{{- end -}}
+
+{{/* Environment of the services: who they are, and what --redis-url is put together from. */}}
+{{- define "paceline.environment" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+- name: HOME
+  value: /tmp
+{{- with .Values.redis }}
+{{- if not .enabled }}
+- name: REDIS_URL
+  valueFrom:
+    secretKeyRef: {name: {{ .external.urlSecret.name }}, key: {{ .external.urlSecret.key }}}
+{{- else if .passwordSecret.name }}
+{{- include "paceline.redisPassword" $ | nindent 0 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "paceline.redisPassword" -}}
+{{- with .Values.redis.passwordSecret -}}
+- name: REDIS_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+{{- end -}}
+{{- end -}}
+
+{{/* Kubernetes fills in $(...) from the environment; so no secret is in a manifest. */}}
+{{- define "paceline.redisUrl" -}}
+{{- if not .Values.redis.enabled -}}
+$(REDIS_URL)
+{{- else -}}
+redis://{{ if .Values.redis.passwordSecret.name }}:$(REDIS_PASSWORD)@{{ end }}{{ include "paceline.name" . }}-redis:{{ .Values.redis.port }}/0
+{{- end -}}
+{{- end -}}
+
+{{/* The root file system is read only; checkpoints come from a claim, certificates from Secrets. Takes
+     (list $ component). */}}
+{{- define "paceline.mounts" -}}
+{{- $ := index . 0 -}}
+- name: tmp
+  mountPath: /tmp
+{{- include "paceline.secretMounts" (get $.Values (index . 1)) }}
+{{- with $.Values.model }}
+{{- if .claimName }}
+- name: models
+  mountPath: {{ .mountPath }}
+  readOnly: true
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- define "paceline.volumes" -}}
+{{- $ := index . 0 -}}
+- name: tmp
+  emptyDir: {}
+{{- include "paceline.secretVolumes" (get $.Values (index . 1)) }}
+{{- with $.Values.model.claimName }}
+- name: models
+  persistentVolumeClaim:
+    claimName: {{ . }}
+    readOnly: true
+{{- end }}
+{{- end -}}

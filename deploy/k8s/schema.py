@@ -1,0 +1,129 @@
+"""Writes paceline/values.schema.json from values.yaml: python deploy/k8s/schema.py.
+
+A key's type is that of its default, its description the comment above it; a key without one is an error. What a
+default cannot tell stands in `SHAPES`; `speculation` and `engine` are what the services read themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.telemetry.logs import LEVELS
+
+CHART = Path(__file__).parent / "paceline"
+SCHEMA = CHART / "values.schema.json"
+
+Schema = dict[str, Any]
+
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "number", "minimum": 0}
+COUNT: Schema = {"type": "integer", "minimum": 0}
+AT_LEAST_ONE: Schema = {"type": "integer", "minimum": 1}
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+TEXTS: Schema = {"type": "array", "items": TEXT}
+NAMED_TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
+
+
+def closed(properties: Mapping[str, Schema]) -> Schema:
+    return {"type": "object", "additionalProperties": False, "properties": dict(properties)}
+
+
+def one_of(*words: str) -> Schema:
+    return {"enum": list(words)}
+
+
+QUANTITIES: Schema = {"type": "object", "additionalProperties": {"type": ["string", "integer", "null"]}}
+TOLERATION = closed(
+    {
+        "key": TEXT,
+        "operator": one_of("Exists", "Equal"),
+        "value": TEXT,
+        "effect": one_of("NoSchedule", "PreferNoSchedule", "NoExecute"),
+        "tolerationSeconds": COUNT,
+    }
+)
+
+SHAPES: dict[str, Schema] = {
+    "speculation": SpeculativeConfig.model_json_schema(by_alias=False),
+    "engine": EngineConfig.model_json_schema(by_alias=False),
+    "resources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
+    "headResources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
+    "tensorParallelSize": AT_LEAST_ONE,
+    "placement": one_of("pack", "spread"),
+    "tolerations": {"type": "array", "items": TOLERATION},
+    "nodeSelector": NAMED_TEXTS,
+    "annotations": NAMED_TEXTS,
+    "labels": NAMED_TEXTS,
+    "pullSecrets": TEXTS,
+    "clientNamespaces": TEXTS,
+    "monitoringNamespaces": TEXTS,
+    "logLevel": one_of(*LEVELS),
+    "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
+    "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
+    "autoscaling.kind": one_of("none", "hpa", "keda"),
+    "port": PORT,
+    "httpPort": PORT,
+    "grpcPort": PORT,
+    "metricsPort": PORT,
+    "maxReplicas": AT_LEAST_ONE,
+    "minReplicas": AT_LEAST_ONE,
+    "requestsPerReplica": AT_LEAST_ONE,
+    "minAcceptance": {"type": "number", "minimum": 0, "maximum": 1},
+    "errorShare": {"type": "number", "minimum": 0, "maximum": 1},
+    "lateShare": {"type": "number", "minimum": 0, "maximum": 1},
+    "firstTokenSeconds": NUMBER,
+    "acceptanceLength": NUMBER,
+}
+"""By the last one or two parts of a key's path."""
+
+
+class UndocumentedError(Exception):
+    """A key has no comment above it."""
+
+
+def generated() -> str:
+    text = (CHART / "values.yaml").read_text(encoding="utf-8")
+    root = yaml.compose(text, yaml.SafeLoader)
+    schema = _object(root, yaml.safe_load(text), text.splitlines(), ())
+    return json.dumps({"$schema": "http://json-schema.org/draft-07/schema#", **schema}, indent=2) + "\n"
+
+
+def _object(node: yaml.Node | None, values: Mapping[str, Any], lines: list[str], path: tuple[str, ...]) -> Schema:
+    assert isinstance(node, yaml.MappingNode)
+    properties = {}
+    for key_node, value_node in node.value:
+        key, here = key_node.value, (*path, key_node.value)
+        comment = " ".join(reversed(list(_above(lines, key_node.start_mark.line))))
+        schema = _shape(here)
+        if schema is None and isinstance(values[key], Mapping):
+            schema = _object(value_node, values[key], lines, here)
+        elif not comment:
+            raise UndocumentedError(f"{'.'.join(here)}: say above it what it means")
+        properties[key] = {**(schema or _type_of(values[key])), **({"description": comment} if comment else {})}
+    return closed(properties)
+
+
+def _above(lines: list[str], line: int) -> Iterator[str]:
+    """The comment that ends just before this line, last line first."""
+    while line and lines[line - 1].lstrip().startswith("#"):
+        line -= 1
+        yield lines[line].lstrip(" #")
+
+
+def _shape(path: tuple[str, ...]) -> Schema | None:
+    return SHAPES.get(".".join(path[-2:])) or SHAPES.get(path[-1])
+
+
+def _type_of(default: object) -> Schema:
+    kinds = {bool: {"type": "boolean"}, int: COUNT, str: TEXT}
+    return kinds[type(default)]
+
+
+if __name__ == "__main__":
+    SCHEMA.write_text(generated(), encoding="utf-8")

@@ -1,0 +1,123 @@
+"""`python -m loadtests`: a bounded load against stacks that it starts itself, or against a server that runs.
+
+Every stack is loaded twice, with speculation off and on. The last line of output is one JSON document. The exit code is
+1 if an answer was an error, lacked a token or had another one, or if memory grew (`loadtests.attack.FLAT`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loadtests.attack import attack
+from loadtests.profiles import PROFILES, Profile
+from loadtests.reference import recorded
+from loadtests.run import Run
+from loadtests.shapes import SHAPES
+from paceline.cli.client import open_client
+from paceline.cli.deployment import LOOPBACK, Deployment, listenable, plan
+from paceline.cli.options import start_errors
+from paceline.cli.stack import ready_stack
+from paceline.models import is_weightless
+
+WAYS = {"off": False, "on": True}
+"""Speculation."""
+
+
+def main(
+    profiles: Annotated[list[str] | None, typer.Argument(help=f"{', '.join(PROFILES)}; all by default")] = None,
+    shape: Annotated[str, typer.Option(help=", ".join(SHAPES))] = "soak",
+    streams: Annotated[int | None, typer.Option(min=1, help="At once, at most.")] = None,
+    seconds: Annotated[float | None, typer.Option(min=1.0, help="After all users have come.")] = None,
+    step_ms: Annotated[float | None, typer.Option(min=0.0, help="Of the timed target.")] = None,
+) -> None:
+    """Load stacks of our own, with speculation off and on."""
+    if unknown := set(profiles or ()) - set(PROFILES):
+        raise typer.BadParameter(f"no profile is called {unknown.pop()}: choose from {', '.join(PROFILES)}")
+    if shape not in SHAPES:
+        raise typer.BadParameter(f"no shape is called {shape}: choose from {', '.join(SHAPES)}")
+    chosen = [changed(PROFILES[name], streams, seconds, step_ms) for name in profiles or PROFILES]
+    console = Console(highlight=False)
+    with start_errors():
+        results = {profile.name: asyncio.run(load(console, profile, shape)) for profile in chosen}
+    good = all(each["good"] for ways in results.values() for each in ways.values())
+    typer.echo(json.dumps({"good": good, **results}))
+    raise typer.Exit(0 if good else 1)
+
+
+def changed(profile: Profile, streams: int | None, seconds: float | None, step_ms: float | None) -> Profile:
+    wish = profile.wish
+    if step_ms is not None and is_weightless(wish.model):
+        wish = replace(wish, model=f"{wish.model},step_ms={step_ms:g}")
+    return replace(profile, wish=wish, streams=streams or profile.streams, seconds=seconds or profile.seconds)
+
+
+async def load(console: Console, profile: Profile, shape: str) -> dict[str, dict[str, Any]]:
+    """Both ways, one after the other, on one stack."""
+    deployment = replace(plan(profile.wish), grpc_port=listenable(LOOPBACK, 0))
+    async with ready_stack(deployment, console) as stack:
+        questions: dict[str, Sequence[dict[str, Any]]] = {}
+        if not is_weightless(deployment.model):
+            async with open_client(deployment.url) as client:
+                questions = await recorded(client)
+        results = {}
+        for way, speculative in WAYS.items():
+            run = run_of(deployment, profile, shape, speculative, questions)
+            console.print(f"{profile.name}: {profile.streams} streams, speculation {way}, {profile.seconds:g} s")
+            services = {name: child.pid for name, child in stack.supervisor.children.items() if child.pid}
+            results[way] = await attack(run, services)
+        show(console, results)
+        return results
+
+
+def run_of(
+    deployment: Deployment,
+    profile: Profile,
+    shape: str,
+    speculative: bool,
+    questions: dict[str, Sequence[dict[str, Any]]],
+) -> Run:
+    return Run(
+        url=deployment.url,
+        grpc=f"{LOOPBACK}:{deployment.grpc_port}",
+        model=deployment.model,
+        speculative=speculative,
+        shape=shape,
+        ramp_s=profile.ramp_s,
+        seconds=profile.seconds,
+        users=profile.users,
+        answers=profile.answers,
+        goal=profile.goal,
+        recorded=questions,
+    )
+
+
+def show(console: Console, results: dict[str, dict[str, Any]]) -> None:
+    table = Table("", *(f"speculation {way}" for way in results))
+    names = next(iter(results.values()))["figures"]
+    for name in names:
+        table.add_row(name.replace("_", " "), *(f"{each['figures'][name]:,}" for each in results.values()))
+    table.add_row("memory, MB", *(_memory(each["memory"]) for each in results.values()))
+    table.add_row(
+        "busiest", *(", ".join(f"{n} {c}" for n, c in list(each["cores"].items())[:3]) for each in results.values())
+    )
+    console.print(table)
+
+
+def _memory(used: dict[str, float] | None) -> str:
+    return f"{used['first_minute_mb']:,} → {used['last_minute_mb']:,}" if used else "-"
+
+
+def _busiest(used: dict[str, float]) -> str:
+    return "\n".join(f"{name} {count}" for name, count in used.items())
+
+
+if __name__ == "__main__":
+    typer.run(main)

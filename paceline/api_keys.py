@@ -1,0 +1,71 @@
+"""API keys as a gateway's file holds them: name, hash and limits, and never the key.
+
+A key is 256 random bits. Nobody finds them from a SHA-256 by trying, which is what slow hashes with salts prevent for
+secrets that people choose. So one fast hash is enough, and costs a request nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import tempfile
+from pathlib import Path
+
+from pydantic import Field, ValidationError, model_validator
+
+from paceline.config.settings import Settings
+
+PREFIX = "pl-"
+"""So that a key that leaked into a repository is recognised."""
+
+
+class KeyFileError(Exception):
+    """The file holds no keys that can be used; the text says why, and quotes nothing of it."""
+
+
+class ApiKey(Settings):
+    """Limits are those of one gateway; None: none. `max_concurrent`: requests being answered at once."""
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in logs and metrics")
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
+    requests_per_minute: int | None = Field(None, ge=1)
+    tokens_per_minute: int | None = Field(None, ge=1, description="prompt and output")
+    max_concurrent: int | None = Field(None, ge=1)
+
+
+class KeyFile(Settings):
+    keys: tuple[ApiKey, ...] = ()
+
+    @model_validator(mode="after")
+    def _different(self) -> KeyFile:
+        for field in ("name", "sha256"):
+            if len({getattr(key, field) for key in self.keys}) < len(self.keys):
+                raise ValueError(f"two keys have the same {field}")
+        return self
+
+
+def new_key() -> str:
+    return PREFIX + secrets.token_urlsafe(32)
+
+
+def digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def read(path: Path) -> KeyFile:
+    """Raises `KeyFileError`."""
+    try:
+        return KeyFile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = ".".join(map(str, first["loc"]))
+        raise KeyFileError(f"{path} holds no API keys: {where}{': ' if where else ''}{first['msg']}") from None
+
+
+def write(path: Path, keys: KeyFile) -> None:
+    """Replace the file at once, so that whoever reads it sees the old or the new one; only its owner may."""
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as new:  # mode 0600
+        new.write(keys.model_dump_json(indent=2, exclude_none=True) + "\n")
+    Path(new.name).replace(path)

@@ -1,0 +1,75 @@
+"""Grammars as text: what users write, turned into the one dialect that travels, and checked."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, regex_to_lark
+from llguidance.gbnf_to_lark import any_to_lark
+
+PREAMBLE = '%llguidance {"no_forcing": true}\n'
+"""Where a grammar forces text, llguidance would allow only one way to write it in tokens, and not always the same."""
+WHITE_SPACE = r"\n[ \t]{0,40}|[ \t]"
+"""What may stand between the parts of JSON, unless a schema says otherwise. It has an end, which small models do not
+always find."""
+LIMITS = LLParserLimits(
+    max_grammar_size=100_000,
+    initial_lexer_fuel=1_000_000,  # when compiled: about 20 ms
+    step_lexer_fuel=100_000,  # for each mask: about 7 ms
+    step_max_items=20_000,  # for each mask: about 1 ms
+    max_lexer_states=20_000,  # 20 to 40 MB
+    verbose_errors=False,
+)
+"""What a hostile grammar can cost. The length of its text bounds it, too: 32,768 characters compile within a second or
+two, in a thread."""
+
+
+class GrammarError(ValueError):
+    """The text says what is wrong with a grammar."""
+
+
+def of_schema(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
+    """JSON that a schema describes. `white_space`: a regular expression for what may stand between its parts;
+    None: nothing may."""
+    options = {"whitespace_flexible": False} if white_space is None else {"whitespace_pattern": white_space}
+    whole = {"x-guidance": options, **schema} if isinstance(schema, Mapping) else schema
+    return f"start: %json {json.dumps(whole, separators=(',', ':'))}"
+
+
+def of_regex(regex: str) -> str:
+    """Text that a regular expression matches from end to end."""
+    return f"start: /{regex_to_lark(regex, '')}/"
+
+
+def of_choices(choices: Sequence[str]) -> str:
+    """One of these texts."""
+    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+
+
+def of_grammar(text: str) -> str:
+    """What a grammar in Lark or GBNF (llama.cpp's EBNF) describes. Raises `GrammarError`."""
+    if "%llguidance" in text:
+        raise GrammarError("options of %llguidance cannot be set")
+    try:
+        return str(any_to_lark(text))
+    except Exception as error:  # it raises whatever comes to hand
+        raise GrammarError(f"it cannot be read as GBNF: {error}") from error
+
+
+def check(grammar: str) -> None:
+    """Raises `GrammarError` if it cannot be compiled. That may take a second, in which other threads go on."""
+    if error := LLMatcher.validate_grammar(PREAMBLE + grammar, None, limits=LIMITS):
+        raise GrammarError(plainly(error))
+
+
+def plainly(error: str) -> str:
+    """What llguidance complains of, without the place in a text that the user did not write."""
+    first, *rest = error.strip().splitlines() or [""]
+    reasons = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
+    return ", ".join([_PLACE.sub("", first), *reasons])[:200]
+
+
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")

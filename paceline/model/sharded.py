@@ -1,0 +1,45 @@
+"""A model of which every rank holds a part: rank 0 leads, the others follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.model.lending import Lent, borrow
+from paceline.model.model import Output, TransformersModel, padded
+from paceline.model.packing import packed, unpacked
+from paceline.model.rows import Row, lay_out
+from paceline.tensor_parallel.meeting import Replica
+from paceline.tensor_parallel.ranks import Ranks
+
+CPU = torch.device("cpu")
+
+
+class LeadingModel:
+    """A `paceline.model.Model` on rank 0: every pass is one of all ranks."""
+
+    def __init__(self, part: TransformersModel, replica: Replica) -> None:
+        self.name = part.name
+        self.vocabulary_size = part.vocabulary_size
+        self.max_model_len = part.max_model_len
+        self.slots = part.slots
+        self.eos_token_ids = part.eos_token_ids
+        self.fingerprint = part.fingerprint
+        self.rows_invariant = False
+        self._part, self._replica = part, replica
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        order = packed(lay_out(rows, CPU), padded(wanted, CPU))
+        self._replica.ranks.send(order)
+        return self._part.run_laid_out(*unpacked(order, self._part.device), len(wanted), hidden_layers)
+
+    def lend(self) -> Lent:
+        """Read from the checkpoint: what the ranks share can be used by all of them at once only."""
+        return borrow(self.name, self._part.dtype, str(self._part.device), self.max_model_len)
+
+
+def follow(part: TransformersModel, ranks: Ranks) -> None:
+    """Run every pass that rank 0 runs, until it has no more. Raises `RankLostError`."""
+    while (order := ranks.receive()).numel():
+        part.run_laid_out(*unpacked(order, part.device), 0)

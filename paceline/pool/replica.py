@@ -1,0 +1,144 @@
+"""One replica of a target: a placement group, an actor in each of its bundles, and a process for each actor.
+
+When one of the processes ends, the others are ended, the bundles are given back, and all of it is done again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from paceline.cli.child import COULD_NOT_START, Backoff, StartError
+from paceline.pool.host import Host
+
+log = logging.getLogger(__name__)
+
+Placement = Literal["pack", "spread"]
+LAST_WORDS_S = 5.0
+"""How long the other ranks get to end by themselves, once one has."""
+OFTEN_S = 30.0
+"""Between two words about bundles that Ray has no room for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """What all ranks of a replica need. `arguments`: rank 0's of `services.target`, given where the ranks meet."""
+
+    size: int
+    bundle: dict[str, float]
+    """What one rank needs of its node, in Ray's words."""
+    placement: Placement
+    arguments: Callable[[str, int], Sequence[str]]
+    stop_s: float
+    """How long rank 0 may take to finish what runs."""
+
+
+@dataclass(slots=True)
+class Replica:
+    """Kept running until it is stopped."""
+
+    name: str
+    ranks: Ranks
+    backoff: Backoff = field(default_factory=Backoff)
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def run(self) -> None:
+        """Return after `stop`. Raises `StartError` if the first life ends for a reason that will not go away."""
+        lives = 0
+        while not self._stopping.is_set():
+            lives += 1
+            born = time.monotonic()
+            try:
+                code = await self._live()
+            except ray.exceptions.RayError as error:  # a node or an actor is gone
+                log.warning("%s lost what it ran on: %s", self.name, str(error).splitlines()[0])
+                code = None
+            if self._stopping.is_set():
+                return
+            if code == COULD_NOT_START and lives == 1:
+                raise StartError(f"{self.name} could not start: its last line in the log says why")
+            wait_s = self.backoff.after(time.monotonic() - born)
+            log.warning("%s ended (exit code %s) and is started again in %.1f s", self.name, code, wait_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), wait_s)
+
+    def stop(self) -> None:
+        """Ask it to finish what runs, and not to start again. `run` returns when it has."""
+        self._stopping.set()
+
+    async def _live(self) -> int:
+        """From placing the ranks to the end of them all. The exit code of the one that ended first."""
+        async with AsyncExitStack() as stack:
+            group = placement_group([self.ranks.bundle] * self.ranks.size, strategy=self.ranks.placement.upper())
+            stack.callback(remove_placement_group, group)
+            if not await self._placed(group):
+                return 0
+            hosts = [self._host(group, rank) for rank in range(self.ranks.size)]
+            for host in hosts:
+                stack.callback(ray.kill, host)  # and with it its process
+            address, port = await hosts[0].place.remote()
+            log.info("%s starts, its ranks meet at %s:%d", self.name, address, port)
+            commands = [self.ranks.arguments(address, port)]
+            for rank in range(1, self.ranks.size):
+                commands.append(("-m", "services.rank", "--rendezvous", f"{address}:{port}", "--rank", str(rank)))
+            runs = [_future(host.run.remote(command)) for host, command in zip(hosts, commands, strict=True)]
+            return await self._until_one_ends(hosts[0], runs)
+
+    async def _placed(self, group: Any) -> bool:
+        """Whether Ray found room before this was stopped."""
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
+        ready = _future(group.ready())
+        try:
+            while not (done := (await asyncio.wait([ready, stopping], timeout=OFTEN_S, return_when=FIRST))[0]):
+                log.warning("%s waits for %d × %s in the cluster", self.name, self.ranks.size, self.ranks.bundle)
+            return ready in done
+        finally:
+            stopping.cancel()
+
+    async def _until_one_ends(self, first: Any, runs: Sequence[asyncio.Future[int]]) -> int:
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait([*runs, stopping], return_when=FIRST)
+            if stopping.done():
+                await first.stop.remote()
+                await asyncio.wait(runs, timeout=self.ranks.stop_s)  # rank 0 lets the others go
+            else:
+                await asyncio.wait(runs, timeout=LAST_WORDS_S)
+            codes = [run.result() for run in runs if run.done()]
+            return max(codes, default=0, key=lambda code: code == COULD_NOT_START)  # that one is the reason
+        finally:
+            stopping.cancel()
+
+    def _host(self, group: Any, rank: int) -> Any:
+        """The actor in a bundle; it takes all that its process needs."""
+        bundle = dict(self.ranks.bundle)
+        return (
+            ray.remote(Host)
+            .options(
+                num_cpus=bundle.pop("CPU", 0),
+                num_gpus=bundle.pop("GPU", 0),
+                max_concurrency=4,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+            )
+            .remote()
+        )
+
+
+FIRST = asyncio.FIRST_COMPLETED
+
+
+def _future(reference: Awaitable[Any]) -> asyncio.Future[Any]:
+    return asyncio.ensure_future(_awaited(reference))
+
+
+async def _awaited(reference: Awaitable[Any]) -> Any:
+    return await reference

@@ -1,0 +1,15 @@
+"""What a gateway reports to Prometheus about API keys, by the keys' names."""
+
+from __future__ import annotations
+
+from paceline.telemetry.instruments import Instruments
+
+
+class KeyMetrics:
+    """Tokens per minute of each key: 60 * rate(paceline_key_tokens_total[5m])"""
+
+    def __init__(self, make: Instruments) -> None:
+        self.requests = make.counter("key_requests", "Requests that were let in, by API key", ["key"])
+        self.refused = make.counter("key_refused", "Requests beyond a limit of their API key", ["key", "limit"])
+        self.tokens = make.counter("key_tokens", "Prompt and output tokens by API key", ["key", "kind"])
+        self.unknown = make.counter("unknown_keys", "Requests without an API key that is known")

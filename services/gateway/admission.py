@@ -1,0 +1,106 @@
+"""Whether there is room for a request. Whoever finds none is told at once, and when to come back.
+
+What is let in is let in for good: it waits at its target, and is answered. So the limits are on what runs and on what
+waits, and are checked before the work of reading and encoding a request, and once more, exactly, when it begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from services.gateway.errors import OverloadedError
+from services.gateway.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """`resume_s`: see `Run`. `max_in_flight`: choices being generated at once, over all requests and models.
+
+    `max_queue`: requests of one model that wait for their first token, over all its targets and all gateways.
+    """
+
+    max_in_flight: int = 1024
+    max_body_bytes: int = 8 * 2**20
+    resume_s: float = 30.0
+    max_queue: int = 1024
+    max_body_s: float = 60.0
+
+
+@dataclass(slots=True)
+class Room:
+    """Of a whole gateway. `closing`: no new requests."""
+
+    limits: Limits = field(default_factory=Limits)
+    in_flight: int = 0
+    closing: bool = False
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no new requests, and wait until those that run have ended, or so many seconds."""
+        self.closing = True
+        with suppress(TimeoutError):  # those that still run are cut off
+            async with asyncio.timeout(timeout_s):
+                while self.in_flight:
+                    self._idle.clear()
+                    await self._idle.wait()
+
+    def left(self) -> None:
+        self.in_flight -= 1
+        if not self.in_flight:
+            self._idle.set()
+
+
+class Queue:
+    """What runs and waits of one model."""
+
+    def __init__(self, room: Room, fleet: Fleet) -> None:
+        self.in_flight = 0
+        """Choices of this gateway."""
+        self._room = room
+        self._fleet = fleet
+
+    @property
+    def waiting(self) -> int:
+        """Choices, from everybody, that wait for their first token: at a target, or here for one to take them."""
+        return self._fleet.waiting + max(0, self.in_flight - self._fleet.in_flight)
+
+    def check(self, choices: int) -> None:
+        """Raises `OverloadedError` if so many more choices are too many."""
+        room, most = self._room, self._room.limits
+        if room.in_flight + choices > most.max_in_flight:
+            raise OverloadedError(
+                f"{room.in_flight} completions are being generated, the limit is {most.max_in_flight}",
+                self._fleet.retry_after_s(),
+                reason="in_flight",
+            )
+        if self.waiting >= most.max_queue:
+            raise OverloadedError(
+                f"{self.waiting} completions wait for their first token, the limit is {most.max_queue}",
+                self._fleet.retry_after_s(),
+                reason="queue",
+            )
+
+    def enter(self, choices: int) -> list[Place]:
+        """A place for each. Raises `OverloadedError`."""
+        self.check(choices)
+        self.in_flight += choices
+        self._room.in_flight += choices
+        return [Place(self._room, self) for _ in range(choices)]
+
+
+class Place:
+    """One choice's."""
+
+    def __init__(self, room: Room, queue: Queue) -> None:
+        self._room = room
+        self._queue = queue
+        self._taken = True
+
+    def close(self) -> None:
+        """It has ended. Harmless if it had before."""
+        if self._taken:
+            self._taken = False
+            self._queue.in_flight -= 1
+            self._room.left()

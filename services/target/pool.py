@@ -1,0 +1,106 @@
+"""python -m services.target.pool: replicas of a target on a Ray cluster, each of one rank or several.
+
+Everything that this does not know itself goes to each replica's rank 0, `python -m services.target`. It ends as
+services do, see `services.process`: SIGTERM lets running requests finish.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+
+import ray
+
+from paceline.cli.child import StartError as CannotStartError
+from paceline.config import EngineConfig
+from paceline.pool.replica import Ranks, Replica
+from paceline.telemetry import logs
+from services.process import StartError, positive, run
+from services.target.__main__ import parse as target_options
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 10.0
+"""How much longer than a target's drain its end may take."""
+
+
+def main() -> int:
+    options, rest = parse(sys.argv[1:])
+    logs.configure("pool", options.ray)
+    return run(lambda stop: serve(options, rest, stop))
+
+
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Ours, and what is for the targets. Exits if they would not take it."""
+    known = argparse.ArgumentParser(
+        prog="paceline target",
+        description="Replicas of a target on a Ray cluster. Takes all options of a single target, too.",
+        allow_abbrev=False,
+    )
+    known.add_argument(
+        "--ray", required=True, metavar="auto|local|ADDRESS", help="a cluster that runs, a new one here, or one by name"
+    )
+    known.add_argument("--replicas", type=positive, default=1, help="targets, each with the whole model")
+    known.add_argument("--tensor-parallel-size", type=positive, help="processes that share the model of a replica")
+    known.add_argument("--placement", choices=("pack", "spread"), default="pack", help="ranks on few nodes, or on many")
+    options, rest = known.parse_known_args(arguments)
+    options.target = target_options(rest)
+    for name in ("--worker-id", "--port", "--advertise", "--host"):
+        if any(each.partition("=")[0] == name for each in rest):
+            known.error(f"{name} cannot be one for all: each replica has its own, on the node where it runs")
+    return options, rest
+
+
+async def serve(options: argparse.Namespace, rest: Sequence[str], stop: asyncio.Event) -> None:
+    """From joining the cluster until all replicas have stopped."""
+    join(options.ray)
+    for number in (signal.SIGTERM, signal.SIGINT):  # which Ray took
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    try:
+        replicas = [Replica(f"replica {n}", ranks_of(options, rest)) for n in range(1, options.replicas + 1)]
+        running = [asyncio.create_task(replica.run(), name=replica.name) for replica in replicas]
+        stopped = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+        for replica in replicas:
+            replica.stop()
+        await asyncio.wait(running)
+        stopped.cancel()
+        for task in done - {stopped}:
+            task.result()
+    except CannotStartError as error:
+        raise StartError(str(error)) from error
+    finally:
+        await asyncio.to_thread(ray.shutdown)
+    log.info("pool stopped")
+
+
+def join(where: str) -> None:
+    """Ray as it runs here, a Ray of our own, or that at an address. Raises `StartError`."""
+    try:
+        ray.init(address=where, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        raise StartError(f"--ray {where}: no cluster there ({error}); start one, or say local") from error
+
+
+def ranks_of(options: argparse.Namespace, rest: Sequence[str]) -> Ranks:
+    """What each replica is made of."""
+    engine: EngineConfig = options.target.engine_config
+    size = options.tensor_parallel_size or engine.tensor_parallel_size
+
+    def arguments(address: str, port: int) -> list[str]:
+        rendezvous = f"{address}:{port}" if size > 1 else None
+        shared = engine.model_copy(update={"tensor_parallel_size": size, "rendezvous": rendezvous})
+        return [*("-m", "services.target"), *rest, *("--host", address, "--engine-config", shared.model_dump_json())]
+
+    bundle = {"CPU": float(engine.threads)}
+    if engine.device.startswith("cuda"):
+        bundle["GPU"] = 1.0  # of which the rank then sees no other
+    return Ranks(size, bundle, options.placement, arguments, options.target.drain_s + GRACE_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

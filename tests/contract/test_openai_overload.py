@@ -1,0 +1,169 @@
+"""More requests than there is room for: the rest is told so at once, those let in are served as ever."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from threading import Event
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from paceline.model.timed import SimulatedModel
+from paceline.state import WorkerRecord, open_store
+from paceline.timed import TimedModel
+from paceline.v1 import inference_pb2, inference_pb2_grpc
+from services.gateway.admission import Limits
+from services.gateway.server import Settings, running
+from tests.contract.openai_stack import counts, open_stack
+from tests.targets import target_worker
+
+TIMED = "timed:vocabulary=512,step_ms=50"
+"""Far longer than a step takes to compute: only what is left of it can be made to stand still."""
+SERVED = "tested"
+"""As `tests.targets` calls it."""
+QUEUE = 40
+
+
+@asynccontextmanager
+async def served(limits: Limits, moving: Event) -> AsyncIterator[httpx.AsyncClient]:
+    """A gateway, a target and its engine over a model that takes its time, and stands still unless `moving` is set."""
+    spec = TimedModel.parse(TIMED)
+
+    def sleep(seconds: float) -> None:
+        moving.wait()
+        time.sleep(seconds)
+
+    model = SimulatedModel(TIMED, spec, slots=512, max_model_len=256, sleep=sleep)
+    async with (
+        target_worker(model=model) as worker,
+        open_store(None, ttl_s=3600.0) as store,
+        running(Settings(TIMED, SERVED, port=0, limits=limits), store) as (models, addresses),
+    ):
+        record = WorkerRecord("target", "t", worker.address, SERVED, "", spec.fingerprint, time.time())
+        await store.registry.register(record)
+        assert await models.first.fleet.wait_for_target(60.0)
+        everybody = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(base_url=f"http://{addresses.http}", timeout=240.0, limits=everybody) as http:
+            try:
+                yield http
+            finally:
+                moving.set()
+
+
+def body(number: int) -> dict[str, Any]:
+    prompt = [100 + number, 7, 8, 9]
+    return {"prompt": prompt, "max_tokens": 12, "seed": number, "temperature": 0.8, "return_token_ids": True}
+
+
+async def test_a_flood_is_served_as_far_as_there_is_room_and_nobody_is_served_wrong() -> None:
+    """Five times what is let in, all at once, and then again: nothing is left behind of the first flood.
+
+    Those who find no room know it while nothing moves. Those let in are more than the target has slots for at once.
+    """
+    moving = Event()
+    moving.set()
+    async with served(Limits(max_queue=QUEUE), moving) as http:
+
+        async def ask(number: int) -> httpx.Response:
+            return await http.post("/v1/completions", json=body(number))
+
+        alone = [(await ask(number)).json()["choices"][0]["token_ids"] for number in range(5)]
+        for _ in range(2):
+            moving.clear()
+            asking = [asyncio.create_task(ask(number % 5)) for number in range(5 * QUEUE)]
+            while sum(task.done() for task in asking) < 4 * QUEUE:
+                await asyncio.sleep(0.01)
+            refused = [task.result() for task in asking if task.done()]
+            assert Counter(answer.status_code for answer in refused) == {429: 4 * QUEUE}
+            assert all(int(answer.headers["retry-after"]) >= 1 for answer in refused)
+            moving.set()
+            for number, answer in enumerate(await asyncio.gather(*asking)):
+                if answer.status_code != 429:
+                    assert answer.json()["choices"][0]["token_ids"] == alone[number % 5]
+        told = (await http.get("/metrics")).text
+        assert f'paceline_requests_queued{{model_name="{SERVED}"}} 0.0' in told
+        assert f'paceline_rejections_total{{model_name="{SERVED}",reason="queue"}} {8 * QUEUE}.0' in told
+
+
+async def answer_to_a_beginning(base_url: httpx.URL) -> tuple[int, str | None]:
+    """Status and Retry-After of a request whose body begins, and never ends."""
+    reader, writer = await asyncio.open_connection(base_url.host, base_url.port)
+    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"prompt": "')
+    status = int((await reader.readline()).split()[1])
+    headers = {}
+    while (line := await reader.readline()) != b"\r\n":
+        name, _, value = line.decode().partition(":")
+        headers[name.lower()] = value.strip()
+    writer.close()
+    return status, headers.get("retry-after")
+
+
+async def test_whoever_finds_the_queue_full_is_told_while_nothing_moves() -> None:
+    """And before the body is read: this one never ends."""
+    async with open_stack(counts, limits=Limits(max_queue=3)) as stack:
+        stack.decoder.gate.clear()
+        body = {"prompt": "x", "max_tokens": 5, "seed": 3}
+        waiting = [asyncio.create_task(stack.http.post("/v1/completions", json=body)) for _ in range(3)]
+        while len(stack.decoder.submissions) < 3:
+            await asyncio.sleep(0.01)
+
+        assert await answer_to_a_beginning(stack.http.base_url) == (429, "1")
+        assert not any(task.done() for task in waiting)
+        assert 'paceline_requests_queued{model_name="pydoc"} 3.0' in (await stack.http.get("/metrics")).text
+        stack.decoder.gate.set()
+        assert len({(await task).json()["choices"][0]["text"] for task in waiting}) == 1
+        assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+
+
+async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
+    """Everybody has been checked before anybody has begun."""
+    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+        stack.decoder.gate.clear()
+        asking = [asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(12)]
+        while sum(task.done() for task in asking) < 8:
+            await asyncio.sleep(0.01)
+        assert len(stack.decoder.submissions) <= 4
+        stack.decoder.gate.set()
+        statuses = Counter([(await task).status_code for task in asking])
+        assert statuses == {200: 4, 429: 8}
+
+
+async def test_choices_that_never_began_leave_no_trace() -> None:
+    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+        stack.decoder.gate.clear()
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x", "n": 4}))
+        while stack.gateway.in_flight < 4:
+            await asyncio.sleep(0)
+        asking.cancel()
+        while stack.gateway.in_flight:
+            await asyncio.sleep(0.01)
+        assert stack.gateway.room.in_flight == 0
+
+
+@pytest.mark.parametrize("full", [True, False])
+async def test_grpc_clients_are_told_when_to_come_back(full: bool) -> None:
+    """In the trailer that gRPC's own retries obey."""
+    scripts = [counts] if full else []
+    async with open_stack(*scripts, limits=Limits(max_queue=1)) as stack:
+        if full:
+            stack.decoder.gate.clear()
+            waiting = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"}))
+            while not stack.decoder.submissions:
+                await asyncio.sleep(0.01)
+        async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                async for _ in stub.Generate(inference_pb2.GenerateRequest(text="x")):
+                    pass
+        wanted = grpc.StatusCode.RESOURCE_EXHAUSTED if full else grpc.StatusCode.UNAVAILABLE
+        assert error.value.code() == wanted
+        assert dict(error.value.trailing_metadata() or ()).get("grpc-retry-pushback-ms") == "1000"
+        if full:
+            stack.decoder.gate.set()
+            assert (await waiting).status_code == 200

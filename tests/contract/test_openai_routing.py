@@ -1,0 +1,258 @@
+"""Which target gets a request, and which is left alone: a real gateway, and real links to scripted targets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import grpc
+
+from paceline.messages import Submission
+from paceline.state import Acceptance, WorkerRecord
+from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway.breaker import FAILURES, State
+from services.gateway.drafts import kind_of
+from services.gateway.prefixes import BLOCK
+from services.gateway.routing import PREFIX_TOKENS, home, prompt_key
+from tests.contract.openai_stack import MODEL, RunningTarget, Stack, counts, open_stack
+
+PROMPT = [300 + index for index in range(3 * BLOCK + 8)]
+
+
+async def completed(stack: Stack, prompt: Any, headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": prompt, "max_tokens": 4, "seed": 1, **fields}
+    answer = await stack.http.post("/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def metrics(stack: Stack) -> str:
+    return (await stack.http.get("/metrics")).text
+
+
+def expected_cached(told: str) -> float:
+    [line] = [line for line in told.splitlines() if line.startswith("paceline_routed_cached_tokens_total{")]
+    return float(line.split()[-1])
+
+
+def served(stack: Stack) -> list[int]:
+    return [len(target.decoder.submissions) for target in stack.targets]
+
+
+def key(target: RunningTarget) -> str:
+    return f"{target.record.worker_id}@{target.record.address}"
+
+
+async def test_a_conversation_stays_at_its_target_however_it_is_named() -> None:
+    async with open_stack(counts, counts, counts) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+        for number in range(8):
+            prompt = [300 + number] * 70
+            await completed(stack, prompt, headers={"X-Session-Id": "talk"})
+            await completed(stack, prompt, prompt_cache_key="talk")
+            request = inference_pb2.GenerateRequest(tokens=common_pb2.TokenSequence(token_ids=prompt))
+            async for _ in stub.Generate(request, metadata=[("x-session-id", "talk")]):
+                pass
+        assert sorted(served(stack)) == [0, 0, 24]
+        for number in range(24):
+            await completed(stack, [300 + number] * 70)
+        assert sorted(served(stack))[1] > 0
+        assert 'paceline_routed_total{affinity="session",model_name="pydoc"} 23.0' in await metrics(stack)
+
+
+async def test_a_prompt_returns_to_the_target_that_holds_most_of_it() -> None:
+    """It is at home elsewhere, but was sent away once: where it went is known, and counts for more."""
+    async with open_stack(counts, counts) as stack:
+        by_key = {key(target): target for target in stack.targets}
+        first = by_key[str(home(list(by_key), prompt_key(PROMPT)))]
+        [second] = [target for target in stack.targets if target is not first]
+        first.decoder.gate.clear()
+        blocking = [asyncio.create_task(completed(stack, [*PROMPT[:PREFIX_TOKENS], 500 + i])) for i in range(2)]
+        while len(first.decoder.submissions) + len(second.decoder.submissions) < 2:
+            await asyncio.sleep(0.01)
+        await asyncio.wait(blocking, return_when=asyncio.FIRST_COMPLETED)  # the second one has nothing to do again
+        await completed(stack, [*PROMPT, 1000])
+        assert len(second.decoder.submissions) > 0
+        first.decoder.gate.set()
+        await asyncio.gather(*blocking)
+        for target in stack.targets:
+            target.decoder.submissions.clear()
+        before = expected_cached(await metrics(stack))
+        await completed(stack, [*PROMPT, 2000])
+        assert (len(first.decoder.submissions), len(second.decoder.submissions)) == (0, 1)
+        assert expected_cached(await metrics(stack)) - before == 3 * BLOCK
+
+
+async def test_nobody_is_sent_after_what_another_salt_has_left_behind() -> None:
+    """Neither its prefix nor its conversation of the same name: that would be a guess that cannot come true."""
+    async with open_stack(counts, counts, counts) as stack:
+        for number in range(6):
+            before = expected_cached(await metrics(stack)) if number else 0.0
+            for again in range(2):
+                await completed(stack, [*PROMPT, again], {"X-Session-Id": "talk"}, cache_salt=f"tenant {number}")
+            assert expected_cached(await metrics(stack)) - before == 3 * BLOCK
+        assert sorted(served(stack))[1] > 0
+        assert 'paceline_routed_total{affinity="session",model_name="pydoc"} 6.0' in await metrics(stack)
+
+
+async def test_a_target_that_says_in_the_registry_that_it_drains_gets_nothing_new() -> None:
+    """Neither one that is connected, nor one that is not: there is no attempt."""
+    async with open_stack(counts, counts) as stack:
+        leaving = stack.targets[0]
+        await stack.store.registry.heartbeat(leaving.record, {"draining": 1.0})
+        while sum(target.up for target in stack.gateway.fleet.targets.values()) > 1:
+            await asyncio.sleep(0.01)
+        for number in range(6):
+            await completed(stack, [300 + number])
+        assert served(stack) == [0, 6]
+        unknown = WorkerRecord("target", "new", "127.0.0.1:1", MODEL, "", leaving.record.fingerprint, 0.0)
+        await stack.store.registry.heartbeat(unknown, {"draining": 1.0})
+        while len(await stack.store.registry.workers("target")) < 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(1.0)  # several looks at the list
+        assert not any("new@" in tended for tended in stack.gateway.fleet._tending)
+
+
+class Moody:
+    """A script that fails until its mood changes."""
+
+    fails = True
+
+    def __call__(self, submission: Submission) -> Sequence[int]:
+        if self.fails:
+            raise RuntimeError("the accelerator is gone")
+        return counts(submission)
+
+
+async def test_a_target_that_fails_repeatedly_is_left_alone_and_probed_and_nobody_notices() -> None:
+    moody = Moody()
+    async with open_stack(moody, counts, burst=1) as stack:
+        breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
+        numbers = iter(range(300, 3000))
+        while breaker.state == State.CLOSED:
+            await completed(stack, [next(numbers)])
+        assert served(stack)[0] == FAILURES
+        assert f'kind="target",model_name="{MODEL}",worker="{key(stack.targets[0])}"}} 2.0' in await metrics(stack)
+        while breaker.state == State.OPEN:
+            await completed(stack, [next(numbers)])
+            assert served(stack)[0] == FAILURES
+        while served(stack)[0] == FAILURES:  # the probe
+            await completed(stack, [next(numbers)])
+        assert breaker.opens_in_s > 1.0
+        moody.fails = False
+        while breaker.state != State.CLOSED:
+            await asyncio.sleep(0.05)
+            await completed(stack, [next(numbers)])
+        assert served(stack)[0] == FAILURES + 2
+
+
+async def test_a_request_that_every_target_refuses_is_its_own_fault() -> None:
+    def script(submission: Submission) -> Sequence[int]:
+        if submission.sampling.seed == 13:
+            raise RuntimeError("no grammar has this rule")
+        return counts(submission)
+
+    async with open_stack(script, script) as stack:
+        for number in range(2 * FAILURES):
+            answer = await stack.http.post("/v1/completions", json={"prompt": [300 + number], "seed": 13})
+            assert answer.status_code == 500
+            assert "no grammar has this rule" in answer.text
+        assert served(stack) == [2 * FAILURES, 2 * FAILURES]
+        assert set(stack.gateway.fleet.breaker_states().values()) == {State.CLOSED}
+
+
+async def test_who_refused_a_request_is_asked_again_when_the_other_one_is_lost() -> None:
+    """There is nobody else then; the second time its word is taken for it."""
+    refused = []
+
+    def refuses(submission: Submission) -> Sequence[int]:
+        refused.append(submission)
+        raise RuntimeError("no grammar has this rule")
+
+    async with open_stack(refuses) as stack:
+        other = await stack.add_target(counts)
+        other.decoder.gate.clear()
+        stack.gateway.fleet._sessions.note(":talk", key(stack.targets[0]))
+        asking = asyncio.create_task(
+            stack.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Session-Id": "talk"})
+        )
+        while not other.decoder.submissions:
+            await asyncio.sleep(0.01)
+        await other.die()
+        answer = await asking
+        assert (answer.status_code, len(refused)) == (500, 2)
+        assert "no grammar has this rule" in answer.text
+
+
+async def test_when_every_target_is_left_alone_the_answer_says_when_to_come_back() -> None:
+    async with open_stack(counts) as stack:
+        breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
+        for _ in range(FAILURES):
+            breaker.failed()
+        answer = await stack.http.post("/v1/completions", json={"prompt": "x"})
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert (await stack.http.get("/health")).status_code == 503
+        while breaker.state == State.OPEN:
+            await asyncio.sleep(0.05)
+        await completed(stack, "x")
+        assert breaker.state == State.CLOSED
+
+
+async def test_what_every_gateway_has_seen_of_drafts_decides_who_is_asked_first() -> None:
+    """The scripted target says that worker `d` drafted for everything."""
+    async with open_stack(counts) as stack:
+        record = stack.targets[0].record
+        names = {"d": "draft_model", "e": "ngram"}
+        drafts = [
+            type(record)("draft", name, f"{name}:1", "", method, record.fingerprint, 0.0)
+            for name, method in names.items()
+        ]
+        for draft in drafts:
+            await stack.store.registry.register(draft)
+        while len(stack.gateway.fleet.drafts.kinds()) < 4:
+            await asyncio.sleep(0.01)
+        kinds = {draft.worker_id: kind_of(draft, greedy=False) for draft in drafts}
+        await completed(stack, "x")
+        while not (mine := await stack.store.acceptance.acceptance(MODEL, kinds["d"])).verifications:
+            await asyncio.sleep(0.05)
+        assert (mine.verifications, mine.acceptance_length) == (4, 1.0)
+        better = Acceptance(200.0, [100.0], [90.0])
+        await stack.store.acceptance.record(MODEL, kinds["e"], better)
+        await stack.store.acceptance.record(MODEL, kinds["d"], better * 0.5 + Acceptance(0.0, [100.0], [0.0]))
+        known = stack.gateway.fleet.drafts._known
+        while known[kinds["d"]].verifications < 100 or known[kinds["e"]].verifications < 100:
+            await asyncio.sleep(0.05)
+        for _ in range(2):
+            await completed(stack, "x")
+            assert stack.decoder.submissions[-1].drafts == ["e:1", "d:1"]
+
+
+async def test_several_models_behind_one_gateway() -> None:
+    async with open_stack(counts, more_models=["other"], aliases={"short": MODEL, "long": "other"}) as stack:
+        with_channel = grpc.aio.insecure_channel(stack.addresses.grpc)
+        assert (await stack.http.post("/v1/completions", json={"model": "other", "prompt": "x"})).status_code == 503
+        other = await stack.add_target(counts, model="other")
+        for name, model in {MODEL: MODEL, "short": MODEL, "other": "other", "long": "other"}.items():
+            assert (await completed(stack, "x", model=name))["model"] == model
+        assert served(stack) == [2, 2]
+        listed = (await stack.http.get("/v1/models")).json()["data"]
+        assert [model["id"] for model in listed] == [MODEL, "other"]
+        assert (await stack.http.get("/v1/models/long")).json()["id"] == "other"
+        unknown = await stack.http.post("/v1/completions", json={"model": "nope", "prompt": "x"})
+        assert unknown.status_code == 404
+        assert "'pydoc', 'other'" in unknown.text
+        nameless = await stack.http.post("/v1/completions", json={"prompt": "x"})
+        assert (nameless.status_code, nameless.json()["error"]["param"]) == (400, "model")
+        async with with_channel as channel:
+            stub = inference_pb2_grpc.InferenceServiceStub(channel)
+            models = await stub.ListModels(inference_pb2.ListModelsRequest())
+            assert [model.id for model in models.models] == [MODEL, "other"]
+            async for _ in stub.Generate(inference_pb2.GenerateRequest(text="x", model="long")):
+                pass
+        assert served(stack) == [2, 3]
+        told = await metrics(stack)
+        assert 'paceline_request_success_total{finished_reason="length",model_name="other"} 3.0' in told
+        await other.die()
+        await completed(stack, "x", model=MODEL)
+        assert (await stack.http.get("/health")).status_code == 200

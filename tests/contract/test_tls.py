@@ -1,0 +1,295 @@
+"""TLS over real sockets: who gets in, who does not, and certificates that are replaced while a stream runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from pathlib import Path
+
+import grpc
+import httpx
+import openai
+import pytest
+
+from paceline.state.embedded import EmbeddedRedis
+from paceline.state.errors import StateError
+from paceline.state.registry import WorkerRecord
+from paceline.state.store import open_store
+from paceline.tls import Certificates
+from paceline.v1 import inference_pb2 as pb
+from paceline.v1.inference_pb2_grpc import InferenceServiceStub
+from paceline.v1.target_pb2_grpc import TargetServiceStub
+from paceline.wire.channels import open_channel
+from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
+from paceline.wire.errors import TargetLost
+from paceline.wire.target_link import TargetLink
+from services.process import StartError
+from services.security import together
+from tests.certificates import Authority
+from tests.contract.openai_stack import RunningTarget, counts, open_stack, start_target
+from tests.targets import submission
+from tests.workers import draft_worker, nodes, opening, target
+
+HELLO = {"model": "pydoc", "prompt": "hello", "max_tokens": 30}
+
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
+
+
+@pytest.fixture
+def stranger(tmp_path: Path) -> Authority:
+    """Another authority, that nobody was told of."""
+    (tmp_path / "stranger").mkdir()
+    return Authority(tmp_path / "stranger")
+
+
+@asynccontextmanager
+async def served(tls: Certificates | None) -> AsyncIterator[RunningTarget]:
+    running = await start_target(counts, 1, "t", tls=tls)
+    try:
+        yield running
+    finally:
+        await running.die()
+
+
+@asynccontextmanager
+async def linked(running: RunningTarget, tls: Certificates | None) -> AsyncIterator[TargetLink]:
+    link = TargetLink(running.record.address, tls)
+    try:
+        await link.connect(timeout_s=20.0)
+        yield link
+    finally:
+        await link.close()
+
+
+async def reaches(running: RunningTarget, tls: Certificates | None) -> bool:
+    """Whether a gateway with these is let in, and lets itself in with this target."""
+    try:
+        async with linked(running, tls):
+            return True
+    except TargetLost:
+        return False
+
+
+Files = Callable[[Authority, Authority], Certificates | None]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "welcome"),
+    [
+        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET), True),
+        (lambda a, s: a.issue("10.0.0.7", GATEWAY), lambda a, s: a.issue(TARGET, "pod.example"), True),
+        (lambda a, s: None, lambda a, s: None, True),
+        (lambda a, s: None, lambda a, s: a.issue(TARGET), False),
+        (lambda a, s: a.issue(GATEWAY), lambda a, s: None, False),
+        (lambda a, s: a.issue(GATEWAY, expired=True), lambda a, s: a.issue(TARGET), False),
+        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET, expired=True), False),
+        (lambda a, s: s.issue(GATEWAY), lambda a, s: a.issue(TARGET), False),
+        (lambda a, s: a.issue(DRAFT), lambda a, s: a.issue(TARGET), False),
+        (lambda a, s: a.issue(TARGET), lambda a, s: a.issue(TARGET, place="other"), False),
+        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(DRAFT), False),
+    ],
+    ids=[
+        "as it should be",
+        "further names",
+        "in the clear",
+        "a client in the clear",
+        "a server in the clear",
+        "an expired client",
+        "an expired server",
+        "another authority",
+        "a draft that plays gateway",
+        "a target that plays gateway",
+        "a draft that plays target",
+    ],
+)
+async def test_who_gets_in(
+    ours: Files, theirs: Files, welcome: bool, authority: Authority, stranger: Authority
+) -> None:
+    async with served(theirs(authority, stranger)) as running:
+        assert await reaches(running, ours(authority, stranger)) == welcome
+
+
+@pytest.mark.parametrize("believed", ["ours", "theirs"])
+async def test_each_side_looks_for_itself(believed: str, authority: Authority, stranger: Authority) -> None:
+    """One of the two believes both authorities; that does not help if the other one does not."""
+    client, server = stranger.replace(GATEWAY), authority.replace(TARGET)
+    (client if believed == "ours" else server)[2].write_bytes(authority.pem + stranger.pem)
+    async with served(Certificates(*server)) as running:
+        assert not await reaches(running, Certificates(*client))
+        (server if believed == "ours" else client)[2].write_bytes(authority.pem + stranger.pem)
+        assert await reaches(running, Certificates(*client))
+
+
+async def test_a_client_without_a_certificate(authority: Authority) -> None:
+    """It believes the server, but shows nothing."""
+    async with served(authority.issue(TARGET)) as running:
+        credentials = grpc.ssl_channel_credentials(authority.pem)
+        options = [("grpc.ssl_target_name_override", TARGET)]
+        async with grpc.aio.secure_channel(running.record.address, credentials, options=options) as channel:
+            call = channel.unary_unary("/paceline.v1.TargetService/Describe")
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await call(b"", timeout=20.0)
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_who_may_not_call_may_not_stream(authority: Authority) -> None:
+    """A draft's certificate is good for being called, and for nothing else."""
+    tls = authority.issue(DRAFT)
+    async with served(authority.issue(TARGET)) as running:
+        async with open_channel(running.record.address, tls=tls, peer=TARGET) as channel:
+            call = TargetServiceStub(channel).Serve()
+            with pytest.raises(grpc.aio.AioRpcError, match=GATEWAY) as refused:
+                await call.read()
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+async def test_rotation_while_a_stream_runs(authority: Authority, stranger: Authority) -> None:
+    """The stream goes on; whoever comes then meets the new certificate, and needs one of the new authority."""
+    theirs, ours = authority.issue(TARGET), authority.issue(GATEWAY)
+    async with served(theirs) as running, linked(running, ours) as link:
+        running.decoder.hold_after = 5
+        async with aclosing(link.submit(submission(max_tokens=40))) as deltas:
+            tokens = [token for _ in range(5) for token in (await anext(deltas)).tokens]
+            for source in stranger.replace(TARGET):
+                (authority.folder / source.name).write_bytes(source.read_bytes())
+            assert await reaches(running, stranger.issue(GATEWAY))
+            assert not await reaches(running, ours)
+            running.decoder.gate.set()
+            async for delta in deltas:
+                tokens += delta.tokens
+        assert tokens == list(counts(submission(max_tokens=40))[:40])
+
+
+async def test_files_that_do_not_belong_together_change_nothing(authority: Authority, stranger: Authority) -> None:
+    """Between the new certificate and its key the old ones serve."""
+    theirs, ours = authority.issue(TARGET), authority.issue(GATEWAY)
+    certificate, key, _ = stranger.replace(TARGET)
+    async with served(theirs) as running:
+        theirs.certificate.write_bytes(certificate.read_bytes())
+        assert await reaches(running, ours)
+        theirs.key.unlink()
+        assert await reaches(running, ours)
+        theirs.key.write_bytes(key.read_bytes())
+        assert not await reaches(running, ours)
+
+
+async def test_growth_comes_through_tls(authority: Authority, stranger: Authority) -> None:
+    async with draft_worker(tls=authority.issue(DRAFT)) as worker, target(tls=authority.issue(TARGET)) as here:
+        await here.reach(worker.address)
+        here.drafting.open(opening(1), [worker.address])
+        here.drafting.flush()
+        news = await here.poll(lambda news: len(nodes(news, 1)) == 3)
+        assert nodes(news, 1) == [8, 9, 10]
+
+
+async def test_a_gateway_reaches_its_targets_through_tls(authority: Authority) -> None:
+    async with open_stack(tls=authority.issue(GATEWAY)) as stack, served(authority.issue(TARGET)) as running:
+        await stack.store.registry.register(running.record)
+        while not stack.gateway.fleet.up:
+            await asyncio.sleep(0.01)
+        answer = await stack.http.post("/v1/completions", json=HELLO)
+        assert answer.json()["usage"]["completion_tokens"] == 30
+
+
+async def test_the_edge_rotates_while_a_stream_runs(authority: Authority, stranger: Authority) -> None:
+    edge = authority.issue("127.0.0.1", edge=True)
+    async with open_stack(counts, burst=1, edge_tls=edge) as stack:
+        stack.decoder.hold_after = 3
+        url = f"https://{stack.addresses.http}"
+
+        async def models(believed: Authority) -> int:
+            async with httpx.AsyncClient(verify=believed.context()) as client:
+                return (await client.get(f"{url}/v1/models")).status_code
+
+        asked = HELLO | {"stream": True, "seed": 3, "return_token_ids": True}
+        async with (
+            httpx.AsyncClient(verify=authority.context(), timeout=20.0) as client,
+            client.stream("POST", f"{url}/v1/completions", json=asked) as answer,
+        ):
+            events = (json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: {"))
+            tokens = (await anext(events))["choices"][0].get("token_ids", [])
+            assert await models(authority) == 200
+            for source in stranger.replace("127.0.0.1"):
+                (authority.folder / source.name).write_bytes(source.read_bytes())
+            assert await models(stranger) == 200
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await models(authority)
+            stack.decoder.gate.set()
+            async for event in events:
+                tokens += event["choices"][0].get("token_ids", [])
+        assert tokens == list(counts(stack.decoder.submissions[0])[:30])
+
+
+async def test_grpc_and_the_official_client_at_the_edge(authority: Authority) -> None:
+    async with open_stack(counts, edge_tls=authority.issue("127.0.0.1", edge=True)) as stack:
+        credentials = grpc.ssl_channel_credentials(authority.pem)
+        async with grpc.aio.secure_channel(stack.addresses.grpc, credentials) as channel:
+            models = await InferenceServiceStub(channel).ListModels(pb.ListModelsRequest())
+        assert [model.id for model in models.models] == ["pydoc"]
+        async with httpx.AsyncClient(verify=authority.context()) as http:
+            client = openai.AsyncOpenAI(base_url=f"https://{stack.addresses.http}/v1", api_key="any", http_client=http)
+            assert [model.id async for model in client.models.list()] == ["pydoc"]
+
+
+def test_old_protocols_are_not_spoken(authority: Authority) -> None:
+    context = authority.issue("127.0.0.1", edge=True).server_context()
+    assert context.minimum_version is ssl.TLSVersion.TLSv1_2
+
+
+async def test_redis_behind_tls(authority: Authority, stranger: Authority) -> None:
+    """A `rediss://` URL uses the service's own files; Redis asks for a certificate, as it does by default."""
+    context = authority.issue("127.0.0.1", place="redis").server_context()
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=authority.pem.decode())
+    with EmbeddedRedis() as redis:
+        async with behind(redis.url, context) as url:
+            async with open_store(url, tls=authority.issue(TARGET)) as store:
+                await store.registry.register(WorkerRecord("target", "w", "1.2.3.4:5", "m", "", "f", 1.0))
+                assert [each.record.worker_id for each in await store.registry.workers("target")] == ["w"]
+            for tls in (None, stranger.issue(TARGET)):
+                with pytest.raises(StateError, match="does not answer"):
+                    async with open_store(url, tls=tls):
+                        pass
+
+
+@asynccontextmanager
+async def behind(url: str, context: ssl.SSLContext) -> AsyncIterator[str]:
+    """Terminates TLS in front of a Redis."""
+    path = url.removeprefix("unix://").partition("?")[0] if url.startswith("unix://") else None
+    host, _, port = url.removeprefix("redis://").partition("/")[0].rpartition(":")
+
+    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if path is not None:
+            inner_reader, inner_writer = await asyncio.open_unix_connection(path)
+        else:
+            inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True)
+
+    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                sink.write(data)
+        finally:
+            sink.close()
+
+    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
+    async with server:
+        yield f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+def test_options_come_together_or_not_at_all(authority: Authority) -> None:
+    certificate, key, ca = authority.replace(TARGET)
+    assert together({"tls_cert": None, "tls_key": None, "tls_ca": None}) is None
+    assert together({"tls_cert": certificate, "tls_key": key, "tls_ca": ca}) is not None
+    with pytest.raises(StartError, match="--tls-key and --tls-ca must be given, too"):
+        together({"tls_cert": certificate, "tls_key": None, "tls_ca": None})
+    with pytest.raises(StartError, match=f"{ca}"):
+        together({"tls_cert": certificate, "tls_key": ca, "tls_ca": ca})
+    with pytest.raises(StartError, match="no-such"):
+        together({"tls_cert": certificate, "tls_key": key, "tls_ca": Path("no-such")})

@@ -1,0 +1,49 @@
+"""Command lines of rendered containers, read by the services' own parsers: what these refuse cannot be deployed."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+
+import services.draft.__main__ as draft
+import services.gateway.__main__ as gateway
+import services.target.__main__ as target
+from services.target import pool
+from tests.deploy.helm import Document
+from tests.deploy.pods import command_line
+
+POD = {
+    "POD_NAME": "demo-0",
+    "POD_IP": "10.1.2.3",
+    "REDIS_URL": "rediss://:secret@redis.example:6380/0",
+    "REDIS_PASSWORD": "secret",
+}
+"""What Kubernetes would fill in."""
+
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+
+SERVICES: dict[str, Parse] = {"gateway": gateway._parser().parse_args, "target": target.parse, "draft": draft.parse}
+
+
+def options(container: Document) -> argparse.Namespace:
+    """What the service in this container would understand. Raises `SystemExit` for what it refuses."""
+    name, *arguments = command_line(container, POD)
+    if name == "sh":
+        return pool.parse(command_of_shell(arguments))[0]
+    return SERVICES[name](arguments)
+
+
+def command_of_shell(arguments: Sequence[str]) -> Sequence[str]:
+    """A Ray head's shell starts Ray, and then becomes `paceline target` with the arguments that follow."""
+    flags, script, name, *rest = arguments
+    assert (flags, name) == ("-ec", "paceline")
+    assert script.endswith('exec paceline target "$@"\n')
+    return rest
+
+
+def parsed(pod: Document) -> int:
+    """Parses those of a pod that are services'; how many."""
+    ours = [container for container in pod["containers"] if container["name"] in (*SERVICES, "ray-head")]
+    for container in ours:
+        options(container)
+    return len(ours)

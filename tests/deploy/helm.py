@@ -1,0 +1,125 @@
+"""Charts rendered by Helm's own engine.
+
+It is a Go library, and its runtime would stay in whatever process loads it: so it gets one of its own, which reads
+values as JSON lines and answers each with the manifests or with Helm's complaint.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+CHART = ROOT / "deploy" / "k8s" / "paceline"
+RELEASE = "demo"
+NAMESPACE = "llm"
+
+Document = dict[str, Any]
+Values = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """Helm, the schema or a template refused these values."""
+
+
+class _Strict(yaml.CSafeLoader):
+    """Kubernetes refuses a key that stands twice; YAML in Python takes the last."""
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        keys = [key.value for key, _ in node.value]
+        if len(set(keys)) < len(keys):
+            raise RefusedError(f"keys stand twice: {sorted(keys)} {node.start_mark}")
+        super().flatten_mapping(node)
+
+
+def render(values: Values) -> list[Document]:
+    """What would be installed. Raises `RefusedError`."""
+    return next(rendered([values]))
+
+
+def refusal(values: Values) -> str:
+    """Why these values are refused; empty if they are not."""
+    try:
+        render(values)
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def rendered(every: Sequence[Values]) -> Iterator[list[Document]]:
+    """The same for many values, one after the other. Raises `RefusedError` at the first that is refused."""
+    for answer in answers(every):
+        if "error" in answer:
+            raise RefusedError(answer["error"])
+        yield documents(answer["manifests"])
+
+
+def answers(every: Sequence[Values]) -> Iterator[dict[str, Any]]:
+    """Helm's answers as they come: `manifests` by template, or `error`."""
+    lines = "".join(json.dumps(values) + "\n" for values in every)
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.deploy.helm"], cwd=ROOT, input=lines, capture_output=True, text=True, check=False
+    )
+    if child.returncode:
+        raise RuntimeError(child.stderr)
+    return map(json.loads, child.stdout.splitlines())
+
+
+def documents(manifests: dict[str, str]) -> list[Document]:
+    every: list[Document] = []
+    for template, text in manifests.items():
+        if template.endswith(".yaml"):
+            every += filter(None, yaml.load_all(text, _Strict))
+    return every
+
+
+def the(kind: str, name: str, among: Iterable[Document]) -> Document:
+    """The one object of this kind and name, without the release's."""
+    found = [one for one in among if one["kind"] == kind and one["metadata"]["name"] == f"{RELEASE}-{name}"]
+    assert len(found) == 1, f"{len(found)} {kind} {name}"
+    return found[0]
+
+
+def merged(*layers: Values) -> Values:
+    """Values files and `--set` as Helm merges them: later ones win."""
+    result: Values = {}
+    for layer in layers:
+        for key, value in layer.items():
+            below = result.get(key)
+            result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def defaults() -> Values:
+    return _load("values.yaml")
+
+
+def on_cpus() -> Values:
+    return _load("values-cpu.yaml")
+
+
+def _load(name: str) -> Values:
+    values: Values = yaml.safe_load((CHART / name).read_text(encoding="utf-8"))
+    return values
+
+
+def _serve() -> None:
+    from helm_python import Chart, HelmError
+
+    chart = Chart.load(CHART)
+    for line in sys.stdin:
+        try:
+            answer: dict[str, Any] = {"manifests": chart.render(json.loads(line), name=RELEASE, namespace=NAMESPACE)}
+        except HelmError as error:
+            answer = {"error": str(error)}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

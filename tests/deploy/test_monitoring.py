@@ -1,0 +1,126 @@
+"""Alerts, dashboard and autoscaling ask for series that the services really export, by labels they really have."""
+
+import json
+import re
+from collections.abc import Iterator
+
+import promql_parser as promql
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.config import SpeculativeConfig
+from paceline.telemetry.draft_metrics import DraftMetrics
+from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.verify import strategy_of
+from tests.deploy.combinations import CHOICES, MONITORING
+from tests.deploy.helm import CHART, ROOT, Document, merged, on_cpus, render, the
+
+SCRAPED = {"namespace", "service", "pod", "le"}
+"""Labels that Prometheus adds, and that of a histogram's buckets."""
+
+
+def exported() -> dict[str, set[str]]:
+    """Labels by the name of every series that a service can show."""
+    registry = CollectorRegistry()
+    GatewayMetrics(registry)
+    targets, drafts = CollectorRegistry(), CollectorRegistry()
+    TargetMetrics(targets, "pydoc", 1).set_strategy(strategy_of(SpeculativeConfig()))
+    DraftMetrics(drafts, "ngram")
+    found: dict[str, set[str]] = {"up": set()}
+    for each in (registry, targets, drafts):
+        for collector, names in each._collector_to_names.items():  # those without a sample yet, too
+            for name in names:
+                found.setdefault(name, set()).update(getattr(collector, "_labelnames", ()))
+        for metric in each.collect():
+            for sample in metric.samples:
+                found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+def selectors(expression: object) -> Iterator[promql.VectorSelector]:
+    """Every series asked for in a parsed query."""
+    if isinstance(expression, promql.VectorSelector):
+        yield expression
+    for name in ("lhs", "rhs", "expr", "vector_selector", "args", "param"):
+        below = getattr(expression, name, None)
+        for each in below if isinstance(below, list) else [below]:
+            if each is not None and not isinstance(each, str | float | int):
+                yield from selectors(each)
+
+
+def rules(documents: list[Document]) -> dict[str, Document]:
+    groups = the("PrometheusRule", "services", documents)["spec"]["groups"]
+    return {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return render(merged(on_cpus(), MONITORING, CHOICES["autoscaling"]["hpa"]))
+
+
+def panels() -> dict[str, str]:
+    dashboard = json.loads((CHART / "dashboards" / "paceline.json").read_text(encoding="utf-8"))
+    return {
+        f"{panel['title']} {target['refId']}": target["expr"]
+        for panel in dashboard["panels"]
+        for target in panel.get("targets", ())
+    }
+
+
+def scaling() -> dict[str, str]:
+    drawn = render(merged(on_cpus(), CHOICES["autoscaling"]["keda"]))
+    return {
+        name: the("ScaledObject", name, drawn)["spec"]["triggers"][0]["metadata"]["query"]
+        for name in ("gateway", "target", "draft")
+    }
+
+
+def test_queries_ask_for_what_is_there(documents: list[Document]) -> None:
+    queries = {**{name: rule["expr"] for name, rule in rules(documents).items()}, **panels(), **scaling()}
+    known, described = exported(), (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    asked = set()
+    for name, query in queries.items():
+        for selector in selectors(promql.parse(query.replace("$__rate_interval", "5m"))):
+            assert selector.name in known, (name, selector.name)
+            base = re.sub(r"_(bucket|sum|count)$", "", selector.name).removesuffix("_info")
+            assert base == "up" or base in described, (name, base)
+            labels = {matcher.name for matcher in selector.matchers.matchers}
+            assert labels <= known[selector.name] | SCRAPED, (name, labels)
+            asked.add(selector.name)
+    assert len(asked) > 20
+
+
+def test_a_query_that_is_none_is_found() -> None:
+    with pytest.raises(ValueError, match="unclosed"):
+        promql.parse("sum(rate(paceline_requests_total[5m])")
+
+
+def test_every_alert_is_explained_and_no_other(documents: list[Document]) -> None:
+    named = {name for name, rule in rules(documents).items() if "alert" in rule}
+    text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^### (Paceline\w+)", text, re.MULTILINE)) == named
+
+
+def test_what_autoscalers_go_by_is_recorded(documents: list[Document]) -> None:
+    recorded = rules(documents)
+    for name in ("gateway", "target", "draft"):
+        metric = the("HorizontalPodAutoscaler", name, documents)["spec"]["metrics"][0]["external"]["metric"]
+        assert metric["selector"]["matchLabels"].items() <= recorded[metric["name"]]["labels"].items()
+
+
+def test_prometheus_finds_each_service_once(documents: list[Document]) -> None:
+    monitor = the("ServiceMonitor", "services", documents)["spec"]
+    (expression,) = monitor["selector"]["matchExpressions"]
+    ports = {endpoint["port"] for endpoint in monitor["endpoints"]}
+    for document in documents:
+        if document["kind"] == "Service":
+            component = document["metadata"]["labels"][expression["key"]]
+            found = [port for port in document["spec"]["ports"] if port["name"] in ports]
+            assert len(found) == (component in expression["values"])
+
+
+def test_grafana_finds_the_dashboard(documents: list[Document]) -> None:
+    config = the("ConfigMap", "dashboard", documents)
+    assert config["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(config["data"]["paceline.json"])["title"] == "Paceline"

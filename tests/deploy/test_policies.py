@@ -1,0 +1,132 @@
+"""Who may talk to whom, worked out from the rendered policies as Kubernetes does: both sides have to allow it."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+from tests.deploy.helm import NAMESPACE, Document, merged, on_cpus, render, the
+from tests.deploy.pods import pod_templates
+
+EVERY = ({"port": 1, "endPort": 65535},)
+COMPONENTS = ("gateway", "target", "draft", "redis")
+PORTS = {"http": 8000, "gateway grpc": 8001, "target": 9001, "draft": 9002, "redis": 6379, "metrics": 9100}
+VALUES = merged(
+    on_cpus(),
+    {
+        "target": {"port": PORTS["target"]},
+        "draft": {"port": PORTS["draft"]},
+        "networkPolicy": {"clientNamespaces": ["apps"]},
+    },
+)
+
+
+class Pod:
+    """One that sends or receives. `namespace`: those of the release are in its own."""
+
+    def __init__(self, namespace: str, labels: dict[str, str]) -> None:
+        self.namespace = namespace
+        self.labels = labels
+
+
+def components(documents: list[Document]) -> dict[str, Pod]:
+    found = [template["metadata"]["labels"] for _, template in pod_templates(documents)]
+    return {labels["app.kubernetes.io/component"]: Pod(NAMESPACE, labels) for labels in found}
+
+
+def allowed(documents: list[Document], sender: Pod, receiver: Pod, port: int) -> bool:
+    policies = [document for document in documents if document["kind"] == "NetworkPolicy"]
+    return _side(policies, sender, receiver, port, "egress", "to") and _side(
+        policies, receiver, sender, port, "ingress", "from"
+    )
+
+
+def _side(policies: Iterable[Document], owner: Pod, peer: Pod, port: int, direction: str, key: str) -> bool:
+    """Whether `owner`'s own policies let it. One whom none selects may do anything."""
+    mine = [
+        policy["spec"]
+        for policy in policies
+        if policy["metadata"]["namespace"] == owner.namespace
+        and policy["spec"]["podSelector"]["matchLabels"].items() <= owner.labels.items()
+    ]
+    if not mine:
+        return True
+    return any(
+        any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule.get("ports", EVERY))
+        and (key not in rule or any(_is_peer(one, peer) for one in rule[key]))
+        for spec in mine
+        for rule in spec[direction]
+    )
+
+
+def _is_peer(one: dict[str, Any], peer: Pod) -> bool:
+    if "podSelector" in one:
+        return peer.namespace == NAMESPACE and one["podSelector"]["matchLabels"].items() <= peer.labels.items()
+    (expression,) = one["namespaceSelector"]["matchExpressions"]
+    return peer.namespace in expression["values"]
+
+
+def links(documents: list[Document]) -> set[tuple[str, str, str]]:
+    pods = {
+        **components(documents),
+        "client": Pod("apps", {}),
+        "prometheus": Pod("monitoring", {}),
+        "stranger": Pod("elsewhere", {}),
+        "neighbour": Pod(NAMESPACE, {"app.kubernetes.io/name": "other"}),
+    }
+    return {
+        (sender, receiver, name)
+        for sender in pods
+        for receiver in (*COMPONENTS, "ray")
+        if receiver in pods
+        for name, port in PORTS.items()
+        if sender != receiver and allowed(documents, pods[sender], pods[receiver], port)
+    }
+
+
+WANTED = {
+    ("client", "gateway", "http"),
+    ("client", "gateway", "gateway grpc"),
+    ("gateway", "target", "target"),
+    ("target", "draft", "draft"),
+    *((sender, "redis", "redis") for sender in ("gateway", "target", "draft")),
+    ("prometheus", "gateway", "http"),
+    ("prometheus", "target", "metrics"),
+    ("prometheus", "draft", "metrics"),
+}
+
+
+@pytest.fixture(scope="module")
+def documents() -> list[Document]:
+    return render(VALUES)
+
+
+def test_nobody_talks_but_along_the_lines(documents: list[Document]) -> None:
+    assert links(documents) == WANTED
+
+
+def test_everybody_may_call_gateways_where_no_namespace_is_named() -> None:
+    open_to_all = render(merged(VALUES, {"networkPolicy": {"clientNamespaces": []}}))
+    strangers = {link for link in links(open_to_all) - WANTED if link[1] == "gateway"}
+    assert links(open_to_all) - WANTED == strangers
+    assert ("stranger", "gateway", "http") in strangers
+    assert not any(sender in ("target", "draft", "redis") for sender, *_ in strangers)
+
+
+def test_a_rule_without_a_peer_is_found(documents: list[Document]) -> None:
+    loose = copy.deepcopy(documents)
+    del the("NetworkPolicy", "target", loose)["spec"]["ingress"][0]["from"]
+    assert ("stranger", "target", "target") in links(loose) - WANTED
+
+
+def test_without_policies_everybody_may(documents: list[Document]) -> None:
+    assert ("stranger", "draft", "draft") in links(render(merged(VALUES, {"networkPolicy": {"enabled": False}})))
+
+
+def test_ray_and_its_pods_talk_to_each_other_alone() -> None:
+    on_ray = links(render(merged(VALUES, {"target": {"ray": {"enabled": True}}})))
+    pairs = {(sender, receiver) for sender, receiver, _ in on_ray}
+    wanted = {(sender, receiver) for sender, receiver, _ in WANTED}
+    assert pairs == wanted | {("ray", "target"), ("target", "ray")}
+    assert {name for sender, receiver, name in on_ray if (sender, receiver) == ("ray", "target")} == PORTS.keys()

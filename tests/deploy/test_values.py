@@ -1,0 +1,158 @@
+"""values.yaml, its schema and the templates say the same: no value without a meaning, a use, and a check."""
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.deploy import combinations
+from tests.deploy.helm import CHART, ROOT, Values, answers, defaults, merged
+
+CHOICES = combinations.CHOICES
+CONTEXTS = [
+    combinations.GPU,
+    merged(combinations.GPU, CHOICES["tls"]["on"], CHOICES["redis"]["password"], CHOICES["autoscaling"]["hpa"]),
+    merged(combinations.GPU, CHOICES["ray"]["on"]),
+    merged(combinations.GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
+]
+"""Between them, everything is on."""
+
+
+def script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "deploy" / "k8s" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("name", "path"), [("schema", CHART / "values.schema.json"), ("dashboard", CHART / "dashboards" / "paceline.json")]
+)
+def test_what_is_generated_is_fresh(name: str, path: Path) -> None:
+    assert script(name).generated() == path.read_text(encoding="utf-8"), f"run python deploy/k8s/{name}.py"
+
+
+def test_a_value_without_a_comment_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = script("schema")
+    (tmp_path / "values.yaml").write_text("# What it means.\none: 1\n\nother: 2\n", encoding="utf-8")
+    monkeypatch.setattr(schema, "CHART", tmp_path)
+    with pytest.raises(schema.UndocumentedError, match="other"):
+        schema.generated()
+
+
+def objects(schema: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(schema, dict):
+        if schema.get("type") == "object":
+            yield schema
+        for value in schema.values():
+            yield from objects(value)
+    elif isinstance(schema, list):
+        for value in schema:
+            yield from objects(value)
+
+
+def test_the_schema_is_closed() -> None:
+    found = list(objects(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))))
+    assert len(found) > 20
+    for each in found:
+        assert "additionalProperties" in each
+        assert each["additionalProperties"] is not True
+        assert "properties" in each or "type" in each["additionalProperties"]
+
+
+OTHER: dict[str, Any] = {
+    "speculation": {"num_speculative_tokens": 9},
+    "engine": {"slots": 512},
+    "resources": {"requests": {"cpu": "3"}},
+    "nodeSelector": {"disk": "fast"},
+    "annotations": {"lb": "internal"},
+    "labels": {"team": "serving"},
+    "tolerations": [{"key": "gpu", "operator": "Exists"}],
+    "pullSecrets": ["registry"],
+    "clientNamespaces": ["apps"],
+    "monitoringNamespaces": ["prometheus"],
+    "pullPolicy": "Always",
+    "type": "LoadBalancer",
+    "headResources": {"requests": {"cpu": "3"}},
+    "placement": "spread",
+    "kind": "none",
+    "logLevel": "debug",
+    "cidr": "10.0.0.0/8",
+    "interval": "7s",
+}
+
+
+def other(key: str, value: Any) -> Any:
+    """A value that is not the one that is there."""
+    if key in OTHER:
+        return OTHER[key]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, float):
+        return value / 2
+    return f"{value}-other" if isinstance(value, str) else value + 10
+
+
+def leaves(values: Values, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value and key not in OTHER:
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key), value
+
+
+def nested(path: tuple[str, ...], value: Any) -> Values:
+    for key in reversed(path):
+        value = {key: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def at(values: Values, path: tuple[str, ...]) -> Any:
+    for key in path:
+        values = values[key]
+    return values
+
+
+def test_every_value_changes_what_is_rendered() -> None:
+    """A value that no template uses would change nothing, in whatever combination."""
+    base = defaults()
+    before = list(answers(CONTEXTS))
+    tried = [
+        (path, number, merged(context, nested(path, other(path[-1], at(merged(base, context), path)))))
+        for path, _ in leaves(base)
+        for number, context in enumerate(CONTEXTS)
+    ]
+    used = set()
+    for (path, number, _), answer in zip(tried, answers([values for *_, values in tried]), strict=True):
+        if "error" not in answer and answer != before[number]:
+            used.add(path)
+    unused = [".".join(path) for path, _ in leaves(base) if path not in used]
+    assert not unused
+
+
+def keys(values: Values) -> Iterator[str]:
+    for key, value in values.items():
+        yield key
+        if isinstance(value, dict):
+            yield from keys(value)
+
+
+def test_templates_ask_for_no_value_that_is_not_there() -> None:
+    """Helm would render a misspelt one as nothing. Fields of its own objects are capitalised."""
+    known = set(keys(defaults()))
+    asked = {
+        (template.name, field)
+        for template in sorted((CHART / "templates").iterdir())
+        for action in re.findall(r"\{\{.*?\}\}", template.read_text(encoding="utf-8"), re.DOTALL)
+        for field in re.findall(r"\.([a-z]\w*)", re.sub(r'"[^"]*"|/\*.*?\*/', '""', action, flags=re.DOTALL))
+    }
+    assert len(asked) > 50
+    assert not {(name, field) for name, field in asked if field not in known}

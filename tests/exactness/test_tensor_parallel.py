@@ -1,0 +1,159 @@
+"""A model shared by two, three and four processes: its rows depend on their own paths alone, whoever adds what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.engine.drafting import LocalDrafting, NoDrafting
+from paceline.engine.guesses import POOL
+from paceline.model.lending import Lent
+from paceline.model.loading import load
+from paceline.model.rows import TILE, Lane
+from paceline.model.sharding import plan_for
+from paceline.speculators import build as build_speculator
+from tests.checkpoints import save_checkpoint, save_tokenizer
+from tests.exactness.test_engine import accepted, drafting, engine, llama, run, same, submissions
+from tests.exactness.test_rows import (
+    VOCABULARY,
+    assert_same,
+    chunks,
+    lockstep,
+    network,
+    one_by_one,
+    random_trees,
+    tokens,
+)
+from tests.ranks import Followers
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+SHAPES: dict[int, dict[str, int]] = {
+    2: {},
+    3: {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},  # does not divide the vocabulary
+    4: {"num_key_value_heads": 4},
+}
+"""By number of ranks: what differs from `test_rows`."""
+LAYERED = ["gemma2", "phi3", "olmo2", "qwen3_moe", "deepseek_v3"]
+"""One of each kind of plan that transformers has, beside Llama's."""
+
+
+@pytest.fixture(scope="module")
+def followers() -> Iterator[Followers]:
+    processes = Followers()
+    yield processes
+    processes.close()
+
+
+def saved(folder: Path, family: str, dtype: str = "float32", **changes: int) -> Path:
+    network(family, DTYPES[dtype], **changes).save_pretrained(folder)
+    save_tokenizer(folder, range(VOCABULARY))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", SHAPES)
+def test_rows_of_a_shared_model_do_not_depend_on_their_company(
+    followers: Followers, size: int, dtype: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, "llama", dtype, **SHAPES[size])
+    sequence = tokens(2 * TILE + 9)
+    with followers.led(folder, size, dtype) as model:
+        assert model.rows_invariant
+        alone = one_by_one(model, sequence)
+        assert_same(random_trees(model, sequence), alone)
+        assert_same(chunks(model, sequence, 61), alone)
+        others = lockstep(model, [sequence[:n] for n in (20, TILE + 1, 40, 7, 33)])
+        for logits in others:
+            assert_same(logits, alone[: len(logits)])
+    whole = torch.stack(one_by_one(load(str(folder), EngineConfig(slots=2048)), sequence)).float()
+    tolerance = 2e-4 if dtype == "float32" else 0.05
+    assert (torch.stack(alone).float() - whole).abs().max() < tolerance * whole.abs().max()
+
+
+@pytest.mark.parametrize("family", LAYERED)
+def test_every_kind_of_plan_computes_what_the_whole_model_does(
+    followers: Followers, family: str, tmp_path: Path
+) -> None:
+    folder = saved(tmp_path, family)
+    sequence = tokens(TILE + 20)
+    with followers.led(folder, 2) as model:
+        assert model.rows_invariant
+        parts = torch.stack(one_by_one(model, sequence))
+    whole = torch.stack(one_by_one(load(str(folder), EngineConfig(slots=1024)), sequence))
+    assert (parts - whole).abs().max() < 2e-4 * whole.abs().max()
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_a_sum_whose_order_depends_on_the_place_is_caught(followers: Followers, size: int, tmp_path: Path) -> None:
+    """With two ranks there is one order only: a + b is b + a."""
+    with followers.led(saved(tmp_path, "llama", **SHAPES[size]), size, sums="by place") as model:
+        assert not model.rows_invariant
+        sequence = tokens(2 * TILE)
+        alone, together = one_by_one(model, sequence), random_trees(model, sequence)
+    assert any(not torch.equal(a, b) for a, b in zip(alone, together, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_speculation_changes_no_token_of_a_shared_model(followers: Followers, dtype: str, tmp_path: Path) -> None:
+    """Greedy and sampled, under every rule; one at a time and all at once."""
+    folder, requests = save_checkpoint(tmp_path), submissions()
+    with followers.led(folder, 2, dtype) as model:
+        plain = run(engine(model, NoDrafting()), requests, together=1)
+        for method in ("draft_model", "liar"):
+            assert same(run(engine(model, drafting(method, DTYPES[dtype], 3, 4)), requests), plain)
+
+
+def test_a_draft_of_several_processes_drafts_for_a_target_of_one(followers: Followers, tmp_path: Path) -> None:
+    folder, requests = save_checkpoint(tmp_path), submissions()
+    speculation = SpeculativeConfig(method="draft_model", model=str(folder), draft_tensor_parallel_size=2)
+    plain = run(engine(llama(torch.float32), NoDrafting()), requests, together=1)
+    with followers.ready(2) as rendezvous:
+        speculator = build_speculator(speculation, EngineConfig(slots=2048, rendezvous=rendezvous), refuse_to_lend)
+        target = engine(llama(torch.float32), LocalDrafting(speculator))
+        assert same(run(target, requests), plain)
+        assert accepted(target, POOL) > 300
+
+
+def refuse_to_lend() -> Lent:
+    raise AssertionError("a model of its own needs nothing")
+
+
+def test_a_shared_model_lends_what_the_whole_one_does(followers: Followers, tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    whole = load(str(folder), EngineConfig(slots=256)).lend()
+    with followers.led(folder, 2) as model:
+        lent = model.lend()
+        ids = torch.arange(8)
+        assert torch.equal(lent.embed(ids), whole.embed(ids))
+        assert torch.allclose(lent.output(lent.embed(ids)), whole.output(whole.embed(ids)))
+        assert (lent.layers, lent.vocabulary_size, lent.fingerprint) == (2, 64, whole.fingerprint)
+
+
+def test_hidden_states_are_whole(followers: Followers, tmp_path: Path) -> None:
+    folder, layers = save_checkpoint(tmp_path), (0, 1, 3)
+    sequence = tokens(40)
+    rows = [Lane().branch_row(token % 64, [*range(1, i + 2)]) for i, token in enumerate(sequence)]
+    whole = load(str(folder), EngineConfig(slots=256)).run(rows, [39], layers).hidden
+    with followers.led(folder, 2) as model:
+        parts = model.run(rows, [39], layers).hidden
+    assert whole is not None
+    assert parts is not None
+    assert (parts - whole).abs().max() < 1e-4 * whole.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("family", "size", "why"),
+    [
+        ("llama", 3, "2 key-value heads cannot be shared by 3 ranks: choose a tensor_parallel_size that divides 2"),
+        ("gpt2", 2, "no tensor-parallel plan for gpt2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_in_one_sentence(family: str, size: int, why: str) -> None:
+    config = AutoConfig.for_model(family) if family == "gpt2" else network(family, torch.float32).config
+    with pytest.raises(ValueError, match=why):
+        plan_for(config, size)

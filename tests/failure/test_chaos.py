@@ -1,0 +1,197 @@
+"""A whole deployment under load, of which every process is killed, stopped or asked to leave: nobody loses a token.
+
+Real processes under the real supervisor; models that take their time, so that whatever happens happens in mid-answer.
+What a target says plainly and undisturbed is the reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from random import Random
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from loadtests.chaos import run as chaos
+from loadtests.chaos.blows import REDIS, Blow
+from loadtests.chaos.cases import Case, ask
+from loadtests.chaos.client import Client
+from loadtests.chaos.run import Plan
+from loadtests.chaos.stack import ChaosStack, running
+from loadtests.chaos.tally import Tally
+from paceline.cli.deployment import Wish
+from paceline.config import EngineConfig, SpeculativeConfig
+from tests.streams import PATIENCE_S, came, client, streaming, unfinished
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+TARGET = "timed:vocabulary=512,step_ms=20"
+DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step_ms=2,agreement=0.8")
+MUTANT = "tests.failure.off_by_one"
+TOKENS = 120
+FOR_LONG = {"max_tokens": 8000}
+"""Far longer than anybody waits here."""
+SECONDS_S = 20.0
+"""What is to happen within seconds; a keepalive takes ten."""
+
+
+@dataclass
+class Scene:
+    stack: ChaosStack
+    http: httpx.AsyncClient
+    known: list[Case]
+    mutant: ChaosStack
+    """The same one, with the gateway that makes a mistake as the only one."""
+
+    def long(self, count: int) -> list[Case]:
+        """Requests that would go on for minutes."""
+        return [replace(case, body={**case.body, **FOR_LONG}) for case in self.known[:count]]
+
+    @asynccontextmanager
+    async def load(self, clients: int) -> AsyncIterator[Tally]:
+        """Clients who compare, one request after the other, for as long as the context lasts."""
+        tally, stop = Tally(), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(clients):
+                tasks.create_task(Client(self.stack, self.http, tally, Random(number)).run(self.known, stop))
+            try:
+                yield tally
+            finally:
+                stop.set()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene() -> AsyncIterator[Scene]:
+    wish = Wish(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
+    said: list[str] = []
+    async with running(wish, said.append, 2, (MUTANT,)) as stack, client() as http:
+        urls = dict(stack.urls)
+        mutant = urls.pop("gateway-3")
+        stack = replace(stack, urls=urls)
+        known = await chaos.references(stack, http, TOKENS)
+        yield Scene(stack, http, known, replace(stack, urls={"gateway-3": mutant}))
+
+
+async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(scene: Scene) -> None:
+    """The retry with the same seed, at the other gateway, gets the same tokens."""
+    first, other = scene.stack.urls.values()
+    async with streaming(scene.http, scene.long(4), first) as streams:
+        await came(streams, 20)
+        assert await scene.stack.requests()
+        scene.stack.strike(Blow(0.0, ("gateway-1",), "kill"))
+    assert all(stream.lost for stream in streams)
+    async with asyncio.timeout(SECONDS_S):
+        await scene.stack.idle()
+    for stream in streams:
+        again = await ask(scene.http, other, {**stream.case.body, "max_tokens": TOKENS})
+        assert again.tokens[:20] == stream.got.tokens[:20]
+        assert again.tokens == stream.case.expected.tokens
+    async with asyncio.timeout(PATIENCE_S):
+        await scene.stack.whole()
+
+
+async def test_whoever_hangs_is_left_and_may_come_back(scene: Scene) -> None:
+    """SIGSTOP, as a cut network, leaves connections open: only the unanswered ping tells.
+
+    What a gateway had running is cancelled; when it goes on, it replays that, and its clients notice a pause. The
+    requests of a target move. A draft costs guesses only.
+    """
+    stack = scene.stack
+    first, other = stack.urls.values()
+    hung, alive = stack.deployment.targets
+    cases = [*scene.known[:6], *scene.long(6)]
+    async with streaming(scene.http, cases[:6], first, other) as streams, unfinished(scene.http, cases[6:], first):
+        await came(streams, 10)
+        assert await stack.busy(alive)
+        for name in ("gateway-1", hung, next(iter(stack.deployment.drafts))):
+            stack.send(name, signal.SIGSTOP, "both")
+        await _until(lambda: all(stream.got.whole for stream in streams if stream.url == other))
+        async with asyncio.timeout(SECONDS_S):
+            while await stack.busy(alive):
+                await asyncio.sleep(0.1)
+        assert not all(stream.got.whole for stream in streams if stream.url == first)
+        stack.go_on()
+        await _until(lambda: all(stream.got.whole for stream in streams))
+    for stream in streams:
+        stream.check()
+    async with asyncio.timeout(PATIENCE_S):
+        await stack.whole()
+        await stack.idle()
+
+
+async def test_redis_is_killed_and_comes_back_empty(scene: Scene) -> None:
+    stack = scene.stack
+    async with scene.load(6) as tally:
+        for _ in range(2):
+            before, pid = tally.requests, stack.redis.pid
+            stack.send(REDIS, signal.SIGKILL)
+            await _until(lambda: stack.redis.pid not in (None, pid) and tally.requests >= before + 6)  # noqa: B023
+    async with asyncio.timeout(PATIENCE_S):
+        await stack.whole()
+    assert tally.clean
+    assert (tally.refused, tally.retries) == (0, 0)
+
+
+async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    """SIGTERM: whoever gets it finishes or hands over what it has, and leaves with exit code 0.
+
+    One replica of each kind after the other, and the next ones when all are back.
+    """
+    stack = scene.stack
+    turns = list(zip(stack.deployment.targets, stack.deployment.drafts, stack.urls, strict=True))
+    async with scene.load(6) as tally:
+        for turn in turns:
+            for name in turn:
+                stack.strike(Blow(0.0, (name,), "terminate"))
+                await _until(lambda name=name: f"{name} ended with exit code" in caplog.text)  # type: ignore[misc]
+                assert f"{name} ended with exit code 0" in caplog.text
+            async with asyncio.timeout(PATIENCE_S):
+                await stack.whole()
+    assert tally.clean
+    assert tally.requests >= 6
+
+
+async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "loadtests")
+    tally = await chaos.run(scene.stack, Plan(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11))
+    summary = tally.summary()
+    assert {name: summary[name] for name in ("errors", "changed_outputs", "lost_tokens", "unsettled")} == {
+        "errors": 0,
+        "changed_outputs": 0,
+        "lost_tokens": 0,
+        "unsettled": 0,
+    }
+    assert summary["kills"] >= 3
+    assert summary["requests"] >= 8
+
+
+async def test_a_replay_with_another_seed_is_seen(scene: Scene) -> None:
+    """The mutant: without this, chaos clients that compare nothing would pass every test here.
+
+    Greedy answers do not depend on the seed, and who has no token yet is not replayed but begun: so only sampled ones,
+    and again until one was in the middle.
+    """
+    sampled = replace(scene, stack=scene.mutant, known=[case for case in scene.known if case.body["temperature"] > 0])
+    async with sampled.load(8) as tally, asyncio.timeout(PATIENCE_S):
+        while not tally.changed_outputs:
+            await scene.stack.whole()
+            victim = next(iter(scene.stack.deployment.targets))
+            if await scene.stack.busy(victim):
+                scene.stack.strike(Blow(0.0, (victim,), "kill"))
+            await asyncio.sleep(0.5)
+    async with asyncio.timeout(PATIENCE_S):
+        await scene.stack.whole()
+    assert not tally.clean
+    assert (tally.errors, tally.lost_tokens) == (0, 0)
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)

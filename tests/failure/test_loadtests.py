@@ -1,0 +1,80 @@
+"""The load test's users against a gateway and a target over a timed model: no error, every token; and if one is lost,
+they see it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import pytest
+
+from loadtests.attack import attack
+from loadtests.figures import Goal
+from loadtests.run import Run
+from paceline.messages import Delta, Load
+from paceline.model.timed import SimulatedModel
+from paceline.state import WorkerRecord, open_store
+from paceline.timed import TimedModel
+from services.gateway.server import Addresses, Settings, running
+from tests.targets import TargetWorker, target_worker
+from tests.workers import PATIENCE_S
+
+MODEL = "timed:vocabulary=64,step_ms=10"
+SLOTS = 2**15
+ALL_KINDS = 27
+"""Users, by whose weights there is one of each kind."""
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Addresses, TargetWorker]]:
+    spec = TimedModel.parse(MODEL)
+    settings = Settings(MODEL, "tested", port=0, drain_s=1.0)
+    async with (
+        target_worker(model=SimulatedModel(MODEL, spec, SLOTS, 4096)) as worker,
+        open_store(None, ttl_s=3600.0) as store,
+    ):
+        record = WorkerRecord("target", "t", worker.address, "tested", "", spec.fingerprint, time.time())
+        await store.registry.register(record)
+        async with running(settings, store) as (models, addresses):
+            assert await models.first.fleet.wait_for_target(PATIENCE_S)
+            yield addresses, worker
+
+
+def run_against(addresses: Addresses) -> Run:
+    goal = Goal(first_token_ms=60e3, token_ms=60e3)
+    return Run(f"http://{addresses.http}", addresses.grpc, MODEL, False, "soak", 1.0, 6.0, ALL_KINDS, (2, 12), goal)
+
+
+async def test_every_kind_of_user_is_served() -> None:
+    async with served() as (addresses, _):
+        told = await attack(run_against(addresses), {})
+    assert told["good"], told
+    assert told["faults"] == []
+    found = told["figures"]
+    assert min(found["answers"], found["abandoned"], found["refused"]) > 0
+    assert found["goodput"] == found["tokens_per_s"] > 0
+    assert found["tokens_per_chunk"] == 1.0, "nobody drafts"
+    assert told["memory_flat"] is None, "too short to tell"
+
+
+@pytest.mark.parametrize("mutant", ["loses", "changes"])
+async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
+    async with served() as (addresses, worker):
+        deliver = worker.servicer.deliver
+        spoilt: list[str] = []
+
+        def spoil(deltas: Sequence[Delta], load: Load) -> None:
+            for delta in deltas:
+                if delta.tokens and delta.finish_reason is None and not spoilt:
+                    spoilt.append(delta.request_id)
+                    delta.tokens = [] if mutant == "loses" else [(delta.tokens[0] + 1) % 64]
+                    delta.accepted = delta.accepted[: len(delta.tokens)]
+            deliver(deltas, load)
+
+        worker.servicer.deliver = spoil  # type: ignore[method-assign]
+        told = await attack(run_against(addresses), {})
+    assert spoilt
+    assert not told["good"]
+    assert told["lost_tokens"] + told["changed_tokens"] > 0
+    assert told["errors"] == 0, "by its counts alone the stream is as it should be"

@@ -1,0 +1,58 @@
+"""A vocabulary small enough for the peaked Llama that can write JSON, and grammars for it."""
+
+from __future__ import annotations
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
+
+from paceline.grammar import of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar.following import Grammars
+from paceline.text import Tokenizer
+from tests.llamas import VOCABULARY
+
+END = 1
+"""Ends a text, and is no text."""
+PIECES = [
+    *("<unused>", "<end>", "{", "}", "[", "]", '"', ":", ",", " ", "\n", ".", "-"),
+    *"0123456789",
+    *"abcdefghij",
+    *('{"', '":', '",', '"}', ": ", ", ", "},", "]}", '": "', '", "', "\n  ", "ab", "abc", "bc", "10", "true", "false"),
+    *("tr", "ue", '{"a', '"b', "ca", "de", "l", "s", "t", "r", "u"),
+]
+assert len(set(PIECES)) == len(PIECES) <= VOCABULARY
+
+
+def tokenizer() -> Tokenizer:
+    backend = Backend(models.WordLevel({piece: id_ for id_, piece in enumerate(PIECES)}, unk_token="<unused>"))
+    backend.add_special_tokens(["<unused>", "<end>"])
+    backend.decoder = decoders.Fuse()
+    return Tokenizer(backend, {"eos_token": "<end>"}, None)
+
+
+def grammars() -> Grammars:
+    return Grammars(tokenizer, VOCABULARY)
+
+
+def text_of(tokens: list[int]) -> str:
+    return "".join(PIECES[token] for token in tokens if token != END)
+
+
+ROW = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer", "minimum": 0, "maximum": 120},
+        "b": {"type": "string", "maxLength": 6, "pattern": "^[a-j]*$"},
+        "c": {"type": "boolean"},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+TABLE = {"type": "array", "items": ROW, "minItems": 1, "maxItems": 3}
+GRAMMARS = {
+    "schema": of_schema(TABLE),
+    "compact schema": of_schema(TABLE, None),
+    "any white space": of_schema({**TABLE, "x-guidance": {"whitespace_flexible": True}}),
+    "regex": of_regex(r"[a-d]{2,9}\.(abc|de)+[0-9]*"),
+    "choice": of_choices(["abc", "abcabc", "de", "true", "[10, 10]"]),
+    "gbnf": of_grammar('root ::= "[" item ("," item)* "]"\nitem ::= [a-j]+ | "[" item "]"'),
+}

@@ -1,0 +1,118 @@
+"""The other ranks of a model for tests: processes that follow the test's own, which is rank 0, model after model."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from multiprocessing.queues import SimpleQueue
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from paceline.cli.deployment import listenable
+from paceline.config import EngineConfig
+from paceline.model.loading import load, load_part
+from paceline.model.sharded import LeadingModel, follow
+from paceline.tensor_parallel import meeting
+from paceline.tensor_parallel.meeting import Replica, following
+from paceline.tensor_parallel.ranks import Ranks
+
+LOOPBACK = "127.0.0.1"
+
+
+def by_place(ranks: Ranks, partial: Tensor) -> Tensor:
+    """As a ring adds: the buffer is cut in as many pieces as there are ranks, and each begins at another one."""
+    parts = ranks._gathered(partial.contiguous()).float().view(ranks.size, -1)
+    pieces = [
+        sum((piece[(first + i) % ranks.size] for i in range(1, ranks.size)), piece[first])
+        for first, piece in enumerate(parts.tensor_split(ranks.size, -1))
+    ]
+    return torch.cat(pieces).view_as(partial).to(partial.dtype)
+
+
+def all_reduced(ranks: Ranks, partial: Tensor) -> Tensor:
+    """As everybody does."""
+    total = partial.contiguous()
+    dist.all_reduce(total, group=ranks._passes)
+    return total
+
+
+SUMS: dict[str, Callable[[Ranks, Tensor], Tensor]] = {
+    "ours": Ranks.sum,
+    "by place": by_place,
+    "all-reduce": all_reduced,
+}
+
+
+class Followers:
+    """Processes that can be ranks 1 to `most` of whatever model."""
+
+    def __init__(self, most: int = 3) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._orders: list[SimpleQueue[tuple[str, str] | None]] = [context.SimpleQueue() for _ in range(most)]
+        self._processes: list[BaseProcess] = [
+            context.Process(target=_follow, args=(rank, orders), daemon=True)
+            for rank, orders in enumerate(self._orders, 1)
+        ]
+        for process in self._processes:
+            process.start()
+
+    def close(self) -> None:
+        for orders in self._orders:
+            orders.put(None)
+        for process in self._processes:
+            process.join(20)
+        self.kill()
+
+    def kill(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+
+    def pid(self, rank: int) -> int:
+        """Of the process that is this rank."""
+        pid = self._processes[rank - 1].pid
+        assert pid is not None
+        return pid
+
+    @contextmanager
+    def ready(self, size: int, sums: str = "ours") -> Iterator[str]:
+        """Where these ranks wait for a rank 0 of this process. `sums`: how all of them add."""
+        rendezvous = f"{LOOPBACK}:{listenable(LOOPBACK, 0)}"
+        for orders in self._orders[: size - 1]:
+            orders.put((rendezvous, sums))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "sum", SUMS[sums])
+            patch.setattr(meeting, "end_process", lambda why: None)  # a lost rank fails the test, not its process
+            led: list[Replica] = []
+            patch.setattr(meeting, "Replica", lambda *parts: led.append(Replica(*parts)) or led[-1])
+            try:
+                yield rendezvous
+            finally:
+                for replica in led:
+                    replica.leave()
+
+    @contextmanager
+    def led(self, folder: Path, size: int, dtype: str = "float32", sums: str = "ours") -> Iterator[LeadingModel]:
+        """Rank 0 of a model with these ranks."""
+        with self.ready(size, sums) as rendezvous:
+            config = {"dtype": dtype, "slots": 2048, "tensor_parallel_size": size, "rendezvous": rendezvous}
+            model = load(str(folder), EngineConfig.model_validate(config))
+            assert isinstance(model, LeadingModel)
+            yield model
+
+
+def _follow(rank: int, orders: SimpleQueue[tuple[str, str] | None]) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    while (order := orders.get()) is not None:
+        rendezvous, sums = order
+        Ranks.sum = SUMS[sums]  # type: ignore[method-assign]
+        with following(rendezvous, rank, None) as (ranks, brief):
+            follow(load_part(brief.model, brief.engine, ranks), ranks)

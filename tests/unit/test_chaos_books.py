@@ -1,0 +1,81 @@
+"""What chaos does follows from its seed, and its clients see every change."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loadtests.chaos.blows import REDIS, Blow, Victims, blows
+from loadtests.chaos.cases import Case
+from loadtests.chaos.tally import Tally
+from loadtests.chaos.transcript import StreamError, Transcript
+
+VICTIMS = Victims(("gateway-1", "gateway-2"), ("target-1", "target-2", "target-3"), ("draft-1", "draft-2"))
+WHOLE = Transcript("1 2", [1, 2], [(-0.5, {"1": -0.5}), (-0.25, {})], "length", {"completion_tokens": 2}, whole=True)
+CASE = Case("greedy", {}, WHOLE)
+
+
+def script(seed: int) -> list[Blow]:
+    return list(blows(VICTIMS, seed, 2.0, 300.0))
+
+
+def test_a_seed_repeats_a_schedule() -> None:
+    assert script(3) == script(3)
+    assert script(3) != script(4)
+
+
+def test_everybody_is_struck_in_every_way_and_replicas_together() -> None:
+    seen = Counter(blow.victims for seed in range(5) for blow in script(seed))
+    single = [*VICTIMS.gateways, *VICTIMS.targets, *VICTIMS.drafts, REDIS]
+    assert set(seen) == {(name,) for name in single} | {VICTIMS.targets, VICTIMS.drafts}
+    ways = Counter((blow.victims[0].split("-")[0], blow.kind, blow.half) for blow in script(0))
+    halves = [("kill", "service"), ("kill", "compute"), ("stop", "both"), ("stop", "compute"), ("terminate", "service")]
+    assert {(kind, *half) for kind in ("target", "draft") for half in halves} <= set(ways)
+    assert all(blow.lasts_s > 0 for blow in script(0) if blow.kind == "stop")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"text": "1 3"},
+        {"tokens": [1, 3]},
+        {"tokens": [1]},
+        {"log_probs": [(-0.5, {"1": -0.5}), (-0.2500001, {})]},
+        {"finish_reason": "stop"},
+        {"usage": {"completion_tokens": 3}},
+    ],
+)
+def test_a_change_is_counted(change: dict[str, Any]) -> None:
+    tally = Tally()
+    tally.answered(CASE, WHOLE)
+    assert tally.clean
+    tally.answered(CASE, replace(WHOLE, **change))
+    assert tally.changed_outputs == 1
+    assert tally.lost_tokens == ("tokens" in change and len(change["tokens"]) == 1)
+    assert not tally.clean
+
+
+def test_what_came_before_a_cut_has_to_be_right() -> None:
+    tally = Tally()
+    tally.cut(CASE, Transcript("1", [1], WHOLE.log_probs[:1]))
+    tally.cut(CASE, Transcript())
+    assert tally.clean
+    tally.cut(CASE, Transcript("2", [2]))
+    assert (tally.retries, tally.changed_outputs, tally.requests) == (3, 1, 0)
+
+
+def test_a_request_without_an_answer_loses_its_tokens() -> None:
+    tally = Tally()
+    tally.failed(CASE, Transcript("1", [1]), "no target")
+    assert (tally.requests, tally.errors, tally.lost_tokens) == (1, 1, 1)
+    assert not tally.clean
+
+
+def test_an_error_in_a_stream_is_no_text() -> None:
+    with pytest.raises(StreamError, match="the target failed"):
+        Transcript().take('data: {"error": {"message": "the target failed"}}')
+    with pytest.raises(StreamError, match="no event"):
+        Transcript().take("<html>")

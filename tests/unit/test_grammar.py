@@ -1,0 +1,314 @@
+"""Grammars are written, checked and followed as promised; whatever is drawn within them can be read by others."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config.sampling import LONGEST_GRAMMAR
+from paceline.grammar import GrammarError, check, of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar.following import Grammars, GrammarState
+from paceline.text import Tokenizer
+from services.gateway.bodies import CompletionBody
+from services.gateway.errors import InvalidRequestError, OverloadedError
+from services.gateway.structure import MOST_WAITING, GrammarChecks, ResponseFormat, StructuredOutputs, checked
+from tests.grammars import END, GRAMMARS, PIECES, TABLE, grammars, text_of
+from tests.llamas import VOCABULARY
+
+ALL = grammars()
+SHIPPED = Tokenizer.load("pydoc")
+LARGE = Grammars(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
+"""Padded, as models are."""
+
+
+def begun(grammar: str, *output: int, vocabulary: Grammars = ALL) -> GrammarState:
+    state = vocabulary.follow(grammar, (END,), output)
+    state.wait(30.0)
+    assert state.ready
+    return state
+
+
+def wandered(state: GrammarState, rng: random.Random, most: int = 80) -> list[int]:
+    """Tokens of a random walk; it ends the text as soon as that is possible, half of the time."""
+    path: list[int] = []
+    while len(path) < most and not state.over(path):
+        allowed = state.allowed(path)
+        assert allowed is not None
+        if allowed[END] and rng.random() < 0.5:
+            break
+        path.append(int(rng.choice([token for token in np.flatnonzero(allowed) if token != END])))
+    return path
+
+
+def mask_of(state: GrammarState, path: list[int]) -> bytes:
+    allowed = state.allowed(path)
+    return b"" if allowed is None else allowed.tobytes()
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS.values(), ids=GRAMMARS)
+def test_a_mask_follows_from_grammar_and_tokens_alone(grammar: str) -> None:
+    """However a place is reached: guess by guess, with commits between, from other branches, or afresh."""
+    rng = random.Random(7)
+    walks = [wandered(begun(grammar), rng) for _ in range(6)]
+    places = [walk[:length] for walk in walks for length in range(len(walk) + 1)]
+    rng.shuffle(places)
+    tree = begun(grammar)
+    for path in places:
+        assert mask_of(tree, path) == mask_of(begun(grammar, *path), [])
+    for walk in walks:
+        state = begun(grammar)
+        for at, other in enumerate(walk):
+            for branch in (walk[at : at + 2], walks[0][at : at + 3]):
+                state.permits(branch, other)
+            assert mask_of(state, walk[at : at + 1]) == mask_of(begun(grammar, *walk[: at + 1]), [])
+            state.extend([other])
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS.values(), ids=GRAMMARS)
+def test_a_mask_has_every_token_that_can_follow_and_no_other(grammar: str) -> None:
+    rng = random.Random(3)
+    for _ in range(3):
+        state, path = begun(grammar), list[int]()
+        for token in wandered(begun(grammar), rng):
+            allowed = state.allowed(path)
+            assert allowed is not None
+            tried = begun(grammar, *path)  # it has no mask to look at
+            assert allowed.tolist() == [tried.permits([], other) for other in range(VOCABULARY)]
+            assert allowed.tolist() == [state.permits(path, other) for other in range(VOCABULARY)]
+            path.append(token)
+
+
+def test_forced_text_may_be_written_in_any_tokens() -> None:
+    state = begun(of_choices(["abcabc"]))
+    assert {PIECES[i] for i in np.flatnonzero(state.allowed([]))} == {"a", "ab", "abc"}
+
+
+def test_where_nothing_else_can_follow_it_is_over() -> None:
+    state = begun(of_choices(["abc", "abcabc"]))
+    abc = PIECES.index("abc")
+    assert not state.over([abc])
+    allowed = state.allowed([abc])
+    assert allowed is not None
+    assert allowed[END]
+    assert state.over([abc, abc])
+    assert state.allowed([abc, abc]) is None
+    assert state.permits([abc], END)
+    assert not state.permits([abc, END], abc), "after the end there is nothing"
+    assert state.error([abc, abc]) == ""
+
+
+def test_tokens_that_say_nothing_are_never_allowed() -> None:
+    state = begun(of_regex("(.|\n)*"), vocabulary=LARGE)
+    allowed = state.allowed([])
+    assert allowed is not None
+    empty = {i for i, piece in enumerate(SHIPPED.pieces) if not piece or i in SHIPPED.special_ids} - {END}
+    assert not allowed[[*empty, *range(len(SHIPPED.pieces), LARGE.vocabulary_size)]].any()
+    assert allowed.sum() > 4000
+
+
+def test_until_it_is_compiled_anything_goes_and_nothing_is_lost() -> None:
+    """A draft starts at once; what was committed meanwhile counts."""
+    gate, abc = threading.Event(), PIECES.index("abc")
+    slow = grammars()
+    slow._thread.submit(gate.wait)
+    state = slow.follow(GRAMMARS["choice"], (END,), [])
+    assert not state.ready
+    assert state.allowed([]) is None
+    state.extend([abc])
+    gate.set()
+    state.wait(30.0)
+    assert mask_of(state, []) == mask_of(begun(GRAMMARS["choice"], abc), [])
+
+
+def test_who_cannot_compile_guesses_on() -> None:
+    def no_tokenizer() -> Tokenizer:
+        raise ValueError("the decoder changes earlier text")
+
+    state = Grammars(no_tokenizer, 10).follow(GRAMMARS["choice"], (), [])
+    state.wait(30.0)
+    assert state.allowed([]) is None
+    assert "cannot follow grammars" in state.error()
+
+
+leaves = st.sampled_from(
+    [
+        {"type": "integer", "minimum": -5, "maximum": 200},
+        {"type": "boolean"},
+        {"type": "null"},
+        {"type": "string", "maxLength": 8},
+        {"enum": ["red", "green", 3, None]},
+        {"const": {"a": [1, 2]}},
+        {"type": "string", "pattern": "^[a-z]{1,3}-[0-9]{2}$"},
+    ]
+)
+
+
+def objects(children: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    names = st.sampled_from(["a", "long name", 'quote"d', "ä"])
+    return st.dictionaries(names, children, min_size=1, max_size=3).map(
+        lambda properties: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:1],
+            "additionalProperties": False,
+        }
+    )
+
+
+schemas = st.recursive(
+    leaves,
+    lambda children: st.one_of(
+        objects(children),
+        children.map(lambda items: {"type": "array", "items": items, "maxItems": 2}),
+        st.lists(children, min_size=2, max_size=2).map(lambda each: {"anyOf": each}),
+    ),
+    max_leaves=5,
+)
+
+
+def fits(value: Any, schema: dict[str, Any]) -> bool:
+    """JSON Schema, as far as it occurs here."""
+    if "anyOf" in schema:
+        return any(fits(value, each) for each in schema["anyOf"])
+    if "enum" in schema or "const" in schema:
+        return any(value == each for each in schema.get("enum", [schema.get("const")]))
+    match schema["type"]:
+        case "integer":
+            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+        case "boolean":
+            return isinstance(value, bool)
+        case "null":
+            return value is None
+        case "string":
+            matches = re.search(schema.get("pattern", ""), value) if isinstance(value, str) else None
+            return matches is not None and len(value) <= schema.get("maxLength", 100)
+        case "array":
+            return isinstance(value, list) and len(value) <= 2 and all(fits(each, schema["items"]) for each in value)
+    properties = schema["properties"]
+    known = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= properties.keys()
+    return known and all(fits(each, properties[name]) for name, each in value.items())
+
+
+@settings(deadline=None, max_examples=60)
+@given(schema=schemas, seed=st.integers(0, 999), compact=st.booleans())
+def test_whatever_is_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed: int, compact: bool) -> None:
+    """Over the shipped vocabulary, at random, which is worse than any model."""
+    grammar = of_schema(schema, None) if compact else of_schema(schema)
+    check(grammar)
+    rng, state, path = random.Random(seed), begun(grammar, vocabulary=LARGE), list[int]()
+    while not state.over(path):
+        allowed = state.allowed(path)
+        assert allowed is not None
+        path.append(int(rng.choice(np.flatnonzero(allowed))))
+        if path[-1] == END:
+            path.pop()
+            break
+    text = b"".join(SHIPPED.pieces[token] for token in path).decode()
+    assert fits(json.loads(text), schema), text
+    assert not compact or text == text.strip()
+
+
+def test_white_space_has_an_end() -> None:
+    blanks = [PIECES.index(piece) for piece in ("\n  ", " ", " ")]
+    state = begun(GRAMMARS["schema"], PIECES.index("["), *blanks)
+    assert state.permits([], blanks[-1])
+    assert not state.permits([blanks[-1]] * 40, blanks[-1])
+    anywhere = begun(GRAMMARS["any white space"], PIECES.index("["), *blanks)
+    assert anywhere.permits([blanks[-1]] * 40, blanks[-1])
+
+
+@pytest.mark.parametrize(
+    ("grammar", "word"),
+    [
+        (of_schema({"type": "strin"}), "strin"),
+        (of_schema({"$ref": "#/nowhere"}), "nowhere"),
+        (of_schema({"enum": []}), "Unsatisfiable"),
+        (of_regex("a(?=b)"), "look-around"),
+        ("start: nowhere", "nowhere"),
+        ("start: " + "(" * 9000 + '"a"' + ")" * 9000, "nested"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_a_few_words(grammar: str, word: str) -> None:
+    with pytest.raises(GrammarError, match=word) as refusal:
+        check(grammar)
+    assert len(str(refusal.value)) <= 200
+    assert "no_forcing" not in str(refusal.value), "not what the user wrote"
+
+
+def test_options_of_the_library_are_not_the_users() -> None:
+    with pytest.raises(GrammarError, match="cannot be set"):
+        of_grammar('%llguidance {"no_forcing": false}\nstart: "a"')
+    with pytest.raises(GrammarError, match="GBNF"):
+        of_grammar("root ::= " + "(" * 9000)
+
+
+def test_a_choice_may_hold_any_text() -> None:
+    choices = ['"', "\\n", "a|b", "ä\n", "start: x"]
+    state = begun(of_choices(choices), vocabulary=LARGE)
+    said = set()
+    for seed in range(60):
+        tokens = wandered(state, random.Random(seed))
+        said.add(b"".join(SHIPPED.pieces[token] for token in tokens).decode())
+    assert said == set(choices)
+
+
+def wants(regex: str) -> CompletionBody:
+    return CompletionBody.model_validate({"prompt": "x", "structured_outputs": {"regex": regex}})
+
+
+async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
+    """Hostile ones delay others that bring new grammars, and nobody else."""
+    checks, gate = GrammarChecks(), threading.Event()
+    known = await checks.grammar_of(wants("known"))
+    checks._thread.submit(gate.wait)
+    waiting = [asyncio.create_task(checks.grammar_of(wants("a" * n))) for n in range(1, MOST_WAITING + 1)]
+    again = asyncio.create_task(checks.grammar_of(wants("a")))
+    await asyncio.sleep(0)
+    with pytest.raises(OverloadedError):
+        await checks.grammar_of(wants("b"))
+    assert await checks.grammar_of(wants("known")) == known
+    again.cancel()
+    gate.set()
+    assert [await task for task in waiting] == [of_regex("a" * n) for n in range(1, MOST_WAITING + 1)]
+    assert await checks.grammar_of(wants("b")) == of_regex("b")
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="regex"):
+            await checks.grammar_of(wants("("))
+    checks.close()
+
+
+def test_a_grammar_has_a_limit() -> None:
+    asked = ResponseFormat.model_validate(
+        {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * LONGEST_GRAMMAR]}}}
+    )
+    answer = checked(asked)
+    assert isinstance(answer, InvalidRequestError)
+    assert answer.param == "response_format.json_schema.schema"
+    assert str(LONGEST_GRAMMAR) in answer.message
+
+
+def test_vllms_fields_become_grammars() -> None:
+    asked = {
+        "json": json.dumps(TABLE),
+        "regex": "[a-c]+",
+        "choice": ["abc", "de"],
+        "grammar": 'root ::= "abc"',
+        "json_object": True,
+    }
+    for field, value in asked.items():
+        grammar = checked(StructuredOutputs.model_validate({field: value}))
+        assert isinstance(grammar, str), grammar
+        assert begun(grammar).allowed([]) is not None
+    compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).written()
+    assert compact == of_schema(TABLE, None)
+    spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).written()
+    assert "\n" not in text_of(wandered(begun(spaced), random.Random(1)))

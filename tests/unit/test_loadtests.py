@@ -1,0 +1,153 @@
+"""The load tests' own arithmetic: shapes, what is known of a stream, figures."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from loadtests.figures import REFUSED, Figures, Goal, figures, percentile, token_ms
+from loadtests.questions import Question, RecordedQuestions, TimedQuestions
+from loadtests.run import Run
+from loadtests.shapes import SHAPES, rows, users_at
+from loadtests.streams import Answer, heard_events, judged
+from loadtests.watching import cores, memory
+
+GOAL = Goal(first_token_ms=500.0, token_ms=100.0)
+QUESTION = Question("1 2", False, {"max_tokens": 4}, [7, 8, 9, 10], 2)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shape_fills_its_time_and_reaches_its_peak(name: str) -> None:
+    stages = list(rows(SHAPES[name], ramp_s=10, seconds=100, peak=40))
+    assert stages[0].begins == 10
+    assert stages[-1].ends == pytest.approx(110)
+    assert max(row.users for row in stages) == 40
+    assert all(a.ends == b.begins for a, b in pairwise(stages))
+
+
+def test_users_follow_the_rows() -> None:
+    stages = list(rows(SHAPES["spike"], ramp_s=10, seconds=100, peak=40))
+    assert [users_at(t, stages) for t in (0, 39, 41, 59, 61, 109, 111)] == [8, 8, 40, 40, 8, 8, None]
+
+
+def events(*chunks: object) -> list[tuple[float, bytes]]:
+    """One every second, from 11.0 on, and the end."""
+    told = [b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks]
+    return [(11.0 + i, each) for i, each in enumerate([*told, b"data: [DONE]\n\n"])]
+
+
+def chunk(*tokens: int, finish_reason: str | None = None) -> dict[str, object]:
+    return {"choices": [{"token_ids": list(tokens), "finish_reason": finish_reason}], "usage": None}
+
+
+END = chunk(finish_reason="length")
+
+
+def usage(completion_tokens: int, prompt_tokens: int = 2) -> dict[str, object]:
+    stats = {"verifications": 2, "drafted_tokens": 5, "accepted_by_depth": [2, 1]}
+    counts = {"completion_tokens": completion_tokens, "prompt_tokens": prompt_tokens}
+    return {"choices": [], "usage": counts, "speculation": stats}
+
+
+def answer(*chunks: object, left: bool = False) -> Answer:
+    return judged("chat", 10.0, QUESTION, heard_events(events(*chunks)), left=left)
+
+
+def test_a_chunk_is_not_a_token() -> None:
+    good = answer(chunk(7), chunk(8, 9, 10), END, usage(4))
+    assert (good.tokens, good.chunks, good.lost, good.changed, good.fault) == (4, 2, 0, 0, "")
+    assert (good.first, good.ended, good.first_tokens) == (11.0, 12.0, 1)
+    assert token_ms(good) == pytest.approx(1000 / 3)
+    assert (good.verifications, good.drafted, good.accepted) == (2, 5, 3)
+
+
+def test_what_a_stream_can_get_wrong_is_seen() -> None:
+    assert answer(chunk(7, 8, 9), END, usage(3)).lost == 1
+    assert answer(chunk(7, 8, 9, 11), END, usage(4)).changed == 1
+    assert answer(chunk(7, 8, 9, 10, 11), END, usage(5)).changed == 1
+    assert answer(chunk(7, 9, 10), END, usage(3)).changed == 2, "a token lost in the middle, though the rest is there"
+    assert answer(chunk(7, 8, 9, 10), END, usage(5)).fault == "usage says 5 tokens, 4 came"
+    assert answer(chunk(7, 8, 9, 10), END, usage(4, prompt_tokens=3)).fault.startswith("usage says 3 prompt tokens")
+    assert answer(chunk(7, 8, 9, 10), usage(4)).fault == "no finish reason"
+    assert answer({"error": {"message": "the target is gone"}}).fault == "the target is gone"
+    broken = heard_events(events(chunk(7, 8))[:-1])
+    assert judged("chat", 10.0, QUESTION, broken).fault == "the stream broke off"
+
+
+def test_who_leaves_is_owed_what_came() -> None:
+    left = judged("abandoned", 10.0, QUESTION, heard_events(events(chunk(7), chunk(8))[:-1]), left=True)
+    assert (left.lost, left.changed, left.fault) == (0, 0, "")
+    assert answer(chunk(7), chunk(9), left=True).changed == 1
+    assert judged("abandoned", 10.0, QUESTION, heard_events([]), left=True).tokens == 0
+
+
+def test_figures_are_of_the_window() -> None:
+    fast = Answer("chat", began=10.0, first=10.2, ended=11.2, tokens=11, chunks=6, first_tokens=1)
+    slow = fast._replace(first=11.0, ended=14.0, verifications=4, accepted=6)
+    others = [
+        fast._replace(ended=9.0),  # before
+        fast._replace(ended=20.0),  # after
+        fast._replace(left=True),
+        fast._replace(fault="status 500"),
+        fast._replace(lost=2),
+        Answer(REFUSED, 12.0, 12.0, 12.0),
+    ]
+    found = figures([fast, slow, *others], 10.0, 20.0, GOAL)
+    assert (found.answers, found.abandoned, found.refused, found.errors, found.lost_tokens) == (2, 1, 1, 1, 2)
+    assert found.tokens_per_s == 2.2
+    assert found.goodput == 1.1, "the slow one missed both goals"
+    assert found.streams == pytest.approx((1.2 * 4 + 4.0 + 10.0) / 10, abs=0.05)
+    assert found.acceptance_length == 1.5
+    assert found.tokens_per_chunk == pytest.approx(22 / 12, abs=0.01)
+    assert (found.first_token_ms_p50, found.first_token_ms_p99) == (600.0, 992.0)
+
+
+def test_figures_of_nothing_are_nothing() -> None:
+    assert set(asdict(figures([], 0.0, 10.0, GOAL)).values()) == {0, 10.0}
+    assert percentile([3.0], 99) == 3.0
+
+
+def test_every_figure_is_a_number() -> None:
+    found = figures([], 0.0, 10.0, GOAL)
+    assert isinstance(found, Figures)
+    assert all(isinstance(value, int | float) for value in asdict(found).values())
+
+
+def test_timed_questions_know_their_answers() -> None:
+    asked = TimedQuestions("timed:vocabulary=64", (3, 9), random.Random(1))
+    first, second, long = asked.short(chat=True), asked.short(chat=True), asked.long()
+    assert first.text != second.text, "each question is a new one"
+    assert len(first.expected) == first.sampling["max_tokens"] in range(3, 10)
+    assert len(first.text.split()) == first.prompt_tokens < len(long.text.split())
+    assert first.path != long.path
+    assert first.body(speculative=False)["speculative"] is False
+
+
+def test_a_run_survives_its_file(tmp_path: Path) -> None:
+    kinds = {kind: [QUESTION.as_json()] for kind in ("chats", "texts", "longs")}
+    run = Run("http://a", "b:1", "m", True, "steps", 2.0, 10.0, 8, (1, 2), GOAL, kinds)
+    run.write(tmp_path / "run.json")
+    again = Run.read(tmp_path / "run.json")
+    assert again == run
+    asked = again.questions()
+    assert isinstance(asked, RecordedQuestions)
+    assert asked.short(chat=False) == asked.long() == QUESTION
+
+
+def test_memory_is_that_of_the_first_and_the_last_minute() -> None:
+    samples = [(float(t), 100.0 + t) for t in range(0, 400, 10)]
+    found = memory(samples, 100.0, 300.0)
+    assert found is not None
+    assert (found.first_minute_mb, found.last_minute_mb) == (225.0, 365.0)
+    assert found.growth == pytest.approx(365 / 225 - 1, abs=1e-4)
+    assert memory([], 0.0, 10.0) is None
+
+
+def test_cores_are_cpu_time_over_time() -> None:
+    samples = [(0.0, {"a": 5.0}), (10.0, {"a": 7.0, "b": 1.0}), (20.0, {"a": 9.0, "b": 10.0})]
+    assert cores(samples, 5.0, 25.0) == {"b": 0.9, "a": 0.2}
