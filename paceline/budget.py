@@ -216,14 +216,19 @@ class NextRound:
     """Whether a draft that works on the target's own time gets more of it before a step.
 
     Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
-    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`. A round
-    pays while it brings more tokens per second than the step does as things stand. Both are moving averages that start
-    from a hopeful guess, and creep back to it with every refusal, or else a draft that is refused would be for ever.
+    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`. Where
+    others have guessed what comes next, the first rounds bring nothing new, but those after them may. Rounds pay while
+    some number of them brings more tokens per second than the step does as things stand. Both are moving averages that
+    start from a hopeful guess, and creep back to it with every refusal, or else a draft that is refused would be for
+    ever.
     """
 
     HOPE = 0.8
+    MOST_GAIN = 0.99
     LEARNING = 0.1
     """Weight of a round in the averages."""
+    SURPRISE = 3.0
+    """So many times the usual delay is believed of one round."""
     FORGETTING = 0.001
     """Weight of the first guess, with each refusal."""
 
@@ -232,20 +237,28 @@ class NextRound:
         self._first_delay = self._delay = delay_s
         self._gain = self.HOPE
 
-    def pays(self, frontier: float, expected: float, step_s: float) -> bool:
-        """`expected`: tokens that the step would commit now, `frontier` of them by its deepest guesses. `step_s`: what
-        they would take, rounds so far included."""
-        if self._gain * frontier * step_s > expected * self._delay:
-            return True
+    def pays(
+        self, frontier: float, expected: float, step_s: float, *, beyond: float = 0.0, rounds_left: int = 1
+    ) -> bool:
+        """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses, and
+        `beyond` by what others guess after these. `step_s`: what they would take, rounds so far included.
+        `rounds_left`: so many may follow."""
+        earns, brings, next_ = expected / step_s, -beyond, frontier
+        for rounds in range(1, rounds_left + 1):
+            next_ *= min(self._gain, self.MOST_GAIN)
+            brings += next_
+            if brings > earns * rounds * self._delay:
+                return True
         self._gain += self.FORGETTING * (self.HOPE - self._gain)
         self._delay += self.FORGETTING * (self._first_delay - self._delay)
         return False
 
     def observe(self, frontier: float, gain: float, delay_s: float) -> None:
-        """A round took `delay_s` and brought `gain` expected tokens. What follows unlikely guesses teaches little."""
+        """A round took `delay_s` and brought the draft `gain` expected tokens. What follows unlikely guesses teaches
+        little, and a round that takes very long has read a prompt, or been disturbed."""
         if frontier > 0:
             self._gain += self.LEARNING * min(1.0, frontier) * (gain / frontier - self._gain)
-        self._delay += self.LEARNING * (delay_s - self._delay)
+        self._delay += self.LEARNING * (min(delay_s, self.SURPRISE * self._delay) - self._delay)
 
 
 class Worth:

@@ -93,6 +93,10 @@ def _as_it_is(node: Node) -> float:
     return node.log_prob
 
 
+def _bounded(log_prob: float) -> float:
+    return min(max(log_prob, LEAST_LOG_PROB), 0.0)
+
+
 def permit_any(parent: Node, token: int) -> bool:
     return True
 
@@ -229,10 +233,12 @@ class TokenTree:
             if parent is None or (source, id_) in self._by_id:
                 continue
             known = parent.children.get(token)
+            rank = sum(source in sibling.ids for sibling in parent.children.values())
             if known is not None:
+                if source not in known.ids:
+                    self._confirm(known, log_prob, source, rank)
                 self._name(known, source, id_)
             elif self._takes(parent, token, max_size):
-                rank = sum(source in sibling.ids for sibling in parent.children.values())
                 self._name(self._attach(parent, token, log_prob, source, rank, law), source, id_)
         return self.size - before
 
@@ -308,14 +314,30 @@ class TokenTree:
         return not committed and has_room and self._permit(parent, token)
 
     def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int, law: Law) -> Node:
-        log_prob = min(max(log_prob, LEAST_LOG_PROB), 0.0)
         position = parent.position + 1
-        node = Node(token, position, parent, log_prob, 0.0, source, rank, position - self.root.position, law=law)
+        depth = position - self.root.position
+        node = Node(token, position, parent, _bounded(log_prob), 0.0, source, rank, depth, law=law)
         node.path_log_prob = parent.path_log_prob + self._weigh(node)
         parent.children[token] = node
         self.size += 1
         self._best.clear()
         return node
+
+    def _confirm(self, node: Node, log_prob: float, source: int, rank: int) -> None:
+        """Another draft guesses it, too. The surer one is believed.
+
+        Not in a chain: what is drawn from laws must not be verified for having been drawn twice.
+        """
+        parent, depth = node.parent, node.position - self.root.position
+        if parent is None or depth < 1 or self._width == 1:
+            return
+        again = Node(node.token, node.position, parent, _bounded(log_prob), 0.0, source, rank, depth)
+        rise = parent.path_log_prob + self._weigh(again) - node.path_log_prob
+        if rise > 0:
+            node.log_prob, node.source, node.rank, node.first_depth = again.log_prob, source, rank, depth
+            for each in (node, *node.subtree()):
+                each.path_log_prob += rise
+            self._best.clear()
 
     def _name(self, node: Node, source: int, id_: int) -> None:
         """One id per node: a draft gives a place only one, and a hostile one cannot make us remember more."""

@@ -20,9 +20,9 @@ from paceline.budget import FREE_ROWS, Calibration, RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.compiling import Compiling
 from paceline.engine.drafting import Drafting
-from paceline.engine.guesses import POOL, Guesses
+from paceline.engine.guesses import Guesses
 from paceline.engine.hidden import HiddenStates
-from paceline.engine.request import Request
+from paceline.engine.request import POOL, Request
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, waiting_for
@@ -240,8 +240,9 @@ class Engine:
     # One forward pass.
 
     def _gather_guesses(self) -> None:
-        self._guesses.take_in(self._requests)
-        if self._scheduler.only_draws():
+        only_draws = self._scheduler.only_draws()
+        self._guesses.take_in(self._requests, waits=only_draws)
+        if only_draws:
             self._guesses.wait(self._requests, self._scheduler.running)
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:

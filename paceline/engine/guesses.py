@@ -7,16 +7,13 @@ from dataclasses import replace
 from itertools import chain
 
 from paceline.engine.drafting import Drafting, News
-from paceline.engine.request import Request
+from paceline.engine.request import POOL, Request
 from paceline.engine.trial import Trial
 from paceline.engine.waiting import Clock, Waiting
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.speculators.by_law import WORD
 from paceline.tree import Growth
 
-POOL = 0
-"""A tree tells apart whose guesses it holds. This is the source of those that a request's draft makes; those who draft
-for all in this process have the next numbers."""
 RETRY_DRAFT_S = 0.5
 """How often a request without a draft looks for one."""
 REMEMBERED = 256
@@ -132,9 +129,13 @@ class Guesses:
         if trial := self._trial_of.pop(key, None):
             trial.leave(key)
 
-    def take_in(self, requests: Mapping[int, Request]) -> None:
-        """Graft what has arrived."""
-        self._absorb(self._drafting.poll(0.0), requests, POOL)
+    def take_in(self, requests: Mapping[int, Request], *, waits: bool = False) -> None:
+        """Graft what has arrived, and what those guess at once who draft for all.
+
+        `waits`: `wait` comes next, where a draft that has only this process's time gets what it is worth.
+        """
+        if self._drafting.concurrent or not waits:
+            self._absorb(self._drafting.poll(0.0), requests, POOL)
         for source, each in enumerate(self._beside, POOL + 1):
             self._absorb(each.poll(0.0), requests, source)
 

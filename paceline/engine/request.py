@@ -18,6 +18,10 @@ from paceline.sampling import History
 from paceline.speculators.base import Limit, Opening
 from paceline.tree import TokenTree
 
+POOL = 0
+"""A tree tells apart whose guesses it holds. This is the source of those that a request's draft makes; those who draft
+for all in this process have the next numbers."""
+
 
 @dataclass(slots=True)
 class Times:

@@ -16,7 +16,7 @@ from operator import itemgetter
 
 from paceline.budget import Cost, worthwhile
 from paceline.config import EngineConfig
-from paceline.engine.request import Request
+from paceline.engine.request import POOL, Request
 from paceline.engine.slots import OutOfSlots, SlotPool
 from paceline.tree import Node
 
@@ -158,37 +158,62 @@ def best_guesses(request: Request) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its seconds."""
+    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its seconds.
+
+    What else may be foreseen is about the requests' own drafts, which is not all that the trees hold where others
+    guess beside them.
+    """
 
     tokens: float
     height: int
+    own: float
+    """Of the tokens, those that these drafts guess."""
     frontier: float
-    """Expected tokens of these trees at their deepest, where they may get deeper; of a root without guesses, itself."""
+    """Those at which their deepest guesses end, if these may get deeper. A root counts while it has no guesses."""
+    beyond: float
+    """Those that others guess after these."""
+    levels: int
+    """How much deeper one of these drafts may get."""
     step_s: float
 
 
 def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
     """Of a step that runs these requests, all of which draw, with the guesses they have."""
     guesses = [(request, best_guesses(request)) for request in drawing]
-    probabilities = sorted((math.exp(n.path_log_prob) for _, nodes in guesses for n in nodes), reverse=True)
+    probabilities = sorted((_chance(node) for _, nodes in guesses for node in nodes), reverse=True)
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
     drafted = [(request, nodes) for request, nodes in guesses if request.drafted]
     heights = [height(request, nodes) for request, nodes in drafted]
+    own, frontier, beyond, levels = 0.0, 0.0, 0.0, 0
+    for request, nodes in drafted:
+        its = [node for node in nodes if POOL in node.ids]
+        deepest = _deepest(request, its)
+        own += sum(map(_chance, its))
+        frontier += sum(map(_chance, deepest))
+        beyond += sum(_chance(node) for end in deepest for node in end.subtree())
+        levels = max(levels, request.depth_allowed() - height(request, its))
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
         height=sum(heights) // max(len(heights), 1),
-        frontier=sum(frontier(request, nodes) for request, nodes in drafted),
+        own=own,
+        frontier=frontier,
+        beyond=beyond,
+        levels=levels,
         step_s=cost(len(drawing) + count),
     )
 
 
-def frontier(request: Request, nodes: Sequence[Node]) -> float:
-    """The chance that one of the deepest of these guesses is drawn, if any may follow it; 1 of a root."""
+def _deepest(request: Request, nodes: Sequence[Node]) -> list[Node]:
+    """Those of these guesses that are deepest, or the root, if anything may follow them."""
     top = height(request, nodes)
     if top >= request.depth_allowed():
-        return 0.0
-    deepest = request.tree.root.position + top
-    return sum(math.exp(node.path_log_prob) for node in nodes if node.position == deepest) if nodes else 1.0
+        return []
+    root = request.tree.root
+    return [node for node in nodes if node.position == root.position + top] or [root]
+
+
+def _chance(node: Node) -> float:
+    return math.exp(node.path_log_prob)
 
 
 def height(request: Request, nodes: Sequence[Node]) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from paceline.budget import Cost, NextRound, Patience, Price
 from paceline.engine.request import Request
-from paceline.engine.scheduler import best_guesses, height, outlook
+from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
 
 Clock = Callable[[], float]
 """Seconds since whenever."""
@@ -105,15 +105,19 @@ class TakingTurns(Priced):
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         drafting_s = 0.0
         now = outlook(drawing, self._cost)
-        while self._next.pays(now.frontier, now.tokens, now.step_s + drafting_s):
+        while now.height < 1 or self._pays(now, drafting_s):
             start = self._clock()
             came = receive(self.AT_MOST_S)
             delay_s = self._clock() - start
             before, now = now, outlook(drawing, self._cost)
-            self._next.observe(before.frontier, now.tokens - before.tokens, delay_s)
+            self._next.observe(before.frontier, now.own - before.own, delay_s)
             drafting_s += delay_s
-            if not came or now.tokens <= before.tokens:
+            if not came or now.own <= before.own:
                 return
+
+    def _pays(self, now: Outlook, drafting_s: float) -> bool:
+        step_s = now.step_s + drafting_s
+        return self._next.pays(now.frontier, now.tokens, step_s, beyond=now.beyond, rounds_left=now.levels)
 
 
 def waiting_for(concurrent: bool, lockstep: bool, cost: Cost, clock: Clock) -> Waiting:

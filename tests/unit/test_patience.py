@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import pytest
 
 from paceline.budget import NextRound, Patience
 from paceline.config import SamplingParams
-from paceline.engine.request import Request
+from paceline.engine.request import POOL, Request
 from paceline.engine.waiting import waiting_for
 from paceline.messages import Submission
-from paceline.tree import Node, TokenTree
+from paceline.tree import Growth, TokenTree
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
+ROOM = 100
 
 
 def pays(patience: Patience, height: int = 0) -> bool:
@@ -120,22 +124,59 @@ class TestTheNextRound:
         assert any(rounds.pays(1.0, 1.0, STEP_S) for _ in range(20_000))
 
 
-@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 0), (True, 4e-3, 1)])
+@dataclass
+class Turns:
+    """One request after the other, each for one step of 10 ms. A round of its draft adds a guess to a chain; four are
+    allowed."""
+
+    concurrent: bool = False
+    round_s: float = 4e-3
+    beside: Growth | None = None
+    """What others guess before the draft gets its turn."""
+
+    def rounds(self) -> int:
+        """How many the last of them gets."""
+        now = [0.0]
+        waiting = waiting_for(self.concurrent, False, lambda rows: STEP_S, lambda: now[0])
+        for _ in range(60):
+            tree = TokenTree(2, 3)
+            params = SamplingParams(temperature=0.0, max_tokens=20)
+            request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, 0.0)
+            request.draft = "somebody"
+            made: list[int] = []
+            if self.beside:
+                tree.graft(self.beside, ROOM, POOL + 1)
+
+            def receive(_: float, tree: TokenTree = tree, made: list[int] = made) -> bool:
+                now[0] += self.round_s
+                made.append(len(made) + 1)
+                tree.graft(Growth(2, made[-1], [made[-1] - 1], [5], [-0.01]), ROOM)
+                return True
+
+            waiting.wait([request], receive)
+        return len(made)
+
+
+@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 1), (True, 4e-3, 1)])
 def test_a_draft_on_the_target_s_time_goes_on_while_that_pays(concurrent: bool, round_s: float, rounds: int) -> None:
-    """A round adds a sure guess, four are allowed, a step takes 10 ms. Who goes on by itself is waited for less."""
-    now = [0.0]
-    waiting = waiting_for(concurrent, False, lambda rows: STEP_S, lambda: now[0])
-    for _ in range(60):
-        tree = TokenTree(2, 3)
-        params = SamplingParams(temperature=0.0, max_tokens=20)
-        request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, 0.0)
-        request.draft = "somebody"
-        grown: list[Node] = []
+    """Who goes on by itself is waited for less. A tree without guesses always gets a round."""
+    assert Turns(concurrent, round_s).rounds() == rounds
 
-        def receive(_: float, tree: TokenTree = tree, grown: list[Node] = grown) -> bool:
-            now[0] += round_s
-            grown.append(tree.add(grown[-1] if grown else tree.root, 5, -0.01))
-            return True
 
-        waiting.wait([request], receive)
-    assert len(grown) == rounds
+@pytest.mark.parametrize(
+    ("chance", "depth", "rounds"),
+    [(0.3, 4, 4), (0.99, 4, 0), (0.6, 2, 4)],
+    ids=["unlikely", "sure", "only the first ones"],
+)
+def test_guesses_of_others_spare_a_round_only_where_they_are_as_good(chance: float, depth: int, rounds: int) -> None:
+    """Others have guessed a chain of `depth`. Rounds that guess the same bring nothing, but those after them may."""
+    others = Growth(2, 1, range(depth), [5] * depth, [math.log(chance)] * depth)
+    assert Turns(round_s=1e-3, beside=others).rounds() == rounds
+
+
+def test_a_round_that_reads_a_prompt_is_not_how_long_rounds_take() -> None:
+    rounds = NextRound(DELAY_S)
+    for _ in range(100):
+        rounds.observe(1.0, 0.8, DELAY_S)
+    rounds.observe(1.0, 0.8, 1.0)
+    assert rounds.pays(0.5, 2.0, STEP_S)

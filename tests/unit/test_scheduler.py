@@ -17,9 +17,10 @@ from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, outlook
 from paceline.engine.slots import BLOCK, SlotPool
 from paceline.messages import Submission
-from paceline.tree import TokenTree
+from paceline.tree import Growth, TokenTree
 
 SLOTS = 256
+ROOM = 100
 FREE = RowCost([8, 256], [1.0, 1.001])
 STEEP = RowCost([8, 16], [1.0, 100.0])
 
@@ -293,8 +294,7 @@ def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:
 def test_outlook() -> None:
     plain, guessed = request(1, 3), request(2, 3)
     guessed.draft = "somebody"
-    node = guessed.tree.add(guessed.tree.root, 5, -0.5)
-    guessed.tree.add(node, 6, -0.5)
+    guessed.tree.graft(Growth(2, 1, [0, 1], [5, 6], [-0.5, -0.5]), ROOM)
     ahead = outlook([plain, guessed], FREE)
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
@@ -307,11 +307,25 @@ def test_outlook() -> None:
 def test_the_frontier_is_what_may_still_be_guessed_after() -> None:
     root, wide = request(1, 3), request(2, 3)
     root.draft = wide.draft = "somebody"
-    first = wide.tree.add(wide.tree.root, 5, math.log(0.5))
-    wide.tree.add(wide.tree.root, 6, math.log(0.3))
+    wide.tree.graft(Growth(2, 1, [0, 0], [5, 6], [math.log(0.5), math.log(0.3)]), ROOM)
     assert outlook([root], FREE).frontier == 1
     assert outlook([root, wide], FREE).frontier == pytest.approx(1.8)
-    wide.tree.add(first, 7, math.log(0.4))
+    wide.tree.graft(Growth(2, 3, [1], [7], [math.log(0.4)]), ROOM)
     assert outlook([wide], FREE).frontier == pytest.approx(0.2)
     wide.max_depth = 2
     assert outlook([wide], FREE).frontier == 0, "nothing deeper is verified"
+
+
+def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
+    """Who guesses beside it may have gone far along a path that is unlikely."""
+    both = request(1, 3)
+    both.draft = "somebody"
+    both.tree.graft(Growth(2, 1, [0, 1, 2], [5, 6, 7], [math.log(0.5)] * 3), ROOM, source=1)
+    ahead = outlook([both], FREE)
+    assert (ahead.height, ahead.own, ahead.frontier) == (3, 0, 1)
+    assert ahead.beyond == pytest.approx(0.5 + 0.25 + 0.125)
+    both.tree.graft(Growth(2, 1, [0, 0], [5, 8], [math.log(0.6), math.log(0.3)]), ROOM)
+    ahead = outlook([both], FREE)
+    assert ahead.own == ahead.frontier == pytest.approx(0.6 + 0.3)
+    assert ahead.beyond == pytest.approx(0.3 + 0.15), "after the guess that both have made, and the draft is surer of"
+    assert ahead.tokens == pytest.approx(1 + 0.9 + 0.45)

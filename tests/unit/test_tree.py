@@ -171,6 +171,26 @@ class TestExamples:
         ranks = {node.token: (node.source, node.rank) for node in tree.nodes()}
         assert ranks == {1: (0, 0), 2: (0, 1), 3: (1, 0), 4: (1, 2)}
 
+    def test_of_two_who_guess_the_same_the_surer_is_believed(self) -> None:
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0, 1, 0], [1, 2, 3], [-1.0, -0.5, -0.1]), ROOM, source=1)
+        assert [node.token for node in tree.best(3, 9)] == [3, 1, 2]
+        assert tree.graft(Growth(9, 1, [0, 0], [1, 3], [-0.05, -2.0]), ROOM) == 0
+        check_books(tree)
+        assert [node.token for node in tree.best(3, 9)] == [1, 3, 2], "what was remembered of the best is out of date"
+        words = {node.token: (node.source, node.log_prob, node.path_log_prob) for node in tree.nodes()}
+        assert words == {1: (0, -0.05, pytest.approx(-0.05)), 2: (1, -0.5, pytest.approx(-0.55)), 3: (1, -0.1, -0.1)}
+        tree.graft(Growth(9, 3, [0], [1], [0.0]), ROOM)
+        assert tree.root.children[1].log_prob == -0.05, "a draft has one word on each guess"
+
+    def test_in_a_chain_nobody_is_believed_for_having_drawn_it_again(self) -> None:
+        """What is drawn from a law must be verified whatever was drawn."""
+        tree = TokenTree(9, 0, width=1)
+        tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), ROOM, source=1)
+        tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), ROOM)
+        [node] = tree.nodes()
+        assert (node.source, node.log_prob, node.law) == (1, -1.0, {1: 1, 2: 1})
+
 
 class TestBest:
     @staticmethod
