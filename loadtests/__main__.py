@@ -1,7 +1,8 @@
 """`python -m loadtests`: a bounded load against stacks that it starts itself, or against a server that runs.
 
 Every stack is loaded twice, with speculation off and on. The last line of output is one JSON document. The exit code is
-1 if an answer was an error, lacked a token or had another one, or if memory grew (`loadtests.attack.FLAT`).
+1 if an answer was an error, lacked a token or had another one, if memory grew (`loadtests.attack.FLAT`), or if guesses
+were accepted where speculation is off, or none where it is on.
 """
 
 from __future__ import annotations

@@ -57,9 +57,10 @@ def judged(told: dict[str, Any], watch: Watch, run: Run) -> dict[str, Any]:
     begins, ends = told.pop("window")
     used = memory(watch.memory_mb, begins, ends)
     flat = used.growth <= FLAT if used and run.seconds >= 2 * MINUTE_S else None
-    good = not (told["errors"] or told["lost_tokens"] or told["changed_tokens"]) and flat is not False
+    clean = not (told["errors"] or told["lost_tokens"] or told["changed_tokens"]) and flat is not False
+    drafted = told["figures"]["acceptance_length"] > 0
     return {
-        "good": good and told["figures"]["answers"] > 0,
+        "good": clean and told["figures"]["answers"] > 0 and drafted == run.speculative,
         **told,
         "goal": asdict(run.goal),
         "memory": used and asdict(used),

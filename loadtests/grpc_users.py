@@ -15,7 +15,7 @@ from grpc.experimental import gevent as grpc_gevent
 from locust import task
 
 from loadtests.questions import Question
-from loadtests.streams import Heard, judged
+from loadtests.streams import Heard, judged, unended
 from loadtests.users import Asker
 from paceline.v1 import common_pb2, inference_pb2_grpc
 from paceline.v1 import inference_pb2 as pb
@@ -49,7 +49,7 @@ class Caller(Asker):
         except grpc.RpcError as error:
             heard.error = repr(error)
         except GreenletExit:  # the run is over
-            left = True
+            heard, left = unended(began, heard), True
             raise
         finally:
             call.cancel()

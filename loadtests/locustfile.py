@@ -53,27 +53,32 @@ def prepare(environment: Environment, **_: object) -> None:
     Asker.questions, Asker.speculative = run.questions(), run.speculative
     Caller.connect(run.grpc)
     answers: list[Answer] = []
+    crashed: list[str] = []
     began: list[float] = []
 
     def keep(context: dict[str, Any], **_: object) -> None:
         answers.append(context["answer"])
 
+    def crash(exception: BaseException, **_: object) -> None:
+        crashed.append(f"a user stopped: {exception!r}")
+
     def begin(**_: object) -> None:
         began.append(time.time())
 
     def sum_up(**_: object) -> None:
-        sys.stdout.write(json.dumps(summary(run, answers, began[0])) + "\n")
+        sys.stdout.write(json.dumps(summary(run, answers, crashed, began[0])) + "\n")
 
     environment.events.request.add_listener(keep)
+    environment.events.user_error.add_listener(crash)
     environment.events.test_start.add_listener(begin)
     environment.events.quit.add_listener(sum_up)
 
 
-def summary(run: Run, answers: list[Answer], began: float) -> dict[str, Any]:
+def summary(run: Run, answers: list[Answer], crashed: list[str], began: float) -> dict[str, Any]:
     """Figures of the whole load and of each of its stages; what went wrong counts from the first user on."""
     stages = run.stages
     whole = began + stages[0].begins, began + stages[-1].ends
-    faults = [f"{each.kind}: {each.fault}" for each in answers if each.fault]
+    faults = crashed + [f"{each.kind}: {each.fault}" for each in answers if each.fault]
     by_stage = [
         {"users": row.users, **asdict(figures(answers, began + row.begins, began + row.ends, run.goal))}
         for row in stages

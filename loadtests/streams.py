@@ -10,13 +10,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 from loadtests.questions import Question
 
 DONE = b"[DONE]"
+STALLED_S = 30.0
+"""A stream on which nothing came for so long hangs."""
 
 
 class Answer(NamedTuple):
@@ -90,6 +92,13 @@ def heard_events(events: list[tuple[float, bytes]]) -> Heard:
         elif data:
             heard.take(when, json.loads(data))
     return heard
+
+
+def unended(began: float, heard: Heard) -> Heard:
+    """A stream at the end of the run, which it did not reach: excused if it was going on."""
+    latest = heard.arrivals[-1][0] if heard.arrivals else began
+    silent_s = time.time() - latest
+    return replace(heard, error=heard.error or f"nothing came for {silent_s:.0f} s") if silent_s > STALLED_S else heard
 
 
 def judged(kind: str, began: float, question: Question, heard: Heard, *, left: bool = False) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from http.client import HTTPException
 from typing import Any, ClassVar
 
 from gevent import GreenletExit
@@ -14,9 +15,11 @@ from locust import User, constant, task
 
 from loadtests.figures import REFUSED
 from loadtests.questions import Question, Questions
-from loadtests.streams import Answer, Heard, heard_events, judged
+from loadtests.streams import Answer, Heard, heard_events, judged, unended
 
 TIMEOUT_S = 120.0
+BROKEN = (OSError, HTTPException, ValueError, LookupError, TypeError)
+"""A connection that ends too early, or brings what is no answer."""
 JSON_HEADERS = {"Content-Type": "application/json"}
 EVENT_END = b"\n\n"
 MOST_HEARD = 12
@@ -66,10 +69,10 @@ class HttpAsker(Asker):
         try:
             response = self.post(question.path, question.body(speculative=self.speculative))
             heard, left = listen(response, events, leave_after)
-        except OSError as error:
+        except BROKEN as error:
             heard, left = Heard(error=repr(error)), False
         except GreenletExit:  # the run is over
-            self.report(judged(self.kind, began, question, heard_events(events), left=True))
+            self.report(judged(self.kind, began, question, unended(began, heard_events(events)), left=True))
             raise
         self.report(judged(self.kind, began, question, heard, left=left))
 
@@ -164,7 +167,7 @@ class Malformer(HttpAsker):
             response = self.post(path, body)
             with response:
                 fault = refusal_fault(response.status_code, response.read())
-        except OSError as error:
+        except BROKEN as error:
             fault = repr(error)
         now = time.time()
         self.report(Answer(self.kind, began, now, now, fault=fault and f"{path} {body!r:.80}: {fault}"))

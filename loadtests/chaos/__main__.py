@@ -31,7 +31,7 @@ def main(
     drafts: Annotated[int, typer.Option(min=1)] = 2,
     verbose: Annotated[bool, typer.Option(help="Show what the services log.")] = False,  # noqa: FBT002 - typer's way
 ) -> None:
-    """Exit code 1 if a token was lost or changed, a request failed, or a worker was left with one."""
+    """Exit code 1 if a token was lost or changed, a request failed, a worker was left with one, or nothing happened."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel("WARNING")
     plan = chaos.Plan(seconds, every, clients, max_tokens, seed)
@@ -41,7 +41,13 @@ def main(
         say = (lambda line: print(line, file=sys.stderr)) if verbose else said.append  # noqa: T201
         async with running(chaos.wish(model, targets, drafts), say, gateways) as stack:
             tally = await chaos.run(stack, plan)
-        return {**tally.summary(), "seconds": seconds, "seed": seed, "model": model, "clean": tally.clean}
+        return {
+            **tally.summary(),
+            "seconds": seconds,
+            "seed": seed,
+            "model": model,
+            "clean": tally.clean and tally.tried,
+        }
 
     try:
         summary = asyncio.run(whole())

@@ -66,6 +66,11 @@ class Tally:
         self.blows[f"{blow.kind} {kind}"] += processes
 
     @property
+    def tried(self) -> bool:
+        """Whether anything was asked, and anybody struck."""
+        return bool(self.requests and self.blows.total())
+
+    @property
     def clean(self) -> bool:
         return not (self.errors or self.changed_outputs or self.lost_tokens or self.unsettled)
 

@@ -1,11 +1,13 @@
 """The load test's users against a gateway and a target over a timed model: no error, every token; and if one is lost,
-they see it."""
+they see it, as they see streams that break."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 
 import pytest
 
@@ -78,3 +80,47 @@ async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
     assert not told["good"]
     assert told["lost_tokens"] + told["changed_tokens"] > 0
     assert told["errors"] == 0, "by its counts alone the stream is as it should be"
+
+
+@asynccontextmanager
+async def cutting(port: int) -> AsyncIterator[str]:
+    """A proxy to this port that closes each connection as soon as it has passed on the beginning of a stream."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", port)
+        sending = asyncio.create_task(_pass_on(reader, back))
+        with suppress(OSError):
+            while data := await there.read(2**16):
+                writer.write(data)
+                await writer.drain()
+                if b"token_ids" in data:
+                    break
+        sending.cancel()
+        back.close()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+
+
+async def test_streams_that_are_cut_are_errors() -> None:
+    async with served() as (addresses, _), cutting(int(addresses.http.rpartition(":")[2])) as proxy:
+        told = await attack(run_against(replace(addresses, http=proxy)), {})
+    assert not told["good"]
+    assert told["errors"] > ALL_KINDS
+    assert any("chat" in fault for fault in told["faults"]), told["faults"]
+
+
+async def test_speculation_that_is_asked_for_and_does_not_happen_is_seen() -> None:
+    async with served() as (addresses, _):
+        told = await attack(replace(run_against(addresses), speculative=True), {})
+    assert told["faults"] == []
+    assert not told["good"]
