@@ -363,9 +363,13 @@ class TokenTree:
             self._forget_names(passed)
 
     def _forget(self, node: Node) -> None:
+        """They let go of each other, too: what is tied in cycles stays until the garbage collector has looked at all
+        that a busy engine holds."""
         self._forget_names(node)
+        node.parent = None
         for descendant in node.subtree():
             self._forget_names(descendant)
+            descendant.parent = None
             self.size -= 1
 
     def _rebase(self) -> None:
