@@ -28,6 +28,7 @@ from paceline.cli.client import Client, open_client
 from paceline.cli.deployment import Wish, plan
 from paceline.cli.processes import cpu_s, tree
 from paceline.cli.stack import Stack, ready_stack
+from paceline.compute.garbage import settle
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.messages import Delta, Submission
 from paceline.simulation.pair import Pair, simulate
@@ -79,6 +80,7 @@ class Result:
 
 def run(console: Console) -> Result:
     """Raises `StartError` or `StateError`."""
+    settle()  # as a target's compute does
     engine = []
     for requests in REQUESTS:
         with console.status(f"engine, {requests} requests"):

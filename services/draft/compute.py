@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from paceline.compute.garbage import settle
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Ready
 from paceline.config import EngineConfig, SpeculativeConfig
@@ -19,6 +20,7 @@ from services.process import StartError
 def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     """Build the speculator, and grow until the pipe closes."""
     speculator = load(options.speculative_config, options.engine_config, options.target_model)
+    settle()
     pipe.send(Ready(SpeculatorFacts.of(speculator)))
     GrowingLoop(speculator, pipe).run()
 

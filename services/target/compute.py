@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
+from paceline.compute.garbage import settle
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import Ready
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
@@ -33,6 +34,7 @@ def serve(pipe: Pipe, options: argparse.Namespace) -> None:
     with speculator_errors(options.speculative_config):
         speculation = completed(options.speculative_config, options.model)
     engine = assemble(pipe, options.model, options.engine_config, speculation)
+    settle()
     pipe.send(Ready(facts(engine, speculation)))
     EngineLoop(engine, pipe).run()
 
