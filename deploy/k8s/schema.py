@@ -55,6 +55,7 @@ SHAPES: dict[str, Schema] = {
     "resources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
     "headResources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
     "tensorParallelSize": AT_LEAST_ONE,
+    "ranksPerPod": AT_LEAST_ONE,
     "placement": one_of("pack", "spread"),
     "tolerations": {"type": "array", "items": TOLERATION},
     "nodeSelector": NAMED_TEXTS,

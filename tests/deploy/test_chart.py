@@ -15,12 +15,14 @@ from ray.scripts.scripts import start as ray_start
 
 import paceline
 from paceline.cli.deployment import GRACE_S
+from services.target import pool
 from tests.deploy import combinations, commands
 from tests.deploy.helm import (
     CHART,
     ROOT,
     Document,
     RefusedError,
+    Values,
     documents,
     merged,
     on_cpus,
@@ -29,10 +31,11 @@ from tests.deploy.helm import (
     rendered,
     the,
 )
-from tests.deploy.pods import complaints, pod_templates
+from tests.deploy.pods import command_line, complaints, pod_templates
 from tests.deploy.validation import check
 
 CASES = dict(combinations.few())
+EIGHT: Values = {"limits": {"nvidia.com/gpu": "8"}}
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +208,11 @@ def test_what_is_scaled_exists_and_its_replicas_are_not_set_twice(charts: dict[s
         (merged(on_cpus(), {"target": {"tlsSecret": "target"}}), "tlsSecret"),
         (merged(on_cpus(), {"autoscaling": {"kind": "keda"}}), "autoscaling.prometheusUrl"),
         (merged(on_cpus(), {"autoscaling": {"kind": "hpa"}}), "monitoring.enabled"),
+        (merged(on_cpus(), {"target": {"ray": {"ranksPerPod": 2, "enabled": True}}}), "target.ray.ranksPerPod"),
+        (
+            merged(combinations.GPU, {"target": {"ray": {"enabled": True}, "resources": EIGHT}}),
+            "target.resources.limits: a pod has 1 ranks (target.ray.ranksPerPod), and 8 of nvidia.com/gpu",
+        ),
     ],
 )
 def test_values_that_make_no_sense_are_refused_by_name(values: dict[str, object], named: str) -> None:
@@ -232,15 +240,68 @@ def test_a_key_that_stands_twice_is_found() -> None:
         documents({"templates/a.yaml": "metadata: {name: a, name: b}"})
 
 
+def on_ray(ranks: int, ranks_per_pod: int = 1, placement: str = "pack") -> Values:
+    """Two replicas on accelerators, as many in a pod as it has ranks."""
+    limits = {"nvidia.com/gpu": str(ranks_per_pod)}
+    ray = {"enabled": True, "tensorParallelSize": ranks, "ranksPerPod": ranks_per_pod, "placement": placement}
+    return merged(combinations.GPU, {"target": {"replicas": 2, "ray": ray, "resources": {"limits": limits}}})
+
+
+def ranks_group(documents: list[Document]) -> Document:
+    (group,) = the("RayCluster", "target", documents)["spec"]["workerGroupSpecs"]
+    return dict(group)
+
+
 def test_a_pool_on_ray_has_a_pod_for_every_rank(charts: dict[str, list[Document]]) -> None:
     cluster = the("RayCluster", "target", charts["ray"])["spec"]
     told = commands.options(cluster["headGroupSpec"]["template"]["spec"]["containers"][0])
-    (group,) = cluster["workerGroupSpecs"]
+    group = ranks_group(charts["ray"])
     assert group["replicas"] == told.replicas * told.tensor_parallel_size == 4
     assert the("PodDisruptionBudget", "target", charts["ray"])["spec"]["minAvailable"] == 3
     assert not any(
         document["kind"] == "StatefulSet" for document in charts["ray"] if "target" in document["metadata"]["name"]
     )
+
+
+@pytest.mark.parametrize(("ranks_per_pod", "pods"), [(1, 16), (4, 4), (8, 2)])
+def test_ranks_that_share_a_pod_share_its_accelerators(ranks_per_pod: int, pods: int) -> None:
+    """Between pods there is no NVLink: the ranks of a replica are in one if a machine has eight accelerators."""
+    drawn = render(on_ray(8, ranks_per_pod))
+    group = ranks_group(drawn)
+    assert {group[key] for key in ("replicas", "minReplicas", "maxReplicas")} == {pods}
+    assert the("PodDisruptionBudget", "target", drawn)["spec"]["minAvailable"] == pods - 1
+    (worker,) = group["template"]["spec"]["containers"]
+    assert worker["resources"]["limits"]["nvidia.com/gpu"] == str(ranks_per_pod)
+
+
+@pytest.mark.parametrize(("device", "threads"), [("cuda", 1), ("cuda", 3), ("cpu", 2)])
+def test_a_pod_offers_ray_what_its_ranks_ask_for(device: str, threads: int) -> None:
+    """As Ray counts, a pod without a limit has all processors of its machine: every rank would be in the first."""
+    drawn = render(merged(on_ray(8, 4), {"target": {"engine": {"device": device, "threads": threads}}}))
+    head = the("RayCluster", "target", drawn)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    options, rest = pool.parse(commands.command_of_shell(command_line(head, commands.POD)[1:]))
+    bundle = pool.ranks_of(options, rest).bundle
+    offered = ranks_group(drawn)["rayStartParams"]
+    assert float(offered["num-cpus"]) == 4 * bundle["CPU"]
+    assert float(offered["num-gpus"]) == 4 * bundle.get("GPU", 0)
+
+
+def test_pods_on_ray_are_packed_or_spread_as_the_values_say() -> None:
+    packed, spread = (
+        ranks_group(render(on_ray(2, placement=placement)))["template"]["spec"] for placement in ("pack", "spread")
+    )
+    assert "topologySpreadConstraints" not in packed
+    (near,) = packed["affinity"]["podAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    assert near["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "target"
+    assert "affinity" not in spread
+    assert spread["topologySpreadConstraints"]
+
+
+def test_replicas_on_ray_do_not_share_pods() -> None:
+    """Spread over pods with room for several, ranks 0 of two replicas would meet, and want one port for metrics."""
+    drawn = render(on_ray(4, 2, placement="spread"))
+    head = the("RayCluster", "target", drawn)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert commands.options(head).placement == "pack"
 
 
 def test_ray_itself_knows_how_it_is_started(charts: dict[str, list[Document]]) -> None:

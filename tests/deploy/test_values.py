@@ -17,7 +17,7 @@ CHOICES = combinations.CHOICES
 CONTEXTS = [
     combinations.GPU,
     merged(combinations.GPU, CHOICES["tls"]["on"], CHOICES["redis"]["password"], CHOICES["autoscaling"]["hpa"]),
-    merged(combinations.GPU, CHOICES["ray"]["on"]),
+    merged(combinations.GPU, CHOICES["ray"]["on"], {"target": {"resources": {"limits": {"nvidia.com/gpu": None}}}}),
     merged(combinations.GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
 ]
 """Between them, everything is on."""
@@ -82,6 +82,7 @@ OTHER: dict[str, Any] = {
     "type": "LoadBalancer",
     "headResources": {"requests": {"cpu": "3"}},
     "placement": "spread",
+    "ranksPerPod": 2,
     "kind": "none",
     "logLevel": "debug",
     "cidr": "10.0.0.0/8",

@@ -16,9 +16,25 @@
 {{- if and (eq .autoscaling.kind "hpa") (not .monitoring.enabled) }}
 {{- fail "monitoring.enabled: a HorizontalPodAutoscaler goes by series that the PrometheusRule records" }}
 {{- end }}
+{{- if .target.ray.enabled }}
+{{- include "paceline.rayChecks" .target }}
+{{- end }}
 {{- $withTls := list .gateway.tlsSecret .target.tlsSecret (.draft.enabled | ternary .draft.tlsSecret .target.tlsSecret) }}
 {{- if and (without $withTls "") (has "" $withTls) }}
 {{- fail "tlsSecret: gateway, target and draft all have one, or none has" }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Takes the target's values. */}}
+{{- define "paceline.rayChecks" -}}
+{{- $ranks := int .ray.ranksPerPod }}
+{{- if mod .ray.tensorParallelSize $ranks }}
+{{- fail (printf "target.ray.ranksPerPod: %d does not divide target.ray.tensorParallelSize, %v" $ranks .ray.tensorParallelSize) }}
+{{- end }}
+{{- range $resource, $count := .resources.limits }}
+{{- if and (hasSuffix "gpu" $resource) $count (ne (int $count) $ranks) }}
+{{- fail (printf "target.resources.limits: a pod has %d ranks (target.ray.ranksPerPod), and %v of %s" $ranks $count $resource) }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -27,6 +27,17 @@ nodeSelector:
 tolerations:
   {{- toYaml . | nindent 2 }}
 {{- end }}
+{{- if and (eq $component "target") $.Values.target.ray.enabled (eq $.Values.target.ray.placement "pack") }}
+affinity:
+  podAffinity:
+    preferredDuringSchedulingIgnoredDuringExecution:
+      - weight: 100
+        podAffinityTerm:
+          topologyKey: kubernetes.io/hostname
+          labelSelector:
+            matchLabels:
+              {{- include "paceline.selector" (list $ $component) | nindent 14 }}
+{{- else }}
 topologySpreadConstraints:
   - maxSkew: 1
     topologyKey: kubernetes.io/hostname
@@ -34,6 +45,7 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "paceline.selector" (list $ $component) | nindent 8 }}
+{{- end }}
 {{- end -}}
 
 {{- define "paceline.containerSecurity" -}}

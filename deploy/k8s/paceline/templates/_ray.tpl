@@ -15,12 +15,26 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end -}}
 
-{{/* The pod's shell starts Ray, and becomes the second command: the one that gets SIGTERM. */}}
+{{/* Pods with ranks. */}}
+{{- define "paceline.rayPods" -}}
+{{- with .Values.target }}{{ div (mul .replicas .ray.tensorParallelSize) .ray.ranksPerPod }}{{ end -}}
+{{- end -}}
+
+{{/* What a pod offers Ray: room for its ranks, as `services.target.pool` asks for it, and for no other. Ray would count
+     the machine's processors, and KubeRay the limits. */}}
+{{- define "paceline.rayRoom" -}}
+{{- with .Values.target -}}
+num-cpus: {{ mul .ray.ranksPerPod (get .engine "threads" | default 1) | quote }}
+num-gpus: {{ hasPrefix "cuda" (get .engine "device" | default "cpu") | ternary .ray.ranksPerPod 0 | quote }}
+{{- end -}}
+{{- end -}}
+
+{{/* The pod's shell starts Ray, and becomes the second command: the one that gets SIGTERM. Wherever the pods are, Ray
+     packs: no pod is shared by two replicas, whose ranks 0 would want one port for metrics. */}}
 {{- define "paceline.rayHead" -}}
 - --ray=auto
 - --replicas={{ .Values.target.replicas }}
 - --tensor-parallel-size={{ .Values.target.ray.tensorParallelSize }}
-- --placement={{ .Values.target.ray.placement }}
 {{ include "paceline.targetArguments" . }}
 {{ include "paceline.workerArguments" (list . "target") }}
 {{- end -}}
