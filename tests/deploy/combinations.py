@@ -38,7 +38,9 @@ CHOICES: dict[str, dict[str, Values]] = {
     "autoscaling": {
         "none": {},
         "hpa": merged(MONITORING, {"autoscaling": {"kind": "hpa"}}),
-        "keda": {"autoscaling": {"kind": "keda", "prometheusUrl": "http://prometheus.monitoring:9090"}},
+        "keda": merged(
+            MONITORING, {"autoscaling": {"kind": "keda", "prometheusUrl": "http://prometheus.monitoring:9090"}}
+        ),
     },
     "tls": {
         "off": {},

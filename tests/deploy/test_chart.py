@@ -208,6 +208,7 @@ def test_what_is_scaled_exists_and_its_replicas_are_not_set_twice(charts: dict[s
         (merged(on_cpus(), {"target": {"tlsSecret": "target"}}), "tlsSecret"),
         (merged(on_cpus(), {"autoscaling": {"kind": "keda"}}), "autoscaling.prometheusUrl"),
         (merged(on_cpus(), {"autoscaling": {"kind": "hpa"}}), "monitoring.enabled"),
+        (merged(on_cpus(), {"autoscaling": {"kind": "keda", "prometheusUrl": "http://a"}}), "monitoring.enabled"),
         (merged(on_cpus(), {"target": {"ray": {"ranksPerPod": 2, "enabled": True}}}), "target.ray.ranksPerPod"),
         (
             merged(combinations.GPU, {"target": {"ray": {"enabled": True}, "resources": EIGHT}}),

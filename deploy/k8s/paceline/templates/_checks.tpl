@@ -13,8 +13,8 @@
 {{- if and (eq .autoscaling.kind "keda") (not .autoscaling.prometheusUrl) }}
 {{- fail "autoscaling.prometheusUrl: KEDA has to know where Prometheus is" }}
 {{- end }}
-{{- if and (eq .autoscaling.kind "hpa") (not .monitoring.enabled) }}
-{{- fail "monitoring.enabled: a HorizontalPodAutoscaler goes by series that the PrometheusRule records" }}
+{{- if and (ne .autoscaling.kind "none") (not .monitoring.enabled) }}
+{{- fail "monitoring.enabled: autoscalers go by series that Prometheus has from the ServiceMonitor and the PrometheusRule" }}
 {{- end }}
 {{- if .target.ray.enabled }}
 {{- include "paceline.rayChecks" .target }}
