@@ -29,8 +29,8 @@ class GatewayMetrics:
     Time to first token, 99th percentile:
         histogram_quantile(0.99, rate(paceline_time_to_first_token_seconds_bucket[5m]))
     Output tokens per second: rate(paceline_generation_tokens_total[1m])
-    Share of answers that were our fault:
-        rate(paceline_requests_total{status=~"5.."}[5m]) / rate(paceline_requests_total[5m])
+    Answers that were our fault, to clients and not to probes:
+        rate(paceline_requests_total{endpoint!~"/health|/metrics|/version",status=~"5..|INTERNAL|UNAVAILABLE"}[5m])
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

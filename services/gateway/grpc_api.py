@@ -81,6 +81,9 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             if isinstance(error, RetryLaterError):
                 context.set_trailing_metadata([(PUSHBACK, str(1000 * error.retry_after_s))])
             raise
+        except Exception:
+            self._metrics.answered("Generate", grpc.StatusCode.INTERNAL.name)  # as `StatusInterceptor` tells it
+            raise
         self._metrics.answered("Generate", grpc.StatusCode.OK.name)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:

@@ -12,6 +12,7 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from services.gateway import grpc_api
 from tests.contract.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -131,6 +132,19 @@ async def test_without_a_target_the_call_is_unavailable() -> None:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await generated(channel, Request(text="x"))
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_bug_is_counted_as_what_the_caller_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fails(*_: object) -> None:
+        raise RuntimeError("nobody foresaw this")
+
+    monkeypatch.setattr(grpc_api, "plan_completion", fails)
+    async with open_stack(counts) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await generated(channel, Request(text="x"))
+        assert error.value.code() == grpc.StatusCode.INTERNAL
+        told = (await stack.http.get("/metrics")).text
+        assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in told
 
 
 async def test_cancelling_the_call_cancels_at_the_target() -> None:

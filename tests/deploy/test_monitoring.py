@@ -49,6 +49,19 @@ def selectors(expression: object) -> Iterator[promql.VectorSelector]:
                 yield from selectors(each)
 
 
+def takes(selector: promql.VectorSelector, labels: dict[str, str]) -> bool:
+    """Whether a series with these labels is asked for; labels that are not given are as wanted."""
+    return all(_met(each, labels[each.name]) for each in selector.matchers.matchers if each.name in labels)
+
+
+def _met(matcher: promql.Matcher, value: str) -> bool:
+    if matcher.op in (promql.MatchOp.Re, promql.MatchOp.NotRe):
+        same = re.fullmatch(matcher.value, value) is not None
+    else:
+        same = matcher.value == value
+    return same == (matcher.op in (promql.MatchOp.Equal, promql.MatchOp.Re))
+
+
 def rules(documents: list[Document]) -> dict[str, Document]:
     groups = the("PrometheusRule", "services", documents)["spec"]["groups"]
     return {rule.get("alert") or rule["record"]: rule for group in groups for rule in group["rules"]}
@@ -100,6 +113,35 @@ def test_every_alert_is_explained_and_no_other(documents: list[Document]) -> Non
     named = {name for name, rule in rules(documents).items() if "alert" in rule}
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^### (Paceline\w+)", text, re.MULTILINE)) == named
+
+
+PROBES = ("/health", "/metrics", "/version")
+
+
+def test_errors_are_those_of_clients(documents: list[Document]) -> None:
+    """The kubelet's probes would drown them or, where no target is up, be most of them; gRPC's count as HTTP's do."""
+    failed, every = selectors(promql.parse(rules(documents)["PacelineErrors"]["expr"]))
+    for probe in PROBES:
+        assert not takes(every, {"endpoint": probe})
+        assert not takes(failed, {"endpoint": probe, "status": "503"})
+    for endpoint, statuses in {
+        "/v1/completions": {"200": False, "429": False, "500": True, "503": True},
+        "Generate": {"OK": False, "RESOURCE_EXHAUSTED": False, "UNAVAILABLE": True, "INTERNAL": True},
+    }.items():
+        assert takes(every, {"endpoint": endpoint})
+        for status, ours in statuses.items():
+            assert takes(failed, {"endpoint": endpoint, "status": status}) == ours, status
+
+
+def test_the_same_query_is_in_the_documentation(documents: list[Document]) -> None:
+    _, _, query = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("over HTTP and gRPC\n")
+    failed, every = selectors(promql.parse(query.partition("```")[0]))
+    for ours, theirs in zip(
+        (failed, every), selectors(promql.parse(rules(documents)["PacelineErrors"]["expr"])), strict=True
+    ):
+        told = {(each.name, each.value) for each in ours.matchers.matchers}
+        assert told <= {(each.name, each.value) for each in theirs.matchers.matchers}
+        assert "endpoint" in dict(told)
 
 
 def test_what_autoscalers_go_by_is_recorded(documents: list[Document]) -> None:
