@@ -133,6 +133,18 @@ def test_errors_are_those_of_clients(documents: list[Document]) -> None:
             assert takes(failed, {"endpoint": endpoint, "status": status}) == ours, status
 
 
+def test_a_key_at_its_own_limit_is_no_want_of_room(documents: list[Document]) -> None:
+    (refused,) = selectors(promql.parse(rules(documents)["PacelineRefusing"]["expr"]))
+    assert refused.name == "paceline_rejections_total", "limits of keys are counted elsewhere"
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "services" / "gateway").glob("*.py"))
+    reasons = set(re.findall(r'raise OverloadedError\(.*?reason="(\w+)"', code, re.DOTALL))
+    assert reasons == {"in_flight", "queue", "grammars"}
+    for reason in reasons:
+        assert takes(refused, {"reason": reason})
+    for reason in ("no_target", "breaker", "closing"):
+        assert not takes(refused, {"reason": reason}), "that is 503: PacelineErrors"
+
+
 def test_the_same_query_is_in_the_documentation(documents: list[Document]) -> None:
     _, _, query = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8").partition("over HTTP and gRPC\n")
     failed, every = selectors(promql.parse(query.partition("```")[0]))
