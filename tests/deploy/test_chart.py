@@ -134,6 +134,13 @@ def test_a_pod_is_given_the_time_it_takes_to_drain(charts: dict[str, list[Docume
         assert pod["terminationGracePeriodSeconds"] >= before + drain_s + GRACE_S
 
 
+def test_a_rollout_needs_no_spare_accelerator(charts: dict[str, list[Document]]) -> None:
+    assert the("Deployment", "draft", charts["gpu"])["spec"]["strategy"]["rollingUpdate"] == {
+        "maxUnavailable": 1,
+        "maxSurge": 0,
+    }
+
+
 def test_probes_ask_what_the_services_answer(charts: dict[str, list[Document]]) -> None:
     gateway = container(charts["cpu"], "Deployment", "gateway")
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/health", "503 while it drains"
