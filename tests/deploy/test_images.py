@@ -87,6 +87,13 @@ def test_only_workers_have_torch() -> None:
     assert {service for service in SERVICES if "TORCH" in installs(every, service)} == {"target", "draft"}
 
 
+def test_a_login_shell_finds_ray() -> None:
+    """Its PATH is that of Debian's profile. A script of a virtual environment runs from anywhere, by its first line."""
+    ours = [arguments.split()[1:] for name, arguments in stages(TEXT)["target"] if name == "COPY"]
+    assert ["/opt/paceline/bin/ray", "/usr/local/bin/"] in ours
+    assert distribution("ray").entry_points.select(group="console_scripts", name="ray")
+
+
 def test_torch_in_a_stage_below_a_gateway_would_be_found() -> None:
     every = stages(TEXT.replace("AS build-gateway\n", 'AS build-gateway\nRUN pip install "${TORCH}"\n'))
     assert "TORCH" in installs(every, "gateway")
