@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 DASHBOARD = Path(__file__).parent / "paceline" / "dashboards" / "paceline.json"
-ITS = 'namespace="$namespace",service=~"$release-.*"'
+ITS = 'namespace="$namespace",service=~"$release-(gateway|target|draft)"'
 WIDTH = 24
 HEIGHT = 8
 

@@ -14,7 +14,7 @@ from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.verify import strategy_of
 from tests.deploy.combinations import CHOICES, MONITORING
-from tests.deploy.helm import CHART, ROOT, Document, merged, on_cpus, render, the
+from tests.deploy.helm import CHART, RELEASE, ROOT, Document, merged, on_cpus, render, the
 
 SCRAPED = {"namespace", "service", "pod", "le"}
 """Labels that Prometheus adds, and that of a histogram's buckets."""
@@ -102,6 +102,16 @@ def test_queries_ask_for_what_is_there(documents: list[Document]) -> None:
             assert labels <= known[selector.name] | SCRAPED, (name, labels)
             asked.add(selector.name)
     assert len(asked) > 20
+
+
+def test_a_release_whose_name_begins_as_ours_is_another(documents: list[Document]) -> None:
+    queries = {**{name: rule["expr"] for name, rule in rules(documents).items()}, **panels(), **scaling()}
+    for name, query in queries.items():
+        filled = query.replace("$release", RELEASE).replace("$__rate_interval", "5m")
+        for selector in selectors(promql.parse(filled)):
+            ours = [takes(selector, {"service": f"{RELEASE}-{each}"}) for each in ("gateway", "target", "draft")]
+            assert any(ours), name
+            assert not takes(selector, {"service": f"{RELEASE}-2-target"}), name
 
 
 def test_a_query_that_is_none_is_found() -> None:
