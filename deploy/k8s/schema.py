@@ -72,6 +72,8 @@ SHAPES: dict[str, Schema] = {
     "httpPort": PORT,
     "grpcPort": PORT,
     "metricsPort": PORT,
+    "maxQueue": AT_LEAST_ONE,
+    "hangSeconds": AT_LEAST_ONE,
     "maxReplicas": AT_LEAST_ONE,
     "minReplicas": AT_LEAST_ONE,
     "requestsPerReplica": AT_LEAST_ONE,

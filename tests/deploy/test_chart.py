@@ -110,6 +110,18 @@ def test_services_are_told_what_the_values_say(charts: dict[str, list[Document]]
     assert gateway.max_body_bytes == 8 * 2**20
 
 
+def test_limits_are_what_the_values_say() -> None:
+    drawn = render(merged(on_cpus(), {"gateway": {"maxQueue": 7}, "target": {"hangSeconds": 900}}))
+    assert commands.options(container(drawn, "Deployment", "gateway")).max_queue == 7
+    assert commands.options(container(drawn, "StatefulSet", "target")).hang_s == 900
+    (on_ray_too,) = [
+        template["spec"]["containers"][0]
+        for where, template in pod_templates(render(merged(on_ray(2), {"target": {"hangSeconds": 900}})))
+        if where.endswith("/head")
+    ]
+    assert commands.options(on_ray_too).target.hang_s == 900
+
+
 def test_redis_elsewhere_and_passwords_come_from_secrets(charts: dict[str, list[Document]]) -> None:
     def url(case: str) -> str:
         told = commands.options(container(charts[case], "Deployment", "gateway"))

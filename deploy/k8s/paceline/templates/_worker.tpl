@@ -70,4 +70,5 @@ readinessProbe:
 - --model={{ .Values.model.path }}
 - --served-model-name={{ include "paceline.servedName" . }}
 - --drain-s={{ .Values.target.drainSeconds }}
+- --hang-s={{ .Values.target.hangSeconds }}
 {{- end -}}
