@@ -14,6 +14,7 @@ from jsonschema import ValidationError
 from ray.scripts.scripts import start as ray_start
 
 import paceline
+import services.gateway.__main__ as gateway_service
 from paceline.cli.deployment import GRACE_S
 from services.target import pool
 from tests.deploy import combinations, commands
@@ -108,6 +109,14 @@ def test_services_are_told_what_the_values_say(charts: dict[str, list[Document]]
     assert target.redis_url == draft.redis_url == gateway.redis_url == "redis://demo-redis:6379/0"
     assert (target.advertise, target.worker_id) == ("10.1.2.3:9000", "demo-0")
     assert gateway.max_body_bytes == 8 * 2**20
+
+
+def test_gateways_are_told_of_models_of_other_releases() -> None:
+    more = [{"path": "/models/llama-8b"}, {"path": "/models/b", "servedName": "tiny"}]
+    drawn = render(merged(combinations.GPU, {"gateway": {"moreModels": more, "aliases": {"small": "llama-8b"}}}))
+    models, aliases = gateway_service._names(commands.options(container(drawn, "Deployment", "gateway")))
+    assert models == [("/models/llama-70b", "llama-70b"), ("/models/llama-8b", "llama-8b"), ("/models/b", "tiny")]
+    assert aliases == {"small": "llama-8b"}
 
 
 def test_limits_are_what_the_values_say() -> None:

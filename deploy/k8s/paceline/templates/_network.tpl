@@ -1,8 +1,26 @@
-{{/* Peers of a rule: one component's pods. Takes (list $ component). */}}
+{{/* Peers of a rule: one component's pods, of this release and of those that share with it. Takes (list $ component). */}}
 {{- define "paceline.peer" -}}
+{{- include "paceline.ownPeer" . }}
+{{- include "paceline.otherPeers" . }}
+{{- end -}}
+
+{{- define "paceline.ownPeer" -}}
 - podSelector:
     matchLabels:
       {{- include "paceline.selector" . | nindent 6 }}
+{{- end -}}
+
+{{/* Each begins with a new line: they follow another peer. */}}
+{{- define "paceline.otherPeers" -}}
+{{- $ := index . 0 -}}
+{{- $component := index . 1 -}}
+{{- range $.Values.networkPolicy.otherReleases }}
+- podSelector:
+    matchLabels:
+      app.kubernetes.io/name: {{ $.Chart.Name }}
+      app.kubernetes.io/instance: {{ . }}
+      app.kubernetes.io/component: {{ $component }}
+{{- end }}
 {{- end -}}
 
 {{- define "paceline.namespaces" -}}
@@ -35,6 +53,7 @@
     {{- include "paceline.peer" (list $ "redis") | nindent 4 }}
     {{- else }}
     - ipBlock: {cidr: {{ .external.cidr }}}
+    {{- include "paceline.otherPeers" (list $ "redis") | indent 4 }}
     {{- end }}
   ports:
     - {port: {{ .port }}}
@@ -55,6 +74,6 @@ ports:
 
 {{/* Ray's own pods: they talk on ports of Ray's choice, and ranks on others. */}}
 {{- define "paceline.rayPeers" -}}
-{{ include "paceline.peer" (list . "ray") }}
-{{ include "paceline.peer" (list . "target") }}
+{{ include "paceline.ownPeer" (list . "ray") }}
+{{ include "paceline.ownPeer" (list . "target") }}
 {{- end -}}
