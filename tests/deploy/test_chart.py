@@ -162,6 +162,15 @@ def test_a_rollout_needs_no_spare_accelerator(charts: dict[str, list[Document]])
     }
 
 
+def test_times_of_nothing_are_none_that_kubernetes_refuses() -> None:
+    """Neither 0 is in its schemas: 1.30 wants a sleep to last, and every version a probe to fail once."""
+    none = {"startupSeconds": 0}
+    drawn = render(merged(on_cpus(), {"gateway": {**none, "preStopSeconds": 0}, "target": none, "draft": none}))
+    assert "lifecycle" not in container(drawn, "Deployment", "gateway")
+    for kind, name in (("Deployment", "gateway"), ("StatefulSet", "target"), ("Deployment", "draft")):
+        assert container(drawn, kind, name)["startupProbe"]["failureThreshold"] == 1
+
+
 def test_probes_ask_what_the_services_answer(charts: dict[str, list[Document]]) -> None:
     gateway = container(charts["cpu"], "Deployment", "gateway")
     assert gateway["readinessProbe"]["httpGet"]["path"] == "/health", "503 while it drains"

@@ -54,7 +54,7 @@
 startupProbe:
   {{ $probe }}
   periodSeconds: 5
-  failureThreshold: {{ div .startupSeconds 5 }}
+  failureThreshold: {{ max 1 (div .startupSeconds 5) }}
 livenessProbe:
   {{ $probe }}
   periodSeconds: 10
