@@ -126,7 +126,7 @@ class Gateway:
                         yield piece
                         continue
                     if delta.finish_reason is None:
-                        run.cancel()
+                        run.enough()
                         if choice.speculative.report:
                             await _add_last_words(piece, deltas)
                     progress.finished(piece.finish_reason, text.usage(len(choice.prompt), piece))

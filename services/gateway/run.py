@@ -48,6 +48,7 @@ class Run:
         self._session = session and f"{submission.cache_salt}:{session}"
         self._committed: list[int] = list(submission.committed)
         self._target: Target | None = None
+        self._stay: Stay | None = None
         self._refused: Target | None = None
         self._progress = progress
         self._cancelled = False
@@ -76,9 +77,11 @@ class Run:
             self._progress.replayed()
         raise GenerationError(f"{losses} targets were lost while they served this request")
 
-    def cancel(self) -> None:
-        """Ask for the end; the last delta still comes, with the request's statistics."""
+    def enough(self) -> None:
+        """It has said all it had to say, and well. The last delta still comes, with the request's statistics."""
         self._cancelled = True
+        if self._stay is not None:
+            self._stay.ended()
         if self._target is not None:
             self._target.link.cancel(self._submission.request_id)
 
@@ -109,13 +112,14 @@ class Run:
         self._target, stats = target, None
         try:
             with Stay(target, text, left, self._fleet.habits, self._fleet.pace) as stay:
+                self._stay = stay
                 async with aclosing(target.link.submit(submission)) as deltas:
                     async for delta in deltas:
                         stats = delta.speculation
-                        self._check(delta, target)
+                        self._check(delta)
                         self._committed += delta.tokens
                         stay.tokens(delta.tokens)
-                        if delta.finish_reason is not None or self._cancelled:
+                        if delta.finish_reason is not None:
                             stay.ended()
                         if delta.tokens:
                             self._settle(target)
@@ -129,12 +133,13 @@ class Run:
             self._fleet.blame(self._refused)
         self._refused = None
 
-    def _check(self, delta: Delta, target: Target) -> None:
+    def _check(self, delta: Delta) -> None:
+        """Nobody is blamed for an error after the first token: a target that fails is lost, one that answers has met a
+        request that cannot go on, such as a grammar that grows too large."""
         if delta.finish_reason == FinishReason.ERROR:
             message = delta.error or "the target failed"
-            if not self._committed:
+            if not self._committed and not delta.tokens:
                 raise Refused(message)
-            self._fleet.blame(target)
             raise GenerationError(message)
         if delta.finish_reason == FinishReason.CANCELLED and not self._cancelled:
             raise GenerationError("the target cancelled the request")

@@ -47,6 +47,14 @@ CONTEXT = 128
 Script = Callable[[Submission], Sequence[int]]
 
 
+class GivesUp(RuntimeError):
+    """What a script raises to say this much, and then that it cannot go on."""
+
+    def __init__(self, message: str, said: Sequence[int]) -> None:
+        super().__init__(message)
+        self.said = said
+
+
 class ScriptedDecoder:
     """Plays an engine: the output of a request is what `script` says, `burst` tokens to a delta.
 
@@ -86,7 +94,7 @@ class ScriptedDecoder:
         try:
             output = list(self._script(submission))[: params.max_tokens]
         except RuntimeError as error:
-            self._deliver(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            self._give_up(submission.request_id, error)
             return
         stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
         output = output[: stops[0] + 1] if stops else output
@@ -109,6 +117,15 @@ class ScriptedDecoder:
                     self.hold_after = None
                     self.gate.clear()
             await asyncio.sleep(0)
+
+    def _give_up(self, request_id: str, error: RuntimeError) -> None:
+        """As the engine does: the error comes with the last tokens, if there are any."""
+        said = error.said if isinstance(error, GivesUp) else []
+        *before, last = [said[at : at + self._burst] for at in range(0, len(said), self._burst)] or [[]]
+        for tokens in before:
+            self._deliver(Delta(request_id, list(tokens), [False] * len(tokens)))
+        ended = Delta(request_id, list(last), [False] * len(last), finish_reason=FinishReason.ERROR, error=str(error))
+        self._deliver(ended)
 
     def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
         delta.finish_reason = reason

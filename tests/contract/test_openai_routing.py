@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import grpc
+import pytest
 
 from paceline.messages import Submission
 from paceline.state import Acceptance, WorkerRecord
@@ -15,7 +16,7 @@ from services.gateway.breaker import FAILURES, State
 from services.gateway.drafts import kind_of
 from services.gateway.prefixes import BLOCK
 from services.gateway.routing import PREFIX_TOKENS, home, prompt_key
-from tests.contract.openai_stack import MODEL, RunningTarget, Stack, counts, open_stack
+from tests.contract.openai_stack import MODEL, GivesUp, RunningTarget, Stack, counts, open_stack, says
 
 PROMPT = [300 + index for index in range(3 * BLOCK + 8)]
 
@@ -160,6 +161,58 @@ async def test_a_request_that_every_target_refuses_is_its_own_fault() -> None:
             assert "no grammar has this rule" in answer.text
         assert served(stack) == [2 * FAILURES, 2 * FAILURES]
         assert set(stack.gateway.fleet.breaker_states().values()) == {State.CLOSED}
+
+
+async def test_a_request_that_cannot_go_on_is_its_own_fault_however_much_came_at_once() -> None:
+    """A grammar may grow too large after any token, and every target would say so: one client must not be able to have
+    them all left alone, nor one that says it with its first tokens blamed by one that says them singly."""
+
+    def script(submission: Submission) -> Sequence[int]:
+        if submission.sampling.seed == 13:
+            raise GivesUp("too many states", said=[300, 301])
+        return counts(submission)
+
+    async with open_stack(script, burst=1) as stack:
+        await stack.add_target(script, burst=3)
+        for number in range(2 * FAILURES):
+            for target in stack.targets:
+                stack.gateway.fleet._sessions.note(":talk", key(target))
+                body = {"prompt": [300 + number], "seed": 13}
+                answer = await stack.http.post("/v1/completions", json=body, headers={"X-Session-Id": "talk"})
+                assert answer.status_code == 500
+                assert "too many states" in answer.text
+        assert served(stack) == [2 * FAILURES, 2 * FAILURES]
+        assert set(stack.gateway.fleet.breaker_states().values()) == {State.CLOSED}
+        await completed(stack, "x")
+
+
+@pytest.mark.parametrize("report", [True, False], ids=["with its statistics", "without"])
+async def test_a_request_that_a_stop_string_ends_has_ended_well(report: bool) -> None:
+    """Failures before it are forgiven, and what it cost is learned."""
+    async with open_stack(says("hello world and more"), burst=1) as stack:
+        breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
+        for _ in range(FAILURES):
+            breaker.failed()
+            answer = await completed(stack, "x", stop="world", max_tokens=50, speculation_stats=report)
+            assert answer["choices"][0]["stop_reason"] == "world"
+        assert breaker.state == State.CLOSED
+        assert stack.gateway.fleet.habits.output_tokens.value < 50
+
+
+async def test_a_client_that_leaves_is_neither_a_failure_nor_a_success() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
+        for _ in range(FAILURES - 1):
+            breaker.failed()
+        stack.decoder.hold_after = 2
+        async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
+            await anext(answer.aiter_lines())
+        await stack.decoder.cancelled.get()
+        while stack.gateway.fleet.in_flight:
+            await asyncio.sleep(0.01)
+        assert breaker.state == State.CLOSED
+        breaker.failed()
+        assert breaker.state == State.OPEN
 
 
 async def test_who_refused_a_request_is_asked_again_when_the_other_one_is_lost() -> None:
