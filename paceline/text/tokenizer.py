@@ -19,6 +19,10 @@ from paceline.text.pieces import token_pieces
 
 TABLE_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
+LONG = 4096
+"""Characters, or tokens, from which on it is worth while to let go of Python's lock. `tokenizers` does so for batches,
+but holds it through a single text, which may take seconds."""
+
 
 class Tokenizer:
     """Text to ids and back, and the chat template.
@@ -54,8 +58,14 @@ class Tokenizer:
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the model expects around a bare text, such as a BOS."""
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        """Token ids; `add_special_tokens` adds what the model expects around a bare text, such as a BOS.
+
+        While a long text is encoded other threads go on.
+        """
+        if len(text) < LONG:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def encode_inside(self, text: str) -> list[int]:
         """Token ids of text that stands inside a text: nothing is put before it, and what reads like a special token in
@@ -63,7 +73,11 @@ class Tokenizer:
         return self._inside.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        """While many are decoded other threads go on."""
+        if len(tokens) < LONG:
+            return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
+        [text] = self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_string(self, token: int) -> str:
         """The vocabulary's own spelling of a token, empty for an unused id."""

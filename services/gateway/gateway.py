@@ -178,6 +178,9 @@ async def _interleaved(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[
             running -= piece.finish_reason is not None
             yield index, piece
     finally:
+        for index, pieces in enumerate(runs):
+            tasks.append(asyncio.create_task(_feed(ready, index, pieces)))
+            await asyncio.sleep(0)  # to submit one may take milliseconds, and a thousand of them seconds: others go on
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,6 +12,7 @@ from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.messages import Delta, FinishReason, LogProbs
 from paceline.text import Tokenizer
 from services.gateway.choice import Choice, ChoiceText, Piece, joined
+from services.gateway.gateway import _interleaved
 
 TOKENIZER = Tokenizer.load("pydoc")
 WORDS = ["def", " f", "(x)", ":\n", "é", "東", "京", "<|im_start|>", "return", " x"]
@@ -64,3 +68,23 @@ def test_any_cut_into_deltas_gives_the_same_choice(
         assert whole.text == TOKENIZER.decode(tokens)
     elif not include_stop:
         assert str(whole.stop_reason) in TOKENIZER.decode(whole.tokens).removeprefix(whole.text)
+
+
+async def test_others_have_their_turns_while_many_choices_begin() -> None:
+    """To begin one takes a moment, so a thousand at once would stop every stream."""
+    turn, begun = 0, []
+
+    async def others() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def choice() -> AsyncGenerator[Piece]:
+        begun.append(turn)
+        yield Piece(finish_reason=FinishReason.STOP)
+
+    task = asyncio.create_task(others())
+    assert len([part async for part in _interleaved([choice() for _ in range(10)])]) == 10
+    task.cancel()
+    assert len(set(begun)) == 10

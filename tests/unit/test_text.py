@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -124,6 +126,29 @@ def test_a_character_that_stays_incomplete_is_marked_at_the_end() -> None:
 
 def test_ids_beyond_the_vocabulary_stand_for_nothing() -> None:
     assert Detokenizer(TABLE).feed([1, 100_000, 2]) == " 1 2"
+
+
+LONG_TEXT = "def area(width, height):\n    return width * height\n" * 5000
+
+
+def test_long_texts_are_encoded_and_decoded_as_short_ones_are() -> None:
+    tokenizer = Tokenizer.load("pydoc")
+    tokens = tokenizer.encode(LONG_TEXT)
+    assert tokens == tokenizer._backend.encode(LONG_TEXT).ids
+    assert tokenizer.decode(tokens) == tokenizer._backend.decode(tokens) == LONG_TEXT
+
+
+def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
+    """It once stopped all of them for seconds, in whatever thread it was."""
+    tokenizer = Tokenizer.load("pydoc")
+    tokenizer.encode(LONG_TEXT[:10_000])  # its threads are started
+    encoding = threading.Thread(target=tokenizer.encode, args=(LONG_TEXT,))
+    encoding.start()
+    turns = 0
+    while encoding.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 5
 
 
 def test_a_continuation_keeps_its_leading_space() -> None:
