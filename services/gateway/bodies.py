@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from services.gateway.errors import InvalidRequestError
 from services.gateway.structure import ResponseFormat, StructuredOutputs
@@ -20,6 +20,8 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024
 """Characters of a stop string or a bad word."""
 MAX_BAD_WORDS = 1024
+MAX_BAD_CHARACTERS = 16_384
+"""Of all bad words together: every choice carries their tokens to its target."""
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 4096
 MAX_SALT = 1024
@@ -32,6 +34,13 @@ def _listed(value: Any) -> Any:
 
 def _switch(value: Any) -> Any:
     return {"enabled": value} if isinstance(value, bool) else value
+
+
+def _few(words: list[str] | None) -> list[str] | None:
+    characters = sum(map(len, words or ()))
+    if characters > MAX_BAD_CHARACTERS:
+        raise ValueError(f"{characters} characters together, at most {MAX_BAD_CHARACTERS} are possible")
+    return words
 
 
 def _refused(value: Any) -> None:
@@ -90,7 +99,7 @@ class GenerationBody(Body):
     logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     min_tokens: int | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
-    bad_words: Annotated[Strings | None, Field(max_length=MAX_BAD_WORDS)] = None
+    bad_words: Annotated[Strings | None, Field(max_length=MAX_BAD_WORDS), AfterValidator(_few)] = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True

@@ -18,7 +18,7 @@ from services.gateway.callers import ANYONE, Caller
 class Choice:
     """A completion to generate. `eos_token_ids`: those of `sampling.stop_token_ids` that the model brought.
 
-    `session`: names the conversation that it belongs to, if any.
+    `session`: names the conversation that it belongs to, if any. `pays_prompt`: the first of those that share a prompt.
     """
 
     prompt: Sequence[int]
@@ -31,6 +31,7 @@ class Choice:
     caller: Caller = ANYONE
     cache_salt: str = ""
     session: str = ""
+    pays_prompt: bool = True
 
 
 @dataclass(slots=True)

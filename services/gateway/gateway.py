@@ -117,6 +117,8 @@ class Gateway:
         text = ChoiceText(choice, self.tokenizer)
         with closing(place), self.metrics.track(self.model) as progress:
             run = Run(self.fleet, submission, self.limits.resume_s, progress, choice.session)
+        if choice.pays_prompt:
+            choice.caller.used(len(choice.prompt), "prompt")
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     piece = text.take(delta)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -16,7 +16,7 @@ from services.gateway.callers import ANYONE, Caller
 from services.gateway.choice import Choice
 from services.gateway.errors import InvalidRequestError
 from services.gateway.gateway import Gateway, Served
-from services.gateway.prompts import bad_sequences, encode, encode_chat
+from services.gateway.prompts import bad_sequences, check_ids, encode_chat, encode_prompts
 
 DEFAULT_COMPLETION_TOKENS = 16
 TRANSLATED = {"max_tokens", "stop_token_ids", "bad_words"}
@@ -27,23 +27,19 @@ SAME = frozenset(SamplingParams.model_fields) & frozenset(GenerationBody.model_f
 async def plan_completion(body: CompletionBody, gateway: Gateway, caller: Caller = ANYONE) -> list[Choice]:
     """`n` choices for each prompt, in OpenAI's order."""
     planner = Planner(body, gateway, gateway.served(), "prompt", DEFAULT_COMPLETION_TOKENS, caller)
-    gateway.admit(len(body.prompt) * planner.count)
-    grammar = await gateway.grammar_of(body)
-    choices: list[Choice] = []
-    for prompt in body.prompt:
-        if isinstance(prompt, str):
-            prompt = await encode(prompt, gateway.tokenizer, add_special_tokens=body.add_special_tokens)
-        choices += planner.choices(prompt, grammar)
-    return choices
+    planner.admit(len(body.prompt))
+    sampling = await planner.sampling()
+    prompts = await encode_prompts(body.prompt, gateway.tokenizer, add_special_tokens=body.add_special_tokens)
+    return [choice for prompt in prompts for choice in planner.choices(prompt, sampling)]
 
 
 async def plan_chat(body: ChatBody, gateway: Gateway, caller: Caller = ANYONE) -> list[Choice]:
     """`n` choices that continue one conversation, by default as far as the context reaches."""
     served = gateway.served()
     planner = Planner(body, gateway, served, "messages", served.max_model_len, caller)
-    gateway.admit(planner.count)
-    grammar = await gateway.grammar_of(body)
-    return planner.choices(await encode_chat(body, gateway.tokenizer), grammar)
+    planner.admit(1)
+    sampling = await planner.sampling()
+    return planner.choices(await encode_chat(body, gateway.tokenizer), sampling)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -65,22 +61,46 @@ class Planner:
     default_tokens: int
     caller: Caller = ANYONE
 
-    @property
-    def count(self) -> int:
-        return self.body.n or 1
+    def admit(self, prompts: int) -> None:
+        """Raises `OverloadedError` if there is no room for so many now, `InvalidRequestError` if there never is."""
+        choices, most = prompts * self._count, self.gateway.limits.max_in_flight
+        if choices > most:
+            param = "n" if self._count > 1 else self.prompt_field
+            message = f"{param}: {choices} completions in one request, at most {most} are generated at once"
+            raise InvalidRequestError(message, param=param)
+        self.gateway.admit(choices)
 
-    def choices(self, prompt: Sequence[int], grammar: str = "") -> list[Choice]:
+    async def sampling(self) -> SamplingParams:
+        """What the choices of all prompts have in common. Raises `InvalidRequestError` or `OverloadedError`."""
+        grammar = await self.gateway.grammar_of(self.body)
+        return self.checked(grammar, await bad_sequences(self.body.bad_words or (), self.gateway.tokenizer))
+
+    def checked(self, grammar: str, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
+        """What the choices have in common, if the body makes sense. `max_tokens` and `seed` are each prompt's."""
+        body = self.body
+        given: dict[str, Any] = body.model_dump(include=set(SAME), exclude_none=True)
+        given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
+        given["stop_token_ids"] = (*(body.stop_token_ids or ()), *self._eos)
+        try:
+            sampling = SamplingParams(**given, max_tokens=max(1, body.min_tokens or 0))
+        except ValidationError as error:
+            raise InvalidRequestError.of(error) from error
+        check_ids("logit_bias", sampling.logit_bias, self.served.vocabulary_size)
+        check_ids("stop_token_ids", sampling.stop_token_ids, self.served.vocabulary_size)
+        return sampling
+
+    def choices(self, prompt: Sequence[int], sampling: SamplingParams) -> list[Choice]:
         """The `n` choices for one prompt. Raises `InvalidRequestError`."""
         body = self.body
         self._check_prompt(prompt)
-        eos = [] if body.ignore_eos else list(set(self.served.eos_token_ids) - set(body.stop_token_ids or ()))
-        sampling = self._sampling(self._max_tokens(len(prompt)), eos, grammar)
-        self.caller.used(len(prompt), "prompt")
+        max_tokens = self._max_tokens(len(prompt))
+        seed = secrets.randbits(63) if body.seed is None else sampling.seed
+        eos = self._eos
         limits = body.speculative.model_dump() if body.speculative else {}
         return [
             Choice(
                 prompt=prompt,
-                sampling=sampling.model_copy(update={"seed": choice_seed(sampling.seed, index)}),
+                sampling=sampling.model_copy(update={"max_tokens": max_tokens, "seed": choice_seed(seed, index)}),
                 eos_token_ids=eos,
                 stop=tuple(body.stop or ()),
                 include_stop=body.include_stop_str_in_output,
@@ -89,9 +109,20 @@ class Planner:
                 caller=self.caller,
                 cache_salt=self.caller.salted(body.cache_salt),
                 session=body.prompt_cache_key or "",
+                pays_prompt=index == 0,
             )
-            for index in range(self.count)
+            for index in range(self._count)
         ]
+
+    @property
+    def _count(self) -> int:
+        return self.body.n or 1
+
+    @property
+    def _eos(self) -> list[int]:
+        """Those of the model that the client does not name as its own."""
+        own = set(self.body.stop_token_ids or ())
+        return [] if self.body.ignore_eos else list(set(self.served.eos_token_ids) - own)
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
         limit = self.served.max_model_len
@@ -103,43 +134,24 @@ class Planner:
                 param=self.prompt_field,
                 code="context_length_exceeded",
             )
-        self._check_ids(self.prompt_field, prompt)
+        check_ids(self.prompt_field, prompt, self.served.vocabulary_size)
 
     def _max_tokens(self, prompt_tokens: int) -> int:
+        """How many tokens the output may have."""
         room = self.served.max_model_len - prompt_tokens
+        least = self.body.min_tokens or 0
         name, asked = self.body.output_limit
-        if asked is None:
-            return min(room, max(self.default_tokens, self.body.min_tokens or 0))
-        if asked < 1:
+        if asked is not None and asked < 1:
             raise InvalidRequestError(f"{name}: must be at least 1, not {asked}", param=name)
-        if asked > room:
+        if asked is not None and asked > room:
             raise InvalidRequestError(
                 f"{name}: the prompt's {prompt_tokens} tokens and {asked} more exceed the context of "
                 f"{self.served.max_model_len} tokens",
                 param=name,
                 code="context_length_exceeded",
             )
-        return asked
-
-    def _sampling(self, max_tokens: int, eos: Sequence[int], grammar: str) -> SamplingParams:
-        body = self.body
-        if body.min_tokens is not None and body.min_tokens > max_tokens:
-            message = f"min_tokens: {body.min_tokens} exceed the {max_tokens} tokens that the output may have"
+        most = min(room, max(self.default_tokens, least)) if asked is None else asked
+        if least > most:
+            message = f"min_tokens: {least} exceed the {most} tokens that the output may have"
             raise InvalidRequestError(message, param="min_tokens")
-        given: dict[str, Any] = {"seed": secrets.randbits(63), "grammar": grammar}
-        given |= body.model_dump(include=set(SAME), exclude_none=True)
-        given["stop_token_ids"] = (*(body.stop_token_ids or ()), *eos)
-        given["bad_words"] = tuple(bad_sequences(body.bad_words or (), self.gateway.tokenizer))
-        try:
-            sampling = SamplingParams(**given, max_tokens=max_tokens, logprobs=body.top_log_probs)
-        except ValidationError as error:
-            raise InvalidRequestError.of(error) from error
-        self._check_ids("logit_bias", sampling.logit_bias)
-        self._check_ids("stop_token_ids", sampling.stop_token_ids)
-        return sampling
-
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        largest = max(ids, default=0)
-        if largest >= self.served.vocabulary_size:
-            message = f"{name}: token id {largest} is not below the vocabulary's {self.served.vocabulary_size}"
-            raise InvalidRequestError(message, param=name)
+        return most

@@ -116,6 +116,7 @@ async def test_a_message_over_grpc_that_is_too_large() -> None:
         ({"bad_words": ["x"] * 1025}, "bad_words"),
         ({"stop": ["x" * 1025]}, "stop[0]"),
         ({"bad_words": ["x" * 1025]}, "bad_words[0]"),
+        ({"bad_words": ["x" * 1024] * 17}, "bad_words"),
         ({"prompt": ["x"] * 1025}, "prompt"),
         ({"cache_salt": "x" * 1025}, "cache_salt"),
         ({"n": 129}, "n"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from paceline.text import Tokenizer
+from services.gateway.prompts import LONG_TEXT
 from tests.contract.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -350,6 +353,23 @@ async def test_speculation_can_be_switched_off_and_the_end_token_ignored(countin
 
 
 async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
+async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: Counter[str] = Counter()
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        encoded[text] += 1
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    counting.decoder.submissions.clear()
+    body = {"prompt": ["a", "b", "c"], "bad_words": ["import"], "n": 2}
+    assert (await counting.http.post("/v1/completions", json=body)).status_code == 200
+    assert encoded == {"a": 1, "b": 1, "c": 1, "import": 1, " import": 1}
+    assert len({submission.sampling.bad_words for submission in counting.decoder.submissions}) == 1
+    assert len({submission.sampling.seed for submission in counting.decoder.submissions}) == 6
+
+
     answer = await speaking.client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],

@@ -228,4 +228,22 @@ async def test_a_request_that_a_target_cannot_serve_fails_alone() -> None:
     async with open_stack(script) as stack:
         error = told(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
         assert error["message"] == "out of slots"
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "x", "n": 5}, "n"),
+        ("/v1/completions", {"prompt": ["x"] * 3, "n": 2}, "n"),
+        ("/v1/completions", {"prompt": ["x"] * 5}, "prompt"),
+        ("/v1/chat/completions", {"messages": CHAT, "n": 5}, "n"),
+    ],
+)
+async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    """They were told to come back, for ever."""
+    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+        assert told(await stack.http.post(path, json=body), 400)["param"] == param
+        assert (await stack.http.post("/v1/completions", json={"prompt": "x", "n": 4})).status_code == 200
+
+
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 14})).status_code == 200

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from services.gateway.errors import InvalidRequestError
 from services.gateway.fleet import Fleet
 from services.gateway.gateway import Gateway, Served
 from services.gateway.plan import Planner
+from services.gateway.prompts import LONG_TEXT, bad_sequences, encode_prompts
 
 TOKENIZER = Tokenizer.load("table:512")
 GATEWAY = Gateway("m", TOKENIZER, Fleet("m", TOKENIZER.fingerprint), GatewayMetrics(CollectorRegistry()))
@@ -45,7 +48,9 @@ def planned(body: dict[str, Any]) -> list[Choice]:
         raise InvalidRequestError.of(error) from error
     prompt = parsed.prompt[0]
     tokens = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
-    return Planner(parsed, GATEWAY, SERVED, "prompt", default_tokens=16).choices(tokens)
+    planner = Planner(parsed, GATEWAY, SERVED, "prompt", default_tokens=16)
+    words = asyncio.run(bad_sequences(parsed.bad_words or (), TOKENIZER))
+    return planner.choices(tokens, planner.checked("", words))
 
 
 @settings(deadline=None, max_examples=500)
@@ -77,6 +82,38 @@ def test_the_default_length_is_cut_to_the_context(wanted: dict[str, Any]) -> Non
 
 def test_a_minimum_lifts_the_default_length() -> None:
     assert planned({"prompt": "1", "min_tokens": 20})[0].sampling.max_tokens == 20
+
+
+def test_a_bad_word_without_tokens_is_refused() -> None:
+    """It was an IndexError where a space is no token, either."""
+    with pytest.raises(InvalidRequestError) as refused:
+        planned({"prompt": "1", "bad_words": [" "]})
+    assert refused.value.param == "bad_words"
+
+
+class Watched:
+    """A tokenizer that tells what it encoded in the event loop's thread, and what elsewhere."""
+
+    def __init__(self) -> None:
+        self.here: list[str] = []
+        self.aside: list[str] = []
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        (self.here if threading.current_thread() is threading.main_thread() else self.aside).append(text)
+        return TOKENIZER.encode(text, add_special_tokens=add_special_tokens)
+
+
+@pytest.mark.parametrize(
+    ("texts", "long"),
+    [(["1"], False), (["1"] * 20, False), (["1"] * 1024, True), (["1 " * 500] * 20, True), (["1" * LONG_TEXT], True)],
+    ids=["one", "some", "many", "together long", "long"],
+)
+async def test_whatever_takes_long_to_encode_holds_nobody_up(texts: list[str], long: bool) -> None:
+    prompts, words = Watched(), Watched()
+    assert len(await encode_prompts(texts, prompts, add_special_tokens=True)) == len(texts)  # type: ignore[arg-type]
+    await bad_sequences(texts, words)  # type: ignore[arg-type]
+    for tokenizer in (prompts, words):
+        assert (bool(tokenizer.here), bool(tokenizer.aside)) == (not long, long)
 
 
 def test_a_stop_token_that_the_client_names_is_its_own() -> None:
