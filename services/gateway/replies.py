@@ -56,7 +56,7 @@ class Reply(ABC):
         entries = []
         for index, parts in enumerate(pieces):
             piece = joined(parts)
-            self._tally.add(piece)
+            self._tally.add(index, piece)
             end = {"finish_reason": piece.finish_reason, "stop_reason": piece.stop_reason}
             entries.append(self._entry(index, self.message(index, piece.text), piece) | end)
         answer = {"object": self.whole_object, "choices": entries, "usage": self._tally.usage()}
@@ -68,7 +68,7 @@ class Reply(ABC):
 
     def chunks(self, index: int, piece: Piece) -> Iterator[Json]:
         """The chunks for one piece of a choice."""
-        self._tally.add(piece)
+        self._tally.add(index, piece)
         by_token = self._shows_tokens or self._shows_log_probs or self._shows_accepted
         if piece.text or (piece.tokens and by_token):
             yield self._chunk(self._entry(index, self.delta(piece.text), piece))

@@ -17,19 +17,22 @@ class Tally:
     """Sums over all choices of one request."""
 
     def __init__(self, choices: Sequence[Choice], per_prompt: int) -> None:
-        """`per_prompt`: choices that share a prompt; it counts once."""
+        """`per_prompt`: choices that share a prompt; it counts once, and so does what a cache held of it."""
         self.unfinished = len(choices)
+        self._per_prompt = per_prompt
         self._prompt_tokens = sum(len(choice.prompt) for choice in choices[::per_prompt])
         self._completion_tokens = 0
-        self._cached_tokens = 0
+        self._cached_tokens = [0] * (len(choices) // per_prompt)
         self._stats: list[SpeculationStats] = []
         self._timings: list[Timings] = []
 
-    def add(self, piece: Piece) -> None:
+    def add(self, index: int, piece: Piece) -> None:
+        """A piece of the index-th choice."""
         self._completion_tokens += len(piece.tokens)
         if piece.finish_reason is not None:
             self.unfinished -= 1
-            self._cached_tokens += piece.cached_tokens
+            prompt = index // self._per_prompt
+            self._cached_tokens[prompt] = max(self._cached_tokens[prompt], piece.cached_tokens)
             self._timings.append(piece.timings)
             self._stats += [piece.speculation] if piece.speculation else []
 
@@ -38,7 +41,7 @@ class Tally:
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens},
+            "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
         }
 
     def speculation(self) -> Json:

@@ -82,6 +82,16 @@ async def test_the_official_client_gets_completions(speaking: Stack) -> None:
     assert answer.usage.completion_tokens == 10
 
 
+async def test_usage_counts_a_prompt_once_and_so_what_a_cache_held_of_it(counting: Stack) -> None:
+    """The scripted target says of every choice that one token was cached."""
+    body = {"prompt": ["def f", "import"], "n": 4, "max_tokens": 5}
+    whole = (await counting.http.post("/v1/completions", json=body)).json()["usage"]
+    streamed = await events(counting, "/v1/completions", body | {"stream_options": {"include_usage": True}})
+    assert whole["prompt_tokens"] == len(TOKENIZER.encode("def f")) + len(TOKENIZER.encode("import"))
+    assert whole["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert whole == streamed[-1]["usage"]
+
+
 async def test_completions_default_to_16_tokens_and_chat_to_the_context(counting: Stack) -> None:
     completion = await counting.client.completions.create(model=MODEL, prompt="def f")
     assert completion.usage is not None
