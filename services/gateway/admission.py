@@ -18,7 +18,7 @@ from services.gateway.fleet import Fleet
 class Limits:
     """`resume_s`: see `Run`. `max_in_flight`: choices being generated at once, over all requests and models.
 
-    `max_queue`: requests of one model that wait for their first token, over all its targets and all gateways.
+    `max_queue`: choices of one model that wait for their first token, over all its targets and all gateways.
     """
 
     max_in_flight: int = 1024
@@ -67,7 +67,10 @@ class Queue:
         return self._fleet.waiting + max(0, self.in_flight - self._fleet.in_flight)
 
     def check(self, choices: int) -> None:
-        """Raises `OverloadedError` if so many more choices are too many."""
+        """Raises `OverloadedError` if so many more choices are too many.
+
+        An empty queue takes a request that is longer than the queue may be: else it would never be served.
+        """
         room, most = self._room, self._room.limits
         if room.in_flight + choices > most.max_in_flight:
             raise OverloadedError(
@@ -75,9 +78,9 @@ class Queue:
                 self._fleet.retry_after_s(),
                 reason="in_flight",
             )
-        if self.waiting >= most.max_queue:
+        if (waiting := self.waiting) and waiting + choices > most.max_queue:
             raise OverloadedError(
-                f"{self.waiting} completions wait for their first token, the limit is {most.max_queue}",
+                f"{waiting} completions wait for their first token, the limit is {most.max_queue}",
                 self._fleet.retry_after_s(),
                 reason="queue",
             )

@@ -134,6 +134,27 @@ async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
         assert statuses == {200: 4, 429: 8}
 
 
+async def test_a_queue_counts_choices() -> None:
+    """One request of many may be the first, since else it were never served, but finds no room behind others."""
+    async with open_stack(counts, limits=Limits(max_queue=4)) as stack:
+
+        async def asked(choices: int) -> int:
+            body = {"prompt": "x", "n": choices, "max_tokens": 5}
+            return (await stack.http.post("/v1/completions", json=body)).status_code
+
+        stack.decoder.gate.clear()
+        one = asyncio.create_task(asked(1))
+        while len(stack.decoder.submissions) < 1:
+            await asyncio.sleep(0.01)
+        assert await asked(4) == 429
+        three = asyncio.create_task(asked(3))
+        while len(stack.decoder.submissions) < 4:
+            await asyncio.sleep(0.01)
+        assert await asked(1) == 429
+        stack.decoder.gate.set()
+        assert (await one, await three, await asked(6)) == (200, 200, 200)
+
+
 async def test_choices_that_never_began_leave_no_trace() -> None:
     async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
