@@ -18,14 +18,20 @@ from services.security import add_tls, certificates, together
 
 
 def main() -> int:
+    options = parse(sys.argv[1:])
+    logs.configure("gateway", options.worker_id, options.log_level.upper())
+    return run(lambda stop: _serve(options, stop))
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Exits, saying why, if they make no sense."""
     parser = _parser()
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     try:
         _names(options)
     except ValueError as error:
         parser.error(str(error))
-    logs.configure("gateway", options.worker_id, options.log_level.upper())
-    return run(lambda stop: _serve(options, stop))
+    return options
 
 
 async def _serve(options: argparse.Namespace, stop: asyncio.Event) -> None:

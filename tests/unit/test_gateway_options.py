@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.__main__ import _parser, _settings
+from services.gateway.__main__ import _settings, parse
 from services.gateway.server import Settings
 
 
 def settings(*arguments: str) -> Settings:
-    return _settings(_parser().parse_args(["--redis-url", "redis://x", *arguments]))
+    return _settings(parse(["--redis-url", "redis://x", *arguments]))
 
 
 def test_one_model_is_served_by_its_own_name_or_another() -> None:
@@ -38,9 +38,12 @@ def test_several_models_and_further_names_for_them() -> None:
         (("--model", "timed:step_ms=1", "--served-model-name", "llama"), "timed"),
     ],
 )
-def test_names_that_contradict_each_other_are_refused(arguments: tuple[str, ...], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
+def test_names_that_contradict_each_other_are_refused(
+    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
         settings(*arguments)
+    assert named in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "many"])
