@@ -64,6 +64,12 @@ class Gateway:
         description = self.fleet.description
         return None if description is None else description.max_model_len
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Of the model, as far as is known: its tokenizer may have fewer tokens."""
+        description = self.fleet.description
+        return max(len(self.tokenizer.pieces), 0 if description is None else description.vocabulary_size)
+
     def unavailable(self) -> NoTargetError | None:
         """Why no request would be served now; None if one would."""
         if self.room.closing:
@@ -111,14 +117,14 @@ class Gateway:
         if error := self.unavailable():
             place.close()
             raise self._counted(error)
+        if choice.pays_prompt:
+            choice.caller.used(len(choice.prompt), "prompt")
         submission = Submission(
             uuid.uuid4().hex, choice.prompt, choice.sampling, choice.speculative, cache_salt=choice.cache_salt
         )
         text = ChoiceText(choice, self.tokenizer)
         with closing(place), self.metrics.track(self.model) as progress:
             run = Run(self.fleet, submission, self.limits.resume_s, progress, choice.session)
-        if choice.pays_prompt:
-            choice.caller.used(len(choice.prompt), "prompt")
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     piece = text.take(delta)
@@ -170,8 +176,11 @@ async def _only(pieces: AsyncGenerator[Piece]) -> AsyncGenerator[tuple[int, Piec
 
 async def _interleaved(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[tuple[int, Piece]]:
     ready: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue()
-    tasks = [asyncio.create_task(_feed(ready, index, pieces)) for index, pieces in enumerate(runs)]
+    tasks = []
     try:
+        for index, pieces in enumerate(runs):
+            tasks.append(asyncio.create_task(_feed(ready, index, pieces)))
+            await asyncio.sleep(0)  # to submit one may take milliseconds, and a thousand of them seconds: others go on
         running = len(tasks)
         while running:
             index, piece = await ready.get()
@@ -180,9 +189,6 @@ async def _interleaved(runs: Sequence[AsyncGenerator[Piece]]) -> AsyncGenerator[
             running -= piece.finish_reason is not None
             yield index, piece
     finally:
-        for index, pieces in enumerate(runs):
-            tasks.append(asyncio.create_task(_feed(ready, index, pieces)))
-            await asyncio.sleep(0)  # to submit one may take milliseconds, and a thousand of them seconds: others go on
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

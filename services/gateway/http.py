@@ -31,7 +31,7 @@ from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestE
 from services.gateway.gateway import Gateway, merged
 from services.gateway.models import Models
 from services.gateway.plan import plan_chat, plan_completion
-from services.gateway.prompts import encode, encode_chat
+from services.gateway.prompts import aside, check_ids, encode, encode_chat
 from services.gateway.replies import ChatReply, CompletionReply, Reply
 from services.gateway.streaming import ClientGoneError, EventStream, encode_json, while_connected
 
@@ -106,14 +106,17 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
         else:
             tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": gateway.max_model_len, "tokens": tokens}
-        strings = [tokenizer.token_string(token) for token in tokens] if body.return_token_strs else None
-        return JsonResponse(answer | {"token_strs": strings})
+        shown = tokens if body.return_token_strs else []
+        strings = await aside(len(shown), lambda: list(map(tokenizer.token_string, shown)))
+        return JsonResponse(answer | {"token_strs": strings if body.return_token_strs else None})
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         body = _parsed(await _raw(request, models), DetokenizeBody)
-        tokenizer = models.of(body.model).tokenizer
-        return JsonResponse({"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        gateway = models.of(body.model)
+        check_ids("tokens", body.tokens, gateway.vocabulary_size)
+        decoded = aside(len(body.tokens), lambda: gateway.tokenizer.decode(body.tokens, skip_special_tokens=False))
+        return JsonResponse({"prompt": await decoded})
 
 
 def _add_operations(app: FastAPI, models: Models, registry: CollectorRegistry) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from asyncio import Future, get_running_loop, shield
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Annotated, Any, Literal, Protocol
+from hashlib import blake2b
+from typing import Annotated, Any, Literal, Protocol, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import from_json, to_json
 
 from paceline.config.sampling import LONGEST_GRAMMAR
 from paceline.grammar import GrammarError, check, of_choices, of_grammar, of_regex, of_schema
@@ -19,6 +20,8 @@ MOST_WAITING = 32
 """Grammars that wait to be checked. One may take a second, in which all others wait."""
 REMEMBERED = 256
 """Grammars that need not be checked again."""
+UNIMPORTANT: dict[str, set[str]] = {"json_schema": {"name", "description"}}
+"""What says nothing of a grammar, and may be of any length."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -27,10 +30,21 @@ class Part(BaseModel):
 
 
 def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    """JSON inside of JSON has its parser's limits, too: ValueError if it is nested too deep."""
+    return from_json(value) if isinstance(value, str) else value
 
 
-Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_parsed)]
+T = TypeVar("T")
+
+
+def _short(value: T) -> T:
+    """As a grammar it has no fewer characters than as JSON, which is written in no time."""
+    if (length := len(to_json(value).decode())) > LONGEST_GRAMMAR:
+        raise ValueError(f"{length} characters, {LONGEST_GRAMMAR} are the most")
+    return value
+
+
+Schema = Annotated[dict[str, Any] | bool, BeforeValidator(_parsed), AfterValidator(_short)]
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)]
 
 
@@ -69,7 +83,9 @@ class ResponseFormat(Part):
 class StructuredOutputs(Part):
     json_: Schema | None = Field(None, alias="json")
     regex: Text | None = None
-    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
+    choice: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1), AfterValidator(_short)] | None = (
+        None
+    )
     grammar: Text | None = None
     json_object: bool | None = None
     disable_any_whitespace: bool = False
@@ -128,7 +144,7 @@ class GrammarChecks:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._checked: OrderedDict[str, Future[str | InvalidRequestError]] = OrderedDict()
+        self._checked: OrderedDict[bytes, Future[str | InvalidRequestError]] = OrderedDict()
 
     async def grammar_of(self, body: Structured) -> str:
         """The grammar that a body asks for, or none. Raises `InvalidRequestError` with its field, `OverloadedError`."""
@@ -148,7 +164,7 @@ class GrammarChecks:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _begun(self, asked: ResponseFormat | StructuredOutputs) -> Future[str | InvalidRequestError]:
-        key = asked.model_dump_json()
+        key = blake2b(asked.model_dump_json(exclude=UNIMPORTANT).encode()).digest()
         if key not in self._checked:
             waiting = sum(not each.done() for each in self._checked.values())
             if waiting >= MOST_WAITING:

@@ -353,16 +353,6 @@ async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
     }
 
 
-async def test_speculation_can_be_switched_off_and_the_end_token_ignored(counting: Stack) -> None:
-    counting.decoder.submissions.clear()
-    body = {"messages": CHAT, "speculative": False, "ignore_eos": True, "max_tokens": 2}
-    assert (await counting.http.post("/v1/chat/completions", json=body)).status_code == 200
-    submission = counting.decoder.submissions[0]
-    assert submission.speculative.enabled is False
-    assert submission.sampling.stop_token_ids == ()
-
-
-async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
 async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: Counter[str] = Counter()
     encode = Tokenizer.encode
@@ -380,6 +370,16 @@ async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monke
     assert len({submission.sampling.seed for submission in counting.decoder.submissions}) == 6
 
 
+async def test_speculation_can_be_switched_off_and_the_end_token_ignored(counting: Stack) -> None:
+    counting.decoder.submissions.clear()
+    body = {"messages": CHAT, "speculative": False, "ignore_eos": True, "max_tokens": 2}
+    assert (await counting.http.post("/v1/chat/completions", json=body)).status_code == 200
+    submission = counting.decoder.submissions[0]
+    assert submission.speculative.enabled is False
+    assert submission.sampling.stop_token_ids == ()
+
+
+async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
     answer = await speaking.client.chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
@@ -408,6 +408,13 @@ async def test_tokenize_and_detokenize(speaking: Stack) -> None:
     assert told == {"count": 2, "max_model_len": 128, "tokens": [456, 281], "token_strs": ["def", "Ġf"]}
     text = (await speaking.http.post("/detokenize", json={"tokens": told["tokens"]})).json()
     assert text == {"prompt": "def f"}
+    for token in (4096, 2**32, 2**64):
+        refused = await speaking.http.post("/detokenize", json={"tokens": [456, token]})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    long = {"prompt": " a" * LONG_TEXT, "return_token_strs": True}
+    told = (await speaking.http.post("/tokenize", json=long)).json()
+    assert len(told["token_strs"]) == told["count"] >= LONG_TEXT
+    assert (await speaking.http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"] == long["prompt"]
     chat = (await speaking.http.post("/tokenize", json={"messages": CHAT})).json()
     usage = (await speaking.client.chat.completions.create(model=MODEL, messages=CHAT)).usage
     assert usage is not None

@@ -20,10 +20,15 @@ CHAT: Any = [{"role": "user", "content": "hi"}]
 BODY_LIMIT = 20_000
 
 
-def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+def schema_of(schema: dict[str, Any] | str) -> dict[str, Any]:
     """A body that wants this JSON."""
     named = {"name": "answer", "schema": schema}
     return {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": named}}
+
+
+def nested(depth: int) -> str:
+    """A schema as a string, which JSON's own limits do not see through."""
+    return '{"enum": ' + "[" * depth + "]" * depth + "}"
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -122,6 +127,10 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         (schema_of({"type": "strin"}), "response_format.json_schema.schema"),
         (schema_of({"type": "string", "pattern": "a(?=b)"}), "response_format.json_schema.schema"),
         (schema_of({"type": "object", "dependentSchemas": {}}), "response_format.json_schema.schema"),
+        (schema_of(nested(300)), "response_format.json_schema.schema"),
+        ({"messages": CHAT, "structured_outputs": {"json": nested(300)}}, "structured_outputs.json"),
+        ({"messages": CHAT, "structured_outputs": {"json": nested(3000)}}, "structured_outputs.json"),
+        ({"messages": CHAT, "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
         ({"messages": CHAT, "structured_outputs": {}}, "structured_outputs"),
         ({"messages": CHAT, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
         ({"messages": CHAT, "structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
@@ -219,15 +228,6 @@ async def test_too_many_requests_are_turned_away_at_once() -> None:
         assert (await busy.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
-async def test_a_request_that_a_target_cannot_serve_fails_alone() -> None:
-    def script(submission: Any) -> list[int]:
-        if submission.sampling.seed == 13:
-            raise RuntimeError("out of slots")
-        return list(counts(submission))
-
-    async with open_stack(script) as stack:
-        error = told(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
-        assert error["message"] == "out of slots"
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [
@@ -246,4 +246,13 @@ async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "n": 4})).status_code == 200
 
 
+async def test_a_request_that_a_target_cannot_serve_fails_alone() -> None:
+    def script(submission: Any) -> list[int]:
+        if submission.sampling.seed == 13:
+            raise RuntimeError("out of slots")
+        return list(counts(submission))
+
+    async with open_stack(script) as stack:
+        error = told(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
+        assert error["message"] == "out of slots"
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 14})).status_code == 200

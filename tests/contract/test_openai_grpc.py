@@ -106,8 +106,13 @@ async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Chann
             "max_tokens",
         ),
         (Request(text="x", sampling=Request.Sampling(logprobs=1)), grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
+        (
+            Request(text="x", json_schema='{"enum": ' + "[" * 3000 + "]" * 3000 + "}"),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "structured_outputs.json",
+        ),
     ],
-    ids=["no prompt", "empty", "model", "temperature", "max_tokens", "logprobs"],
+    ids=["no prompt", "empty", "model", "temperature", "max_tokens", "logprobs", "schema"],
 )
 async def test_errors_are_status_codes_that_name_the_field(
     channel: grpc.aio.Channel, request_: Any, status: grpc.StatusCode, named: str

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from paceline.config.sampling import LONGEST_GRAMMAR
 from paceline.grammar import GrammarError, check, of_choices, of_grammar, of_regex, of_schema
@@ -28,6 +29,9 @@ ALL = grammars()
 SHIPPED = Tokenizer.load("pydoc")
 LARGE = Grammars(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
 """Padded, as models are."""
+
+
+TOO_LONG = {"enum": ["x" * LONGEST_GRAMMAR]}
 
 
 def begun(grammar: str, *output: int, vocabulary: Grammars = ALL) -> GrammarState:
@@ -286,14 +290,47 @@ async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
     checks.close()
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields", "param"),
+    [
+        (ResponseFormat, {"type": "json_schema", "json_schema": {"schema": TOO_LONG}}, "json_schema.schema"),
+        (StructuredOutputs, {"json": TOO_LONG}, "json"),
+        (StructuredOutputs, {"json": json.dumps(TOO_LONG)}, "json"),
+        (StructuredOutputs, {"choice": ["x" * 100] * (LONGEST_GRAMMAR // 100)}, "choice"),
+    ],
+)
+def test_what_is_too_long_for_a_grammar_is_not_even_written_as_one(
+    kind: type[ResponseFormat | StructuredOutputs], fields: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind.model_validate(fields)
+    told = InvalidRequestError.of(refused.value)
+    assert told.param == param
+    assert f"{LONGEST_GRAMMAR} are the most" in told.message
+
+
 def test_a_grammar_has_a_limit() -> None:
-    asked = ResponseFormat.model_validate(
-        {"type": "json_schema", "json_schema": {"schema": {"enum": ["x" * LONGEST_GRAMMAR]}}}
-    )
+    """Where it becomes longer than what was said."""
+    schema = {"enum": ["ä" * (LONGEST_GRAMMAR // 2)]}
+    asked = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
     answer = checked(asked)
     assert isinstance(answer, InvalidRequestError)
     assert answer.param == "response_format.json_schema.schema"
     assert str(LONGEST_GRAMMAR) in answer.message
+
+
+async def test_of_what_was_checked_little_is_kept() -> None:
+    """The key was once all that a body said: 256 of these, of up to eight megabytes, refused ones too."""
+    checks = GrammarChecks()
+    schema = {"type": "integer"}
+    for name in ("a" * 100_000, "b" * 100_000):
+        named = {"name": name, "description": name, "schema": schema}
+        body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
+        assert await checks.grammar_of(CompletionBody.model_validate(body)) == of_schema(schema)
+    with pytest.raises(InvalidRequestError):
+        await checks.grammar_of(wants("(" * 10_000))
+    assert [len(key) <= 64 for key in checks._checked] == [True, True], "names say nothing of a grammar"
+    checks.close()
 
 
 def test_vllms_fields_become_grammars() -> None:
