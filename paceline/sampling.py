@@ -193,10 +193,12 @@ def listed_probabilities(
 ) -> tuple[Tensor, Tensor]:
     """The `count` tokens with the largest logits after step 3, int64 [R, K], and the law that has no others.
 
-    The law is float32 [R, K]. A filter sees nothing but the list; `ids_V` as in `shortlist`.
+    The law is float32 [R, K], and 0 throughout where no column is of a token that may come. A filter sees nothing but
+    the list; `ids_V` as in `shortlist`.
     """
     logits_RK, tokens_RK = _listed(logits_RV, rows, count, ids_V)
-    return tokens_RK, _probabilities(logits_RK, rows)
+    any_R1 = logits_RK[:, :1] > BARRED
+    return tokens_RK, _probabilities(logits_RK, rows).where(any_R1, 0.0)
 
 
 def choose(weights_RV: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:

@@ -270,7 +270,7 @@ class BestFirst(Follower[D]):
         if drawn:  # whatever the token is: those that were left out would be missing from the law
             these, logits = _of(drawn, expanded, logits)
             for i, guess in zip(drawn, draw_guesses(logits, [_draw_row(*each) for each in these], ids), strict=True):
-                guesses[i] = [guess]
+                guesses[i] = [] if guess is None else [guess]
         return guesses
 
     def _predicted(

@@ -30,19 +30,20 @@ class DrawnGuess(NamedTuple):
     law: Law
 
 
-def draw_guesses(logits_RV: Tensor, rows: Sequence[Row], ids_V: Tensor | None = None) -> list[DrawnGuess]:
+def draw_guesses(logits_RV: Tensor, rows: Sequence[Row], ids_V: Tensor | None = None) -> list[DrawnGuess | None]:
     """One guess after each row, drawn from the law that its logits are for these rows' parameters. `ids_V`: as in
-    `paceline.sampling.shortlist`.
+    `paceline.sampling.shortlist`. None: of the tokens that may come there `ids_V` has none. That follows from the
+    tokens before alone, so no law is bent by it.
 
     The noise is the draft's own, and another for each root that a position is guessed under and each path to it: what a
     guess was refused for may have depended on those after it.
     """
     tokens_RK, probs_RK = listed_probabilities(logits_RV, rows, LISTED, ids_V)
-    guesses = []
+    guesses: list[DrawnGuess | None] = []
     for row, tokens, probs in zip(rows, tokens_RK.tolist(), probs_RK.tolist(), strict=True):
         law = rounded(tokens, probs)
         key = keyed(row.params.seed, Purpose.GUESS, row.position - len(row.path), *row.path)
-        guesses.append(DrawnGuess(drawn(law, key), WORD, law))
+        guesses.append(DrawnGuess(drawn(law, key), WORD, law) if law else None)
     return guesses
 
 

@@ -33,7 +33,11 @@ def history_of(opening: Opening, vocabulary_size: int, grammars: Grammars | None
 
 
 def predicted(logits_RV: Tensor, rows: Sequence[Row], width: int, ids_V: Tensor | None = None) -> list[Law]:
-    """What each of these draws gives, `width` tokens of each. `ids_V` as for `shortlist`."""
+    """What each of these draws gives, `width` tokens of each. `ids_V` as for `shortlist`.
+
+    A token that cannot come has log-probability -inf; where none of `ids_V` can, none has one (NaN). Neither is above
+    any floor.
+    """
     tokens_RK, scores_RK = shortlist(logits_RV, rows, LISTED, ids_V)
     log_probs_RK = torch.log_softmax(scores_RK, -1)
     chosen, likely = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))

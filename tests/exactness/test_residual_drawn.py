@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline import sampling
 from paceline.config import SamplingParams
+from paceline.grammar import of_choices
 from paceline.sampling import History, Purpose, Row, draw, keyed, probabilities, uniform
 from paceline.speculators.by_law import WHOLE, draw_guesses, drawn, rounded
 from paceline.strategies import residual
@@ -23,6 +24,8 @@ from paceline.strategies.residual import Residual, Rule, one_by_one, remaining
 from paceline.tree import Node, TokenTree
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail, plain_rows
 from tests.exactness.test_sampling import reference_law, reference_logits
+from tests.grammars import END, PIECES, grammars
+from tests.llamas import VOCABULARY
 
 FLAT, PEAKED, SMALL = 0.3, 3.0, 8
 
@@ -76,6 +79,23 @@ class TestDraftsLaw:
         ids = torch.arange(SMALL) * 10 + 3
         [guess] = draw_guesses(logits(1, 1.0)[None], [row], ids)
         assert set(guess.law) <= set(ids.tolist())
+
+    @pytest.mark.parametrize("temperature", [0.0, 0.8])
+    def test_where_no_column_is_of_a_token_that_may_come_there_is_no_guess(self, temperature: float) -> None:
+        """A head of a smaller vocabulary under a grammar: the chain ends there, and nobody else's does."""
+        params = SamplingParams(temperature=temperature, seed=1, stop_token_ids=(END,))
+        state = grammars().follow(of_choices(["abc"]), (END,), [])
+        state.wait(30.0)
+        known = torch.tensor([token for token in range(VOCABULARY) if PIECES[token : token + 1] != ["bc"]])
+        history = History(params, [2], [], VOCABULARY, state)
+        rows = [Row(params, 1, history), Row(params, 2, history, [PIECES.index("a")])]
+        first, second = draw_guesses(torch.zeros(2, len(known)), rows, known)
+        assert first is not None
+        assert second is not None
+        known = known[[PIECES[token : token + 1] != ["b"] for token in known.tolist()]]
+        first, second = draw_guesses(torch.zeros(2, len(known)), rows, known)
+        assert first is not None
+        assert second is None
 
     @pytest.mark.parametrize("spread", [FLAT, PEAKED])
     def test_many_guesses_have_it(self, spread: float) -> None:
