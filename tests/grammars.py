@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+from unittest.mock import patch
+
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
-from paceline.grammar import of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar import following, of_choices, of_grammar, of_regex, of_schema
 from paceline.grammar.following import Grammars
+from paceline.grammar.writing import limits
 from paceline.text import Tokenizer
 from tests.llamas import VOCABULARY
 
@@ -56,3 +60,19 @@ GRAMMARS = {
     "choice": of_choices(["abc", "abcabc", "de", "true", "[10, 10]"]),
     "gbnf": of_grammar('root ::= "[" item ("," item)* "]"\nitem ::= [a-j]+ | "[" item "]"'),
 }
+
+MEMORY = of_regex("[a-j]*[ae][a-j]{9}b[a-j]{3}")
+"""Every text has a lexer state of its own, nearly."""
+AMBIGUOUS = 'start: s\ns: s s | "a" | "b" | "[" s "]" | " "\n'
+"""Takes longer the longer it gets, and may end anywhere."""
+
+
+def tight(fuel: int = 100_000, items: int = 20_000, states: int = 20_000) -> AbstractContextManager[object]:
+    """Limits that small grammars hit."""
+    rest = {"step_max_items": items, "max_lexer_states": states}
+    return patch.multiple(
+        following,
+        LIMITS=limits(step_lexer_fuel=fuel, **rest),
+        REPLAY_LIMITS=limits(10**8, fuel, **rest),
+        PATIENT_LIMITS=limits(10**8, 10 * fuel, **rest),
+    )

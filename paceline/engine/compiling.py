@@ -1,4 +1,4 @@
-"""Requests whose grammars are being compiled: the engine decodes the others meanwhile."""
+"""Requests whose grammars are being compiled, or replayed: the engine decodes the others meanwhile."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Compiling:
         self._requests.clear()
 
     def done(self, *, idle: bool) -> Iterable[Request]:
-        """Those whose grammars are compiled, or cannot be; they leave. `idle`: nobody has anything else to do."""
+        """Those whose grammars are ready; they leave. `idle`: nobody has anything else to do."""
         if not self._requests:
             return ()
         if idle and (grammar := self._requests[0].grammar) is not None:

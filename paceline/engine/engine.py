@@ -214,10 +214,22 @@ class Engine:
     def _begin_compiled(self, *, idle: bool) -> None:
         """Those that wait for no grammar wait for rows from now on, unless there is nothing left to draw."""
         for request in self._compiling.done(idle=idle):
+            if request.times.started is not None:
+                self._scheduler.waiting.appendleft(request)  # it has had its turn
+                self._end_late(request)
+                continue
             self._scheduler.waiting.append(request)
             if error := _nothing_left(request):
                 self._end(request)
                 self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
+
+    def _end_late(self, request: Request) -> None:
+        """Its grammar did not know, when its last tokens were committed, whether they end it."""
+        if (reason := request.ending()) is not None:
+            error = request.grammar.error() if reason is FinishReason.ERROR and request.grammar else ""
+            delta = Delta(request.id, finish_reason=reason, speculation=request.stats.snapshot(), error=error)
+            self._close(request, delta)
+            self._ended.append(delta)
 
     def _follow(self, law: SamplingParams, output: Sequence[int]) -> GrammarState | None:
         return self._grammars.follow(law.grammar, law.stop_token_ids, output) if law.grammar else None
@@ -315,6 +327,9 @@ class Engine:
         self._guesses.commit(Commit(request.key, base, tokens, accepted, self._states_from(request, base)))
         if reason is not None:
             self._close(request, delta)
+        elif request.grammar is not None and not request.grammar.ready:
+            self._scheduler.finish(request)
+            self._compiling.add(request)
         return delta
 
     def _states_from(self, request: Request, base: int) -> Tensor | None:
@@ -365,8 +380,8 @@ class Engine:
 
     def _close(self, request: Request, delta: Delta) -> None:
         now, times = self._clock(), request.times
-        stopped = delta.finish_reason is FinishReason.STOP and request.stops(delta.tokens[-1])
-        delta.stop_token = delta.tokens[-1] if stopped else None
+        stopped = delta.finish_reason is FinishReason.STOP and request.stops(request.tokens[-1])
+        delta.stop_token = request.tokens[-1] if stopped else None
         delta.usage = request.usage()
         queued = (now if times.started is None else times.started) - times.arrived
         delta.timings = Timings(queued, times.compute_s, now - times.arrived)
@@ -421,10 +436,10 @@ def _guessed(work: Work) -> Guessed:
 
 
 def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the request, if one does."""
+    """The tokens up to the one that ends the request, if one does, or the one after which its grammar is not known."""
     for count in range(1, len(tokens) + 1):
         reason = request.ending(tokens[:count])
-        if reason is not None:
+        if reason is not None or not request.known(tokens[:count]):
             return list(tokens[:count]), reason
     return list(tokens), None
 

@@ -141,9 +141,15 @@ class Request:
         """Whether the request ends with the last of these tokens after its output, or, without any, with its output."""
         if self.stops(tokens[-1] if tokens else self.tokens[-1]):
             return FinishReason.STOP
+        if not self.known(tokens):
+            return None
         if self.grammar is not None and self.grammar.over(tokens):
             return FinishReason.ERROR if self.grammar.error(tokens) else FinishReason.STOP
         return FinishReason.LENGTH if self.output_tokens + len(tokens) >= self.max_tokens else None
+
+    def known(self, tokens: Sequence[int] = ()) -> bool:
+        """Whether its grammar says what may follow these tokens; if not, they are all that a step can commit."""
+        return self.grammar is None or self.grammar.known(tokens)
 
     def stops(self, token: int) -> bool:
         return token in self.submission.sampling.stop_token_ids

@@ -70,7 +70,7 @@ class Scheduler:
         return all(request.missing == 1 for request in self.running) and not self._admissible()
 
     def finish(self, request: Request) -> None:
-        """The request is over; its slots go back. It may be waiting or running."""
+        """The request is over, or has something else to wait for; its slots go back. It may be waiting or running."""
         if request in self.running:
             self.running.remove(request)
         else:

@@ -4,6 +4,13 @@ A mask is part of the law that a token is drawn from, so it has to be a function
 of llguidance that was rolled back may differ from one that never went there (1.9.1: in where white space may come), so
 none is: each place in a tree has a copy of its parent's parser. One takes some 10 µs, and 30 more per 1,000 tokens of
 output; a mask takes 10 to 100 µs. Both are made when they are first asked for, and kept while the place can be reached.
+
+All copies of a parser share one lexer (llguidance has a `deep_clone` without that, but not for Python). Its states are
+only ever added to and have a limit, so a guess, or another request, can use up what this one needs. Hence a limit that
+is hit says nothing yet. The grammar is compiled anew for this request alone and fed its output; only if that hits a
+limit, too, it is the request's own, and whoever decodes it, wherever, comes to the same end. It takes as long as
+compiling (1 ms, or a second if someone is out for it) and some µs per token, in the thread that compiles: the request
+waits, and nobody else. Its own lexer takes up to 40 MB.
 """
 
 from __future__ import annotations
@@ -15,19 +22,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
-import numpy as np
-from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
-from numpy.typing import NDArray
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from paceline.grammar.writing import LIMITS, PREAMBLE, GrammarError, plainly
+from paceline.grammar.place import Mask, Place, consume
+from paceline.grammar.writing import LIMITS, PREAMBLE, GrammarError, limits, plainly
 from paceline.models import ModelNotFoundError
 from paceline.text import Tokenizer
 
 REMEMBERED = 32
 """Grammars that need not be compiled again."""
+REPLAY_LIMITS = limits(initial_lexer_fuel=100_000_000)
+"""All tokens of an output share the fuel that compiling leaves. Each took no more than a mask's before."""
+PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_000)
+"""For one mask by a lexer that nothing has warmed: those of places before, or of guesses, would have spared it much of
+the work. More than ten times what a mask may cost else is the fault of the place itself."""
+OUTSIDE = "the output is outside the grammar"
 
-Mask = NDArray[np.bool_]
 Path = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Where requests start: only copies of the parser are used."""
+
+    parser: LLMatcher
+    bits: bytes | None = None
+    """The mask there, if its parser could not work that out within its limits."""
 
 
 class Grammars:
@@ -37,7 +57,7 @@ class Grammars:
         """`tokenizer` is called before the first grammar is compiled; its tokens beyond the size cannot be drawn."""
         self.vocabulary_size = vocabulary_size
         self._tokenizer = tokenizer
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._compiled: OrderedDict[str, Future[Beginning]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
 
     @classmethod
@@ -48,18 +68,44 @@ class Grammars:
     def follow(self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
         """A request whose output begins like this; see `GrammarState.ready`."""
         stops = [token for token in stop_token_ids if token < self.vocabulary_size]
-        return GrammarState(self._begun(grammar), self.vocabulary_size, stops, output)
+        return GrammarState(self, grammar, stops, list(output), self._begun(grammar))
 
-    def _begun(self, grammar: str) -> Future[LLMatcher]:
+    def replay(self, grammar: str, output: Sequence[int], worn: Future[Beginning]) -> Future[Beginning]:
+        """One that shares nothing with others, after this output. Nobody shall begin with `worn` any more."""
+        if self._compiled.get(grammar) is worn:
+            del self._compiled[grammar]
+        return self._thread.submit(self._replay, grammar, tuple(output))
+
+    def _begun(self, grammar: str) -> Future[Beginning]:
         if grammar not in self._compiled:
-            self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            self._compiled[grammar] = self._thread.submit(self._begin, grammar)
             if len(self._compiled) > REMEMBERED:
                 self._compiled.popitem(last=False)
         self._compiled.move_to_end(grammar)
         return self._compiled[grammar]
 
-    def _compile(self, grammar: str) -> LLMatcher:
-        parser = LLMatcher(self._vocabulary, PREAMBLE + grammar, log_level=0, limits=LIMITS)
+    def _begin(self, grammar: str) -> Beginning:
+        return Beginning(self._compile(grammar, LIMITS))
+
+    def _replay(self, grammar: str, output: Sequence[int]) -> Beginning:
+        parser = self._after(grammar, output, REPLAY_LIMITS)
+        parser.compute_bitmask()
+        if not parser.is_error():
+            return Beginning(parser)
+        patient = self._after(grammar, output, PATIENT_LIMITS)
+        bits = patient.compute_bitmask()
+        if patient.is_error():
+            return Beginning(patient)
+        return Beginning(self._after(grammar, output, REPLAY_LIMITS), bits)
+
+    def _after(self, grammar: str, output: Sequence[int], limits: LLParserLimits) -> LLMatcher:
+        parser = self._compile(grammar, limits)
+        if not consume(parser, output):
+            raise GrammarError(OUTSIDE)
+        return parser
+
+    def _compile(self, grammar: str, limits: LLParserLimits) -> LLMatcher:
+        parser = LLMatcher(self._vocabulary, PREAMBLE + grammar, log_level=0, limits=limits)
         if error := parser.get_error():
             raise GrammarError(plainly(error))
         return parser
@@ -92,81 +138,38 @@ class _Spelling:
 
 
 @dataclass(slots=True)
-class _Place:
-    """Where a request would be after some tokens."""
-
-    parser: LLMatcher
-    size: int
-    stops: Sequence[int]
-    may_end: bool = field(init=False)
-    _mask: Mask | None = None
-
-    def __post_init__(self) -> None:
-        self.may_end = self.parser.is_accepting()
-
-    def after(self, token: int) -> _Place | None:
-        """None if the grammar has no such token here, or the request is over with it."""
-        parser = self.parser.deep_copy()
-        return _Place(parser, self.size, self.stops) if parser.try_consume_tokens([token]) == 1 else None
-
-    def permits(self, token: int) -> bool:
-        """As the mask says, which need not be computed for it."""
-        if self._mask is not None:
-            return bool(self.allowed[token])
-        return self.after(token) is not None or (self.may_end and token in self.stops)
-
-    @property
-    def open(self) -> bool:
-        """Whether anything can follow but the end."""
-        return bool(self.continues.any())
-
-    @property
-    def continues(self) -> Mask:
-        """Tokens [V] with which the text goes on."""
-        if self._mask is None:
-            bits = np.frombuffer(self.parser.compute_bitmask(), np.uint8)
-            mask = np.unpackbits(bits, count=self.size, bitorder="little").view(np.bool_)
-            self._mask = np.zeros_like(mask) if self.parser.is_stopped() else mask
-        return self._mask
-
-    @property
-    def allowed(self) -> Mask:
-        """Tokens [V] that may be drawn: also those that end the request, where the text may end."""
-        mask = self.continues
-        if self.may_end and self.stops:
-            mask = mask.copy()
-            mask[self.stops] = True
-        return mask
-
-    @property
-    def error(self) -> str:
-        """Why there is no way on from here, if the text may not end here either."""
-        if self.open or self.may_end:
-            return ""
-        reason = plainly(self.parser.get_error())
-        dead_end = not reason or reason.startswith("NoExtension")
-        return "no token of this vocabulary can continue it" if dead_end else reason
-
-
-@dataclass(slots=True)
 class GrammarState:
     """One request on its way through a grammar. A `path` is a sequence of tokens after what was committed."""
 
-    _compiled: Future[LLMatcher]
-    _size: int
+    _grammars: Grammars
+    _grammar: str
     _stops: Sequence[int]
-    _output: Sequence[int]
-    _places: dict[Path, _Place | None] = field(default_factory=dict)
+    _output: list[int]
+    _begun: Future[Beginning]
+    """Compiled for all, or replayed for this request."""
+    _replayed: int | None = None
+    """The length of the output that it was replayed for."""
+    _places: dict[Path, Place | None] = field(default_factory=dict)
     """By path; None: the grammar has been left, or the request is over."""
 
     @property
     def ready(self) -> bool:
-        """Whether the grammar is compiled, or could not be: see `error`. Until then ask for nothing but `allowed`."""
-        return self._compiled.done()
+        """Whether it is known what may come next, or why that cannot be: see `error`.
+
+        Until then it is being compiled or replayed: ask for nothing but `allowed` and `permits`.
+        """
+        if not self._begun.done():
+            return False
+        if self._begun.exception() is not None or self.known():
+            return True
+        self._begun = self._grammars.replay(self._grammar, self._output, self._begun)
+        self._replayed = len(self._output)
+        self._places.clear()
+        return False
 
     def wait(self, timeout_s: float) -> None:
         """Until it is ready, but not longer."""
-        futures.wait([self._compiled], timeout_s)
+        futures.wait([self._begun], timeout_s)
 
     def allowed(self, path: Sequence[int]) -> Mask | None:
         """Tokens [V] that may come next. None: whatever comes next will not be committed, or it is not ready."""
@@ -176,9 +179,14 @@ class GrammarState:
         return place.allowed if place is not None and place.open else None
 
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Whether the token may come after this path."""
-        place = self._place(tuple(path))
+        """Whether the token is known to be one that may come after this path."""
+        place = self._place(tuple(path)) if self.ready else None
         return place is not None and place.permits(token)
+
+    def known(self, path: Sequence[int] = ()) -> bool:
+        """Whether a commit may go beyond this path. If not, commit the path, and see whether that is `ready`."""
+        place = self._place(tuple(path))
+        return place is None or not place.limit or self._replayed == len(self._output) + len(path)
 
     def over(self, path: Sequence[int]) -> bool:
         """Whether nothing can follow this path."""
@@ -187,30 +195,31 @@ class GrammarState:
 
     def error(self, path: Sequence[int] = ()) -> str:
         """What is wrong with the grammar, or with the end that the path has come to."""
-        if failure := self._compiled.exception():
+        if failure := self._begun.exception():
             return str(failure)
         place = self._place(tuple(path))
-        return "the output is outside the grammar" if place is None else place.error
+        return OUTSIDE if place is None else place.error
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
-        if not self._places:  # it was not looked at yet
-            self._output = [*self._output, *tokens]
-            return
         new = tuple(tokens)
-        place = self._place(new)
-        self._places = {path[len(new) :]: each for path, each in self._places.items() if path[: len(new)] == new}
-        self._places[()] = place
+        if self._places:  # otherwise it was not looked at yet
+            place = self._place(new)
+            self._places = {path[len(new) :]: each for path, each in self._places.items() if path[: len(new)] == new}
+            self._places[()] = place
+        self._output += new
 
-    def _place(self, path: Path) -> _Place | None:
+    def _place(self, path: Path) -> Place | None:
         if path not in self._places:
             before = self._place(path[:-1]) if path else self._start()
             self._places[path] = before.after(path[-1]) if path and before is not None else before
         return self._places[path]
 
-    def _start(self) -> _Place | None:
-        if self._compiled.exception() is not None:
+    def _start(self) -> Place | None:
+        if self._begun.exception() is not None:
             return None
-        parser = self._compiled.result().deep_copy()
-        begun = parser.try_consume_tokens(list(self._output)) == len(self._output)
-        return _Place(parser, self._size, self._stops) if begun else None
+        begun, since = self._begun.result(), self._output[self._replayed or 0 :]
+        parser = begun.parser.deep_copy()
+        if not consume(parser, since):
+            return None
+        return Place(parser, self._grammars.vocabulary_size, self._stops, None if since else begun.bits)

@@ -15,16 +15,27 @@ PREAMBLE = '%llguidance {"no_forcing": true}\n'
 WHITE_SPACE = r"\n[ \t]{0,40}|[ \t]"
 """What may stand between the parts of JSON, unless a schema says otherwise. It has an end, which small models do not
 always find."""
-LIMITS = LLParserLimits(
-    max_grammar_size=100_000,
-    initial_lexer_fuel=1_000_000,  # when compiled: about 20 ms
-    step_lexer_fuel=100_000,  # for each mask: about 7 ms
-    step_max_items=20_000,  # for each mask: about 1 ms
-    max_lexer_states=20_000,  # 20 to 40 MB
-    verbose_errors=False,
-)
-"""What a hostile grammar can cost. The length of its text bounds it, too: 32,768 characters compile within a second or
-two, in a thread."""
+
+
+def limits(
+    initial_lexer_fuel: int = 1_000_000,  # when compiled: about 20 ms
+    step_lexer_fuel: int = 100_000,  # for each mask: about 7 ms
+    step_max_items: int = 20_000,  # for each mask: about 1 ms
+    max_lexer_states: int = 20_000,  # 20 to 40 MB
+) -> LLParserLimits:
+    """What a hostile grammar can cost. The length of its text bounds it, too: 32,768 characters compile within a second
+    or two, in a thread."""
+    return LLParserLimits(
+        max_grammar_size=100_000,
+        initial_lexer_fuel=initial_lexer_fuel,
+        step_lexer_fuel=step_lexer_fuel,
+        step_max_items=step_max_items,
+        max_lexer_states=max_lexer_states,
+        verbose_errors=False,
+    )
+
+
+LIMITS = limits()
 
 
 class GrammarError(ValueError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,12 +14,12 @@ import torch
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
-from paceline.grammar.following import GrammarState, Mask
+from paceline.grammar.following import Grammars, GrammarState, Mask
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
 from tests.exactness.test_engine import FREE, Liar, llama, run
-from tests.grammars import END, GRAMMARS, PIECES, grammars, text_of
+from tests.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 
 PROMPT = [13, 23, 24, 25, 13, 23, 24, 25, 40]
 LAWS = {
@@ -240,3 +242,87 @@ def test_cancelling_while_a_grammar_is_compiled_frees_everything() -> None:
     assert last.finish_reason is FinishReason.CANCELLED
     assert not target.busy
     target.check_integrity()
+
+
+TIGHT: dict[str, tuple[str, dict[str, int], set[FinishReason]]] = {
+    "enough states for each, not for all": (MEMORY, {"states": 120}, {FinishReason.LENGTH}),
+    "too few states": (MEMORY, {"states": 60}, {FinishReason.ERROR}),
+    "fuel for what is new": (MEMORY, {"fuel": 150}, {FinishReason.LENGTH}),
+    "too few items": (AMBIGUOUS, {"items": 150}, {FinishReason.LENGTH, FinishReason.ERROR}),
+}
+"""A grammar, limits, and how its requests end."""
+
+
+def limited(grammar: str) -> list[Submission]:
+    law = {"temperature": 0.9, "max_tokens": 50, "stop_token_ids": (END,), "grammar": grammar}
+    return [Submission(f"{seed}", PROMPT, SamplingParams(seed=seed, **law)) for seed in range(4)]
+
+
+def ends(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None, str]]:
+    return {key: (answer.tokens, answer.finish_reason, answer.error) for key, answer in answers.items()}
+
+
+@pytest.mark.parametrize(("grammar", "limits", "reasons"), TIGHT.values(), ids=TIGHT)
+def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(
+    grammar: str, limits: dict[str, int], reasons: set[FinishReason]
+) -> None:
+    """Parsers of one grammar share a lexer: what guesses and other requests leave of its limits is nobody's outcome."""
+    replays, replay = 0, Grammars.replay
+
+    def counted(self: Grammars, *args: Any) -> Any:
+        nonlocal replays
+        replays += 1
+        return replay(self, *args)
+
+    requests = limited(grammar)
+    with tight(**limits), patch.object(Grammars, "replay", counted):
+        alone: dict[str, Delta] = {}
+        for request in requests:
+            alone |= run(engine(NoDrafting()), [request])
+        assert {answer.finish_reason for answer in alone.values()} == reasons
+        assert all("too many" in a.error.lower() for a in alone.values() if a.finish_reason is FinishReason.ERROR)
+        for drafting in (lambda: LocalDrafting(NGram(1, 3, 2)), lambda: draft_model(2, knows=True)):
+            replays = 0
+            assert ends(run(engine(drafting()), requests)) == ends(alone)
+            assert replays > 0
+            assert ends(run(engine(drafting()), requests, together=1)) == ends(alone)
+        plain = engine(NoDrafting())
+        for _ in range(2):
+            assert ends(run(plain, requests)) == ends(alone)
+        resumed = [
+            Submission(s.request_id, PROMPT, s.sampling, committed=alone[s.request_id].tokens[:20]) for s in requests
+        ]
+        for key, (tokens, *end) in ends(run(plain, resumed)).items():
+            assert ([*alone[key].tokens[:20], *tokens], *end) == ends(alone)[key]
+
+
+def test_who_waits_for_a_replay_holds_up_nobody() -> None:
+    first, second, *_ = limited(MEMORY)
+    good = Submission("good", PROMPT, SamplingParams(max_tokens=200, seed=1))
+    answers = {each.request_id: Delta(each.request_id) for each in (first, second, good)}
+    gate = threading.Event()
+
+    def step() -> None:
+        for delta in target.step():
+            answers[delta.request_id].tokens += delta.tokens
+            answers[delta.request_id].finish_reason = delta.finish_reason
+        target.check_integrity()
+
+    with tight(states=90):
+        alone = run(engine(NoDrafting()), [first])
+        target = engine(NoDrafting())
+        for each in (first, second, good):
+            target.submit(each)
+        while not answers[first.request_id].tokens:
+            step()
+        target._grammars._thread.submit(gate.wait)
+        while answers["good"].finish_reason is None:
+            step()
+        assert target.load.running == 0
+        assert answers[first.request_id].finish_reason is answers[second.request_id].finish_reason is None
+        target.cancel(second.request_id)
+        gate.set()
+        while target.busy:
+            step()
+    assert answers[second.request_id].finish_reason is FinishReason.CANCELLED
+    assert outcome({first.request_id: answers[first.request_id]}) == outcome(alone)

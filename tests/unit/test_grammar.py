@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import re
@@ -22,7 +23,7 @@ from paceline.text import Tokenizer
 from services.gateway.bodies import CompletionBody
 from services.gateway.errors import InvalidRequestError, OverloadedError
 from services.gateway.structure import MOST_WAITING, GrammarChecks, ResponseFormat, StructuredOutputs, checked
-from tests.grammars import END, GRAMMARS, PIECES, TABLE, grammars, text_of
+from tests.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
 from tests.llamas import VOCABULARY
 
 ALL = grammars()
@@ -85,8 +86,8 @@ def test_a_mask_has_every_token_that_can_follow_and_no_other(grammar: str) -> No
         for token in wandered(begun(grammar), rng):
             allowed = state.allowed(path)
             assert allowed is not None
-            tried = begun(grammar, *path)  # it has no mask to look at
-            assert allowed.tolist() == [tried.permits([], other) for other in range(VOCABULARY)]
+            tried = begun(grammar, *path[:-1])  # it has no mask to look at after the last
+            assert allowed.tolist() == [tried.permits(path[-1:], other) for other in range(VOCABULARY)]
             assert allowed.tolist() == [state.permits(path, other) for other in range(VOCABULARY)]
             path.append(token)
 
@@ -108,6 +109,43 @@ def test_where_nothing_else_can_follow_it_is_over() -> None:
     assert state.permits([abc], END)
     assert not state.permits([abc, END], abc), "after the end there is nothing"
     assert state.error([abc, abc]) == ""
+
+
+def test_the_end_of_a_text_is_no_token() -> None:
+    """llguidance has one for it, after those of the vocabulary: as places nobody knows the guesses of are written."""
+    state = begun(GRAMMARS["choice"])
+    assert not state.permits([PIECES.index("abc")], VOCABULARY)
+    assert state.error([PIECES.index("abc"), VOCABULARY]) == "the output is outside the grammar"
+
+
+def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
+    with tight(items=150):
+        state = begun(AMBIGUOUS, vocabulary=grammars())
+        while state.known():
+            assert not state._output or state.permits([], END)
+            state.extend([PIECES.index("a")])
+        assert not state.ready
+        state.wait(30.0)
+    assert state.ready
+    assert state.known()
+    assert state.over([])
+    assert "too many items" in state.error().lower()
+
+
+def test_what_others_used_up_is_there_again() -> None:
+    rng = random.Random(1)
+    with tight(states=120):
+        shared = grammars()
+        used = [shared.follow(MEMORY, (END,), []) for _ in range(4)]
+        for _, state in itertools.product(range(30), used):
+            while not state.ready:
+                state.wait(30.0)
+            allowed = state.allowed([])
+            assert allowed is not None
+            assert mask_of(state, []) == mask_of(begun(MEMORY, *state._output, vocabulary=grammars()), [])
+            state.extend([int(rng.choice([token for token in np.flatnonzero(allowed) if token != END]))])
+        assert sum(state._replayed is not None for state in used) > 1, "one has to give way"
+        assert begun(MEMORY, vocabulary=shared).allowed([]) is not None
 
 
 def test_tokens_that_say_nothing_are_never_allowed() -> None:
