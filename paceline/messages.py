@@ -104,6 +104,10 @@ class SpeculationStats:
         return self.accepted_tokens / self.verifications if self.verifications else 0.0
 
 
+GRAMMAR_ERROR = "grammar: "
+"""Begins the error of a request whose grammar is to blame: every target would say the same."""
+
+
 @dataclass(slots=True)
 class Delta:
     """New tokens of one request. `accepted[i]`: token i was guessed, and not the target's bonus."""

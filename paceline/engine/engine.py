@@ -27,7 +27,7 @@ from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, waiting_for
 from paceline.grammar.following import Grammars, GrammarState
-from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
+from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
@@ -226,8 +226,8 @@ class Engine:
     def _end_late(self, request: Request) -> None:
         """Its grammar did not know, when its last tokens were committed, whether they end it."""
         if (reason := request.ending()) is not None:
-            error = request.grammar.error() if reason is FinishReason.ERROR and request.grammar else ""
-            delta = Delta(request.id, finish_reason=reason, speculation=request.stats.snapshot(), error=error)
+            error, stats = request.complaint(), request.stats.snapshot()
+            delta = Delta(request.id, finish_reason=reason, speculation=stats, error=error)
             self._close(request, delta)
             self._ended.append(delta)
 
@@ -305,7 +305,7 @@ class Engine:
         """`verdict`: accepted tokens and one more. `logits` are those of the root and of each verified node."""
         request, base = work.request, len(work.request.tokens) - 1
         tokens, reason = _until_end(request, verdict)
-        error = request.grammar.error(tokens) if reason is FinishReason.ERROR and request.grammar else ""
+        error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
         pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
@@ -446,10 +446,10 @@ def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], Fini
 
 def _nothing_left(request: Request) -> str:
     """Why a request cannot be served that is about to begin; empty if it can."""
-    if request.grammar is not None and (error := request.grammar.error()):
-        return f"grammar: {error}"
+    if error := request.complaint():
+        return error
     if request.output_tokens and request.ending() is not None:
         return f"the request is over already: {request.output_tokens} tokens were committed, the last one ended it"
     if request.grammar is not None and request.grammar.over(()):
-        return "grammar: it leaves nothing to generate"
+        return f"{GRAMMAR_ERROR}it leaves nothing to generate"
     return ""

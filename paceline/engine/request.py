@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paceline.config import SamplingParams
 from paceline.engine.slots import BLOCK, Block, SlotPool
 from paceline.grammar.following import GrammarState
-from paceline.messages import FinishReason, SpeculationStats, Submission, Usage
+from paceline.messages import GRAMMAR_ERROR, FinishReason, SpeculationStats, Submission, Usage
 from paceline.model.rows import Lane
 from paceline.sampling import History
 from paceline.speculators.base import Limit, Opening
@@ -144,8 +144,13 @@ class Request:
         if not self.known(tokens):
             return None
         if self.grammar is not None and self.grammar.over(tokens):
-            return FinishReason.ERROR if self.grammar.error(tokens) else FinishReason.STOP
+            return FinishReason.ERROR if self.complaint(tokens) else FinishReason.STOP
         return FinishReason.LENGTH if self.output_tokens + len(tokens) >= self.max_tokens else None
+
+    def complaint(self, tokens: Sequence[int] = ()) -> str:
+        """What is wrong with its grammar, or with the end that these tokens have brought it to. Empty: nothing."""
+        error = self.grammar.error(tokens) if self.grammar is not None else ""
+        return f"{GRAMMAR_ERROR}{error}" if error else ""
 
     def known(self, tokens: Sequence[int] = ()) -> bool:
         """Whether its grammar says what may follow these tokens; if not, they are all that a step can commit."""
