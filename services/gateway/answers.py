@@ -31,6 +31,9 @@ class CountAnswers:
 
         try:
             await self._app(scope, receive, watched)
+        except Exception:
+            status = 500 if status == NO_ANSWER else status  # Starlette sends it from outside of here
+            raise
         finally:
             route = scope.get("route")  # a path that leads nowhere has none
             self._metrics.answered(route.path if route else "none", status)

@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import paceline
@@ -162,7 +163,7 @@ async def _collect(choices: Sequence[Choice], gateway: Gateway) -> list[list[Pie
 
 
 async def _raw(request: Request, models: Models) -> bytes:
-    """The body, as far as the limits allow. Raises `BodyTooLargeError` or `SlowBodyError`."""
+    """The body, as far as the limits allow. Raises `BodyTooLargeError`, `SlowBodyError` or `ClientGoneError`."""
     limits = models.room.limits
     body = bytearray()
     try:
@@ -173,6 +174,8 @@ async def _raw(request: Request, models: Models) -> bytes:
                     raise BodyTooLargeError(limits.max_body_bytes)
     except TimeoutError:
         raise SlowBodyError(limits.max_body_s) from None
+    except ClientDisconnect:
+        raise ClientGoneError from None
     return bytes(body)
 
 

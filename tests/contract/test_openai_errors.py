@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -195,6 +196,27 @@ async def test_the_official_client_raises_its_own_exceptions(stack: Stack) -> No
     with pytest.raises(openai.NotFoundError) as missing:
         await create(model="gpt-4", messages=CHAT)
     assert missing.value.code == "model_not_found"
+
+
+async def test_a_failure_of_the_gateway_is_told_and_counted(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise KeyError("secret")
+
+    monkeypatch.setattr(stack.models, "check_alive", fails)
+    answer = await stack.http.get("/health")
+    assert "secret" not in told(answer, 500)["message"]
+    assert 'endpoint="/health",status="500"} 1.0' in (await stack.http.get("/metrics")).text
+
+
+async def test_an_upload_cut_short_is_no_failure(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    host, port = stack.addresses.http.rsplit(":", 1)
+    _, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")
+    await writer.drain()
+    writer.close()
+    while 'endpoint="/tokenize",status="499"' not in (await stack.http.get("/metrics")).text:
+        await asyncio.sleep(0.01)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_without_a_target_clients_are_told_to_come_back() -> None:
