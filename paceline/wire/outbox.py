@@ -12,6 +12,9 @@ from paceline.wire.errors import Congested
 
 Frame = TypeVar("Frame", bound=Message)
 
+ROOM = 64
+"""There is room while no more than this part of a frame waits: with the largest frames, a megabyte."""
+
 
 class Outbox(Generic[Frame]):
     """An async iterator of frames, for gRPC to send. While the link is busy, whatever is put is merged into
@@ -28,6 +31,9 @@ class Outbox(Generic[Frame]):
         self._limit_bytes = limit_bytes
         self._leaving = leaving
         self._frame: Frame | None = None
+        self._bytes = 0
+        """Of the frame, or more."""
+        self._left = asyncio.Event()
         self._changed = asyncio.Event()
         self._closed = False
         self._error: BaseException | None = None
@@ -42,15 +48,28 @@ class Outbox(Generic[Frame]):
             if field.message_type is not None and not field.is_repeated:
                 self._frame.ClearField(field.name)  # merging would keep an old value where the new one is zero
         self._frame.MergeFrom(frame)
-        if self._frame.ByteSize() > self._limit_bytes:
+        self._bytes += frame.ByteSize()  # asking the whole frame each time would take ever longer
+        if self._bytes > self._limit_bytes:
+            self._bytes = self._frame.ByteSize()  # less, where messages were replaced
+        if self._bytes > self._limit_bytes:
             raise Congested(f"over {self._limit_bytes} bytes wait to be sent")
         self._changed.set()
+
+    async def room(self) -> None:
+        """Wait until what waits is a small part of what the peer takes in one frame, or the outbox is closed.
+
+        Whoever has much to say waits here, so that nothing is congested and the event loop gets a turn in between.
+        """
+        while self._bytes > self._limit_bytes // ROOM and not self._closed:
+            self._left.clear()
+            await self._left.wait()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the iteration, with `error` if given. What waits is still sent, but not before an error."""
         if not self._closed:
             self._closed, self._error = True, error
             self._changed.set()
+            self._left.set()
 
     def __aiter__(self) -> Self:
         return self
@@ -61,7 +80,8 @@ class Outbox(Generic[Frame]):
             raise self._error
         if self._frame is None:
             raise StopAsyncIteration  # closed, since nothing else sets the event without a frame
-        frame, self._frame = self._frame, None
+        frame, self._frame, self._bytes = self._frame, None, 0
+        self._left.set()
         if not self._closed:
             self._changed.clear()
         self.taken += 1

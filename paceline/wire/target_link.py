@@ -72,11 +72,12 @@ class TargetLink:
 
         Leaving early (`aclose`, cancellation) cancels it at the target. Raises `TargetLost` if the link
         breaks or the target drains before the end: submit again elsewhere, what came so far as `committed`.
-        Raises `WireError` for a value that the contract cannot carry, `ValueError` for an id that is in use.
+        Raises `WireError` for what the contract cannot carry, `ValueError` for an id that is in use.
         """
+        await self._outbox.room()  # or many large requests at once would break the link for everybody
         if submission.request_id in self._open:
             raise ValueError(f"request {submission.request_id} already runs on this link")
-        self._say(pb.SubmitFrame(submits=[encode_submission(submission)]))
+        self._say(pb.SubmitFrame(submits=[_encoded(submission)]))
         if self.lost:
             raise TargetLost(f"target {self.address} is lost")
         arrived: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
@@ -161,3 +162,11 @@ class TargetLink:
         )
         for arrived in self._open.values():
             arrived.put_nowait(TargetLost(f"target {self.address} lost: {reason}"))
+
+
+def _encoded(submission: Submission) -> pb.SubmitFrame.Submit:
+    """Raises `WireError` unless it fits beside all that may wait before it."""
+    message = encode_submission(submission)
+    if (size := message.ByteSize()) > FRAME_BYTES // 2:
+        raise WireError(f"request {submission.request_id}: {size} bytes, the most is {FRAME_BYTES // 2}")
+    return message

@@ -18,6 +18,8 @@ from paceline.model.timed import SimulatedModel
 from paceline.state import WorkerRecord, open_store
 from paceline.timed import TimedModel
 from paceline.v1 import inference_pb2, inference_pb2_grpc
+from paceline.wire import target_link
+from paceline.wire.target_frames import encode_submission
 from services.gateway.admission import Limits
 from services.gateway.server import Settings, running
 from tests.contract.openai_stack import counts, open_stack
@@ -165,6 +167,28 @@ async def test_choices_that_never_began_leave_no_trace() -> None:
         while stack.gateway.in_flight:
             await asyncio.sleep(0.01)
         assert stack.gateway.room.in_flight == 0
+
+
+async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of many choices once cut the links to all targets, one after the other, and everybody's streams."""
+    monkeypatch.setattr(target_link, "FRAME_BYTES", 20_000)
+    async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
+        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 3, "bad_words": ["word " * 200]}
+        answer = await stack.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        assert len(stack.decoder.submissions) == 64
+        assert sum(encode_submission(each).ByteSize() for each in stack.decoder.submissions) > 2 * 20_000
+        [target] = stack.gateway.fleet.targets.values()
+        assert not target.link.lost
+
+
+async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target_link, "FRAME_BYTES", 2000)
+    async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
+        answer = await stack.http.post("/v1/completions", json={"prompt": "x", "bad_words": ["word " * 200] * 5})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+        assert "the most is 1000" in answer.text
+        assert (await stack.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
 
 
 @pytest.mark.parametrize("full", [True, False])

@@ -1,12 +1,15 @@
 """What waits on a link leaves as one frame."""
 
+from __future__ import annotations
+
 import asyncio
+from typing import Any
 
 import pytest
 
 from paceline.v1 import target_pb2
 from paceline.wire.errors import Congested, WireError
-from paceline.wire.outbox import Outbox
+from paceline.wire.outbox import ROOM, Outbox
 
 Frame = target_pb2.DeltaFrame
 
@@ -77,3 +80,59 @@ async def test_an_error_does_not_wait() -> None:
     outbox.close()
     with pytest.raises(WireError, match="broken"):
         await anext(outbox)
+
+
+async def test_there_is_room_until_a_part_of_a_frame_waits() -> None:
+    outbox = Outbox(Frame, 50 * ROOM)
+    outbox.put(frame("a" * 20))
+    await outbox.room()
+    outbox.put(frame("a" * 30))
+    waiting = [asyncio.create_task(outbox.room()) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert not any(task.done() for task in waiting)
+    await anext(outbox)
+    await asyncio.gather(*waiting)
+
+
+async def test_nobody_waits_for_room_in_a_closed_outbox() -> None:
+    outbox = Outbox(Frame, 50 * ROOM)
+    outbox.put(frame("a" * 60))
+    waiting = asyncio.create_task(outbox.room())
+    await asyncio.sleep(0)
+    outbox.close()
+    await waiting
+    await outbox.room()
+
+
+async def test_what_was_replaced_does_not_count() -> None:
+    outbox = Outbox(Frame, 100)
+    for running in range(100):
+        outbox.put(Frame(load=Frame.Load(running=running)))
+    assert (await anext(outbox)).load.running == 99
+
+
+async def test_what_waits_is_not_measured_again() -> None:
+    """A frame of many requests once took a time that grew with their square."""
+    measured = 0
+
+    class Counted:
+        """A frame of a hundred bytes, or of as many as were put."""
+
+        def __init__(self, size: int = 0) -> None:
+            self._size = size
+
+        def ListFields(self) -> list[Any]:  # noqa: N802
+            return []
+
+        def MergeFrom(self, other: Counted) -> None:  # noqa: N802
+            self._size += other._size
+
+        def ByteSize(self) -> int:  # noqa: N802
+            nonlocal measured
+            measured += self._size
+            return self._size
+
+    outbox: Any = Outbox(Counted, 10_000)  # type: ignore[type-var]
+    for _ in range(100):
+        outbox.put(Counted(100))
+    assert measured == 10_000
