@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from typing import Any, Never, TypeAlias
@@ -30,7 +31,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call whose servicer raises with the status of that exception, its text as details.
 
     An exception that has no status is a bug: it is logged with its traceback, and the peer reads INTERNAL. Only
-    our own methods are wrapped; they are coroutines, or async generators where they stream.
+    our own methods are wrapped; they are coroutines, or async generators where they stream. A coroutine that streams
+    writes by itself.
     """
 
     def __init__(self, statuses: Statuses, peer: str = "") -> None:
@@ -71,7 +73,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return reply
 
-    def _stream(self, method: Callable[..., Any]) -> Callable[..., AsyncGenerator[Any]]:
+    def _stream(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        if inspect.iscoroutinefunction(method):
+            return self._reply(method)
+
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
             try:
                 self._check_peer(context)

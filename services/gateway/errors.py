@@ -123,20 +123,20 @@ class RetryLaterError(ApiError):
         return {"retry-after": str(self.retry_after_s)}
 
 
-class RateLimitError(ApiError):
+class RateLimitError(RetryLaterError):
     """`limit`: requests, tokens or concurrent. `told`: headers that say what is left."""
 
     status = 429
     code = "rate_limit_exceeded"
 
     def __init__(self, message: str, limit: str, wait_s: float, told: Mapping[str, str]) -> None:
-        super().__init__(f"{message}; try again in {wait_s:.1f} s")
+        super().__init__(f"{message}; try again in {wait_s:.1f} s", math.ceil(wait_s), reason=limit)
         self.type = limit
-        self._headers = {**told, "retry-after": str(math.ceil(wait_s))}
+        self._told = told
 
     @property
     def headers(self) -> dict[str, str]:
-        return self._headers
+        return {**self._told, **super().headers}
 
 
 class OverloadedError(RetryLaterError):

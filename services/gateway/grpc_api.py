@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterator
+import asyncio
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,16 @@ from services.gateway.errors import (
 from services.gateway.gateway import Gateway, merged
 from services.gateway.models import Models
 from services.gateway.plan import DEFAULT_COMPLETION_TOKENS, plan_chat, plan_completion
+from services.gateway.streaming import ClientGoneError, taken
+
+
+class UnreadError(ClientGoneError):
+    """`writing` goes on for as long as the client neither reads nor leaves."""
+
+    def __init__(self, writing: asyncio.Task[None]) -> None:
+        super().__init__("what was sent was not read in time")
+        self.writing = writing
+
 
 STATUSES: Statuses = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -42,6 +53,7 @@ STATUSES: Statuses = {
     GenerationError: grpc.StatusCode.INTERNAL,
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     RateLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnreadError: grpc.StatusCode.CANCELLED,
 }
 
 PUSHBACK = "grpc-retry-pushback-ms"
@@ -65,7 +77,8 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         self._metrics = models.first.metrics
         self._callers = callers
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncGenerator[pb.GenerateResponse]:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
+        """Writes by itself: who reads nothing for long loses the request, as over HTTP."""
         try:
             with self._let_in(context) as caller:
                 self._models.check_room()
@@ -75,11 +88,11 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
                 async with aclosing(merged(gateway, [choice])) as pieces:
                     async for _, piece in pieces:
                         completion_tokens += len(piece.tokens)
-                        yield _response(piece, len(choice.prompt), completion_tokens)
-        except ApiError as error:
+                        await _write(context, _response(piece, len(choice.prompt), completion_tokens))
+        except (ApiError, UnreadError) as error:
             self._metrics.answered("Generate", STATUSES[type(error)].name)
-            if isinstance(error, RetryLaterError):
-                context.set_trailing_metadata([(PUSHBACK, str(1000 * error.retry_after_s))])
+            if isinstance(error, UnreadError):
+                await error.writing  # it is all that is left of the request, and no status can be sent before it
             raise
         except Exception:
             self._metrics.answered("Generate", grpc.StatusCode.INTERNAL.name)  # as `StatusInterceptor` tells it
@@ -100,9 +113,21 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
             caller = self._callers.caller(metadata.get("authorization"))
             with caller.request():
                 yield caller
-        except RateLimitError as error:
-            context.set_trailing_metadata(tuple(error.headers.items()))
+        except RetryLaterError as error:
+            context.set_trailing_metadata([*error.headers.items(), (PUSHBACK, str(1000 * error.retry_after_s))])
             raise
+
+
+async def _write(context: Context, response: pb.GenerateResponse) -> None:
+    """Raises `UnreadError` if the client reads nothing for long. gRPC cannot take back what is being written."""
+    writing = asyncio.create_task(context.write(response))
+    try:
+        await taken(asyncio.shield(writing))
+    except ClientGoneError:
+        raise UnreadError(writing) from None
+    except asyncio.CancelledError:
+        writing.cancel()
+        raise
 
 
 def _session(context: Context) -> str:

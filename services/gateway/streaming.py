@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -53,18 +53,18 @@ class EventStream(Response):
         async with aclosing(self._objects):
             first = await anext(self._objects)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await _taken(send, _event(first))
+            await taken(send(_part(_event(first))))
             try:
                 async for each in self._objects:
-                    await _taken(send, _event(each))
+                    await taken(send(_part(_event(each))))
             except ClientGoneError:
                 raise
             except ApiError as error:
-                await send(_part(_event(error.body)))
+                await taken(send(_part(_event(error.body))))
             except Exception:
                 log.exception("a stream failed")
-                await send(_part(_event(GenerationError("the gateway failed").body)))
-            await send({"type": "http.response.body", "body": DONE, "more_body": False})
+                await taken(send(_part(_event(GenerationError("the gateway failed").body))))
+            await taken(send({"type": "http.response.body", "body": DONE, "more_body": False}))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -82,6 +82,15 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait([working, watching])
 
 
+async def taken(sending: Awaitable[None]) -> None:
+    """Wait until what is being sent has room. Raises `ClientGoneError` if the client reads nothing for long."""
+    try:
+        async with asyncio.timeout(READ_S):
+            await sending
+    except TimeoutError:
+        raise ClientGoneError from None
+
+
 async def _disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -89,15 +98,6 @@ async def _disconnect(receive: Receive) -> None:
 
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {encode_json(content)}\n\n".encode()
-
-
-async def _taken(send: Send, event: bytes) -> None:
-    """Send an event once there is room for it. Raises `ClientGoneError` if the client reads nothing for long."""
-    try:
-        async with asyncio.timeout(READ_S):
-            await send(_part(event))
-    except TimeoutError:
-        raise ClientGoneError from None
 
 
 def _part(body: bytes) -> dict[str, Any]:

@@ -257,7 +257,10 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await generated(stub, keys["carol"])
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert 0 < int(dict(refused.value.trailing_metadata())["retry-after"]) <= 60  # type: ignore[call-overload]
+        told: Any = dict(refused.value.trailing_metadata())  # type: ignore[arg-type]
+        assert 0 < int(told["retry-after"]) <= 60
+        assert int(told["grpc-retry-pushback-ms"]) == 1000 * int(told["retry-after"])
+        assert told["x-ratelimit-limit-requests"] == "1"
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert 'endpoint="Generate",status="UNAUTHENTICATED"' in (await stack.http.get("/metrics")).text

@@ -158,3 +158,24 @@ def test_the_manual_s_limits_are_the_code_s() -> None:
         module, _, name = place.rpartition(".")
         where = Limits() if module.endswith(".Limits") else import_module(module)
         assert float(number) == getattr(where, name), place
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over HTTP. It has told gRPC to take nothing that it did not ask for."""
+    monkeypatch.setattr(streaming, "READ_S", SOON_S)
+    options = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+    request = pb.GenerateRequest(text="x", sampling=pb.GenerateRequest.Sampling(max_tokens=100))
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 90
+        async with grpc.aio.insecure_channel(stack.addresses.grpc, options=options) as channel:
+            unread = InferenceServiceStub(channel).Generate(request)
+            async with asyncio.timeout(10.0):
+                await stack.decoder.cancelled.get()
+                while stack.gateway.room.in_flight:
+                    await asyncio.sleep(0.01)
+                with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as told:
+                    async for _ in unread:
+                        pass
+                assert told.value.code() is grpc.StatusCode.CANCELLED
+        assert 'endpoint="Generate",status="CANCELLED"' in (await stack.http.get("/metrics")).text
