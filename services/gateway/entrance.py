@@ -1,4 +1,4 @@
-"""The door of the HTTP API: who has no key stays out, and who is over a limit waits."""
+"""The door of the HTTP API: who has no key stays out, and who is one too many waits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.callers import Caller, Callers
-from services.gateway.errors import ApiError
+from services.gateway.errors import ApiError, CrowdedError
+from services.gateway.guard import CROWDED
 from services.gateway.streaming import encode_json
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         try:
+            if scope.get("state", {}).get(CROWDED):
+                raise CrowdedError
             caller = self._callers.caller(Headers(scope=scope).get("authorization"))
             with caller.request():
                 await self._let_in(caller, scope, receive, send)

@@ -9,6 +9,7 @@ ApiError
 ├── RateLimitError       429  the API key has used up a limit
 ├── OverloadedError      429  too many requests run; try again later
 ├── NoTargetError        503  no target is up; try again later
+├── CrowdedError         503  too many connections are open; try again later
 └── GenerationError      500  the target failed while it served the request
 """
 
@@ -149,6 +150,15 @@ class NoTargetError(RetryLaterError):
     status = 503
     type = "service_unavailable"
     code = "no_target"
+
+
+class CrowdedError(RetryLaterError):
+    status = 503
+    type = "service_unavailable"
+    code = "crowded"
+
+    def __init__(self) -> None:
+        super().__init__("too many connections are open; try again soon")
 
 
 class GenerationError(ApiError):

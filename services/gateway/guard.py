@@ -1,4 +1,4 @@
-"""Limits on what comes before a request's body: uvicorn has none with its fast parser."""
+"""Limits that uvicorn lacks with its fast parser: on heads and trailers, on how long they take, on connections."""
 
 from __future__ import annotations
 
@@ -6,60 +6,133 @@ import asyncio
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD_BYTES = 64 * 2**10
-"""Largest request line and headers, give or take what one read of a socket brings."""
-HEAD_S = 20.0
-"""How long they may take, from the opening of a connection or the first byte of a further request."""
+from services.gateway import streaming
 
+HEAD_BYTES = 64 * 2**10
+"""Largest request line and headers, and largest trailers, give or take what one read of a socket brings."""
+HEAD_S = 20.0
+"""How long they may take, from the opening of a connection or the first byte of a further request. So long, too, may
+the rest of a body that was answered before its end."""
+MOST_CONNECTIONS = 16_384
+"""Over HTTP, idle ones too. Who comes then has one request answered: probes as ever, all else with 503."""
+
+CROWDED = "crowded"
+"""In the state of a request that came over one connection too many."""
 TOO_LARGE = b"431 Request Header Fields Too Large"
 TOO_SLOW = b"408 Request Timeout"
 
 
 class GuardedProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which hangs up on who sends an endless head, or none."""
+    """uvicorn's protocol, which hangs up on who sends an endless head or trailer, or does not come to the end of one.
 
-    _head_bytes: int | None = 0
-    """Of the present head so far; None: it has come."""
+    No connection waits for ever. Either an answer is due, and what it needs has limits of its own; or something has
+    begun to come, and `HEAD_S` runs; or nothing has, and uvicorn's timer of idle connections runs. Nor for a client
+    that takes nothing of what it was sent: closing would wait for that.
+    """
+
+    _head_bytes = 0
+    """Since a head began or a part of a body came: what is between the parts counts, and what follows the last."""
+    _in_body = False
     _deadline: asyncio.TimerHandle | None = None
+    _crowded = False
+    _unread: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._expect_head()
+        self._expect_end()
+        self._crowded = len(self.connections) > MOST_CONNECTIONS
+        if self._crowded:
+            self.app_state = {**self.app_state, CROWDED: True}
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head_came()
+        self._end_came()
+        self._was_read()
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-        super().data_received(data)
-        if self._head_bytes is not None and self._head_bytes > HEAD_BYTES:
-            self._refuse(TOO_LARGE)
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._expect_reader(self.transport.get_write_buffer_size())
 
-    def on_message_begin(self) -> None:
-        self._expect_head()
-        super().on_message_begin()
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._was_read()
+
+    def data_received(self, data: bytes) -> None:
+        self._head_bytes += len(data)
+        super().data_received(data)
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(TOO_LARGE)
+        elif not self._due():
+            self._watch()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_body:  # trailers, which nobody reads
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._head_came()
+        self._end_came()
+        self._in_body = True
         super().on_headers_complete()
+        if self._crowded:
+            self.cycle.keep_alive = False
+
+    def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._head_bytes = 0
+        self._end_came()
+        self._in_body = False
 
-    def _expect_head(self) -> None:
+    def _due(self) -> bool:
+        """Whether an answer is."""
+        if self.cycle is None:  # before the first head
+            return False
+        return not self.cycle.response_complete
+
+    def _watch(self) -> None:
+        """uvicorn stopped its timer when something came."""
+        if self._in_body or self._head_bytes:
+            self._expect_end()
+        else:  # that was the rest of a body
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _expect_end(self) -> None:
         if self._deadline is None:
             self._deadline = self.loop.call_later(HEAD_S, self._refuse, TOO_SLOW)
 
-    def _head_came(self) -> None:
-        self._head_bytes = None
+    def _end_came(self) -> None:
+        self._head_bytes = 0
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
+    def _expect_reader(self, unsent: int) -> None:
+        self._unread = self.loop.call_later(streaming.READ_S, self._check_reader, unsent)
+
+    def _check_reader(self, unsent: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if left < unsent:
+            self._expect_reader(left)
+        else:
+            self.transport.abort()
+
+    def _was_read(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def _refuse(self, status: bytes) -> None:
-        if not self.transport.is_closing():
+        if self.transport.is_closing():
+            return
+        if self._unanswered():
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
-            self.transport.close()
+        self.transport.close()
+
+    def _unanswered(self) -> bool:
+        """Whether what is coming has no answer yet, and an answer would not end up in the middle of another."""
+        begun = self.cycle.response_started if self._in_body else self._due()
+        return not (begun or self.pipeline)

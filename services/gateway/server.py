@@ -38,8 +38,6 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-MOST_CONNECTIONS = 16_384
-"""Over HTTP, idle ones too; who comes then is answered with 503."""
 KEEP_ALIVE_S = 75
 """Clients and load balancers give up an idle connection after 5 to 60 seconds. They have to be the first: a request
 that meets a connection as it closes here is lost."""
@@ -158,7 +156,6 @@ async def _http_server(app: ASGIApp, listener: socket.socket, tls: Certificates 
         http=GuardedProtocol,
         ws="none",
         ssl_context_factory=None if context is None else lambda *_: context,
-        limit_concurrency=MOST_CONNECTIONS,
         lifespan="off",
         log_config=None,
         access_log=False,

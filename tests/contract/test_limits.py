@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import re
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
-from services.gateway import guard, streaming
+from services.gateway import guard, server, streaming
 from services.gateway.admission import Limits
 from tests.contract.openai_stack import Stack, counts, open_stack
 
@@ -36,8 +38,26 @@ async def connected(stack: Stack) -> AsyncIterator[tuple[asyncio.StreamReader, a
         writer.close()
 
 
+async def closed_after(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, more: bytes) -> None:
+    """Send this again and again; the other side has to hang up soon."""
+    with suppress(ConnectionError):
+        for _ in range(1000):
+            writer.write(more)
+            await writer.drain()
+            if reader.at_eof():
+                return
+        raise AssertionError("all of it was taken")
+
+
 async def status(reader: asyncio.StreamReader) -> int:
     return int((await reader.readline()).split()[1])
+
+
+async def whole_answer(reader: asyncio.StreamReader) -> int:
+    """Its status; the next thing to be read is what comes after it."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
+    return int(head.split()[1])
 
 
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"y"], ids=["many headers", "one without an end"])
@@ -75,6 +95,102 @@ async def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch)
         assert await status(reader) == 408
 
 
+@pytest.mark.parametrize("line", [b"x: y\r\n", b"y"], ids=["many trailers", "one without an end"])
+async def test_endless_trailers(line: bytes) -> None:
+    """Where nobody has a key and nobody reads a body, and where somebody waits for it."""
+    begun = b" HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nz: "
+    async with open_stack(counts) as stack:
+        for method in (b"GET /version", b"POST /v1/completions"):
+            async with connected(stack) as (reader, writer):
+                writer.write(method + begun + line)
+                await closed_after(reader, writer, line * (guard.HEAD_BYTES // len(line)))
+
+
+async def test_what_is_between_the_chunks_of_a_body_has_an_end() -> None:
+    async with open_stack(counts) as stack, connected(stack) as (reader, writer):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n")
+        writer.write(b"expect: 100-continue\r\n\r\n")
+        assert await status(reader) == 100
+        await reader.readline()
+        writer.write(b"1;" + b"x" * guard.HEAD_BYTES)
+        assert await status(reader) == 431
+
+
+async def test_trailers_are_no_headers() -> None:
+    """And a body may come in any number of parts, and another request after it."""
+    async with open_stack(counts) as stack, connected(stack) as (reader, writer):
+        for size in (guard.HEAD_BYTES, 1, 1):
+            whole = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * size}).encode()
+            parts = b"".join(b"8;z=1\r\n%-8b\r\n" % whole[at : at + 8] for at in range(0, len(whole), 8))
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+            writer.write(parts + b"0\r\nx-session-id: trailer\r\n\r\n")
+            assert await whole_answer(reader) == 200
+        assert 'affinity="session"' not in (await stack.http.get("/metrics")).text
+
+
+LATE = {
+    "an empty line": (b"\r\n", b"\r\n"),
+    "a body that nobody asked for": (b"content-length: 10\r\n\r\n", b"a"),
+    "trailers that nobody asked for": (b"transfer-encoding: chunked\r\n\r\n", b"0\r\nx: y"),
+}
+
+
+@pytest.mark.parametrize("case", LATE)
+async def test_what_begins_after_an_answer_has_to_end(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """uvicorn stops its timer of idle connections with the first byte, and starts it with an answer."""
+    end_of_head, late = LATE[case]
+    async with open_stack() as stack, connected(stack) as (reader, writer):
+        writer.write(HEAD + end_of_head)
+        assert await whole_answer(reader) == 200
+        monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+        writer.write(late)
+        async with asyncio.timeout(10.0):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408" if case == "an empty line" else b"")
+            await reader.read()
+
+
+async def test_an_early_answer_leaves_the_connection_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is refused before the end of the body may go on sending it, and try again. Then it is an idle connection."""
+    monkeypatch.setattr(server, "KEEP_ALIVE_S", 1)
+    async with open_stack(counts) as stack, connected(stack) as (reader, writer):
+        for _ in range(3):
+            writer.write(HEAD + b"content-length: 200000\r\n\r\n")
+            assert await whole_answer(reader) == 200
+            writer.write(b"x" * 200000)
+        async with asyncio.timeout(10.0):
+            assert await reader.read() == b""
+
+
+async def test_a_line_too_many_does_not_end_an_answer_that_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor the beginning of the next request."""
+    async with open_stack(counts) as stack, connected(stack) as (reader, writer):
+        stack.decoder.gate.clear()
+        body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        while not stack.decoder.submissions:
+            await asyncio.sleep(0.01)
+        monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+        writer.write(b"\r\n" + HEAD)
+        await asyncio.sleep(3 * SOON_S)
+        stack.decoder.gate.set()
+        assert await status(reader) == 200
+
+
+async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told when to come back, probes are answered, and those that were there before are served."""
+    async with open_stack(counts) as stack:
+        body = {"prompt": "x", "max_tokens": 1}
+        assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+        monkeypatch.setattr(guard, "MOST_CONNECTIONS", 1)
+        async with httpx.AsyncClient(base_url=stack.http.base_url) as late:
+            refused = await late.post("/v1/completions", json=body)
+            assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+            assert refused.json()["error"]["code"] == "crowded"
+            probed = await late.get("/health")
+            assert (probed.status_code, probed.headers["connection"]) == (200, "close")
+        assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+
+
 async def test_a_body_that_does_not_come() -> None:
     async with open_stack(counts, limits=Limits(max_body_s=SOON_S)) as stack, connected(stack) as (reader, writer):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{")
@@ -83,9 +199,17 @@ async def test_a_body_that_does_not_come() -> None:
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
 
 
-async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its request is cancelled at the target: nobody generates into a full pipe."""
+async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Its request is cancelled at the target: nobody generates into a full pipe. Nor does the connection stay."""
     monkeypatch.setattr(streaming, "READ_S", SOON_S)
+    lost = asyncio.Event()
+
+    class Watched(guard.GuardedProtocol):
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            lost.set()
+
+    monkeypatch.setattr(server, "GuardedProtocol", Watched)
     body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 100, "stream": True, "logprobs": 20}).encode()
     async with open_stack(counts) as stack:
         host, port = stack.addresses.http.rsplit(":", 1)
@@ -96,8 +220,30 @@ async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> N
             head = f"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: {len(body)}\r\n\r\n"
             await asyncio.get_running_loop().sock_sendall(client, head.encode() + body)
             async with asyncio.timeout(60.0):
+                await lost.wait()
                 while not stack.decoder.submissions or stack.gateway.in_flight:
                     await asyncio.sleep(0.02)
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over HTTP. It has told gRPC to take nothing that it did not ask for."""
+    monkeypatch.setattr(streaming, "READ_S", SOON_S)
+    options = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
+    request = pb.GenerateRequest(text="x", sampling=pb.GenerateRequest.Sampling(max_tokens=100))
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 90
+        async with grpc.aio.insecure_channel(stack.addresses.grpc, options=options) as channel:
+            unread = InferenceServiceStub(channel).Generate(request)
+            async with asyncio.timeout(10.0):
+                await stack.decoder.cancelled.get()
+                while stack.gateway.room.in_flight:
+                    await asyncio.sleep(0.01)
+                with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as told:
+                    async for _ in unread:
+                        pass
+                assert told.value.code() is grpc.StatusCode.CANCELLED
+        assert 'endpoint="Generate",status="CANCELLED"' in (await stack.http.get("/metrics")).text
 
 
 async def test_a_message_over_grpc_that_is_too_large() -> None:
@@ -158,24 +304,3 @@ def test_the_manual_s_limits_are_the_code_s() -> None:
         module, _, name = place.rpartition(".")
         where = Limits() if module.endswith(".Limits") else import_module(module)
         assert float(number) == getattr(where, name), place
-    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over HTTP. It has told gRPC to take nothing that it did not ask for."""
-    monkeypatch.setattr(streaming, "READ_S", SOON_S)
-    options = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
-    request = pb.GenerateRequest(text="x", sampling=pb.GenerateRequest.Sampling(max_tokens=100))
-    async with open_stack(counts, burst=1) as stack:
-        stack.decoder.hold_after = 90
-        async with grpc.aio.insecure_channel(stack.addresses.grpc, options=options) as channel:
-            unread = InferenceServiceStub(channel).Generate(request)
-            async with asyncio.timeout(10.0):
-                await stack.decoder.cancelled.get()
-                while stack.gateway.room.in_flight:
-                    await asyncio.sleep(0.01)
-                with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as told:
-                    async for _ in unread:
-                        pass
-                assert told.value.code() is grpc.StatusCode.CANCELLED
-        assert 'endpoint="Generate",status="CANCELLED"' in (await stack.http.get("/metrics")).text
