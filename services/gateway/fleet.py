@@ -147,7 +147,7 @@ class Fleet:
         listed = {_key(worker.record): worker for worker in targets if worker.record.model not in self._others}
         self._heartbeats = {key: worker.load for key, worker in listed.items()}
         for key, target in self.targets.items():
-            target.heartbeat = self._heartbeats.get(key, target.heartbeat)
+            target.tell(self._heartbeats.get(key, target.heartbeat))
         for key, worker in listed.items():
             if key not in self._tending and not worker.load.get("draining"):
                 self._breakers.setdefault(key, Breaker())

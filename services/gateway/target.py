@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
+from paceline.messages import Load
 from paceline.state.registry import WorkerRecord
 from paceline.wire.target_link import TargetLink
 from services.gateway.breaker import Breaker
@@ -34,9 +35,25 @@ class Target:
     unstarted_rows: float = 0.0
     heartbeat: Mapping[str, float] = field(default_factory=dict)
     prefixes: Prefixes = field(init=False)
+    _others: float = 0.0
+    """Requests of other gateways, as of the last word on all. When one of its own ends, nobody says so here again."""
+    _heard: Load | None = None
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(min(self.link.description.slots, MOST_KNOWN_TOKENS))
+        self._count(self.heartbeat.get("running", 0.0), self.heartbeat.get("waiting", 0.0))
+
+    def tell(self, heartbeat: Mapping[str, float]) -> None:
+        """The latest one in the registry. A link that brings deltas is ahead of it."""
+        if heartbeat != self.heartbeat and not (self.in_flight and self._heard):
+            self._count(heartbeat.get("running", 0.0), heartbeat.get("waiting", 0.0))
+        self.heartbeat = heartbeat
+
+    def hear(self) -> None:
+        """A delta has come, with news of the load now and then."""
+        if self.link.load is not None and self.link.load is not self._heard:
+            self._heard = self.link.load
+            self._count(self._heard.running, self._heard.waiting)
 
     @property
     def up(self) -> bool:
@@ -54,13 +71,15 @@ class Target:
 
     def work(self, habits: Habits) -> float:
         """Rows that it has to compute, for everybody: those of other gateways' requests are as usual."""
-        others = max(0.0, self._told("running") + self._told("waiting") - self.in_flight)
-        return self.rows + others * habits.rows.value
+        return self.rows + self._others * habits.rows.value
 
     def candidate(self, blocks: Sequence[int], habits: Habits, *, session: bool) -> Candidate:
         """As a request finds it whose prompt has this chain."""
         cached = self.prefixes.tokens_known(blocks)
         return Candidate(self.work(habits), cached, session, self.heartbeat.get("rows_per_s", 0.0))
+
+    def _count(self, running: float, waiting: float) -> None:
+        self._others = max(0.0, running + waiting - self.in_flight)
 
     def _told(self, name: str) -> float:
         """A link that brings deltas is ahead of the heartbeats."""
@@ -121,6 +140,7 @@ class Stay:
 
     def tokens(self, tokens: Sequence[int]) -> None:
         """These have come."""
+        self._target.hear()
         if not tokens:
             return
         if not self._said:

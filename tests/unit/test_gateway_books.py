@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.messages import SpeculationStats
+from paceline.messages import Load, SpeculationStats
 from paceline.state.acceptance import Acceptance
 from paceline.state.registry import Registered, WorkerRecord
 from services.gateway.breaker import FAILURES, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker, State
 from services.gateway.drafts import ENOUGH, Drafts
 from services.gateway.prefixes import BLOCK, Prefixes, chain
 from services.gateway.sessions import Sessions
+from services.gateway.target import Stay, Target, Text
 from services.gateway.work import LONGEST_RETRY_S, Cost, Habits, Pace, retry_after_s
 
 TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
@@ -120,6 +124,37 @@ def test_the_pace_is_measured_while_there_is_work() -> None:
 )
 def test_who_is_turned_away_is_told_whole_seconds(rows: float, rate: float, seconds: int) -> None:
     assert retry_after_s(rows, rate) == seconds
+
+
+@dataclass
+class Link:
+    """What a target's books look at of one."""
+
+    description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024))
+    load: Load | None = None
+    lost: bool = False
+    draining: bool = False
+
+
+def test_the_gateway_s_own_requests_are_not_taken_for_those_of_others_when_they_are_over() -> None:
+    """Or else all that come next would go to the other target, and from there all back again."""
+    link, habits = Link(), Habits()
+    record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
+    target = Target(record, link, heartbeat={"running": 3.0})  # type: ignore[arg-type]
+    of_others = 3 * habits.rows.value
+    assert target.work(habits) == of_others
+    with ExitStack() as stays:
+        for _ in range(5):
+            stays.enter_context(Stay(target, Text.of([1, 2]), 10, habits, Pace()))
+        target.tell({"running": 8.0})
+        assert target.work(habits) == of_others + target.rows
+        link.load = Load(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
+        target.hear()
+        target.tell({"running": 99.0})
+        assert target.work(habits) == 2 * habits.rows.value + target.rows, "deltas are ahead of heartbeats"
+    assert target.work(habits) == 2 * habits.rows.value
+    target.tell({"running": 4.0, "waiting": 1.0})
+    assert target.work(habits) == 5 * habits.rows.value
 
 
 class Clock:
