@@ -18,6 +18,7 @@ from paceline.config import AUTO, DETECT, EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError
 from paceline.speculators import Lend, Speculator, build
 from paceline.telemetry import logs
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
 from services.process import FAILED, StartError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ def run(kind: str, serve: Callable[[Pipe, argparse.Namespace], None]) -> int:
         except (StartError, ModelNotFoundError) as error:
             pipe.send(CannotBegin(str(error)))
             return 0
+        except (MeetingError, RankLostError) as error:
+            log.critical("%s", error)
+            return FAILED  # once all ranks have started again it may come out otherwise
         except Exception:
             log.critical("the compute of the service failed", exc_info=True)
             return FAILED

@@ -18,8 +18,8 @@ from paceline.model.loading import load_part
 from paceline.model.sharded import follow
 from paceline.models import ModelNotFoundError
 from paceline.telemetry import logs
-from paceline.tensor_parallel.meeting import MeetingError, following
-from paceline.tensor_parallel.ranks import RankLostError
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
+from paceline.tensor_parallel.meeting import following
 from services.process import COULD_NOT_START, FAILED
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def main() -> int:
         log.critical("%s", error)
         return FAILED  # with a rank 0 that has started again it may come out otherwise
     except (ModelNotFoundError, ValueError, OSError) as error:
-        log.critical("rank %d cannot load its part: %s", options.rank, error)
+        log.critical("rank %d cannot start: %s", options.rank, error)
         return COULD_NOT_START
     return 0
 

@@ -15,15 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.cli.deployment import listenable
 from paceline.config import EngineConfig
 from paceline.model.loading import load, load_part
 from paceline.model.sharded import LeadingModel, follow
 from paceline.tensor_parallel import meeting
 from paceline.tensor_parallel.meeting import Replica, following
+from paceline.tensor_parallel.place import Place
 from paceline.tensor_parallel.ranks import Ranks
 
 LOOPBACK = "127.0.0.1"
+
+
+def free_place(host: str = LOOPBACK) -> Place:
+    """Where ranks can meet."""
+    with Place(host, 0).listen() as listener:
+        return Place(host, int(listener.getsockname()[1]))
 
 
 def by_place(ranks: Ranks, partial: Tensor) -> Tensor:
@@ -75,6 +81,11 @@ class Followers:
             process.kill()
             process.join()
 
+    def exit_code(self, rank: int) -> int | None:
+        """Of the process that is this rank, once it has ended; None if it does not."""
+        self._processes[rank - 1].join(20)
+        return self._processes[rank - 1].exitcode
+
     def pid(self, rank: int) -> int:
         """Of the process that is this rank."""
         pid = self._processes[rank - 1].pid
@@ -82,9 +93,9 @@ class Followers:
         return pid
 
     @contextmanager
-    def ready(self, size: int, sums: str = "ours") -> Iterator[str]:
+    def ready(self, size: int, sums: str = "ours", host: str = LOOPBACK) -> Iterator[str]:
         """Where these ranks wait for a rank 0 of this process. `sums`: how all of them add."""
-        rendezvous = f"{LOOPBACK}:{listenable(LOOPBACK, 0)}"
+        rendezvous = str(free_place(host))
         for orders in self._orders[: size - 1]:
             orders.put((rendezvous, sums))
         with pytest.MonkeyPatch.context() as patch:
@@ -99,9 +110,11 @@ class Followers:
                     replica.leave()
 
     @contextmanager
-    def led(self, folder: Path, size: int, dtype: str = "float32", sums: str = "ours") -> Iterator[LeadingModel]:
+    def led(
+        self, folder: Path, size: int, dtype: str = "float32", sums: str = "ours", host: str = LOOPBACK
+    ) -> Iterator[LeadingModel]:
         """Rank 0 of a model with these ranks."""
-        with self.ready(size, sums) as rendezvous:
+        with self.ready(size, sums, host) as rendezvous:
             config = {"dtype": dtype, "slots": 2048, "tensor_parallel_size": size, "rendezvous": rendezvous}
             model = load(str(folder), EngineConfig.model_validate(config))
             assert isinstance(model, LeadingModel)

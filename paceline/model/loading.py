@@ -42,7 +42,8 @@ disable_progress_bar()  # a service says in one line that it has loaded its mode
 def load(name: str, config: EngineConfig) -> Model:
     """Load the model called `name`, see `paceline.models`; with a tensor_parallel_size over 1, as rank 0 of its ranks.
 
-    Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here.
+    Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and what is in
+    `paceline.tensor_parallel.errors` if the ranks do not come together.
     """
     resolve_model(name)
     if config.tensor_parallel_size > 1 and is_weightless(name):

@@ -12,8 +12,11 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+
+from paceline.tensor_parallel.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -78,38 +81,58 @@ class Lifeline:
 
 
 class Listener:
-    """Where rank 0 waits for the others' lifelines."""
+    """Where rank 0 waits for the others' lifelines, for as long as the context lasts."""
 
-    def __init__(self) -> None:
-        self._socket = socket.create_server(("", 0))
+    def __init__(self, host: str) -> None:
+        """`host`: as the others reach this machine."""
+        self._socket = Place(host, 0).listen()
         self.port = int(self._socket.getsockname()[1])
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
 
     def accept(self, others: int, timeout_s: float) -> dict[int, socket.socket]:
         """The connections of so many, by rank. Raises `TimeoutError`."""
         ends: dict[int, socket.socket] = {}
-        with self._socket:
-            self._socket.settimeout(timeout_s)
+        until = time.monotonic() + timeout_s
+        try:
             while len(ends) < others:
-                end, _ = self._socket.accept()
-                rank = _number(end)
-                if rank in ends and _gone(ends[rank]):
-                    ends.pop(rank).close()  # it was started again
-                if not 0 < rank <= others or rank in ends:
-                    end.close()  # which tells it that it is one too many
-                    continue
-                end.sendall(WELCOME)
-                ends[rank] = kept_alive(end)
+                if (left_s := until - time.monotonic()) <= 0:
+                    raise TimeoutError("timed out")
+                self._socket.settimeout(left_s)
+                _admit(self._socket.accept()[0], ends, others)
+        except BaseException:
+            for end in ends.values():
+                end.close()
+            raise
         return ends
 
 
 def reach(host: str, port: int, rank: int) -> socket.socket:
     """A lifeline to rank 0. Raises OSError; `ConnectionRefusedError` if rank 0 wants no (other) rank of this number."""
     end = socket.create_connection((host, port), CONNECT_S)
-    end.sendall(RANK.pack(rank))
-    if end.recv(len(WELCOME)) != WELCOME:
+    try:
+        end.sendall(RANK.pack(rank))
+        if end.recv(len(WELCOME)) != WELCOME:
+            raise ConnectionRefusedError(f"it has a rank {rank} already, or no place for one")
+    except OSError:
         end.close()
-        raise ConnectionRefusedError(f"it has a rank {rank} already, or no place for one")
+        raise
     return kept_alive(end)
+
+
+def _admit(end: socket.socket, ends: dict[int, socket.socket], others: int) -> None:
+    """Put it among the ends, or close it, which tells its rank that it is one too many."""
+    rank = _number(end)
+    if rank in ends and _gone(ends[rank]):
+        ends.pop(rank).close()  # it was started again
+    if 0 < rank <= others and rank not in ends and _welcomed(end):
+        ends[rank] = kept_alive(end)
+    else:
+        end.close()
 
 
 def _number(end: socket.socket) -> int:
@@ -120,6 +143,14 @@ def _number(end: socket.socket) -> int:
     except OSError:
         return 0
     return int(RANK.unpack(said)[0]) if len(said) == RANK.size else 0
+
+
+def _welcomed(end: socket.socket) -> bool:
+    try:
+        end.sendall(WELCOME)
+    except OSError:  # it went again
+        return False
+    return True
 
 
 def _gone(end: socket.socket) -> bool:

@@ -8,9 +8,9 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,9 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from paceline.config import EngineConfig
 from paceline.config.settings import Settings
+from paceline.tensor_parallel.errors import MeetingError
 from paceline.tensor_parallel.lifeline import Lifeline, Listener, end_process, reach
+from paceline.tensor_parallel.place import Place
 from paceline.tensor_parallel.ranks import Ranks
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ MEET_S = 600.0
 PASS_S = 60.0
 """A rank that is later than this in the middle of a pass is lost."""
 
+LOOPBACK_INTERFACES = ("lo", "lo0")
+
 _ORDERS, _LIFELINE, _GROUP = "orders", "lifeline", "group"
 
 
@@ -38,29 +42,6 @@ class Brief(Settings):
 
     model: str
     engine: EngineConfig
-
-
-class MeetingError(ValueError):
-    """The ranks did not come together; the text says what to do."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where ranks meet, at rank 0: `HOST:PORT`."""
-
-    host: str
-    port: int
-
-    @classmethod
-    def parse(cls, text: str) -> Place:
-        """Raises `MeetingError`."""
-        host, _, port = text.rpartition(":")
-        if not host or not port.isdigit():
-            raise MeetingError(f"rendezvous {text!r} is not HOST:PORT: name rank 0's address, and a port free there")
-        return cls(host.strip("[]"), int(port))
-
-    def __str__(self) -> str:
-        return f"{self.host}:{self.port}"
 
 
 class Replica:
@@ -91,26 +72,30 @@ class Replica:
 
 
 def lead(brief: Brief) -> Replica:
-    """Be rank 0: wait for the others. Raises `MeetingError` if they do not come."""
+    """Be rank 0: wait for the others. Raises `MeetingError` if they do not come, ValueError if they could not."""
     engine = brief.engine
     if engine.rendezvous is None:
-        raise MeetingError(
+        raise ValueError(
             "tensor_parallel_size over 1 needs `rendezvous`: HOST:PORT of this process, as the other ranks reach it"
         )
     place, others = Place.parse(engine.rendezvous), engine.tensor_parallel_size - 1
-    listener = Listener()
     try:
-        store = _store(place, leads=True)
-        store.set(_ORDERS, brief.model_dump_json())
-        store.set(_LIFELINE, str(listener.port))
-        log.info("rank 0 waits at %s for %d others", place, others)
-        ends = listener.accept(others, MEET_S)
+        with Listener(place.host) as listener:
+            store = _store(place, leads=True)
+            store.set(_ORDERS, brief.model_dump_json())
+            store.set(_LIFELINE, str(listener.port))
+            log.info("rank 0 waits at %s for %d others", place, others)
+            ends = listener.accept(others, MEET_S)
     except (OSError, RuntimeError) as error:
         raise MeetingError(
             f"rank 0 met not all {others} others at {place}: start them, or free it ({error})"
         ) from error
     lifeline = Lifeline(ends, end_process)
-    return Replica(_grouped(store, 0, engine), lifeline)
+    try:
+        return Replica(_grouped(place, store, 0, engine), lifeline)
+    except BaseException:
+        lifeline.abandon()
+        raise
 
 
 @contextmanager
@@ -119,7 +104,7 @@ def following(
 ) -> Iterator[tuple[Ranks, Brief]]:
     """Be another rank for as long as the context lasts. `device`: this rank's, if not the one that rank 0 names.
 
-    Raises `MeetingError`.
+    Raises `MeetingError`, ValueError for a place that is none.
     """
     place = Place.parse(rendezvous)
     try:
@@ -133,7 +118,7 @@ def following(
     engine = brief.engine.model_copy(update={} if device is None else {"device": device})
     lifeline = Lifeline({0: end}, lost)
     try:
-        yield _grouped(store, rank, engine), brief.model_copy(update={"engine": engine})
+        yield _grouped(place, store, rank, engine), brief.model_copy(update={"engine": engine})
     finally:
         lifeline.close()
         if dist.is_initialized():
@@ -141,20 +126,40 @@ def following(
 
 
 def _store(place: Place, *, leads: bool) -> TCPStore:
-    return TCPStore(place.host, place.port, is_master=leads, wait_for_workers=False, timeout=timedelta(seconds=MEET_S))
+    return TCPStore(
+        place.host,
+        place.port,
+        is_master=leads,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=MEET_S),
+        master_listen_fd=place.listen().detach() if leads else None,  # it would listen on every interface
+    )
 
 
-def _grouped(store: TCPStore, rank: int, engine: EngineConfig) -> Ranks:
+def _grouped(place: Place, store: TCPStore, rank: int, engine: EngineConfig) -> Ranks:
     device = torch.device(engine.device)
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index or 0)  # transformers loads a shard to this device
         torch.cuda.set_device(device)
+    if place.loopback:
+        _stay_inside()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backend,
-        store=PrefixStore(_GROUP, store),
-        rank=rank,
-        world_size=engine.tensor_parallel_size,
-        timeout=timedelta(seconds=MEET_S),
-    )
-    return Ranks.of(device, PASS_S)
+    try:
+        dist.init_process_group(
+            backend,
+            store=PrefixStore(_GROUP, store),
+            rank=rank,
+            world_size=engine.tensor_parallel_size,
+            timeout=timedelta(seconds=MEET_S),
+        )
+        return Ranks.of(device, PASS_S)
+    except RuntimeError as error:
+        raise MeetingError(f"rank {rank} met the others at {place}, but cannot reach them all: {error}") from error
+
+
+def _stay_inside() -> None:
+    """gloo and nccl listen on an interface of their choice: let that be one that does not lead out of this machine."""
+    for _, name in socket.if_nameindex():
+        if name in LOOPBACK_INTERFACES:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -11,14 +11,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from paceline.tensor_parallel.errors import RankLostError
+
 IDLE = timedelta(days=365)
 """Between two orders may lie a quiet night. That rank 0 is gone is known otherwise, see `lifeline`."""
 LENGTH = 1
 """Numbers that go ahead of an order."""
-
-
-class RankLostError(RuntimeError):
-    """A rank did not do its part; the text says so, and that this one cannot go on."""
 
 
 @dataclass(slots=True)
@@ -32,7 +30,7 @@ class Ranks:
     _passes: Any
     """A group for the model's device, whose members are in the same pass and never wait long."""
     lost: bool = False
-    """Whether one of them is known to be."""
+    """Whether one of them is known to be, or to be out of step."""
 
     @classmethod
     def of(cls, device: torch.device, pass_timeout_s: float) -> Ranks:
@@ -78,13 +76,18 @@ class Ranks:
         return columns[..., self.rank * most : (self.rank + 1) * most].contiguous()
 
     def send(self, order: Tensor) -> None:
-        """Rank 0 only: give all others an order, int64 [n] on the CPU; an empty one is the last."""
+        """Rank 0 only: give all others an order, int64 [n] on the CPU; an empty one is the last.
+
+        Raises `RankLostError`, at once if that is known.
+        """
+        if self.lost:
+            raise RankLostError("rank 0 has lost its replica already: load the model again")
         self._broadcast(torch.tensor([order.numel()]))
         if order.numel():
             self._broadcast(order)
 
     def receive(self) -> Tensor:
-        """The others only: wait for the next order."""
+        """The others only: wait for the next order. Raises `RankLostError`."""
         length = torch.empty(LENGTH, dtype=torch.int64)
         self._broadcast(length)
         order = torch.empty(int(length), dtype=torch.int64)

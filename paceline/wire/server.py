@@ -40,9 +40,9 @@ class Server:
 
         With `tls`, only who has a certificate as `peer` may call; with "" whoever has one that its authority signed.
         """
-        self.address = f"{host}:{port}"
+        self._host = f"[{host}]" if ":" in host else host
+        self.address = f"{self._host}:{port}"
         """Where it listens; with the real port once it has started."""
-        self._host = host
         self._tls = tls
         interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "")
         self._server = grpc.aio.server(interceptors=[interceptor], options=server_options(receive_bytes))

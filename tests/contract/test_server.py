@@ -1,6 +1,9 @@
 """Exceptions become status codes in one place, and one call's failure is nobody else's."""
 
+import asyncio
 import logging
+import re
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -80,3 +83,16 @@ async def test_a_taken_port_is_an_error() -> None:
     with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{port}"):
         await Server("127.0.0.1", port).start()
     await first.stop()
+
+
+async def test_an_ipv6_address_stands_in_brackets() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    server = Server("::1", 0)
+    address = await server.start()
+    assert re.fullmatch(r"\[::1\]:[1-9]\d*", address)
+    async with grpc.aio.insecure_channel(address) as channel:
+        await asyncio.wait_for(channel.channel_ready(), 10.0)
+    await server.stop()

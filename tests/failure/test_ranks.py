@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from array import array
+from collections.abc import Iterator
+from ipaddress import ip_address
 from pathlib import Path
 
 import httpx
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.model.rows import Lane
 from paceline.tensor_parallel import meeting
-from paceline.tensor_parallel.ranks import RankLostError
+from paceline.tensor_parallel.errors import RankLostError
+from paceline.tensor_parallel.place import Place
+from services.process import FAILED, StartError
+from services.target.compute import load_model
 from tests.checkpoints import save_checkpoint
 from tests.failure.test_supervisor_stack import Served, serving
-from tests.ranks import Followers
+from tests.ranks import LOOPBACK, Followers, free_place
 
 BODY = {"prompt": "1 2 3", "max_tokens": 120, "temperature": 0.8, "seed": 7}
 PATIENCE_S = 120.0
@@ -57,6 +67,68 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
                 model.run([lane.row(5, 0)], [0])
     finally:
         followers.kill()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_ranks_of_one_machine_listen_to_nobody_else(host: str, tmp_path: Path) -> None:
+    try:
+        free_place(host)
+    except OSError:
+        pytest.skip(f"{host} is not to be had here")
+    followers = Followers(1)
+    before = set(_listening(os.getpid()))
+    try:
+        with followers.led(save_checkpoint(tmp_path), 2, host=host) as model:
+            lane = Lane()
+            lane.slots = [1]
+            model.run([lane.row(5, 0)], [0])
+            ours = set(_listening(os.getpid())) - before
+            assert ours  # the rendezvous, at least
+            for address, _ in ours | set(_listening(followers.pid(1))):
+                assert ip_address(address).is_loopback
+    finally:
+        followers.kill()
+
+
+def test_a_rendezvous_that_is_taken_may_be_free_the_next_time(tmp_path: Path) -> None:
+    with Place(LOOPBACK, 0).listen() as taken:
+        place = Place(LOOPBACK, int(taken.getsockname()[1]))
+        with _target(save_checkpoint(tmp_path), str(place)) as service:
+            said, _ = service.communicate(timeout=PATIENCE_S)
+    assert service.returncode == FAILED
+    assert re.search(rf"rank 0 met not all 1 others at {place}: .*Address already in use", said)
+
+
+def test_a_rendezvous_that_is_none_cannot_become_one(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="rendezvous 'here' is not HOST:PORT"):
+        load_model(str(save_checkpoint(tmp_path)), EngineConfig(tensor_parallel_size=2, rendezvous="here"))
+
+
+def _target(folder: Path, rendezvous: str) -> subprocess.Popen[str]:
+    """The service of a rank 0 to which nobody comes."""
+    engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous).model_dump_json()
+    command = [sys.executable, "-m", "services.target", "--model", str(folder), "--engine-config", engine]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _listening(pid: int) -> Iterator[tuple[str, int]]:
+    """Addresses and ports where a process listens."""
+    own = {_link(each) for each in Path(f"/proc/{pid}/fd").iterdir()}
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in own:
+                address, _, port = local.partition(":")
+                words = array("I", bytes.fromhex(address))
+                words.byteswap()
+                yield str(ip_address(words.tobytes())), int(port, 16)
+
+
+def _link(path: Path) -> str:
+    try:
+        return str(path.readlink())
+    except OSError:  # closed meanwhile
+        return ""
 
 
 def _ranks(served: Served) -> list[int]:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import ipaddress
 import socket
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from queue import SimpleQueue
 
 import pytest
 
 from paceline.tensor_parallel.lifeline import Lifeline, Listener, reach
-from paceline.tensor_parallel.meeting import MeetingError, Place
+from paceline.tensor_parallel.place import Place
 
 LOOPBACK = "127.0.0.1"
 PATIENCE_S = 20.0
@@ -20,8 +24,7 @@ PATIENCE_S = 20.0
 @contextmanager
 def accepted(others: int, *ranks: int) -> Iterator[tuple[dict[int, socket.socket], list[socket.socket]]]:
     """Rank 0's ends of these ranks' lifelines, and their own."""
-    listener = Listener()
-    with ThreadPoolExecutor(1) as pool:
+    with Listener(LOOPBACK) as listener, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listener.accept, others, PATIENCE_S)
         theirs = [reach(LOOPBACK, listener.port, rank) for rank in ranks]
         ours = waiting.result()
@@ -63,8 +66,7 @@ def test_a_rank_that_goes_without_a_word_is_missed() -> None:
 
 
 def test_a_second_one_of_a_number_is_turned_away_while_the_first_lives() -> None:
-    listener = Listener()
-    with ThreadPoolExecutor(1) as pool:
+    with Listener(LOOPBACK) as listener, ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(listener.accept, 2, PATIENCE_S)
         first = reach(LOOPBACK, listener.port, 1)
         for wrong in (1, 3, 0):
@@ -78,12 +80,57 @@ def test_a_second_one_of_a_number_is_turned_away_while_the_first_lives() -> None
         end.close()
 
 
-@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port"])
+def test_whoever_knocks_does_not_make_the_wait_longer() -> None:
+    """Each connection used to begin the wait anew."""
+    with Listener(LOOPBACK) as listener, ThreadPoolExecutor(1) as pool:
+        began = time.monotonic()
+        waiting = pool.submit(listener.accept, 1, 0.5)
+        while not waiting.done() and time.monotonic() - began < PATIENCE_S:
+            with suppress(ConnectionError), socket.create_connection((LOOPBACK, listener.port)):
+                time.sleep(0.05)
+        assert waiting.done()
+        with pytest.raises(TimeoutError):
+            waiting.result()
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:65536"])
 def test_a_place_is_a_host_and_a_port(text: str) -> None:
-    with pytest.raises(MeetingError, match="is not HOST:PORT"):
+    with pytest.raises(ValueError, match="is not HOST:PORT"):
         Place.parse(text)
 
 
-def test_places_of_both_kinds() -> None:
-    assert Place.parse("10.0.0.1:70") == Place("10.0.0.1", 70)
-    assert Place.parse("[::1]:70") == Place("::1", 70)
+@pytest.mark.parametrize("text", ["10.0.0.1:70", "[::1]:70", "name:70"])
+def test_places_of_all_kinds(text: str) -> None:
+    place = Place.parse(text)
+    assert str(place) == text
+    assert place == Place(text.removesuffix(":70").strip("[]"), 70)
+    assert place.loopback == (text == "[::1]:70")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_an_address_of_this_machine_is_listened_at_alone(host: str) -> None:
+    with listening(host) as listener:
+        assert ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only there is all of 127.0.0.0/8 this machine")
+def test_rank_0_listens_where_it_is_reached_alone() -> None:
+    with Listener(LOOPBACK) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", listener.port), PATIENCE_S)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "a-name.invalid"])
+def test_what_others_call_this_machine_may_not_be_its_address(host: str) -> None:
+    with listening(host) as listener:
+        assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
+        with socket.create_connection((LOOPBACK, listener.getsockname()[1])):
+            pass
+
+
+def listening(host: str) -> socket.socket:
+    try:
+        return Place(host, 0).listen()
+    except OSError as error:
+        if ":" in host and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+            pytest.skip("no IPv6 here")
+        raise
