@@ -6,11 +6,12 @@ import asyncio
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+
+from paceline.launcher import dependent
 
 log = logging.getLogger(__name__)
 
@@ -19,18 +20,6 @@ COULD_NOT_START = 2
 MOST_FALSE_STARTS = 3
 LAST_WORDS_S = 1.0
 CHUNK = 2**16
-
-# Linux only: the kernel kills the program with its supervisor, however that one ended. Set between fork and exec
-# in a fresh interpreter, since code in a forked child of a threaded program may hang.
-RUN_AND_DIE_WITH_PARENT = """
-import ctypes, os, sys
-if sys.platform == "linux":
-    ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL: nobody is left who could ask twice
-if os.getppid() != int(sys.argv[1]):
-    sys.exit("the parent is gone already")
-os.execv(sys.argv[2], sys.argv[2:])
-"""
-LAUNCHER = (sys.executable, "-I", "-S", "-c", RUN_AND_DIE_WITH_PARENT)
 
 
 class StartError(Exception):
@@ -117,7 +106,7 @@ class Child:
         ours, theirs = os.pipe()
         try:
             self._process = await asyncio.create_subprocess_exec(
-                *(*LAUNCHER, str(os.getpid()), *self.program.argv),
+                *dependent(self.program.argv),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=theirs,
                 stderr=theirs,

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from paceline.compute.pipe import Sorter, Unpacker, pack
+from paceline.launcher import dependent
 
 log = logging.getLogger(__name__)
 
@@ -112,14 +113,14 @@ async def compute_process(module: str, begin: object) -> AsyncIterator[Compute]:
     """Run `python -m module FD` for as long as the context lasts.
 
     FD is its end of the pipe. The first message there is `begin`; its first answer has to be `Ready` or `CannotBegin`.
-    It is to end when the pipe closes.
+    It is to end when the pipe closes; on Linux it does in any case when this process has ended.
     """
     ours, theirs = socket.socketpair()
     connection = await Connection.over(ours)
     with theirs:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(theirs.fileno())), pass_fds=[theirs.fileno()]
-        )
+        # Dependent, since there may be minutes in which it does not look at its pipe.
+        command = dependent([sys.executable, "-m", module, str(theirs.fileno())])
+        process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
     first: asyncio.Future[Ready | CannotBegin] = asyncio.get_running_loop().create_future()
     connection.deliver(Ready, first.set_result)
     connection.deliver(CannotBegin, first.set_result)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import ray
 
-from paceline.cli.child import LAUNCHER
+from paceline.launcher import dependent
 
 
 class Host:
@@ -29,7 +29,7 @@ class Host:
 
     async def run(self, arguments: Sequence[str]) -> int:
         """Run `python ...` here until it ends; its exit code."""
-        command = [*LAUNCHER, str(os.getpid()), sys.executable, *arguments]
+        command = dependent([sys.executable, *arguments])
         self._process = subprocess.Popen(command, start_new_session=True)  # noqa: ASYNC220 - a few milliseconds
         return await asyncio.to_thread(self._process.wait)
 

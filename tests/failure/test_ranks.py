@@ -90,6 +90,20 @@ def test_ranks_of_one_machine_listen_to_nobody_else(host: str, tmp_path: Path) -
         followers.kill()
 
 
+def test_what_computes_does_not_outlive_its_service(tmp_path: Path) -> None:
+    """While it waits for the other ranks it does not look at its pipe."""
+    with _target(save_checkpoint(tmp_path), str(free_place())) as service:
+        assert service.stdout is not None
+        while "rank 0 waits at" not in (line := service.stdout.readline()):
+            assert line
+        computing = _computing(service.pid)
+        service.kill()
+        deadline = time.monotonic() + 5.0
+        while _lives(computing):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
 def test_a_rendezvous_that_is_taken_may_be_free_the_next_time(tmp_path: Path) -> None:
     with Place(LOOPBACK, 0).listen() as taken:
         place = Place(LOOPBACK, int(taken.getsockname()[1]))
@@ -109,6 +123,14 @@ def _target(folder: Path, rendezvous: str) -> subprocess.Popen[str]:
     engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous).model_dump_json()
     command = [sys.executable, "-m", "services.target", "--model", str(folder), "--engine-config", engine]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _lives(pid: int) -> bool:
+    """Whether a process runs. One that only waits to be buried does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _listening(pid: int) -> Iterator[tuple[str, int]]:
