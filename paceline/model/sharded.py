@@ -30,9 +30,14 @@ class LeadingModel:
         self._part, self._replica = part, replica
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        """Raises `RankLostError`. After any exception it is the last: some ranks may be in a pass that others left."""
         order = packed(lay_out(rows, CPU), padded(wanted, CPU))
-        self._replica.ranks.send(order)
-        return self._part.run_laid_out(*unpacked(order, self._part.device), len(wanted), hidden_layers)
+        try:
+            self._replica.ranks.send(order)
+            return self._part.run_laid_out(*unpacked(order, self._part.device), len(wanted), hidden_layers)
+        except BaseException:
+            self._replica.abandon()
+            raise
 
     def lend(self) -> Lent:
         """Read from the checkpoint: what the ranks share can be used by all of them at once only."""

@@ -10,7 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from paceline.config import EngineConfig
 from paceline.config.settings import Settings
-from paceline.tensor_parallel.errors import MeetingError
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
 from paceline.tensor_parallel.lifeline import Lifeline, Listener, end_process, reach
 from paceline.tensor_parallel.place import Place
 from paceline.tensor_parallel.ranks import Ranks
@@ -50,23 +50,29 @@ class Replica:
     def __init__(self, ranks: Ranks, lifeline: Lifeline) -> None:
         self.ranks = ranks
         self._lifeline = lifeline
+        self._over = False
         atexit.register(self.leave)
 
     def leave(self) -> None:
         """End it in order, between two passes; if a rank is lost already, at once."""
+        if not self.ranks.lost:
+            with suppress(RankLostError):  # then it is lost now
+                self.ranks.send(torch.empty(0, dtype=torch.int64))
         if self.ranks.lost:
             self.abandon()
-            return
-        self.ranks.send(torch.empty(0, dtype=torch.int64))
-        self._lifeline.close()
-        self._end()
+        else:
+            self._lifeline.close()
+            self._end()
 
     def abandon(self) -> None:
-        """End it because this rank cannot go on: for the others it is gone."""
-        self._lifeline.abandon()
-        self._end()
+        """End it because this rank cannot go on: for the others it is gone. A second time does nothing."""
+        self.ranks.lost = True
+        if not self._over:
+            self._lifeline.abandon()
+            self._end()
 
     def _end(self) -> None:
+        self._over = True
         atexit.unregister(self.leave)
         dist.destroy_process_group()
 
@@ -104,7 +110,8 @@ def following(
 ) -> Iterator[tuple[Ranks, Brief]]:
     """Be another rank for as long as the context lasts. `device`: this rank's, if not the one that rank 0 names.
 
-    Raises `MeetingError`, ValueError for a place that is none.
+    If it ends with an exception, this rank is gone for rank 0. Raises `MeetingError`, ValueError for a place that is
+    none.
     """
     place = Place.parse(rendezvous)
     try:
@@ -119,8 +126,12 @@ def following(
     lifeline = Lifeline({0: end}, lost)
     try:
         yield _grouped(place, store, rank, engine), brief.model_copy(update={"engine": engine})
-    finally:
+    except BaseException:
+        lifeline.abandon()  # not in order: rank 0 may wait for what will not come
+        raise
+    else:
         lifeline.close()
+    finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 

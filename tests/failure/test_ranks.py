@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import signal
@@ -12,15 +13,19 @@ from array import array
 from collections.abc import Iterator
 from ipaddress import ip_address
 from pathlib import Path
+from queue import SimpleQueue
 
 import httpx
 import pytest
+from torch import Tensor
 
 from paceline.config import EngineConfig
 from paceline.model.rows import Lane
 from paceline.tensor_parallel import meeting
 from paceline.tensor_parallel.errors import RankLostError
+from paceline.tensor_parallel.meeting import following
 from paceline.tensor_parallel.place import Place
+from paceline.tensor_parallel.ranks import Ranks
 from services.process import FAILED, StartError
 from services.target.compute import load_model
 from tests.checkpoints import save_checkpoint
@@ -43,7 +48,10 @@ def test_a_replica_that_loses_a_rank_ends_and_starts_as_one(tmp_path: Path) -> N
             with httpx.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}, **CLIENT) as response:
                 next(response.iter_lines())
                 os.kill(first[1] if victim == 1 else _computing(first[0]), signal.SIGKILL)
-                served.wait_for(rf"rank {victim} is gone: the replica ends as a whole")
+                # Whichever notices first: the lifeline, or the pass that runs.
+                served.wait_for(
+                    rf"rank {victim} is gone: the replica ends as a whole|rank {1 - victim} lost its replica"
+                )
                 served.wait_for(r"target ready on")
             _healthy(url)
             assert not set(_ranks(served)) & set(first)
@@ -67,6 +75,46 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
                 model.run([lane.row(5, 0)], [0])
     finally:
         followers.kill()
+
+
+def test_a_pass_that_was_interrupted_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank is in the middle of it; what it is told next it would take for the rest."""
+    followers = Followers(1)
+    try:
+        with followers.led(save_checkpoint(tmp_path), 2) as model:
+            lane = Lane()
+            lane.slots = [1]
+            model.run([lane.row(5, 0)], [0])
+            with monkeypatch.context() as patch:
+                patch.setattr(Ranks, "_gathered", _out_of_memory)
+                with pytest.raises(MemoryError):
+                    model.run([lane.row(5, 0)], [0])
+            began = time.monotonic()
+            with pytest.raises(RankLostError, match="rank 0 has lost its replica already"):
+                model.run([lane.row(5, 0)], [0])
+            assert time.monotonic() - began < 1.0
+            assert followers.exit_code(1) == FAILED
+    finally:
+        followers.kill()
+
+
+def test_a_rank_that_fails_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to say goodbye, as if its work was done."""
+    lost: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(meeting, "end_process", lost.put)
+    rendezvous = str(free_place())
+    follower = multiprocessing.get_context("spawn").Process(target=_fail, args=(rendezvous,), daemon=True)
+    follower.start()
+    try:
+        engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous)
+        replica = meeting.lead(meeting.Brief(model="none", engine=engine))
+        try:
+            assert lost.get(timeout=PATIENCE_S) == "rank 1 is gone"
+        finally:
+            replica.abandon()
+    finally:
+        follower.kill()
+        follower.join()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
@@ -123,6 +171,15 @@ def _target(folder: Path, rendezvous: str) -> subprocess.Popen[str]:
     engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous).model_dump_json()
     command = [sys.executable, "-m", "services.target", "--model", str(folder), "--engine-config", engine]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _out_of_memory(ranks: Ranks, part: Tensor) -> Tensor:
+    raise MemoryError
+
+
+def _fail(rendezvous: str) -> None:
+    with following(rendezvous, 1, None):
+        raise MemoryError
 
 
 def _lives(pid: int) -> bool:
