@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 import ray
 
 from paceline.launcher import dependent
+from paceline.tensor_parallel.place import Place
 
 
 class Host:
@@ -21,11 +21,11 @@ class Host:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def place(self) -> tuple[str, int]:
+    async def place(self) -> Place:
         """This node's address, and a port that is free there."""
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        with socket.create_server((address, 0)) as listener:
-            return address, int(listener.getsockname()[1])
+        with Place(address, 0).listen() as listener:
+            return Place(address, int(listener.getsockname()[1]))
 
     async def run(self, arguments: Sequence[str]) -> int:
         """Run `python ...` here until it ends; its exit code."""

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from paceline.cli.child import COULD_NOT_START, Backoff, StartError
 from paceline.pool.host import Host
+from paceline.tensor_parallel.place import Place
 
 log = logging.getLogger(__name__)
 
@@ -26,18 +27,23 @@ Placement = Literal["pack", "spread"]
 LAST_WORDS_S = 5.0
 """How long the other ranks get to end by themselves, once one has."""
 OFTEN_S = 30.0
-"""Between two words about bundles that Ray has no room for."""
+"""Between two words about what Ray has not done yet."""
+
+
+class _StoppedError(Exception):
+    """`stop` was called before there was anything that it could be passed on to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """What all ranks of a replica need. `arguments`: rank 0's of `services.target`, given where the ranks meet."""
+    """What all ranks of a replica need."""
 
     size: int
     bundle: dict[str, float]
     """What one rank needs of its node, in Ray's words."""
     placement: Placement
-    arguments: Callable[[str, int], Sequence[str]]
+    leading: Callable[[Place], AbstractContextManager[Sequence[str]]]
+    """Rank 0's arguments of Python, given where the ranks meet. The context lasts as long as rank 0 does."""
     stop_s: float
     """How long rank 0 may take to finish what runs."""
 
@@ -59,6 +65,8 @@ class Replica:
             born = time.monotonic()
             try:
                 code = await self._live()
+            except _StoppedError:
+                return
             except ray.exceptions.RayError as error:  # a node or an actor is gone
                 log.warning("%s lost what it ran on: %s", self.name, str(error).splitlines()[0])
                 code = None
@@ -77,31 +85,33 @@ class Replica:
 
     async def _live(self) -> int:
         """From placing the ranks to the end of them all. The exit code of the one that ended first."""
-        async with AsyncExitStack() as stack:
-            group = placement_group([self.ranks.bundle] * self.ranks.size, strategy=self.ranks.placement.upper())
+        ranks = self.ranks
+        with ExitStack() as stack:
+            group = placement_group([ranks.bundle] * ranks.size, strategy=ranks.placement.upper())
             stack.callback(remove_placement_group, group)
-            if not await self._placed(group):
-                return 0
-            hosts = [self._host(group, rank) for rank in range(self.ranks.size)]
+            await self._unless_stopped(group.ready(), f"{ranks.size} × {ranks.bundle} in the cluster")
+            hosts = [self._host(group, rank) for rank in range(ranks.size)]
             for host in hosts:
                 stack.callback(ray.kill, host)  # and with it its process
-            address, port = await hosts[0].place.remote()
-            log.info("%s starts, its ranks meet at %s:%d", self.name, address, port)
-            commands = [self.ranks.arguments(address, port)]
-            for rank in range(1, self.ranks.size):
-                commands.append(("-m", "services.rank", "--rendezvous", f"{address}:{port}", "--rank", str(rank)))
+            place: Place = await self._unless_stopped(hosts[0].place.remote(), "its first actor")
+            log.info("%s starts, its ranks meet at %s", self.name, place)
+            commands = [stack.enter_context(ranks.leading(place))]
+            for rank in range(1, ranks.size):
+                commands.append(("-m", "services.rank", "--rendezvous", str(place), "--rank", str(rank)))
             runs = [_future(host.run.remote(command)) for host, command in zip(hosts, commands, strict=True)]
             return await self._until_one_ends(hosts[0], runs)
 
-    async def _placed(self, group: Any) -> bool:
-        """Whether Ray found room before this was stopped."""
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
-        ready = _future(group.ready())
+    async def _unless_stopped(self, result: Awaitable[Any], what: str) -> Any:
+        """Wait for it, and now and then say so. Raises `_StoppedError`."""
+        coming, stopping = _future(result), asyncio.ensure_future(self._stopping.wait())
         try:
-            while not (done := (await asyncio.wait([ready, stopping], timeout=OFTEN_S, return_when=FIRST))[0]):
-                log.warning("%s waits for %d × %s in the cluster", self.name, self.ranks.size, self.ranks.bundle)
-            return ready in done
+            while not (await asyncio.wait([coming, stopping], timeout=OFTEN_S, return_when=FIRST))[0]:
+                log.warning("%s waits for %s", self.name, what)
+            if not coming.done():
+                raise _StoppedError
+            return coming.result()
         finally:
+            coming.cancel()
             stopping.cancel()
 
     async def _until_one_ends(self, first: Any, runs: Sequence[asyncio.Future[int]]) -> int:
@@ -109,14 +119,14 @@ class Replica:
         try:
             await asyncio.wait([*runs, stopping], return_when=FIRST)
             if stopping.done():
-                await first.stop.remote()
-                await asyncio.wait(runs, timeout=self.ranks.stop_s)  # rank 0 lets the others go
-            else:
-                await asyncio.wait(runs, timeout=LAST_WORDS_S)
+                first.stop.remote()  # its answer may never come, its end in time
+                await asyncio.wait(runs[:1], timeout=self.ranks.stop_s)  # it lets the others go
+            await asyncio.wait(runs, timeout=LAST_WORDS_S)
             codes = [run.result() for run in runs if run.done()]
             return max(codes, default=0, key=lambda code: code == COULD_NOT_START)  # that one is the reason
         finally:
-            stopping.cancel()
+            for waiting in (stopping, *runs):
+                waiting.cancel()
 
     def _host(self, group: Any, rank: int) -> Any:
         """The actor in a bundle; it takes all that its process needs."""

@@ -11,14 +11,17 @@ import asyncio
 import logging
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import ray
 
 from paceline.cli.child import StartError as CannotStartError
 from paceline.config import EngineConfig
+from paceline.pool.ports import Ports
 from paceline.pool.replica import Ranks, Replica
 from paceline.telemetry import logs
+from paceline.tensor_parallel.place import Place
 from services.process import StartError, positive, run
 from services.target.__main__ import parse as target_options
 
@@ -61,45 +64,69 @@ async def serve(options: argparse.Namespace, rest: Sequence[str], stop: asyncio.
     for number in (signal.SIGTERM, signal.SIGINT):  # which Ray took
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     try:
-        replicas = [Replica(f"replica {n}", ranks_of(options, rest)) for n in range(1, options.replicas + 1)]
-        running = [asyncio.create_task(replica.run(), name=replica.name) for replica in replicas]
-        stopped = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
-        for replica in replicas:
-            replica.stop()
-        await asyncio.wait(running)
-        stopped.cancel()
-        for task in done - {stopped}:
-            task.result()
-    except CannotStartError as error:
-        raise StartError(str(error)) from error
+        ranks = ranks_of(options, rest)
+        await keep_running([Replica(f"replica {n}", ranks) for n in range(1, options.replicas + 1)], stop)
     finally:
         await asyncio.to_thread(ray.shutdown)
     log.info("pool stopped")
+
+
+async def keep_running(replicas: Sequence[Replica], stop: asyncio.Event) -> None:
+    """Until asked to stop. One that cannot start leaves the others alone; raises `StartError` when none is left."""
+    running = {asyncio.create_task(replica.run(), name=replica.name) for replica in replicas}
+    stopped = asyncio.create_task(stop.wait())
+    try:
+        while not stopped.done():
+            await asyncio.wait([*running, stopped], return_when=asyncio.FIRST_COMPLETED)
+            for task in [each for each in running if each.done()]:
+                running.remove(task)
+                _gave_up(task, len(running))
+    finally:
+        stopped.cancel()
+        for replica in replicas:
+            replica.stop()
+        if running:
+            await asyncio.wait(running)
+
+
+def _gave_up(task: asyncio.Task[None], others: int) -> None:
+    try:
+        task.result()
+    except CannotStartError as error:
+        if not others:
+            raise StartError(str(error)) from error
+        log.critical("%s; %d others go on", error, others)
 
 
 def join(where: str) -> None:
     """Ray as it runs here, a Ray of our own, or that at an address. Raises `StartError`."""
     try:
         ray.init(address=where, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise StartError(f"--ray {where}: no cluster there ({error}); start one, or say local") from error
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+        why = str(error).splitlines()[-1]  # the others are where in Ray it came from
+        raise StartError(f"--ray {where}: no cluster there ({why}); start one, or say local") from error
 
 
 def ranks_of(options: argparse.Namespace, rest: Sequence[str]) -> Ranks:
     """What each replica is made of."""
     engine: EngineConfig = options.target.engine_config
     size = options.tensor_parallel_size or engine.tensor_parallel_size
+    metrics = None if options.target.metrics_port is None else Ports(options.target.metrics_port)
 
-    def arguments(address: str, port: int) -> list[str]:
-        rendezvous = f"{address}:{port}" if size > 1 else None
-        shared = engine.model_copy(update={"tensor_parallel_size": size, "rendezvous": rendezvous})
-        return [*("-m", "services.target"), *rest, *("--host", address, "--engine-config", shared.model_dump_json())]
+    @contextmanager
+    def leading(place: Place) -> Iterator[list[str]]:
+        shared = engine.model_copy(
+            update={"tensor_parallel_size": size, "rendezvous": str(place) if size > 1 else None}
+        )
+        own = ["--host", place.host, "--engine-config", shared.model_dump_json()]
+        with nullcontext() if metrics is None else metrics.at(place.host) as port:
+            own += [] if port is None else ["--metrics-port", str(port)]
+            yield ["-m", "services.target", *rest, *own]
 
     bundle = {"CPU": float(engine.threads)}
     if engine.device.startswith("cuda"):
         bundle["GPU"] = 1.0  # of which the rank then sees no other
-    return Ranks(size, bundle, options.placement, arguments, options.target.drain_s + GRACE_S)
+    return Ranks(size, bundle, options.placement, leading, options.target.drain_s + GRACE_S)
 
 
 if __name__ == "__main__":

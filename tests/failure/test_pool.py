@@ -1,32 +1,45 @@
-"""A target of two ranks on a real Ray of this machine: placed, killed, started again, stopped."""
+"""Targets on a real Ray of this machine: placed, killed, started again, stopped."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import re
+import secrets
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from paceline.cli.processes import tree
 from paceline.state.embedded import EmbeddedRedis
+from paceline.tensor_parallel.place import Place
 from paceline.wire.target_link import TargetLink
 from tests.checkpoints import save_checkpoint
+from tests.ranks import free_place
 from tests.targets import collect, submission
 
 PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PATIENCE_S = 240.0
 """Ray takes its time."""
+RAY = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else it makes one in the home of whoever runs this
+    "RAY_DEDUP_LOGS": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+READY = r"(pid=(?P<actor>\d+).*)?target ready on (?P<address>\S+)"
+"""What a target says, and before it Ray, of the actor in which that runs."""
+KINDS = ("\0-m\0services.target\0", "\0-m\0services.rank\0")
+"""In the command of rank 0, and of another one."""
 
 
 class Pool:
-    """A running `paceline target --ray local`."""
+    """A running `paceline target --ray ...`."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self.process = process
@@ -47,43 +60,123 @@ class Pool:
         return found
 
 
+@pytest.fixture
+def folder() -> Iterator[str]:
+    """Where Ray has its sockets, which need a short path."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as path:
+        yield path
+
+
 @asynccontextmanager
-async def pool(*arguments: str) -> AsyncIterator[Pool]:
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # Ray's sockets need a short path
-        process = await asyncio.create_subprocess_exec(
-            *(*PACELINE, "target", "--ray", "local", *arguments),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-            env=os.environ | {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
-            limit=2**20,
-        )
-        try:
-            async with asyncio.timeout(PATIENCE_S):
-                yield Pool(process)
-        finally:
-            if process.returncode is None:
-                for pid in list(tree(process.pid)):
+async def started(folder: str, *command: str) -> AsyncIterator[asyncio.subprocess.Process]:
+    """With all that it starts, ended with the context if not before."""
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=os.environ | RAY | {"RAY_TMPDIR": folder},
+        limit=2**20,
+    )
+    try:
+        yield process
+    finally:
+        if process.returncode is None:
+            for pid in list(tree(process.pid)):
+                with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            await process.wait()
+        await process.wait()
+
+
+@asynccontextmanager
+async def pool(folder: str, *arguments: str, ray: str = "local") -> AsyncIterator[Pool]:
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        started(folder, *PACELINE, "target", "--ray", ray, *arguments) as process,
+    ):
+        yield Pool(process)
+
+
+@asynccontextmanager
+async def node(folder: str, *arguments: str) -> AsyncIterator[Pool]:
+    """A node of two cores in a cluster, once it is up."""
+    own = ("--num-cpus=2", f"--object-store-memory={2**27}", "--node-ip-address=127.0.0.1", "--block")
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        started(folder, sys.executable, "-m", "ray.scripts.scripts", "start", *own, *arguments) as process,
+    ):
+        running = Pool(process)
+        await running.wait_for("Ray runtime started")
+        yield running
 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
-async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path) -> None:
-    folder = str(save_checkpoint(tmp_path))
+async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) -> None:
+    model = str(save_checkpoint(tmp_path))
     with EmbeddedRedis() as redis:
-        wish = ("--model", folder, "--tensor-parallel-size", "2", "--placement", "pack", "--redis-url", redis.url)
-        async with pool(*wish) as running:
-            before = await tokens_at((await running.wait_for(r"target ready on (\S+)"))[1])
+        wish = ("--model", model, "--tensor-parallel-size", "2", "--placement", "pack", "--redis-url", redis.url)
+        async with pool(folder, *wish) as running:
+            before = await tokens_at((await running.wait_for(READY))["address"])
             assert len(before) == 20
 
             os.kill(running.pid("services.rank"), signal.SIGKILL)
             await running.wait_for(r"rank 1 is gone: the replica ends as a whole")
             await running.wait_for(r"replica 1 ended .* and is started again")
-            assert await tokens_at((await running.wait_for(r"target ready on (\S+)"))[1]) == before
+            assert await tokens_at((await running.wait_for(READY))["address"]) == before
 
-            running.process.terminate()
-            await running.wait_for(r"pool stopped")
-            assert await running.process.wait() == 0
+            await stopped(running)
+
+
+@pytest.mark.timeout(PATIENCE_S + 60)
+async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
+    """And both are on one node with metrics, whose port only the first can have."""
+    port = two_ports()
+    async with pool(folder, "--model", "table:64", "--replicas", "2", "--metrics-port", str(port)) as running:
+        first, second = await running.wait_for(READY), await running.wait_for(READY)
+        said = "".join(running.log)
+        assert {int(found) for found in re.findall(r"metrics on http://\S+:(\d+)/", said)} == {port, port + 1}
+        before = await tokens_at(first["address"])
+        assert len(before) == 20
+        assert await tokens_at(second["address"]) == before
+
+        [victim] = [pid for pid in tree(int(first["actor"])) if "\0-m\0services.target\0" in _command(pid)]
+        os.kill(victim, signal.SIGKILL)
+        await running.wait_for(r"replica \d ended .* and is started again")
+        assert await tokens_at(second["address"]) == before
+        assert await tokens_at((await running.wait_for(READY))["address"]) == before
+
+        await stopped(running)
+
+
+@pytest.mark.timeout(PATIENCE_S + 60)
+async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str) -> None:
+    """Each of its two nodes has room for both."""
+    model, address = str(save_checkpoint(tmp_path)), str(free_place())
+    wish = ("--model", model, "--tensor-parallel-size", "2", "--placement", "spread")
+    async with (
+        node(folder, "--head", f"--port={Place.parse(address).port}", "--include-dashboard=false") as head,
+        node(folder, f"--address={address}") as other,
+    ):
+        async with pool(folder, *wish, ray=address) as running:
+            assert len(await tokens_at((await running.wait_for(READY))["address"])) == 20
+            ranks = [[each for each in KINDS if each in _commands(at.process.pid)] for at in (head, other)]
+            assert sorted(ranks) == sorted([kind] for kind in KINDS)
+            await stopped(running)
+        assert head.process.returncode is other.process.returncode is None
+
+
+async def stopped(running: Pool) -> None:
+    """Asked to end, and ended in order."""
+    running.process.terminate()
+    await running.wait_for(r"pool stopped")
+    assert await running.process.wait() == 0
+
+
+def two_ports() -> int:
+    """One that is free now, and so is the next; the system gives away none of these by itself."""
+    for port in range(20_000, 30_000, 2):
+        with suppress(OSError), Place("0.0.0.0", port).listen(), Place("0.0.0.0", port + 1).listen():
+            return port
+    raise AssertionError("no two ports are free")
 
 
 async def tokens_at(address: str) -> list[int]:
@@ -94,6 +187,11 @@ async def tokens_at(address: str) -> list[int]:
     finally:
         await link.close()
     return tokens
+
+
+def _commands(root: int) -> str:
+    """Of a process and all that it started."""
+    return "\n".join(map(_command, tree(root)))
 
 
 def _command(pid: int) -> str:

@@ -1,0 +1,119 @@
+"""Replicas on doubles of Ray: what one of them does to the others, and when they stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from paceline.cli.child import StartError as CannotStartError
+from paceline.pool import replica as replicas
+from paceline.pool.ports import Ports
+from paceline.pool.replica import Ranks, Replica
+from paceline.tensor_parallel.place import Place
+from services.process import StartError
+from services.target.pool import keep_running, parse, ranks_of
+
+PATIENCE_S = 10.0
+
+
+@dataclass
+class Actor:
+    """What Ray has of a `Host`: every call of it gets no answer, ever."""
+
+    asked: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        actor = self
+
+        class Method:
+            def remote(self, *_: object) -> Awaitable[Any]:
+                actor.asked.append(name)
+                return asyncio.get_running_loop().create_future()
+
+        return Method()
+
+
+class Group:
+    """A placement group for which there is room."""
+
+    async def ready(self) -> None: ...
+
+
+async def test_a_replica_that_waits_for_its_actor_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It used to wait for the actor's answer alone."""
+    actor, killed, removed = Actor(), list[object](), list[object]()
+    monkeypatch.setattr(replicas, "placement_group", lambda *_, **__: Group())
+    monkeypatch.setattr(replicas, "remove_placement_group", removed.append)
+    monkeypatch.setattr(replicas.ray, "kill", killed.append)
+    monkeypatch.setattr(Replica, "_host", lambda *_: actor)
+    replica = Replica("replica 1", Ranks(2, {"CPU": 1.0}, "pack", lambda place: nullcontext(()), 1.0))
+    running = asyncio.create_task(replica.run())
+    while not actor.asked:
+        await asyncio.sleep(0.01)
+    replica.stop()
+    await asyncio.wait_for(running, PATIENCE_S)
+    assert actor.asked == ["place"]
+    assert killed == [actor, actor]
+    assert len(removed) == 1
+
+
+class Double(Replica):
+    """Runs until it is stopped, or cannot start."""
+
+    async def run(self) -> None:
+        if self.name == "bad":
+            raise CannotStartError("bad could not start")
+        await self._stopping.wait()
+
+
+def doubles(*names: str) -> list[Replica]:
+    return [Double(name, Ranks(1, {}, "pack", lambda place: nullcontext(()), 1.0)) for name in names]
+
+
+async def test_a_replica_that_cannot_start_leaves_the_others_alone(caplog: pytest.LogCaptureFixture) -> None:
+    stop, (bad, good) = asyncio.Event(), doubles("bad", "good")
+    running = asyncio.create_task(keep_running([bad, good], stop))
+    async with asyncio.timeout(PATIENCE_S):
+        while "bad could not start; 1 others go on" not in caplog.text:
+            await asyncio.sleep(0.01)
+    assert not running.done()
+    assert not good._stopping.is_set()
+    stop.set()
+    await asyncio.wait_for(running, PATIENCE_S)
+    assert good._stopping.is_set()
+
+
+async def test_none_that_can_start_is_an_error() -> None:
+    with pytest.raises(StartError, match="bad could not start"):
+        await asyncio.wait_for(keep_running(doubles("bad", "bad"), asyncio.Event()), PATIENCE_S)
+
+
+def test_ports_are_shared_by_nobody_on_a_node() -> None:
+    ports = Ports(9100)
+    with ports.at("a") as first:
+        with ports.at("a") as second, ports.at("b") as elsewhere:
+            assert (first, second, elsewhere) == (9100, 9101, 9100)
+        with ports.at("a") as again:
+            assert again == 9101
+    with Ports(0).at("a") as any_port, Ports(0).at("a") as another:
+        assert any_port == another == 0
+
+
+def test_replicas_on_one_node_have_metrics_of_their_own() -> None:
+    options, rest = parse(["--ray", "local", "--replicas", "2", "--model", "table:64", "--metrics-port", "9100"])
+    ranks = ranks_of(options, rest)
+    with ExitStack() as stack:
+        arguments = [stack.enter_context(ranks.leading(Place(node, 1))) for node in ("a", "a", "b")]
+    assert [each[each.index("--host") + 1] for each in arguments] == ["a", "a", "b"]
+    assert [each[-2:] for each in arguments] == [["--metrics-port", str(port)] for port in (9100, 9101, 9100)]
+
+
+def test_without_metrics_nobody_serves_any() -> None:
+    options, rest = parse(["--ray", "local", "--model", "table:64"])
+    with ranks_of(options, rest).leading(Place("a", 1)) as arguments:
+        assert "--metrics-port" not in arguments
