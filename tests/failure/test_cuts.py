@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -25,12 +24,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from loadtests.chaos.cases import NUMBERS, Case, ask, cases
 from loadtests.chaos.stack import REPLAYS, RUNNING
 from paceline.cli.deployment import LOOPBACK, listenable
-from tests.networks import POSSIBLE, Network, network
+from tests.networks import Network, network, possible
 from tests.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.skipif(not POSSIBLE and not os.environ.get("CI"), reason="needs root and iproute2"),
+    pytest.mark.skipif(not possible(), reason="no network namespaces here: needs root and iproute2"),
 ]
 
 TARGET = "timed:vocabulary=512,step_ms=20"
