@@ -7,35 +7,32 @@ Plain decoding is this loop with no guesses. `paceline.engine.loop` calls `step`
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import Tensor
 
 from paceline.budget import FREE_ROWS, Calibration, RowCost
-from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.compiling import Compiling
 from paceline.engine.drafting import Drafting
 from paceline.engine.guesses import Guesses
 from paceline.engine.hidden import HiddenStates
+from paceline.engine.intake import Intake
 from paceline.engine.request import POOL, Request
+from paceline.engine.rows import guessed, rows_of
 from paceline.engine.scheduler import Scheduler, Work
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, waiting_for
-from paceline.grammar.following import Grammars, GrammarState
-from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
+from paceline.grammar.following import Grammars
+from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model
-from paceline.model.rows import Row
-from paceline.sampling import Row as DrawRow
 from paceline.sampling import log_probs
 from paceline.speculators.base import Commit, Context
-from paceline.strategies import Guessed, verifier
+from paceline.strategies import verifier
 from paceline.telemetry.step import StepStats
-from paceline.tree import Node, Permit, TokenTree, permit_any
 from paceline.verify import strategy_of
 
 log = logging.getLogger(__name__)
@@ -70,12 +67,10 @@ class Engine:
         """`cost`: of a pass, by `paceline.model.probe.row_cost`. `beside`: draft for every request, too. `grammars`: of
         the model's vocabulary; None: as its name says."""
         self.model = model
-        self._grammars = grammars or Grammars.of(model.name, model.vocabulary_size)
         self._compiling = Compiling()
         sources = range(POOL, POOL + 1 + len(beside))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
-        self._speculation = speculation
         self._strategy = strategy_of(speculation)
         self._verifier = verifier(speculation)
         if self._strategy.caveat:
@@ -99,9 +94,10 @@ class Engine:
         budgeted = cost if speculation.row_budget else FREE_ROWS
         self._hidden = HiddenStates(model.slots)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
+        grammars = grammars or Grammars.of(model.name, model.vocabulary_size)
+        self._intake = Intake(model, speculation, self._strategy, grammars, self.calibrations, clock)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
-        self._serial = itertools.count(1)
         self._ended: list[Delta] = []
         """Last deltas of requests that ended between steps: refused or cancelled."""
         self._tally = _Tally()
@@ -127,7 +123,9 @@ class Engine:
     def submit(self, submission: Submission) -> None:
         """Take in a request. One that cannot be served ends at the next step, with an error in its delta."""
         try:
-            request = self._accept(submission)
+            if submission.request_id in self._keys:
+                raise ValueError(f"request id {submission.request_id!r} is in use")
+            request = self._intake.request(submission)
         except ValueError as error:
             self._ended.append(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
             return
@@ -179,38 +177,6 @@ class Engine:
 
     # Requests come and go.
 
-    def _accept(self, submission: Submission) -> Request:
-        prompt, done = len(submission.prompt), len(submission.committed)
-        room = min(self.model.max_model_len, self._scheduler.pool.slots) - prompt
-        if not submission.prompt:
-            raise ValueError("the prompt is empty")
-        if room < 1:
-            raise ValueError(f"the prompt has {prompt} tokens; there is room for {prompt + room - 1}")
-        if any(not 0 <= t < self.model.vocabulary_size for t in (*submission.prompt, *submission.committed)):
-            raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
-        if submission.request_id in self._keys:
-            raise ValueError(f"request id {submission.request_id!r} is in use")
-        law = self._strategy.law(submission.sampling)
-        weigh = partial(self._weigh, greedy=law.greedy)
-        max_tokens = min(submission.sampling.max_tokens, room)
-        last = submission.committed[-1] if done else submission.prompt[-1]
-        grammar = self._follow(law, submission.committed)
-        request = Request(
-            next(self._serial),
-            submission,
-            law,
-            max_tokens,
-            self._speculation.limits(submission.speculative),
-            self.model.vocabulary_size,
-            TokenTree(prompt + done - 1, last, weigh, 1 if self._strategy.by_law else None, self._permit(grammar)),
-            self._clock(),
-            grammar,
-        )
-        request.stats.strategy = self._strategy.name
-        request.stats.lossy = not self._strategy.exact
-        request.stats.drafter_invariant = self._strategy.drafter_invariant
-        return request
-
     def _begin_compiled(self, *, idle: bool) -> None:
         """Those that wait for no grammar wait for rows from now on, unless there is nothing left to draw."""
         for request in self._compiling.done(idle=idle):
@@ -219,7 +185,7 @@ class Engine:
                 self._end_late(request)
                 continue
             self._scheduler.waiting.append(request)
-            if error := _nothing_left(request):
+            if error := request.nothing_left():
                 self._end(request)
                 self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
 
@@ -230,18 +196,6 @@ class Engine:
             delta = Delta(request.id, finish_reason=reason, speculation=stats, error=error)
             self._close(request, delta)
             self._ended.append(delta)
-
-    def _follow(self, law: SamplingParams, output: Sequence[int]) -> GrammarState | None:
-        return self._grammars.follow(law.grammar, law.stop_token_ids, output) if law.grammar else None
-
-    def _permit(self, grammar: GrammarState | None) -> Permit:
-        """Guesses outside the grammar would cost rows for nothing; but those drawn from a law have to be tested."""
-        if grammar is None or self._strategy.by_law:
-            return permit_any
-        return lambda parent, token: grammar.permits([node.token for node in parent.path()], token)
-
-    def _weigh(self, node: Node, *, greedy: bool) -> float:
-        return self.calibrations[node.source, greedy](node.log_prob, node.rank, node.first_depth)
 
     def _end(self, request: Request) -> None:
         if not self._compiling.remove(request):
@@ -260,11 +214,11 @@ class Engine:
     def _run(self, works: Sequence[Work]) -> list[Delta]:
         """Run all works' rows, draw and verify, and commit what came of it."""
         start = self._clock()
-        rows, wanted = _rows(works)
+        rows, wanted = rows_of(works)
         output = self.model.run(rows, wanted, self.hidden_layers)
         if output.hidden is not None:
             self._hidden.keep([row.slot for row in rows], output.hidden)
-        verdicts = self._verifier.verify(output.logits, [_guessed(work) for work in works if work.draws])
+        verdicts = self._verifier.verify(output.logits, [guessed(work) for work in works if work.draws])
         seconds = self._clock() - start
         for work in works:
             self._count(work, start, seconds)
@@ -304,7 +258,7 @@ class Engine:
     def _commit(self, work: Work, verdict: Sequence[int], logits: Tensor) -> Delta:
         """`verdict`: accepted tokens and one more. `logits` are those of the root and of each verified node."""
         request, base = work.request, len(work.request.tokens) - 1
-        tokens, reason = _until_end(request, verdict)
+        tokens, reason = request.until_end(verdict)
         error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
@@ -405,51 +359,3 @@ class Engine:
         )
         self._scheduler.preemptions = self._guesses.received = self._guesses.grafted = 0
         self._tally = _Tally()
-
-
-def _rows(works: Sequence[Work]) -> tuple[list[Row], list[int]]:
-    """The rows of all works, and the indices of those that are drawn from, work by work."""
-    rows: list[Row] = []
-    wanted: list[int] = []
-    for work in works:
-        request = work.request
-        rows += [request.lane.row(request.tokens[i], i) for i in range(work.start, work.stop)]
-        if work.draws:
-            wanted += range(len(rows) - 1, len(rows) + len(work.nodes))
-        branches: dict[int, list[int]] = {id(request.tree.root): []}
-        for node, slot in zip(work.nodes, work.slots, strict=True):
-            branches[id(node)] = [*branches[id(node.parent)], slot]
-            rows.append(request.lane.branch_row(node.token, branches[id(node)]))
-    return rows, wanted
-
-
-def _guessed(work: Work) -> Guessed:
-    """What the strategy is given: among it what the target draws with after the root and after each guess."""
-    request = work.request
-    position = len(request.tokens)
-    paths: dict[int, list[int]] = {id(request.tree.root): []}
-    rows = [DrawRow(request.law, position, request.history)]
-    for node in work.nodes:
-        path = paths[id(node)] = [*paths[id(node.parent)], node.token]
-        rows.append(DrawRow(request.law, position + len(path), request.history, path))
-    return Guessed(request.tree.root, work.nodes, rows, request.tokens)
-
-
-def _until_end(request: Request, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the request, if one does, or the one after which its grammar is not known."""
-    for count in range(1, len(tokens) + 1):
-        reason = request.ending(tokens[:count])
-        if reason is not None or not request.known(tokens[:count]):
-            return list(tokens[:count]), reason
-    return list(tokens), None
-
-
-def _nothing_left(request: Request) -> str:
-    """Why a request cannot be served that is about to begin; empty if it can."""
-    if error := request.complaint():
-        return error
-    if request.output_tokens and request.ending() is not None:
-        return f"the request is over already: {request.output_tokens} tokens were committed, the last one ended it"
-    if request.grammar is not None and request.grammar.over(()):
-        return f"{GRAMMAR_ERROR}it leaves nothing to generate"
-    return ""

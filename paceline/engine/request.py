@@ -156,6 +156,24 @@ class Request:
         """Whether its grammar says what may follow these tokens; if not, they are all that a step can commit."""
         return self.grammar is None or self.grammar.known(tokens)
 
+    def until_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
+        """The tokens up to the one that ends it, if one does, or the one after which its grammar is not known."""
+        for count in range(1, len(tokens) + 1):
+            reason = self.ending(tokens[:count])
+            if reason is not None or not self.known(tokens[:count]):
+                return list(tokens[:count]), reason
+        return list(tokens), None
+
+    def nothing_left(self) -> str:
+        """Why it cannot be served, now that it is about to begin; empty if it can."""
+        if error := self.complaint():
+            return error
+        if self.output_tokens and self.ending() is not None:
+            return f"the request is over already: {self.output_tokens} tokens were committed, the last one ended it"
+        if self.grammar is not None and self.grammar.over(()):
+            return f"{GRAMMAR_ERROR}it leaves nothing to generate"
+        return ""
+
     def stops(self, token: int) -> bool:
         return token in self.submission.sampling.stop_token_ids
 

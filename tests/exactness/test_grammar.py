@@ -53,11 +53,11 @@ def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> Drafting:
     return LocalDrafting(speculator)
 
 
-def engine(drafting: Drafting, **keys: object) -> Engine:
+def engine(drafting: Drafting, known: Grammars | None = None, **keys: object) -> Engine:
     model = llama(torch.float32)
     speculation = {"method": "ngram", "num_speculative_tokens": 5, "max_tree_nodes": 20, **keys}
     config = SpeculativeConfig.model_validate(speculation)
-    return Engine(model, EngineConfig(slots=model.slots), config, drafting, FREE, grammars=grammars())
+    return Engine(model, EngineConfig(slots=model.slots), config, drafting, FREE, grammars=known or grammars())
 
 
 @pytest.fixture(scope="module")
@@ -310,12 +310,13 @@ def test_who_waits_for_a_replay_holds_up_nobody() -> None:
 
     with tight(states=90):
         alone = run(engine(NoDrafting()), [first])
-        target = engine(NoDrafting())
+        known = grammars()
+        target = engine(NoDrafting(), known)
         for each in (first, second, good):
             target.submit(each)
         while not answers[first.request_id].tokens:
             step()
-        target._grammars._thread.submit(gate.wait)
+        known._thread.submit(gate.wait)
         while answers["good"].finish_reason is None:
             step()
         assert target.load.running == 0

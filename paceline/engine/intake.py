@@ -1,0 +1,88 @@
+"""From a submission to a request: what it draws with, how far it may speculate, what its tree lets in."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from functools import partial
+
+from paceline.budget import Calibration
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.engine.request import Request
+from paceline.engine.waiting import Clock
+from paceline.grammar.following import Grammars, GrammarState
+from paceline.messages import Submission
+from paceline.model.model import Model
+from paceline.tree import Node, Permit, TokenTree, permit_any
+from paceline.verify import Strategy
+
+
+class Intake:
+    """Belongs to one engine."""
+
+    def __init__(
+        self,
+        model: Model,
+        speculation: SpeculativeConfig,
+        strategy: Strategy,
+        grammars: Grammars,
+        calibrations: Mapping[tuple[int, bool], Calibration],
+        clock: Clock,
+    ) -> None:
+        """`calibrations`: by who guesses, and whether the request is greedy."""
+        self._model = model
+        self._speculation = speculation
+        self._strategy = strategy
+        self._grammars = grammars
+        self._calibrations = calibrations
+        self._clock = clock
+        self._serial = itertools.count(1)
+
+    def request(self, submission: Submission) -> Request:
+        """Raises ValueError, with the reason, for one that cannot be served."""
+        tokens = [*submission.prompt, *submission.committed]
+        room = self._room(submission, tokens)
+        law = self._strategy.law(submission.sampling)
+        grammar = self._follow(law, submission)
+        width = 1 if self._strategy.by_law else None
+        request = Request(
+            next(self._serial),
+            submission,
+            law,
+            min(submission.sampling.max_tokens, room),
+            self._speculation.limits(submission.speculative),
+            self._model.vocabulary_size,
+            TokenTree(len(tokens) - 1, tokens[-1], partial(self._weigh, law.greedy), width, self._permit(grammar)),
+            self._clock(),
+            grammar,
+        )
+        request.stats.strategy = self._strategy.name
+        request.stats.lossy = not self._strategy.exact
+        request.stats.drafter_invariant = self._strategy.drafter_invariant
+        return request
+
+    def _room(self, submission: Submission, tokens: list[int]) -> int:
+        """Output tokens that fit."""
+        prompt = len(submission.prompt)
+        room = min(self._model.max_model_len, self._model.slots) - prompt
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if room < 1:
+            raise ValueError(f"the prompt has {prompt} tokens; there is room for {prompt + room - 1}")
+        if any(not 0 <= token < self._model.vocabulary_size for token in tokens):
+            raise ValueError(f"a token id is outside the vocabulary of {self._model.vocabulary_size}")
+        return room
+
+    def _follow(self, law: SamplingParams, submission: Submission) -> GrammarState | None:
+        if not law.grammar:
+            return None
+        return self._grammars.follow(law.grammar, law.stop_token_ids, submission.committed)
+
+    def _permit(self, grammar: GrammarState | None) -> Permit:
+        """Guesses outside the grammar would cost rows for nothing; but those drawn from a law have to be tested."""
+        if grammar is None or self._strategy.by_law:
+            return permit_any
+        return lambda parent, token: grammar.permits([node.token for node in parent.path()], token)
+
+    def _weigh(self, greedy: bool, node: Node) -> float:
+        return self._calibrations[node.source, greedy](node.log_prob, node.rank, node.first_depth)
