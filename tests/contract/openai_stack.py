@@ -124,6 +124,7 @@ class ScriptedDecoder:
         *before, last = [said[at : at + self._burst] for at in range(0, len(said), self._burst)] or [[]]
         for tokens in before:
             self._deliver(Delta(request_id, list(tokens), [False] * len(tokens)))
+        self._tasks.pop(request_id)
         ended = Delta(request_id, list(last), [False] * len(last), finish_reason=FinishReason.ERROR, error=str(error))
         self._deliver(ended)
 
