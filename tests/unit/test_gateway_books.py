@@ -145,11 +145,11 @@ def test_the_gateway_s_own_requests_are_not_taken_for_those_of_others_when_they_
     assert target.work(habits) == of_others
     with ExitStack() as stays:
         for _ in range(5):
-            stays.enter_context(Stay(target, Text.of([1, 2]), 10, habits, Pace()))
+            stay = stays.enter_context(Stay(target, Text.of([1, 2]), 10, habits, Pace()))
         target.tell({"running": 8.0})
         assert target.work(habits) == of_others + target.rows
         link.load = Load(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
-        target.hear()
+        stay.tokens([1])
         target.tell({"running": 99.0})
         assert target.work(habits) == 2 * habits.rows.value + target.rows, "deltas are ahead of heartbeats"
     assert target.work(habits) == 2 * habits.rows.value

@@ -180,3 +180,10 @@ def test_a_round_that_reads_a_prompt_is_not_how_long_rounds_take() -> None:
         rounds.observe(1.0, 0.8, DELAY_S)
     rounds.observe(1.0, 0.8, 1.0)
     assert rounds.pays(0.5, 2.0, STEP_S)
+
+
+def test_what_brings_more_than_it_follows_is_not_taken_to_go_on_growing() -> None:
+    rounds = NextRound(DELAY_S)
+    for _ in range(200):
+        rounds.observe(0.5, 0.6, DELAY_S)
+    assert not rounds.pays(0.1, 3.0, STEP_S, rounds_left=12)

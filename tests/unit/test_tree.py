@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import random
@@ -370,3 +371,16 @@ def test_the_best_are_those_of_the_tree_as_it_is() -> None:
     assert tree.best(4, 4) == [second]
     tree.commit([9])
     assert tree.best(4, 4) == []
+
+
+def test_what_is_forgotten_is_free_without_the_garbage_collector() -> None:
+    tree = TokenTree(9, 0)
+    chain(tree, [1, 2, 3])
+    tree.add(tree.root, 4, -1.0)
+    gc.collect()
+    gc.disable()
+    try:
+        tree.commit([4])
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
