@@ -116,9 +116,5 @@ def _memory(used: dict[str, float] | None) -> str:
     return f"{used['first_minute_mb']:,} → {used['last_minute_mb']:,}" if used else "-"
 
 
-def _busiest(used: dict[str, float]) -> str:
-    return "\n".join(f"{name} {count}" for name, count in used.items())
-
-
 if __name__ == "__main__":
     typer.run(main)

@@ -49,7 +49,7 @@ class Caller(Asker):
         except grpc.RpcError as error:
             heard.error = repr(error)
         except GreenletExit:  # the run is over
-            heard, left = unended(began, heard), True
+            heard, left = unended(began, heard, self.stalled_s), True
             raise
         finally:
             call.cancel()

@@ -25,7 +25,8 @@ from loadtests.users import Abandoner, Asker, Chatter, Completer, LongReader, Ma
 
 __all__ = ["Abandoner", "Caller", "Chatter", "Completer", "LongReader", "Malformer", "Profile"]
 
-FAULTS_TOLD = 5
+FAULTS_TOLD = 10
+"""So many different ones."""
 
 
 class Profile(LoadTestShape):
@@ -50,7 +51,7 @@ def prepare(environment: Environment, **_: object) -> None:
     run = Run.read(environment.parsed_options.run)
     environment.host = run.url
     Profile.run = run
-    Asker.questions, Asker.speculative = run.questions(), run.speculative
+    Asker.questions, Asker.speculative, Asker.stalled_s = run.questions(), run.speculative, run.stalled_s
     Caller.connect(run.grpc)
     answers: list[Answer] = []
     crashed: list[str] = []
@@ -88,7 +89,7 @@ def summary(run: Run, answers: list[Answer], crashed: list[str], began: float) -
         "errors": len(faults),
         "lost_tokens": sum(each.lost for each in answers),
         "changed_tokens": sum(each.changed for each in answers),
-        "faults": faults[:FAULTS_TOLD],
+        "faults": list(dict.fromkeys(faults))[:FAULTS_TOLD],
         "figures": asdict(figures(answers, *whole, run.goal)),
         "stages": by_stage if len(by_stage) > 1 else [],
     }

@@ -16,7 +16,7 @@ from loadtests.shapes import SHAPES, Row, rows
 @dataclass(frozen=True, slots=True)
 class Run:
     """`url`, `grpc`: the gateway, the latter as host:port. `users`: at most. `recorded`: questions that were answered
-    before, by kind; a timed model needs none."""
+    before, by kind; a timed model needs none. `stalled_s`: a stream on which nothing came for so long hangs."""
 
     url: str
     grpc: str
@@ -29,6 +29,7 @@ class Run:
     answers: tuple[int, int]
     goal: Goal
     recorded: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    stalled_s: float = 30.0
 
     @property
     def stages(self) -> list[Row]:

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 from loadtests.questions import Question
 
 DONE = b"[DONE]"
-STALLED_S = 30.0
-"""A stream on which nothing came for so long hangs."""
 
 
 class Answer(NamedTuple):
@@ -94,11 +92,11 @@ def heard_events(events: list[tuple[float, bytes]]) -> Heard:
     return heard
 
 
-def unended(began: float, heard: Heard) -> Heard:
-    """A stream at the end of the run, which it did not reach: excused if it was going on."""
+def unended(began: float, heard: Heard, stalled_s: float) -> Heard:
+    """A stream at the end of the run, which it did not reach: excused unless nothing came for `stalled_s`."""
     latest = heard.arrivals[-1][0] if heard.arrivals else began
     silent_s = time.time() - latest
-    return replace(heard, error=heard.error or f"nothing came for {silent_s:.0f} s") if silent_s > STALLED_S else heard
+    return replace(heard, error=heard.error or f"nothing came for {silent_s:.0f} s") if silent_s > stalled_s else heard
 
 
 def judged(kind: str, began: float, question: Question, heard: Heard, *, left: bool = False) -> Answer:

@@ -27,12 +27,13 @@ MOST_HEARD = 12
 
 
 class Asker(User):
-    """`questions` and `speculative` are set before the first one is made."""
+    """`questions`, `speculative` and `stalled_s` (as `Run`'s) are set before the first one is made."""
 
     abstract = True
     kind: ClassVar[str]
     questions: ClassVar[Questions]
     speculative: ClassVar[bool]
+    stalled_s: ClassVar[float]
 
     def report(self, answer: Answer) -> None:
         """To Locust's tables, and with all that is known to whoever listens."""
@@ -72,7 +73,8 @@ class HttpAsker(Asker):
         except BROKEN as error:
             heard, left = Heard(error=repr(error)), False
         except GreenletExit:  # the run is over
-            self.report(judged(self.kind, began, question, unended(began, heard_events(events)), left=True))
+            heard = unended(began, heard_events(events), self.stalled_s)
+            self.report(judged(self.kind, began, question, heard, left=True))
             raise
         self.report(judged(self.kind, began, question, heard, left=left))
 

@@ -13,6 +13,7 @@ import pytest
 
 from loadtests.attack import attack
 from loadtests.figures import Goal
+from loadtests.questions import TimedQuestions
 from loadtests.run import Run
 from paceline.messages import Delta, Load
 from paceline.model.timed import SimulatedModel
@@ -117,6 +118,33 @@ async def test_streams_that_are_cut_are_errors() -> None:
     assert not told["good"]
     assert told["errors"] > ALL_KINDS
     assert any("chat" in fault for fault in told["faults"]), told["faults"]
+
+
+async def test_streams_that_hang_until_the_run_ends_are_errors() -> None:
+    async with served() as (addresses, worker):
+        deliver, told_of = worker.servicer.deliver, [0]
+
+        def stall(deltas: Sequence[Delta], load: Load) -> None:
+            told_of[0] += len(deltas)
+            if told_of[0] < 20 * ALL_KINDS:
+                deliver(deltas, load)
+
+        worker.servicer.deliver = stall  # type: ignore[method-assign]
+        told = await attack(replace(run_against(addresses), stalled_s=1.0), {})
+    assert not told["good"]
+    hung = {fault.partition(":")[0] for fault in told["faults"] if "nothing came" in fault}
+    assert {"grpc", "chat"} <= hung, told["faults"]
+
+
+async def test_users_that_crash_are_errors() -> None:
+    question = TimedQuestions(MODEL, (2, 4)).short(chat=False).as_json()
+    kinds = {"chats": [], "texts": [question], "longs": [question]}
+    async with served() as (addresses, _):
+        told = await attack(replace(run_against(addresses), recorded=kinds), {})
+    assert not told["good"]
+    [fault] = told["faults"]
+    assert fault.startswith("a user stopped")
+    assert told["errors"] > 1
 
 
 async def test_speculation_that_is_asked_for_and_does_not_happen_is_seen() -> None:

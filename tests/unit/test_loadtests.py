@@ -15,7 +15,7 @@ from loadtests.figures import REFUSED, Figures, Goal, figures, percentile, token
 from loadtests.questions import Question, RecordedQuestions, TimedQuestions
 from loadtests.run import Run
 from loadtests.shapes import SHAPES, rows, users_at
-from loadtests.streams import STALLED_S, Answer, Heard, heard_events, judged, unended
+from loadtests.streams import Answer, Heard, heard_events, judged, unended
 from loadtests.watching import cores, memory
 
 GOAL = Goal(first_token_ms=500.0, token_ms=100.0)
@@ -90,9 +90,9 @@ def test_who_leaves_is_owed_what_came() -> None:
 def test_who_hears_nothing_until_the_run_ends_is_not_excused() -> None:
     now = time.time()
     going = Heard(arrivals=[(now - 1.0, 1)])
-    assert unended(now - 2 * STALLED_S, going) is going
-    assert unended(now - 1.0, Heard()).error == ""
-    for hung in (unended(now - 2 * STALLED_S, Heard()), unended(0.0, Heard(arrivals=[(now - 2 * STALLED_S, 1)]))):
+    assert unended(now - 60.0, going, 30.0) is going
+    assert unended(now - 1.0, Heard(), 30.0).error == ""
+    for hung in (unended(now - 60.0, Heard(), 30.0), unended(0.0, Heard(arrivals=[(now - 60.0, 1)]), 30.0)):
         assert "nothing came" in judged("chat", 10.0, QUESTION, hung, left=True).fault
 
 
