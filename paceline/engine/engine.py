@@ -149,7 +149,7 @@ class Engine:
         start = self._clock()
         self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
-        self._gather_guesses()
+        self._guesses.gather(self._requests, self._scheduler.drawing())
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
@@ -204,12 +204,6 @@ class Engine:
         self._guesses.close(request.key)
 
     # One forward pass.
-
-    def _gather_guesses(self) -> None:
-        only_draws = self._scheduler.only_draws()
-        self._guesses.take_in(self._requests, waits=only_draws)
-        if only_draws:
-            self._guesses.wait(self._requests, self._scheduler.running)
 
     def _run(self, works: Sequence[Work]) -> list[Delta]:
         """Run all works' rows, draw and verify, and commit what came of it."""

@@ -129,18 +129,16 @@ class Guesses:
         if trial := self._trial_of.pop(key, None):
             trial.leave(key)
 
-    def take_in(self, requests: Mapping[int, Request], *, waits: bool = False) -> None:
-        """Graft what has arrived, and what those guess at once who draft for all.
+    def gather(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
+        """Graft what has arrived, and what those guess at once who draft for all; then wait for as long as that pays.
 
-        `waits`: `wait` comes next, where a draft that has only this process's time gets what it is worth.
+        `drawing`: all that the next step would run, or nobody if it computes prompts, which is not held back. A draft
+        that has only this process's time gets one round of it beside prompts, and else what that is worth.
         """
-        if self._drafting.concurrent or not waits:
+        if self._drafting.concurrent or not drawing:
             self._absorb(self._drafting.poll(0.0), requests, POOL)
         for source, each in enumerate(self._beside, POOL + 1):
             self._absorb(each.poll(0.0), requests, source)
-
-    def wait(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
-        """Take in more for as long as that pays: `drawing` is all that the next step would run."""
 
         def receive(timeout_s: float) -> bool:
             news = self._drafting.poll(timeout_s)

@@ -65,9 +65,10 @@ class Scheduler:
         self._add_guesses(works, rows)
         return works
 
-    def only_draws(self) -> bool:
-        """Whether the next step computes no prompts: nobody's prompt is missing, and nobody can be admitted."""
-        return all(request.missing == 1 for request in self.running) and not self._admissible()
+    def drawing(self) -> Sequence[Request]:
+        """All that the next step runs, or nobody if it computes prompts: if one is missing, or one can be admitted."""
+        only_draws = all(request.missing == 1 for request in self.running) and not self._admissible()
+        return self.running if only_draws else ()
 
     def finish(self, request: Request) -> None:
         """The request is over, or has something else to wait for; its slots go back. It may be waiting or running."""

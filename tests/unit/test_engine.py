@@ -327,7 +327,7 @@ class TestCalibration:
         shares: list[list[float]] = []
         for _ in range(self.LONG // 2):
             target.step()
-            target._guesses.take_in(target._requests)
+            target._guesses.gather(target._requests, ())
             tree = target._requests[1].tree
             shares.append([math.exp(node.path_log_prob) for node in tree.root.children.values()])
         assert shares[0] == pytest.approx([0.47, 0.47]), "nothing is known yet"

@@ -267,16 +267,16 @@ def test_guesses_keep_to_what_a_request_may_have() -> None:
     assert deep.depth_allowed() == 2, "the bonus token after the last guess must be wanted"
 
 
-def test_only_draws() -> None:
+def test_all_draw_or_a_prompt_is_computed() -> None:
     scheduled = scheduler(rows=16, seqs=2)
-    assert scheduled.only_draws()
     scheduled.waiting += [request(1, 30), request(2, 3), request(3, 3)]
-    assert not scheduled.only_draws(), "a prompt waits"
+    assert not scheduled.drawing(), "a prompt waits"
     commit(scheduled, scheduled.schedule())
-    assert not scheduled.only_draws(), "a prompt is half computed"
+    assert scheduled.running
+    assert not scheduled.drawing(), "a prompt is half computed"
     while len(scheduled.running) < 2 or any(r.missing > 1 for r in scheduled.running):
         commit(scheduled, scheduled.schedule())
-    assert scheduled.only_draws(), "the third cannot start yet"
+    assert scheduled.drawing() == scheduled.running, "the third cannot start yet"
 
 
 def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:

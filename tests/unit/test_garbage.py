@@ -1,0 +1,31 @@
+"""What a compute process does to Python's garbage collector."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from paceline.compute import garbage
+
+COUNT = """
+import gc
+from paceline.compute.garbage import settle
+
+{first}
+ran = []
+gc.callbacks.append(lambda phase, info: ran.append(phase))
+kept = [[] for _ in range({objects})]
+print(len(ran), gc.get_freeze_count())
+"""
+
+
+@pytest.mark.parametrize(("first", "collects", "freezes"), [("", True, False), ("settle()", False, True)])
+def test_a_settled_process_looks_at_nothing_again_for_a_step_s_objects(
+    first: str, collects: bool, freezes: bool
+) -> None:
+    program = COUNT.format(first=first, objects=garbage.YOUNG_OBJECTS // 2)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    ran, frozen = map(int, said.stdout.split())
+    assert (ran > 0, frozen > 0) == (collects, freezes)

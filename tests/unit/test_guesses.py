@@ -1,0 +1,75 @@
+"""When a draft gets its turn: those elsewhere have their own time, one in this process has only the target's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from paceline.config import SamplingParams
+from paceline.engine.drafting import News, NoDrafting
+from paceline.engine.guesses import Guesses
+from paceline.engine.request import Request
+from paceline.engine.waiting import Receive
+from paceline.messages import Submission
+from paceline.tree import Growth, TokenTree
+
+
+class Polled(NoDrafting):
+    """Drafts for whoever asks, one guess at a poll."""
+
+    def __init__(self, *, concurrent: bool) -> None:
+        self.concurrent = concurrent
+        self.polls = 0
+
+    def poll(self, timeout_s: float) -> News:
+        self.polls += 1
+        return News([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))])
+
+
+class SoManyRounds:
+    """Waits for as many rounds as it is told to, whatever they bring."""
+
+    ahead, wanted = 1, 0.0
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self.asked: list[Sequence[Request]] = []
+
+    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+        self.asked.append(drawing)
+        for _ in range(self._rounds):
+            receive(1.0)
+
+    def refused(self, path_probability: float) -> bool:
+        return False
+
+
+def drafted_for() -> Request:
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), 0.0)
+    request.draft = "somebody"
+    return request
+
+
+@pytest.mark.parametrize(
+    ("concurrent", "draws", "polls"), [(False, True, 0), (False, False, 1), (True, True, 1), (True, False, 1)]
+)
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_a_draft_on_the_target_s_time_gets_one_round_beside_prompts_and_else_what_that_is_worth(
+    concurrent: bool, draws: bool, polls: int, rounds: int
+) -> None:
+    """One elsewhere has drafted already: what has come is taken in, and then the step may be held back."""
+    request, drafting, waiting = drafted_for(), Polled(concurrent=concurrent), SoManyRounds(rounds)
+    guesses = Guesses(drafting, (), "coupled", waiting, 10, lambda: 0.0, judged=False)
+    guesses.gather({1: request}, [request] if draws else ())
+    assert drafting.polls == guesses.grafted == polls + rounds * draws
+    assert waiting.asked == [[request]] * draws
+
+
+def test_nobody_is_waited_for_who_does_not_draft() -> None:
+    request, waiting = drafted_for(), SoManyRounds(1)
+    request.paused = True
+    guesses = Guesses(Polled(concurrent=True), (), "coupled", waiting, 10, lambda: 0.0, judged=False)
+    guesses.gather({1: request}, [request])
+    assert not waiting.asked
