@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from itertools import count
 
 from paceline.state.periodic import Periodic
 from paceline.state.presence import Presence
@@ -12,8 +13,8 @@ from paceline.state.registry import Registry, WorkerRecord
 class Registration(Periodic):
     """Keeps a worker registered for as long as the context lasts.
 
-    `load` is asked for the worker's load at each heartbeat, three per TTL. If Redis is away the worker is not
-    registered; the first heartbeat after its return mends that.
+    `load` is asked for the worker's load at each heartbeat, three per TTL; `beat`, which one it is, is added. If Redis
+    is away the worker is not registered; the first heartbeat after its return mends that.
     """
 
     def __init__(
@@ -28,9 +29,11 @@ class Registration(Periodic):
         self._registry = registry
         self._presence = presence
         self._load = load
+        self._beats = count()
 
     async def once(self) -> None:
-        await self._presence.attempt(self._registry.heartbeat(self.record, self._load()))
+        load = {**self._load(), "beat": float(next(self._beats))}
+        await self._presence.attempt(self._registry.heartbeat(self.record, load))
 
     async def __aexit__(self, *exc: object) -> None:
         await super().__aexit__(*exc)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from paceline.messages import Load
 from paceline.state.registry import WorkerRecord
 from paceline.wire.target_link import TargetLink
 from services.gateway.breaker import Breaker
 from services.gateway.prefixes import Prefixes, chain
 from services.gateway.routing import Candidate
+from services.gateway.told import Told
 from services.gateway.work import Cost, Habits, Pace
 
 MOST_KNOWN_TOKENS = 2**21
@@ -34,26 +34,21 @@ class Target:
     rows: float = 0.0
     unstarted_rows: float = 0.0
     heartbeat: Mapping[str, float] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
     prefixes: Prefixes = field(init=False)
-    _others: float = 0.0
-    """Requests of other gateways, as of the last word on all. When one of its own ends, nobody says so here again."""
-    _heard: Load | None = None
 
     def __post_init__(self) -> None:
         self.prefixes = Prefixes(min(self.link.description.slots, MOST_KNOWN_TOKENS))
-        self._count(self.heartbeat.get("running", 0.0), self.heartbeat.get("waiting", 0.0))
+        self.told.by_heartbeat(self.heartbeat, self.in_flight)
 
     def tell(self, heartbeat: Mapping[str, float]) -> None:
-        """The latest one in the registry. A link that brings deltas is ahead of it."""
-        if heartbeat != self.heartbeat and not (self.in_flight and self._heard):
-            self._count(heartbeat.get("running", 0.0), heartbeat.get("waiting", 0.0))
+        """The latest one in the registry."""
         self.heartbeat = heartbeat
+        self.told.by_heartbeat(heartbeat, self.in_flight)
 
     def hear(self) -> None:
         """A delta has come, with news of the load now and then."""
-        if self.link.load is not None and self.link.load is not self._heard:
-            self._heard = self.link.load
-            self._count(self._heard.running, self._heard.waiting)
+        self.told.by_delta(self.link.load, self.in_flight)
 
     @property
     def up(self) -> bool:
@@ -67,25 +62,16 @@ class Target:
     @property
     def waiting(self) -> float:
         """Requests, from everybody, that wait for their first token, as far as known here."""
-        return max(float(self.unstarted), self._told("waiting"))
+        return max(float(self.unstarted), self.told.waiting)
 
     def work(self, habits: Habits) -> float:
         """Rows that it has to compute, for everybody: those of other gateways' requests are as usual."""
-        return self.rows + self._others * habits.rows.value
+        return self.rows + self.told.others * habits.rows.value
 
     def candidate(self, blocks: Sequence[int], habits: Habits, *, session: bool) -> Candidate:
         """As a request finds it whose prompt has this chain."""
         cached = self.prefixes.tokens_known(blocks)
         return Candidate(self.work(habits), cached, session, self.heartbeat.get("rows_per_s", 0.0))
-
-    def _count(self, running: float, waiting: float) -> None:
-        self._others = max(0.0, running + waiting - self.in_flight)
-
-    def _told(self, name: str) -> float:
-        """A link that brings deltas is ahead of the heartbeats."""
-        if self.in_flight and self.link.load is not None:
-            return float(getattr(self.link.load, name))
-        return self.heartbeat.get(name, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

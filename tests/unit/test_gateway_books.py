@@ -19,6 +19,7 @@ from services.gateway.drafts import ENOUGH, Drafts
 from services.gateway.prefixes import BLOCK, Prefixes, chain
 from services.gateway.sessions import Sessions
 from services.gateway.target import Stay, Target, Text
+from services.gateway.told import AHEAD_S, WORTH_S, Told
 from services.gateway.work import LONGEST_RETRY_S, Cost, Habits, Pace, retry_after_s
 
 TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
@@ -136,27 +137,6 @@ class Link:
     draining: bool = False
 
 
-def test_the_gateway_s_own_requests_are_not_taken_for_those_of_others_when_they_are_over() -> None:
-    """Or else all that come next would go to the other target, and from there all back again."""
-    link, habits = Link(), Habits()
-    record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
-    target = Target(record, link, heartbeat={"running": 3.0})  # type: ignore[arg-type]
-    of_others = 3 * habits.rows.value
-    assert target.work(habits) == of_others
-    with ExitStack() as stays:
-        for _ in range(5):
-            stay = stays.enter_context(Stay(target, Text.of([1, 2]), 10, habits, Pace()))
-        target.tell({"running": 8.0})
-        assert target.work(habits) == of_others + target.rows
-        link.load = Load(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
-        stay.tokens([1])
-        target.tell({"running": 99.0})
-        assert target.work(habits) == 2 * habits.rows.value + target.rows, "deltas are ahead of heartbeats"
-    assert target.work(habits) == 2 * habits.rows.value
-    target.tell({"running": 4.0, "waiting": 1.0})
-    assert target.work(habits) == 5 * habits.rows.value
-
-
 class Clock:
     now = 0.0
 
@@ -167,6 +147,49 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+def linked_target(link: Link, clock: Clock, **heartbeat: float) -> Target:
+    record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
+    return Target(record, link, heartbeat=heartbeat, told=Told(clock))  # type: ignore[arg-type]
+
+
+def test_the_gateway_s_own_requests_are_not_taken_for_those_of_others_when_they_are_over(clock: Clock) -> None:
+    """Or else all that come next would go to the other target, and from there all back again."""
+    link, habits = Link(), Habits()
+    target = linked_target(link, clock, running=3.0)
+    of_others = 3 * habits.rows.value
+    assert target.work(habits) == of_others
+    with ExitStack() as stays:
+        for _ in range(5):
+            stay = stays.enter_context(Stay(target, Text.of([1, 2]), 10, habits, Pace()))
+        target.tell({"running": 8.0, "beat": 1})
+        assert target.work(habits) == of_others + target.rows
+        link.load = Load(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
+        stay.tokens([1])
+        target.tell({"running": 99.0, "beat": 2})
+        assert target.work(habits) == 2 * habits.rows.value + target.rows, "deltas are ahead of heartbeats"
+    target.tell({"running": 99.0, "beat": 3})
+    assert target.work(habits) == 2 * habits.rows.value, "this one was sent before all had ended"
+    clock.now += AHEAD_S
+    target.tell({"running": 99.0, "beat": 3})
+    assert target.work(habits) == 2 * habits.rows.value, "an old one read again"
+    target.tell({"running": 4.0, "waiting": 1.0, "beat": 4})
+    assert target.work(habits) == 5 * habits.rows.value
+
+
+def test_a_queue_of_which_nobody_tells_any_more_is_not_taken_to_be_there_for_ever(clock: Clock) -> None:
+    """Redis is killed while others have filled the queue: a gateway would refuse all that come until it is back."""
+    target = linked_target(Link(), clock, running=8.0, waiting=50.0)
+    clock.now += WORTH_S - 1.0
+    assert target.waiting == 50.0
+    target.tell({"running": 8.0, "waiting": 40.0, "beat": 1})
+    clock.now += WORTH_S - 1.0
+    assert target.waiting == 40.0
+    clock.now += 1.0
+    assert (target.waiting, target.work(Habits())) == (0.0, 0.0)
+    with Stay(target, Text.of([1, 2]), 10, Habits(), Pace()):
+        assert target.waiting == 1.0, "its own it knows"
 
 
 @pytest.fixture

@@ -130,7 +130,9 @@ class TestRegistrationAndWatcher:
                 (worker,) = await watcher.until(lambda workers: len(workers) == 1)
                 assert worker.record == draft("a")
                 load["running"] = 5.0
-                await watcher.until(lambda workers: workers[0].load == {"running": 5.0})
+                (before,) = await watcher.until(lambda workers: workers[0].load["running"] == 5.0)
+                (after,) = await watcher.until(lambda workers: workers[0].load != before.load)
+                assert after.load == {"running": 5.0, "beat": before.load["beat"] + 1}, "the same load is news again"
             assert await store.registry.workers("draft") == []
             # The first look found a new epoch, so this worker is let go only after one TTL.
             assert await watcher.until(lambda workers: not workers) == []
