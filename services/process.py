@@ -52,7 +52,7 @@ class StoppedError(Exception):
 
 def parser(kind: str, description: str) -> argparse.ArgumentParser:
     """What every service can be told."""
-    arguments = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=description)
+    arguments = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=description, allow_abbrev=False)
     arguments.add_argument("--host", default="127.0.0.1", help="address to listen on")
     arguments.add_argument("--port", type=int, default=0, help="0: the system chooses")
     arguments.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it; else where it listens")

@@ -120,6 +120,17 @@ def growths(draw: st.DrawFn) -> Growth:
 
 
 weights = st.integers(1, draft_frames.MAX_WEIGHT)
+openings = st.builds(
+    Opening,
+    request_id=st.integers(1, 2**64 - 1),
+    tokens=st.lists(tokens, min_size=3, max_size=5),
+    output_tokens=st.integers(0, 3),
+    sampling=samplings,
+    max_depth=counts,
+    max_nodes=st.integers(0, draft_frames.MAX_NODES),
+    strategy=texts,
+    least_path_probability=st.floats(0, 1, width=32),
+)
 
 
 @st.composite
@@ -162,19 +173,7 @@ def test_draft_description() -> None:
     assert draft_frames.decode_description(draft_frames.encode_description(description)) == description
 
 
-@given(
-    st.builds(
-        Opening,
-        request_id=st.integers(1, 2**64 - 1),
-        tokens=st.lists(tokens, min_size=3, max_size=5),
-        output_tokens=st.integers(0, 3),
-        sampling=samplings,
-        max_depth=counts,
-        max_nodes=st.integers(0, draft_frames.MAX_NODES),
-        strategy=texts,
-        least_path_probability=st.floats(0, 1, width=32),
-    )
-)
+@given(openings)
 def test_opening(opening: Opening) -> None:
     wire = draft_pb2.DraftFrame(opens=[draft_frames.encode_opening(opening, opening.request_id)])
     said = draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))

@@ -117,3 +117,10 @@ def test_without_metrics_nobody_serves_any() -> None:
     options, rest = parse(["--ray", "local", "--model", "table:64"])
     with ranks_of(options, rest).leading(Place("a", 1)) as arguments:
         assert "--metrics-port" not in arguments
+
+
+@pytest.mark.parametrize("option", ["--worker-id", "--worker", "--port", "--por", "--advertise", "--host", "--ho"])
+def test_what_cannot_be_one_for_all_replicas_is_refused_however_it_is_written(option: str) -> None:
+    for written in ([option, "1"], [f"{option}=1"]):
+        with pytest.raises(SystemExit):
+            parse(["--ray", "local", "--model", "table:64", *written])
