@@ -24,7 +24,7 @@ from paceline.models import ModelNotFoundError
 from paceline.state import StateError
 from paceline.telemetry import logs
 from paceline.telemetry.exporter import serve_metrics
-from paceline.wire.server import PortError
+from paceline.wire.server import PortError, Server
 
 log = logging.getLogger(__name__)
 
@@ -67,13 +67,13 @@ def parser(kind: str, description: str) -> argparse.ArgumentParser:
 
 
 @contextmanager
-def exported(metrics: CollectorRegistry, options: argparse.Namespace) -> Iterator[None]:
-    """Serve metrics for as long as the context lasts, if the command line asks for it."""
+def exported(metrics: CollectorRegistry, options: argparse.Namespace, server: Server) -> Iterator[None]:
+    """Serve metrics, and whether `server` takes calls, for as long as the context lasts, if the command line asks."""
     if options.metrics_port is None:
         yield
         return
     try:
-        with serve_metrics(metrics, options.host, options.metrics_port) as port:
+        with serve_metrics(metrics, options.host, options.metrics_port, lambda: server.serving) as port:
             log.info("metrics on http://%s:%d/metrics", options.host, port)
             yield
     except OSError as error:

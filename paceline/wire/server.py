@@ -43,6 +43,8 @@ class Server:
         self._host = f"[{host}]" if ":" in host else host
         self.address = f"{self._host}:{port}"
         """Where it listens; with the real port once it has started."""
+        self.serving = False
+        """Until it has started, and once it drains."""
         self._tls = tls
         interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "")
         self._server = grpc.aio.server(interceptors=[interceptor], options=server_options(receive_bytes))
@@ -68,6 +70,7 @@ class Server:
         await self._server.start()
         for name in ("", *self._names):
             await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self.serving = True
         return self.address
 
     def _listen(self) -> int:
@@ -77,6 +80,7 @@ class Server:
 
     async def drain(self) -> None:
         """Turn NOT_SERVING, for good. Calls go on."""
+        self.serving = False
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 0.0) -> None:

@@ -66,8 +66,8 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
             servicer.deliver(this.grown)
 
         compute.connection.deliver(Rounds, grown)
-        stack.enter_context(exported(metrics, options))
         server = Server(options.host, options.port, tls=tls, peer=TARGET)
+        stack.enter_context(exported(metrics, options, server))
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()

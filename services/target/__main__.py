@@ -67,8 +67,10 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         facts = await begun(compute, stop)
         assert isinstance(facts, ModelFacts)
         description = describe(facts, options)
-        servicer = await assemble(facts, description, options, store, tls, compute, stack)
+        metrics = CollectorRegistry()
+        servicer = await assemble(facts, description, options, store, tls, compute, metrics, stack)
         server = Server(options.host, options.port, tls=tls, peer=GATEWAY)
+        stack.enter_context(exported(metrics, options, server))
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
@@ -107,14 +109,13 @@ async def assemble(
     store: Store,
     tls: Certificates | None,
     compute: Compute,
+    metrics: CollectorRegistry,
     stack: AsyncExitStack,
 ) -> TargetServicer:
     """Everything around the engine: books, links to drafts, the servicer. What has to be closed is left on `stack`."""
-    metrics = CollectorRegistry()
     series = TargetMetrics(metrics, description.model, facts.slots)
     series.set_rows_invariant(invariant=facts.rows_invariant)
     series.set_strategy(strategy_of(options.speculative_config))
-    stack.enter_context(exported(metrics, options))
     recorder = await stack.enter_async_context(store.recorder())
     bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))
     servicer = TargetServicer(description, bookkeeping, RemoteEngine(compute.connection))

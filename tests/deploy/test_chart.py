@@ -203,10 +203,9 @@ def test_probes_can_be_answered_with_tls(charts: dict[str, list[Document]]) -> N
     gateway = container(charts["tls"], "Deployment", "gateway")
     assert gateway["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
     for kind, name in (("StatefulSet", "target"), ("Deployment", "draft")):
-        assert container(charts["tls"], kind, name)["livenessProbe"]["httpGet"] == {
-            "path": "/metrics",
-            "port": "metrics",
-        }
+        worker = container(charts["tls"], kind, name)
+        for probe, path in (("startupProbe", "/health"), ("readinessProbe", "/health"), ("livenessProbe", "/metrics")):
+            assert worker[probe]["httpGet"] == {"path": path, "port": "metrics"}, "/health is 503 while it drains"
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -219,22 +219,25 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
                 await process.wait()
 
 
-async def test_the_registry_says_that_a_target_drains_for_as_long_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_everybody_is_told_that_a_target_drains_for_as_long_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
     stop = asyncio.Event()
     with EmbeddedRedis() as redis:
-        options = target.parse([*TABLE, "--redis-url", redis.url])
+        options = target.parse([*TABLE, "--redis-url", redis.url, "--metrics-port", "0"])
         async with (
             open_store(redis.url) as store,
             served(target.serve(options, stop), caplog) as (service, address),
             linked_to(address) as link,
         ):
+            health = f"{metrics_url(caplog).removesuffix('metrics')}health"
             [registered] = await store.registry.workers("target")
             assert registered.load["draining"] == 0.0
             assert registered.load["rows_per_s"] > 0.0
             deltas = link.submit(submission(max_tokens=2000))
             await anext(deltas)
+            assert (await asyncio.to_thread(httpx.get, health)).status_code == 200
             stop.set()
             await until(lambda: link.draining)
+            assert (await asyncio.to_thread(httpx.get, health)).status_code == 503
             while not registered.load["draining"]:  # one heartbeat, sent at once
                 [registered] = await store.registry.workers("target")
             assert sum([len(delta.tokens) async for delta in deltas]) > 1900
@@ -379,12 +382,17 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest
         assert tokens == plain
         assert last.speculation is not None
         assert len(last.speculation.drafts) == 1, "a gap would have moved the request away"
-        [metrics] = [line.split()[-1] for line in caplog.messages if "metrics on" in line]
-        counted = (await asyncio.to_thread(httpx.get, metrics)).text
+        counted = (await asyncio.to_thread(httpx.get, metrics_url(caplog))).text
         [nodes] = [line.split()[-1] for line in counted.splitlines() if line.startswith("paceline_draft_nodes_total")]
         assert float(nodes) > 0, "it drafts only for requests of which it got every one"
         stop.set()
         await asyncio.gather(drafting, decoding)
+
+
+def metrics_url(caplog: pytest.LogCaptureFixture) -> str:
+    """Of the one service that has a metrics port."""
+    [url] = [line.split()[-1] for line in caplog.messages if "metrics on" in line]
+    return url
 
 
 def compute_of(service: str, parent: int | None = None) -> int:

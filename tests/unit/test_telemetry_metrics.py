@@ -1,6 +1,7 @@
 """What Prometheus reads, parsed back from the text it is sent."""
 
 import re
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
@@ -236,17 +237,25 @@ def test_the_manual_lists_every_metric_and_no_other() -> None:
 def test_metrics_are_served_over_http(registry: CollectorRegistry) -> None:
     GatewayMetrics(registry)
     with (
-        serve_metrics(registry, "127.0.0.1", 0) as port,
+        serve_metrics(registry, "127.0.0.1", 0, lambda: True) as port,
         urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer,
     ):
         seen = Scrape(answer.read().decode())
     assert ("paceline_build_info", 1.0) in {(name, value) for (name, _), value in seen.values.items()}
 
 
+def test_who_has_no_certificate_can_ask_whether_a_worker_takes_calls(registry: CollectorRegistry) -> None:
+    healthy = [False, True]
+    with serve_metrics(registry, "127.0.0.1", 0, healthy.pop) as port:
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+        with pytest.raises(urllib.error.HTTPError, match="503"):
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
+
+
 def test_a_port_that_is_taken_is_an_error(registry: CollectorRegistry) -> None:
     with (
-        serve_metrics(registry, "127.0.0.1", 0) as port,
+        serve_metrics(registry, "127.0.0.1", 0, lambda: True) as port,
         pytest.raises(OSError, match="in use"),
-        serve_metrics(registry, "127.0.0.1", port),
+        serve_metrics(registry, "127.0.0.1", port, lambda: True),
     ):
         pass

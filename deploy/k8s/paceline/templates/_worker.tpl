@@ -45,23 +45,25 @@
 
 {{/* A worker listens once its model is loaded, and says NOT_SERVING from the moment it drains: not ready, but alive.
      Kubernetes asks a pod that it ends for its readiness only. The kubelet has no certificate: with mutual TLS it asks
-     for metrics, which are there once the model is loaded. */}}
+     the port of the metrics, which is there once the model is loaded. */}}
 {{- define "paceline.workerProbes" -}}
-{{- $probe := printf "grpc: {port: %v}" .port -}}
+{{- $live := printf "grpc: {port: %v}" .port -}}
+{{- $ready := $live -}}
 {{- if .tlsSecret -}}
-{{- $probe = "httpGet: {path: /metrics, port: metrics}" -}}
+{{- $live = "httpGet: {path: /metrics, port: metrics}" -}}
+{{- $ready = "httpGet: {path: /health, port: metrics}" -}}
 {{- end -}}
 startupProbe:
-  {{ $probe }}
+  {{ $ready }}
   periodSeconds: 5
   failureThreshold: {{ max 1 (div .startupSeconds 5) }}
 livenessProbe:
-  {{ $probe }}
+  {{ $live }}
   periodSeconds: 10
   timeoutSeconds: 5
   failureThreshold: 6
 readinessProbe:
-  {{ $probe }}
+  {{ $ready }}
   periodSeconds: 5
   timeoutSeconds: 5
 {{- end -}}
