@@ -30,6 +30,7 @@ GATEWAY_MODULE = "services.gateway"
 SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "stop": signal.SIGSTOP}
 RUNNING = ("paceline_num_requests_running", "paceline_num_requests_waiting", "paceline_draft_open_requests")
 REPLAYS = "paceline_replays_total"
+TARGETS_UP = "paceline_targets_up"
 
 Say = Callable[[str], None]
 
@@ -97,8 +98,8 @@ class ChaosStack:
             self.send(name, signal.SIGCONT, "both")
 
     async def whole(self) -> None:
-        """Return when every process is there, registered, and serves."""
-        await asyncio.gather(self._registered(), *map(self._healthy, self.urls.values()), *map(self.busy, self.workers))
+        """Return when every process is there, registered, and serves, and every gateway reaches every target."""
+        await asyncio.gather(self._registered(), *map(self._reaches, self.urls.values()), *map(self.busy, self.workers))
 
     @property
     def workers(self) -> list[str]:
@@ -135,11 +136,8 @@ class ChaosStack:
                     return
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _healthy(self, url: str) -> None:
-        while True:
-            with suppress(httpx.TransportError):
-                if (await self.http.get(f"{url}/health")).is_success:
-                    return
+    async def _reaches(self, url: str) -> None:
+        while await self.metric(url, TARGETS_UP) < len(self.deployment.targets):  # noqa: ASYNC110 - only asking tells
             await asyncio.sleep(LOOK_EVERY_S)
 
 

@@ -66,6 +66,7 @@ class GatewayMetrics:
         self.cached = make.counter("cached_prompt_tokens", "Those found in the prefix cache", model)
         self.generation = make.counter("generation_tokens", "Output tokens", model, vllm="generation_tokens")
         self._waiting = make.gauge("requests_queued", "Requests without a first token, as far as known here", model)
+        self._targets = make.gauge("targets_up", "Targets that this gateway reaches and that take requests", model)
         self._rejections = make.counter("rejections", "Requests turned away", [*model, "reason"])
         self.routed = make.counter("routed", "Requests sent to a target, by what kept them there", [*model, "affinity"])
         self.routed_tokens = make.counter("routed_cached_tokens", "Prompt tokens that their target should hold", model)
@@ -84,6 +85,10 @@ class GatewayMetrics:
     def follow_queue(self, model: str, waiting: Callable[[], float]) -> None:
         """`waiting` is asked whenever somebody looks."""
         self._waiting.labels(model).set_function(waiting)
+
+    def follow_targets(self, model: str, up: Callable[[], int]) -> None:
+        """`up` is asked whenever somebody looks."""
+        self._targets.labels(model).set_function(up)
 
     def follow_breakers(self, model: str, states: States) -> None:
         """`states` is asked whenever somebody looks."""

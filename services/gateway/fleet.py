@@ -79,7 +79,12 @@ class Fleet:
     @property
     def alive(self) -> bool:
         """Whether there is any target that takes requests, if only after a pause."""
-        return any(target.up for target in self.targets.values())
+        return self.targets_up > 0
+
+    @property
+    def targets_up(self) -> int:
+        """Those that are reached and take requests, if only after a pause."""
+        return len(self._up())
 
     @property
     def in_flight(self) -> int:

@@ -48,6 +48,7 @@ class Gateway:
     def __post_init__(self) -> None:
         self.queue = Queue(self.room, self.fleet)
         self.metrics.follow_queue(self.model, lambda: self.queue.waiting)
+        self.metrics.follow_targets(self.model, lambda: self.fleet.targets_up)
         self.metrics.follow_breakers(self.model, self.fleet.breaker_states)
 
     @property

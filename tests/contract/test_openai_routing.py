@@ -101,12 +101,14 @@ async def test_a_target_that_says_in_the_registry_that_it_drains_gets_nothing_ne
     """Neither one that is connected, nor one that is not: there is no attempt."""
     async with open_stack(counts, counts) as stack:
         leaving = stack.targets[0]
+        assert 'paceline_targets_up{model_name="pydoc"} 2.0' in await metrics(stack)
         await stack.store.registry.heartbeat(leaving.record, {"draining": 1.0})
         while sum(target.up for target in stack.gateway.fleet.targets.values()) > 1:
             await asyncio.sleep(0.01)
         for number in range(6):
             await completed(stack, [300 + number])
         assert served(stack) == [0, 6]
+        assert 'paceline_targets_up{model_name="pydoc"} 1.0' in await metrics(stack)
         unknown = WorkerRecord("target", "new", "127.0.0.1:1", MODEL, "", leaving.record.fingerprint, 0.0)
         await stack.store.registry.heartbeat(unknown, {"draining": 1.0})
         while len(await stack.store.registry.workers("target")) < 3:
