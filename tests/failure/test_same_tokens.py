@@ -144,10 +144,13 @@ async def test_every_draft_and_tree(
     await drafted_by(target, workers[draft].address)
     options = SpeculativeOptions(num_speculative_tokens=depth, max_tree_nodes=nodes, report=True)
     requests = submissions(options, [workers[draft].address])
-    mixed = await asyncio.gather(*(run(target, request) for request in requests))
-    assert said(mixed) == said(await alone(target, requests))
-    accepted = sum(answer.speculation.accepted_tokens for answer in mixed if answer.speculation)
-    assert accepted > 0, "nothing was accepted, so nothing was tested"
+    expected = said(await alone(target, requests))
+    accepted = 0
+    async with asyncio.timeout(START_S):
+        while not accepted:  # a draft that the machine neglects guesses too late, and then nothing was tested
+            mixed = await asyncio.gather(*(run(target, request) for request in requests))
+            assert said(mixed) == expected
+            accepted = sum(answer.speculation.accepted_tokens for answer in mixed if answer.speculation)
 
 
 async def test_mixed_with_plain_requests_and_cancelled_ones(workers: dict[str, Worker], target: TargetLink) -> None:
