@@ -52,7 +52,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     known.add_argument("--placement", choices=("pack", "spread"), default="pack", help="ranks on few nodes, or on many")
     options, rest = known.parse_known_args(arguments)
     options.target = target_options(rest)
-    for name in ("--worker-id", "--port", "--advertise", "--host"):
+    for name in ("--worker-id", "--advertise", "--host"):
         if any(each.partition("=")[0] == name for each in rest):
             known.error(f"{name} cannot be one for all: each replica has its own, on the node where it runs")
     return options, rest
@@ -111,6 +111,7 @@ def ranks_of(options: argparse.Namespace, rest: Sequence[str]) -> Ranks:
     """What each replica is made of."""
     engine: EngineConfig = options.target.engine_config
     size = options.tensor_parallel_size or engine.tensor_parallel_size
+    ports = Ports(options.target.port)
     metrics = None if options.target.metrics_port is None else Ports(options.target.metrics_port)
 
     @contextmanager
@@ -119,8 +120,9 @@ def ranks_of(options: argparse.Namespace, rest: Sequence[str]) -> Ranks:
             update={"tensor_parallel_size": size, "rendezvous": str(place) if size > 1 else None}
         )
         own = ["--host", place.host, "--engine-config", shared.model_dump_json()]
-        with nullcontext() if metrics is None else metrics.at(place.host) as port:
-            own += [] if port is None else ["--metrics-port", str(port)]
+        with ports.at(place.host) as port, nullcontext() if metrics is None else metrics.at(place.host) as metrics_port:
+            own += ["--port", str(port)]
+            own += [] if metrics_port is None else ["--metrics-port", str(metrics_port)]
             yield ["-m", "services.target", *rest, *own]
 
     bundle = {"CPU": float(engine.threads)}

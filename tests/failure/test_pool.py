@@ -128,12 +128,14 @@ async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
 async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
-    """And both are on one node with metrics, whose port only the first can have."""
-    port = two_ports()
-    async with pool(folder, "--model", "table:64", "--replicas", "2", "--metrics-port", str(port)) as running:
+    """And both are on one node with ports of which each has its own."""
+    port, metrics = two_ports(), two_ports()
+    wish = ("--model", "table:64", "--replicas", "2", "--port", str(port), "--metrics-port", str(metrics))
+    async with pool(folder, *wish) as running:
         first, second = await running.wait_for(READY), await running.wait_for(READY)
         said = "".join(running.log)
-        assert {int(found) for found in re.findall(r"metrics on http://\S+:(\d+)/", said)} == {port, port + 1}
+        assert {int(each["address"].rpartition(":")[2]) for each in (first, second)} == {port, port + 1}
+        assert {int(found) for found in re.findall(r"metrics on http://\S+:(\d+)/", said)} == {metrics, metrics + 1}
         before = await tokens_at(first["address"])
         assert len(before) == 20
         assert await tokens_at(second["address"]) == before

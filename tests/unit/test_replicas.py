@@ -16,6 +16,7 @@ from paceline.pool.ports import Ports
 from paceline.pool.replica import Ranks, Replica
 from paceline.tensor_parallel.place import Place
 from services.process import StartError
+from services.target.__main__ import parse as target_options
 from services.target.pool import keep_running, parse, ranks_of
 
 PATIENCE_S = 10.0
@@ -104,13 +105,15 @@ def test_ports_are_shared_by_nobody_on_a_node() -> None:
         assert any_port == another == 0
 
 
-def test_replicas_on_one_node_have_metrics_of_their_own() -> None:
-    options, rest = parse(["--ray", "local", "--replicas", "2", "--model", "table:64", "--metrics-port", "9100"])
+def test_replicas_on_one_node_have_ports_of_their_own() -> None:
+    told = ["--ray", "local", "--replicas", "2", "--model", "table:64", "--port", "9000", "--metrics-port", "9100"]
+    options, rest = parse(told)
     ranks = ranks_of(options, rest)
     with ExitStack() as stack:
         arguments = [stack.enter_context(ranks.leading(Place(node, 1))) for node in ("a", "a", "b")]
     assert [each[each.index("--host") + 1] for each in arguments] == ["a", "a", "b"]
-    assert [each[-2:] for each in arguments] == [["--metrics-port", str(port)] for port in (9100, 9101, 9100)]
+    found = [target_options(each[2:]) for each in arguments]
+    assert [(each.port, each.metrics_port) for each in found] == [(9000, 9100), (9001, 9101), (9000, 9100)]
 
 
 def test_without_metrics_nobody_serves_any() -> None:
@@ -119,7 +122,7 @@ def test_without_metrics_nobody_serves_any() -> None:
         assert "--metrics-port" not in arguments
 
 
-@pytest.mark.parametrize("option", ["--worker-id", "--worker", "--port", "--por", "--advertise", "--host", "--ho"])
+@pytest.mark.parametrize("option", ["--worker-id", "--worker", "--advertise", "--host", "--ho"])
 def test_what_cannot_be_one_for_all_replicas_is_refused_however_it_is_written(option: str) -> None:
     for written in ([option, "1"], [f"{option}=1"]):
         with pytest.raises(SystemExit):

@@ -60,18 +60,6 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where targets listen. On Ray each has a port that was free where it was placed: any. */}}
-{{- define "paceline.targetPorts" -}}
-ports:
-  {{- with .Values.target }}
-  {{- if .ray.enabled }}
-  - {port: 1024, endPort: 65535}
-  {{- else }}
-  - {port: {{ .port }}}
-  {{- end }}
-  {{- end }}
-{{- end -}}
-
 {{/* Ray's own pods: they talk on ports of Ray's choice, and ranks on others. */}}
 {{- define "paceline.rayPeers" -}}
 {{ include "paceline.ownPeer" (list . "ray") }}

@@ -30,11 +30,12 @@ num-gpus: {{ hasPrefix "cuda" (get .engine "device" | default "cpu") | ternary .
 {{- end -}}
 
 {{/* The pod's shell starts Ray, and becomes the second command: the one that gets SIGTERM. Wherever the pods are, Ray
-     packs: no pod is shared by two replicas, whose ranks 0 would want one port for metrics. */}}
+     packs: no pod is shared by two replicas, whose ranks 0 would want the same ports. */}}
 {{- define "paceline.rayHead" -}}
 - --ray=auto
 - --replicas={{ .Values.target.replicas }}
 - --tensor-parallel-size={{ .Values.target.ray.tensorParallelSize }}
+- --port={{ .Values.target.port }}
 {{ include "paceline.targetArguments" . }}
 {{ include "paceline.workerArguments" (list . "target") }}
 {{- end -}}
