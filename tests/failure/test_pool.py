@@ -10,7 +10,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -129,7 +129,8 @@ async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) 
 @pytest.mark.timeout(PATIENCE_S + 60)
 async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
     """And both are on one node with ports of which each has its own."""
-    port, metrics = two_ports(), two_ports()
+    port = first_of(4)
+    metrics = port + 2
     wish = ("--model", "table:64", "--replicas", "2", "--port", str(port), "--metrics-port", str(metrics))
     async with pool(folder, *wish) as running:
         first, second = await running.wait_for(READY), await running.wait_for(READY)
@@ -173,12 +174,14 @@ async def stopped(running: Pool) -> None:
     assert await running.process.wait() == 0
 
 
-def two_ports() -> int:
-    """One that is free now, and so is the next; the system gives away none of these by itself."""
-    for port in range(20_000, 30_000, 2):
-        with suppress(OSError), Place("0.0.0.0", port).listen(), Place("0.0.0.0", port + 1).listen():
+def first_of(count: int) -> int:
+    """Of so many ports in a row that are free now; the system gives away none of these by itself."""
+    for port in range(20_000, 30_000, count):
+        with suppress(OSError), ExitStack() as stack:
+            for each in range(port, port + count):
+                stack.enter_context(Place("0.0.0.0", each).listen())
             return port
-    raise AssertionError("no two ports are free")
+    raise AssertionError(f"no {count} ports in a row are free")
 
 
 async def tokens_at(address: str) -> list[int]:
