@@ -180,12 +180,14 @@ class Engine:
     def _begin_compiled(self, *, idle: bool) -> None:
         """Those that wait for no grammar wait for rows from now on, unless there is nothing left to draw."""
         for request in self._compiling.done(idle=idle):
-            if request.times.started is not None:
+            started = request.times.started is not None
+            if started:
                 self._scheduler.waiting.appendleft(request)  # it has had its turn
-                self._end_late(request)
-                continue
-            self._scheduler.waiting.append(request)
-            if error := request.nothing_left():
+            else:
+                self._scheduler.waiting.append(request)
+            if started or (request.grammar is not None and request.output_tokens):
+                self._end_late(request)  # a target that was lost may not have come to it
+            elif error := request.nothing_left():
                 self._end(request)
                 self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
 

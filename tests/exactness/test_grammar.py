@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -212,9 +213,8 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
         "unsayable": 'start: "z" | "zz"',
         "empty": 'start: ""',
         "committed": GRAMMARS["choice"],
-        "over": GRAMMARS["choice"],
     }
-    said = {"committed": [2], "over": [PIECES.index("de")]}
+    said = {"committed": [2]}
     requests = [
         Submission(key, PROMPT, params.model_copy(update={"grammar": grammar}), committed=said.get(key, []))
         for key, grammar in bad.items()
@@ -228,7 +228,6 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
         "unsayable": "continue",
         "empty": "nothing",
         "committed": "outside",
-        "over": "over",
     }
     assert [key for key, answer in answers.items() if words[key] not in answer.error] == [], answers
 
@@ -294,6 +293,32 @@ def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(
         ]
         for key, (tokens, *end) in ends(run(plain, resumed)).items():
             assert ([*alone[key].tokens[:20], *tokens], *end) == ends(alone)[key]
+
+
+def test_who_takes_over_ends_what_a_lost_target_had_not_ended_yet() -> None:
+    """Whether a token was the last one may be known only after a replay, and its target be lost meanwhile."""
+    requests = [replace(s, sampling=s.sampling.model_copy(update={"max_tokens": 12})) for s in limited(MEMORY)]
+    said: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+    with tight(states=60):
+        target = engine(NoDrafting())
+        for request in requests:
+            target.submit(request)
+        while target.busy:
+            for delta in target.step():
+                said[delta.request_id].append(delta)
+        late = [request for request in requests if not said[request.request_id][-1].tokens]
+        assert late
+        for request in late:
+            *before, last = said[request.request_id]
+            committed = [token for delta in before for token in delta.tokens]
+            answer = run(engine(NoDrafting()), [replace(request, committed=committed)])[request.request_id]
+            assert (answer.tokens, answer.finish_reason, answer.error) == ([], last.finish_reason, last.error)
+
+
+def test_who_takes_over_a_text_that_is_complete_ends_it() -> None:
+    params = SamplingParams(max_tokens=9, grammar=GRAMMARS["choice"])
+    answer = run(engine(NoDrafting()), [Submission("r", PROMPT, params, committed=[PIECES.index("de")])])["r"]
+    assert (answer.tokens, answer.finish_reason, answer.error) == ([], FinishReason.STOP, "")
 
 
 def test_who_waits_for_a_replay_holds_up_nobody() -> None:
