@@ -156,7 +156,8 @@ class GrammarChecks:
             return ""
         grammar = await shield(self._begun(asked[0]))
         if isinstance(grammar, InvalidRequestError):
-            raise grammar
+            # A new one each time: what is raised keeps the frames it passed, and with them the body that was sent.
+            raise InvalidRequestError(grammar.message, param=grammar.param)
         return grammar
 
     def close(self) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import json
 import random
 import re
 import threading
+import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -368,6 +371,21 @@ async def test_of_what_was_checked_little_is_kept() -> None:
     with pytest.raises(InvalidRequestError):
         await checks.grammar_of(wants("(" * 10_000))
     assert [len(key) <= 64 for key in checks._checked] == [True, True], "names say nothing of a grammar"
+    checks.close()
+
+
+async def test_a_body_that_was_refused_is_not_kept() -> None:
+    """The refusal is remembered, and was once raised itself: with each body that ran into it, one more was kept."""
+    checks = GrammarChecks()
+    bodies = []
+    for _ in range(3):
+        body = wants("(")
+        bodies.append(weakref.ref(body))
+        with suppress(InvalidRequestError):
+            await checks.grammar_of(body)
+        del body
+    gc.collect()
+    assert [kept() for kept in bodies] == [None] * 3
     checks.close()
 
 
