@@ -92,7 +92,7 @@ def facts(engine: Engine, speculation: SpeculativeConfig) -> ModelFacts:
     return ModelFacts(
         fingerprint=model.fingerprint,
         vocabulary_size=model.vocabulary_size,
-        max_model_len=model.max_model_len,
+        max_model_len=min(model.max_model_len, model.slots),  # one request may have no more than all slots
         slots=model.slots,
         rows_invariant=model.rows_invariant,
         eos_token_ids=tuple(model.eos_token_ids),

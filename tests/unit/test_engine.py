@@ -19,6 +19,7 @@ from paceline.speculators.base import Commit, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
 from paceline.tree import Growth
+from services.target.compute import facts
 
 VOCABULARY = 64
 SLOTS = 256
@@ -505,6 +506,18 @@ class TestEnds:
         assert answer.tokens == expected
         assert answer.speculation is not None
         assert answer.speculation.accepted_tokens > 0
+
+    @pytest.mark.parametrize("slots", [SLOTS, 4 * SLOTS])
+    def test_what_a_target_says_it_has_room_for_it_serves(self, slots: int) -> None:
+        """Gateways refuse what is longer, and promise all that is not. One request cannot have more than all slots."""
+        model = TableModel(VOCABULARY, slots, 2 * SLOTS)
+        target = Engine(model, EngineConfig(slots=slots), SpeculativeConfig(), NoDrafting(), FREE)
+        longest = facts(target, SpeculativeConfig()).max_model_len
+        assert longest == min(slots, 2 * SLOTS)
+        for prompt in (1, longest - 1):
+            law = SamplingParams(temperature=0.0, max_tokens=longest - prompt)
+            answer = served(target, Submission("r", [1] * prompt, law))["r"]
+            assert (len(answer.tokens), answer.error) == (longest - prompt, "")
 
     def test_a_request_id_may_come_again_once_it_is_over(self) -> None:
         target = engine(NoDrafting())
