@@ -28,7 +28,15 @@ MONITORING: Values = {"monitoring": {"enabled": True, "labels": {"release": "pro
 
 CHOICES: dict[str, dict[str, Values]] = {
     "machines": {"cpu": on_cpus(), "gpu": GPU},
-    "ray": {"off": {}, "on": {"target": {"replicas": 2, "ray": {"enabled": True, "tensorParallelSize": 2}}}},
+    "ray": {
+        "off": {},
+        "on": {
+            "target": {
+                "replicas": 2,
+                "ray": {"enabled": True, "tensorParallelSize": 2, "tokenSecret": {"name": "ray"}},
+            }
+        },
+    },
     "drafts": {"workers": {}, "lookup": LOOKUP},
     "redis": {
         "own": {},

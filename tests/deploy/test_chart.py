@@ -334,6 +334,19 @@ def test_pods_on_ray_are_packed_or_spread_as_the_values_say() -> None:
     assert spread["topologySpreadConstraints"]
 
 
+@pytest.mark.parametrize("secret", ["", "ray-token"])
+def test_everything_of_ray_asks_for_the_token_if_there_is_one(secret: str) -> None:
+    """Whoever may call Ray runs code on every node."""
+    drawn = render(merged(on_ray(2), {"target": {"ray": {"tokenSecret": {"name": secret}}}}))
+    pods = [template["spec"] for name, template in pod_templates(drawn) if name.startswith("RayCluster/")]
+    assert len(pods) == 2
+    for pod in pods:
+        given = {each["name"]: each for container in pod["containers"] for each in container["env"]}
+        assert given.get("RAY_AUTH_MODE", {}).get("value") == ("token" if secret else None)
+        reference = {"secretKeyRef": {"name": secret, "key": "token"}} if secret else None
+        assert given.get("RAY_AUTH_TOKEN", {}).get("valueFrom") == reference
+
+
 def test_replicas_on_ray_do_not_share_pods() -> None:
     """Spread over pods with room for several, ranks 0 of two replicas would meet, and want one port for metrics."""
     drawn = render(on_ray(4, 2, placement="spread"))

@@ -39,3 +39,16 @@ num-gpus: {{ hasPrefix "cuda" (get .engine "device" | default "cpu") | ternary .
 {{ include "paceline.targetArguments" . }}
 {{ include "paceline.workerArguments" (list . "target") }}
 {{- end -}}
+
+{{/* Environment of all that is Ray. Begins with a new line, if there is any. */}}
+{{- define "paceline.rayToken" -}}
+{{- with .Values.target.ray.tokenSecret -}}
+{{- if .name }}
+- name: RAY_AUTH_MODE
+  value: token
+- name: RAY_AUTH_TOKEN
+  valueFrom:
+    secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
+{{- end }}
+{{- end }}
+{{- end -}}
