@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 
 from pydantic import TypeAdapter
@@ -10,6 +11,8 @@ from redis.asyncio import Redis
 from paceline.state import keys
 from paceline.state.acceptance import REQUEST_TTL_S, Acceptance, RequestState
 from paceline.state.redis_client import away
+
+log = logging.getLogger(__name__)
 
 REQUEST_STATE = TypeAdapter(RequestState)
 
@@ -80,7 +83,11 @@ class RedisAcceptance:
     async def acceptance(self, model: str, speculator: str) -> Acceptance:
         with away():
             fields = await self._client.hgetall(keys.acceptance(model, speculator))
-        return _acceptance({str(field): float(value) for field, value in fields.items()})
+        try:
+            return _acceptance({str(field): float(value) for field, value in fields.items()})
+        except (KeyError, ValueError) as error:  # of another version, or damaged: it is learned again
+            log.warning("acceptance of %s cannot be read", speculator, extra={"error": repr(error)})
+            return Acceptance()
 
 
 def _fields(counts: Acceptance) -> Iterator[tuple[str, float]]:

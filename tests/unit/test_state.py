@@ -259,6 +259,16 @@ class TestAcceptance:
         assert all(0 <= rate <= 1 for rate in Acceptance.of(stats).rates())
 
 
+@pytest.mark.parametrize("fields", [{"cell_drafted:1": "2"}, {"drafted": "many"}], ids=["a gap", "no number"])
+async def test_acceptance_that_cannot_be_read_is_learned_again(
+    fields: dict[str, str], redis_url: str, redis: Redis
+) -> None:
+    """Targets ask for it when they start: what another version wrote must not keep them from it."""
+    await redis.hset(keys.acceptance("m", "ngram"), mapping=fields)  # type: ignore[misc]
+    async with open_store(redis_url) as store:
+        assert await store.acceptance.acceptance("m", "ngram") == Acceptance()
+
+
 class TestRecorder:
     async def test_writes_the_newest_state_and_the_sum_of_counts(self, store: Store) -> None:
         async with store.recorder(interval_s=3600) as recorder:
