@@ -5,9 +5,12 @@ import copy
 import itertools
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import redis
 import yaml
 from click import NoSuchOption
 from jsonschema import ValidationError
@@ -16,6 +19,7 @@ from ray.scripts.scripts import start as ray_start
 import paceline
 import services.gateway.__main__ as gateway_service
 from paceline.cli.deployment import GRACE_S
+from paceline.state.embedded import EmbeddedRedis
 from services.target import pool
 from tests.deploy import combinations, commands
 from tests.deploy.helm import (
@@ -332,6 +336,29 @@ def test_pods_on_ray_are_packed_or_spread_as_the_values_say() -> None:
     assert near["podAffinityTerm"]["labelSelector"]["matchLabels"]["app.kubernetes.io/component"] == "target"
     assert "affinity" not in spread
     assert spread["topologySpreadConstraints"]
+
+
+def test_a_full_redis_forgets_no_worker() -> None:
+    """Registrations expire soonest of all, and come back every second; what requests have committed is kept longest."""
+    (pod,) = [each["spec"] for name, each in pod_templates(render(on_cpus())) if name.endswith("-redis")]
+    options = pod["containers"][0]["args"]
+    with EmbeddedRedis() as server, redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", "16mb")
+        client.config_set("maxmemory-policy", options[options.index("--maxmemory-policy") + 1])
+        for request in range(600):  # of targets that are gone
+            client.set(f"old request {request}", "1234," * 4000, ex=3600)
+        time.sleep(1.1)  # Redis tells ages by the second
+        missing = 0
+        for beat in range(30):
+            for worker in range(20):
+                missing += beat > 0 and client.get(f"worker {worker}") is None
+                client.set(f"worker {worker}", "x" * 300, px=5000)
+            for request in range(10):
+                client.set(f"request {beat} {request}", "1234," * 4000, ex=3600)
+            time.sleep(0.05)
+        info: Any = client.info()
+        assert info["evicted_keys"] > 100
+        assert missing == 0
 
 
 @pytest.mark.parametrize("secret", ["", "ray-token"])
