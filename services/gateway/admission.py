@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 from services.gateway.errors import OverloadedError
 from services.gateway.fleet import Fleet
 
+BODIES_BYTES = 256 * 2**20
+"""Of all bodies that are being read. While there are more, large ones are refused: they would fill the memory."""
+SMALL_BODY_BYTES = 65_536
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -34,8 +38,15 @@ class Room:
 
     limits: Limits = field(default_factory=Limits)
     in_flight: int = 0
+    reading: int = 0
+    """Bytes of bodies that have come and are not whole yet."""
     closing: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def check_body(self, size: int) -> None:
+        """Raises `OverloadedError` if a body, of which so much has come, is one large one too many."""
+        if size > SMALL_BODY_BYTES and self.reading > max(BODIES_BYTES, self.limits.max_body_bytes):
+            raise OverloadedError(f"{self.reading} bytes of bodies are being read; try again soon", reason="bodies")
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests, and wait until those that run have ended, or so many seconds."""

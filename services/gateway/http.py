@@ -28,7 +28,7 @@ from services.gateway.bodies import (
 from services.gateway.callers import Callers
 from services.gateway.choice import Choice, Piece
 from services.gateway.entrance import Entrance, caller_of
-from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, SlowBodyError
+from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, OverloadedError, SlowBodyError
 from services.gateway.gateway import Gateway, merged
 from services.gateway.models import Models
 from services.gateway.plan import plan_chat, plan_completion
@@ -163,19 +163,29 @@ async def _collect(choices: Sequence[Choice], gateway: Gateway) -> list[list[Pie
 
 
 async def _raw(request: Request, models: Models) -> bytes:
-    """The body, as far as the limits allow. Raises `BodyTooLargeError`, `SlowBodyError` or `ClientGoneError`."""
-    limits = models.room.limits
+    """The body, as far as the limits allow.
+
+    Raises `BodyTooLargeError`, `SlowBodyError`, `OverloadedError` or `ClientGoneError`.
+    """
+    room, limits = models.room, models.room.limits
     body = bytearray()
     try:
         async with asyncio.timeout(limits.max_body_s):
             async for part in request.stream():
                 body += part
+                room.reading += len(part)
                 if len(body) > limits.max_body_bytes:
                     raise BodyTooLargeError(limits.max_body_bytes)
+                room.check_body(len(body))
     except TimeoutError:
         raise SlowBodyError(limits.max_body_s) from None
     except ClientDisconnect:
         raise ClientGoneError from None
+    except OverloadedError as error:
+        models.first.metrics.rejected(models.first.model, error.reason)
+        raise
+    finally:
+        room.reading -= len(body)
     return bytes(body)
 
 

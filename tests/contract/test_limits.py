@@ -8,7 +8,7 @@ import logging
 import re
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
-from services.gateway import guard, server, streaming
+from services.gateway import admission, guard, server, streaming
 from services.gateway.admission import Limits
 from tests.contract.openai_stack import Stack, counts, open_stack
 
@@ -197,6 +197,27 @@ async def test_a_body_that_does_not_come() -> None:
         assert await status(reader) == 408
         answer = await reader.read()
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_too_slow"
+
+
+async def test_large_bodies_that_come_slowly_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "BODIES_BYTES", 2**18)
+    monkeypatch.setattr(admission, "SMALL_BODY_BYTES", 2**12)
+    large = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 200000\r\n\r\n"
+    async with open_stack(counts, limits=Limits(max_body_bytes=2**18)) as stack, AsyncExitStack() as clients:
+        room = stack.gateway.room
+        for number in (1, 2):
+            reader, writer = await clients.enter_async_context(connected(stack))
+            writer.write(large + b" " * 150_000)
+            while number == 1 and room.reading < 150_000:
+                await asyncio.sleep(SOON_S)
+        assert await status(reader) == 429
+        assert (await stack.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert (
+            'paceline_rejections_total{model_name="pydoc",reason="bodies"} 1.0'
+            in (await stack.http.get("/metrics")).text
+        )
+        assert room.reading == 150_000
+    assert room.reading == 0
 
 
 async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
