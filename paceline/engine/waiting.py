@@ -41,9 +41,15 @@ class LockStep:
     PATIENCE_S = 1.0
     """A draft that takes longer is not waited for in this step."""
 
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self._clock = clock
+
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
-        while any(self._lacks(request) for request in drawing) and receive(self.PATIENCE_S):
-            pass
+        until = self._clock() + self.PATIENCE_S  # in all: a draft may go on for ever with what is of no use
+        while any(self._lacks(request) for request in drawing):
+            left_s = until - self._clock()
+            if left_s <= 0 or not receive(left_s):
+                return
 
     def refused(self, path_probability: float) -> bool:
         return False
@@ -123,5 +129,5 @@ class TakingTurns(Priced):
 def waiting_for(concurrent: bool, lockstep: bool, cost: Cost, clock: Clock) -> Waiting:
     """`concurrent`: whether drafts go on while the target computes."""
     if lockstep:
-        return LockStep()
+        return LockStep(clock)
     return Streamed(cost, clock) if concurrent else TakingTurns(cost, clock)

@@ -10,7 +10,7 @@ import pytest
 from paceline.budget import NextRound, Patience
 from paceline.config import SamplingParams
 from paceline.engine.request import POOL, Request
-from paceline.engine.waiting import waiting_for
+from paceline.engine.waiting import LockStep, waiting_for
 from paceline.messages import Submission
 from paceline.tree import Growth, TokenTree
 
@@ -172,6 +172,24 @@ def test_guesses_of_others_spare_a_round_only_where_they_are_as_good(chance: flo
     """Others have guessed a chain of `depth`. Rounds that guess the same bring nothing, but those after them may."""
     others = Growth(2, 1, range(depth), [5] * depth, [math.log(chance)] * depth)
     assert Turns(round_s=1e-3, beside=others).rounds() == rounds
+
+
+def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ever() -> None:
+    """It held the engine, and all requests with it, for as long as it liked."""
+    now, patience = [0.0], list[float]()
+    waiting = waiting_for(True, True, lambda rows: STEP_S, lambda: now[0])
+    params = SamplingParams(max_tokens=20)
+    request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), 0.0)
+    request.draft = "somebody"
+
+    def receive(timeout_s: float) -> bool:
+        assert now[0] < LockStep.PATIENCE_S
+        patience.append(timeout_s)
+        now[0] += 0.3
+        return True
+
+    waiting.wait([request], receive)
+    assert patience == pytest.approx([1.0, 0.7, 0.4, 0.1])
 
 
 def test_a_round_that_reads_a_prompt_is_not_how_long_rounds_take() -> None:
