@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import SamplingParams
@@ -39,6 +40,10 @@ from paceline.grammar.following import GrammarState
 from paceline.messages import LogProbs
 
 BARRED = -math.inf
+WHOLE = 2**40
+"""What probabilities are whole numbers of, where they are summed."""
+VECTOR = 4
+"""Float32 numbers that a GPU reads at once."""
 LOWEST_TEMPERATURE = 0.01
 """Lower ones, other than 0, are raised to this, as vLLM does: logits divided by less leave float32."""
 
@@ -271,15 +276,26 @@ def gumbel(bits: Tensor) -> Tensor:
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
     """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
 
-    They are the model's own, before bars, penalties, temperature and filters: vLLM's `raw_logprobs`.
+    They are the model's own, before bars, penalties, temperature and filters: vLLM's `raw_logprobs`. Of equal ones the
+    lowest ids come first.
     """
-    law_RV = logits_RV.float().log_softmax(-1)
-    values_RK, ids_RK = law_RV.topk(min(top, law_RV.shape[-1]))
+    law_RV = _log_softmax(logits_RV)
+    # Not topk: it takes any of those that are equal.
+    values_RV, ids_RV = law_RV.sort(dim=-1, descending=True, stable=True)
     drawn_R = law_RV.gather(-1, torch.tensor(tokens, device=law_RV.device)[:, None])[:, 0]
     return [
-        LogProbs(drawn, sorted(zip(ids, values, strict=True), key=lambda pair: (-pair[1], pair[0])))
-        for drawn, ids, values in zip(drawn_R.tolist(), ids_RK.tolist(), values_RK.tolist(), strict=True)
+        LogProbs(drawn, list(zip(ids, values, strict=True)))
+        for drawn, ids, values in zip(
+            drawn_R.tolist(), ids_RV[:, :top].tolist(), values_RV[:, :top].tolist(), strict=True
+        )
     ]
+
+
+def _log_softmax(logits_RV: Tensor) -> Tensor:
+    """In float32. Rows are made to begin where vectors may: from elsewhere a GPU sums a row in another order."""
+    vocabulary = logits_RV.shape[-1]
+    padded = F.pad(logits_RV.float(), (0, -vocabulary % VECTOR), value=BARRED)
+    return padded.log_softmax(-1)[:, :vocabulary]
 
 
 _32_BITS = 0xFFFF_FFFF
@@ -387,12 +403,14 @@ def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
     Sorting a vocabulary is slow and most laws are peaked, so a few of the largest are tried first. How many
     makes no difference to the result: the sums run from the largest down.
     """
-    # Not logsumexp: it sums a long row that is alone in its call by several threads, so in another order.
-    largest_R1 = logits_RV.log_softmax(-1).amax(-1, keepdim=True)
+    # Not logsumexp: it sums a long row that is alone in its call by several threads, so in another order. And sums of
+    # whole numbers are the same in any order.
+    largest_R1 = _log_softmax(logits_RV).amax(-1, keepdim=True)
+    enough = math.ceil(top_p * WHOLE)
     for candidates in (64, 512, logits_RV.shape[-1]):
         values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values
-        mass_RK = (values_RK + largest_R1).exp().cumsum(-1, dtype=torch.float64)
-        if bool((mass_RK[:, -1] >= top_p).all()):
+        mass_RK = (values_RK + largest_R1).exp().mul(WHOLE).long().cumsum(-1)
+        if bool((mass_RK[:, -1] >= enough).all()):
             break
-    kept_R1 = (mass_RK < top_p).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
+    kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
     return values_RK.gather(-1, kept_R1)

@@ -14,6 +14,8 @@ from paceline.config import SamplingParams
 from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores, shortlist
 
 VOCABULARY = 24
+NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NO_GPU])]
 
 
 def reference_logits(
@@ -253,12 +255,13 @@ class TestDraw:
         (33_001, torch.float32, 2, ["top_p", "everything"]),  # so long that torch splits a row among threads
     ],
 )
-def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules: Sequence[str]) -> None:
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules: Sequence[str], device: str) -> None:
     """Bit for bit the same scores whichever rows share the call, in whatever order."""
     every = [SamplingParams(seed=seed, **RULES[rule]) for seed, rule in enumerate(rules)]
     every += [every[-1], SamplingParams(temperature=0.0), every[0], SamplingParams(top_p=0.4)]
     rows = [Row(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
-    logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(dtype)
+    logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(device, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -283,6 +286,21 @@ class TestLogProbs:
             best = law[row].sort(descending=True, stable=True)
             assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
             assert all(law[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+
+    def test_of_equal_ones_the_lowest_ids_come_first(self) -> None:
+        """Logits in bfloat16 often are, and which of them are told must not depend on the rows that share the call."""
+        logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
+        logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
+        for found in log_probs(logits, [0, 0], 20):
+            assert [token for token, _ in found.top] == [*range(4091, 4096), *range(100, 115)]
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("vocabulary", [97, 4096, 50_257])
+    def test_a_row_is_alone(self, vocabulary: int, device: str) -> None:
+        logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
+        together = log_probs(logits, [*range(9)], 5)
+        for first, end in ((0, 1), (1, 2), (3, 9), (8, 9)):
+            assert log_probs(logits[first:end], [*range(first, end)], 5) == together[first:end]
 
     def test_none_at_the_top_is_none(self) -> None:
         (found,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
