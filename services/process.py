@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import secrets
 import signal
 from collections.abc import Awaitable, Callable, Iterator
@@ -28,6 +29,8 @@ from paceline.wire.server import PortError, Server
 
 log = logging.getLogger(__name__)
 
+REDIS_URL = "PACELINE_REDIS_URL"
+"""Environment variable: a command line shows its passwords to everybody on the machine."""
 COULD_NOT_START = 2
 FAILED = 1
 
@@ -56,7 +59,11 @@ def parser(kind: str, description: str) -> argparse.ArgumentParser:
     arguments.add_argument("--host", default="127.0.0.1", help="address to listen on")
     arguments.add_argument("--port", type=int, default=0, help="0: the system chooses")
     arguments.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it; else where it listens")
-    arguments.add_argument("--redis-url", help="registry and acceptance; without it, memory of this process")
+    arguments.add_argument(
+        "--redis-url",
+        default=os.environ.get(REDIS_URL),
+        help=f"registry and acceptance; or ${REDIS_URL}; without either, memory of this process",
+    )
     arguments.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
     arguments.add_argument("--speculative-config", default="{}", metavar="JSON", type=_json(SpeculativeConfig))
     arguments.add_argument("--engine-config", default="{}", metavar="JSON", type=_json(EngineConfig))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 import sys
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from paceline.models import served_name
 from paceline.telemetry import logs
 from services.gateway.admission import Limits
 from services.gateway.server import Settings, serve
-from services.process import positive, run
+from services.process import REDIS_URL, positive, run
 from services.security import add_tls, certificates, together
 
 
@@ -112,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="HTTP; 0: the system chooses")
     add("--grpc-port", type=int, default=0, help="0: the system chooses")
-    add("--redis-url", required=True, help="where workers are registered")
+    redis_url = os.environ.get(REDIS_URL)
+    add("--redis-url", default=redis_url, required=not redis_url, help=f"where workers are registered; or ${REDIS_URL}")
     add("--worker-id", default=f"gateway-{secrets.token_hex(3)}", help="its name in logs and registry")
     add("--max-in-flight", type=int, default=limits.max_in_flight, help="completions generated at once")
     add("--max-queue", type=positive, default=limits.max_queue, help="completions of a model without a first token")

@@ -3,34 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Sequence
+from unittest.mock import patch
 
 import services.draft.__main__ as draft
 import services.gateway.__main__ as gateway
 import services.target.__main__ as target
 from services.target import pool
 from tests.deploy.helm import Document
-from tests.deploy.pods import command_line
+from tests.deploy.pods import command_line, environment
 
 POD = {
     "POD_NAME": "demo-0",
     "POD_IP": "10.1.2.3",
-    "REDIS_URL": "rediss://:secret@redis.example:6380/0",
+    "PACELINE_REDIS_URL": "rediss://:secret@redis.example:6380/0",
     "REDIS_PASSWORD": "secret",
 }
 """What Kubernetes would fill in."""
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
-SERVICES: dict[str, Parse] = {"gateway": gateway._parser().parse_args, "target": target.parse, "draft": draft.parse}
+SERVICES: dict[str, Parse] = {"gateway": gateway.parse, "target": target.parse, "draft": draft.parse}
 
 
 def options(container: Document) -> argparse.Namespace:
     """What the service in this container would understand. Raises `SystemExit` for what it refuses."""
     name, *arguments = command_line(container, POD)
-    if name == "sh":
-        return pool.parse(command_of_shell(arguments))[0]
-    return SERVICES[name](arguments)
+    with patch.dict(os.environ, environment(container, POD)):
+        if name == "sh":
+            return pool.parse(command_of_shell(arguments))[0]
+        return SERVICES[name](arguments)
+
+
+def shown(container: Document) -> Sequence[str]:
+    """What everybody on the node can read of its process."""
+    return command_line(container, POD)
 
 
 def command_of_shell(arguments: Sequence[str]) -> Sequence[str]:

@@ -24,9 +24,18 @@ def pod_templates(documents: Iterable[Document]) -> Iterator[tuple[str, Document
 
 def command_line(container: Document, filled: Mapping[str, str]) -> list[str]:
     """Command and arguments, with $(...) filled in as Kubernetes does: from the container's own environment alone."""
-    own = {each["name"]: each.get("value", filled.get(each["name"], "")) for each in container.get("env", ())}
+    own = environment(container, filled)
     words = [*container.get("command", ()), *container.get("args", ())]
     return [VARIABLE.sub(lambda match: own[match[1]], word) for word in words]
+
+
+def environment(container: Document, filled: Mapping[str, str]) -> dict[str, str]:
+    """Each variable may be put together from those before it. `filled`: what comes from elsewhere."""
+    own: dict[str, str] = {}
+    for each in container.get("env", ()):
+        value = each.get("value", filled.get(each["name"], ""))
+        own[each["name"]] = VARIABLE.sub(lambda match: own[match[1]], value)
+    return own
 
 
 def complaints(pod: Document) -> Iterator[str]:

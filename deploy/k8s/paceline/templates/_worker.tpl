@@ -33,7 +33,6 @@
 {{- $ := index . 0 -}}
 {{- $its := get $.Values (index . 1) -}}
 - --metrics-port={{ $its.metricsPort }}
-- --redis-url={{ include "paceline.redisUrl" $ }}
 - --log-level={{ $.Values.logLevel }}
 {{- if $.Values.model.trustRemoteCode }}
 - --trust-remote-code
