@@ -26,6 +26,13 @@ STATUSES: Statuses = {
 Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+Admit: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
+"""Hears of a call before anything of its message is taken, and raises if that is not to be."""
+
+
+def admit_all(call: grpc.HandlerCallDetails) -> None:
+    """Whoever can connect."""
+
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call whose servicer raises with the status of that exception, its text as details.
@@ -35,13 +42,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     writes by itself.
     """
 
-    def __init__(self, statuses: Statuses, peer: str = "") -> None:
+    def __init__(self, statuses: Statuses, peer: str = "", admit: Admit = admit_all) -> None:
         """`statuses` is looked up by class, then by base class; it adds to `STATUSES`.
 
         `peer`: whom a caller's certificate must name; "": anybody. Health and reflection are for everybody.
         """
         self._statuses = {**STATUSES, **statuses}
         self._peer = peer
+        self._admit = admit
 
     async def intercept_service(
         self,
@@ -51,6 +59,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or not handler_call_details.method.startswith("/paceline."):
             return handler
+        try:
+            self._admit(handler_call_details)
+        except Exception as error:  # noqa: BLE001 - as everywhere here
+            return self._refusal(error)
         codecs = {
             "request_deserializer": handler.request_deserializer,
             "response_serializer": handler.response_serializer,
@@ -62,6 +74,14 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler.stream_stream:
             return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream), **codecs)
         raise NotImplementedError(f"{handler_call_details.method}: no service here streams requests only")
+
+    def _refusal(self, error: Exception) -> Handler:
+        """Of any method: as one that streams requests it receives none before it asks for one."""
+
+        async def refuse(requests: Any, context: Context) -> None:
+            await self._abort(error, context)
+
+        return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _reply(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def reply(request: Any, context: Context) -> Any:

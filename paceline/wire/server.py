@@ -14,7 +14,7 @@ from paceline.tls import Certificates
 from paceline.wire.channels import FRAME_BYTES, server_options
 from paceline.wire.credentials import server_credentials
 from paceline.wire.errors import LinkError
-from paceline.wire.interceptors import Statuses, StatusInterceptor
+from paceline.wire.interceptors import Admit, Statuses, StatusInterceptor, admit_all
 
 Register = Callable[[Any, grpc.aio.Server], None]
 
@@ -35,8 +35,9 @@ class Server:
         tls: Certificates | None = None,
         peer: str = "",
         receive_bytes: int = FRAME_BYTES,
+        admit: Admit = admit_all,
     ) -> None:
-        """Port 0 lets the system choose one. `statuses`: see `StatusInterceptor`.
+        """Port 0 lets the system choose one. `statuses`, `admit`: see `StatusInterceptor`.
 
         With `tls`, only who has a certificate as `peer` may call; with "" whoever has one that its authority signed.
         """
@@ -46,7 +47,7 @@ class Server:
         self.serving = False
         """Until it has started, and once it drains."""
         self._tls = tls
-        interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "")
+        interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "", admit)
         self._server = grpc.aio.server(interceptors=[interceptor], options=server_options(receive_bytes))
         self._health = health.aio.HealthServicer()
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -61,13 +61,16 @@ PUSHBACK = "grpc-retry-pushback-ms"
 SESSION_KEY = "x-session-id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
+Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def create_server(host: str, port: int, models: Models, callers: Callers, tls: Certificates | None = None) -> Server:
     """A server for the gateway, not started yet."""
-    server = Server(host, port, STATUSES, tls=tls, receive_bytes=models.room.limits.max_body_bytes)
+    inference = Inference(models, callers)
+    receive_bytes = models.room.limits.max_body_bytes
+    server = Server(host, port, STATUSES, tls=tls, receive_bytes=receive_bytes, admit=inference.check_key)
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
-    server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, Inference(models, callers), service)
+    server.add(inference_pb2_grpc.add_InferenceServiceServicer_to_server, inference, service)
     return server
 
 
@@ -76,6 +79,15 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
         self._models = models
         self._metrics = models.first.metrics
         self._callers = callers
+
+    def check_key(self, call: grpc.HandlerCallDetails) -> None:
+        """Whoever has no key sends no message. Raises `AuthenticationError`."""
+        try:
+            self._callers.caller(_authorization(call.invocation_metadata))
+        except AuthenticationError as error:
+            if call.method.endswith("/Generate"):
+                self._metrics.answered("Generate", STATUSES[type(error)].name)
+            raise
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
         """Writes by itself: who reads nothing for long loses the request, as over HTTP."""
@@ -107,15 +119,19 @@ class Inference(inference_pb2_grpc.InferenceServiceServicer):
 
     @contextmanager
     def _let_in(self, context: Context) -> Iterator[Caller]:
-        """Whoever has a key, in metadata as HTTP has it in a header. Raises `ApiError`."""
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        """Whoever has a key still, now that the message has come. Raises `ApiError`."""
         try:
-            caller = self._callers.caller(metadata.get("authorization"))
+            caller = self._callers.caller(_authorization(context.invocation_metadata()))
             with caller.request():
                 yield caller
         except RetryLaterError as error:
             context.set_trailing_metadata([*error.headers.items(), (PUSHBACK, str(1000 * error.retry_after_s))])
             raise
+
+
+def _authorization(metadata: Metadata | None) -> str | None:
+    """In metadata what HTTP has in a header."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}.get("authorization")
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:

@@ -266,6 +266,29 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
     assert 'endpoint="Generate",status="UNAUTHENTICATED"' in (await stack.http.get("/metrics")).text
 
 
+@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+async def test_a_message_without_a_key_is_not_read(stack: Stack, method: str) -> None:
+    """The answer comes while the message does not."""
+    path = f"/paceline.v1.InferenceService/{method}"
+    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        call = channel.stream_stream(path)(timeout=10.0)
+        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_large_messages_without_a_key_are_refused_and_counted_once(stack: Stack) -> None:
+    request = pb.GenerateRequest(text="x" * 7_000_000)
+    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        stub: Any = InferenceServiceStub(channel)
+        for _ in range(3):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await anext(aiter(stub.Generate(request)))
+            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+            assert refused.value.details() == "no API key: send it as `Authorization: Bearer KEY`"
+    told = (await stack.http.get("/metrics")).text
+    assert 'paceline_requests_total{endpoint="Generate",status="UNAUTHENTICATED"} 3.0' in told
+    assert "paceline_unknown_keys_total 3.0" in told
+
+
 async def test_tenants_share_no_prefix(stack: Stack, keys: Keys) -> None:
     """Salts as the target hears them: the same exactly if key and salt are the same."""
     asked = [
