@@ -14,6 +14,9 @@ logger = logging.getLogger(__name__)
 class Periodic(ABC):
     """`async with` runs `once` on entry, then every `interval_s` seconds in a task until exit.
 
+    What it raises on entry is raised there. Later it is logged, and the next turn comes all the same: a worker whose
+    heartbeats ended would be given up. An error that stays the same is logged once.
+
     What is under way at the exit is finished, not cancelled: redis-py may turn a cancellation into an error of
     the connection, and the task would go on for ever.
     """
@@ -27,7 +30,6 @@ class Periodic(ABC):
         await self.once()
         self._leaving = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name=type(self).__name__)
-        self._task.add_done_callback(self._report)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -35,15 +37,18 @@ class Periodic(ABC):
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
+        told = ""
         while not await self._left():
-            await self.once()
+            try:
+                await self.once()
+                told = ""
+            except Exception as error:
+                if repr(error) != told:
+                    logger.exception("%s failed and is tried again", type(self).__name__)
+                told = repr(error)
 
     async def _left(self) -> bool:
         """Wait until the next turn; whether there is none."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._leaving.wait(), self.interval_s)
         return self._leaving.is_set()
-
-    def _report(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception():
-            logger.critical("%s stopped", task.get_name(), exc_info=task.exception())

@@ -10,13 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
 from paceline.messages import TargetDescription
+from paceline.state.periodic import Periodic
 from paceline.state.registry import Registered, WorkerRecord
 from paceline.state.store import Store
+from paceline.state.watcher import Watcher
 from paceline.tls import Certificates
 from paceline.wire.errors import LinkError
 from paceline.wire.target_link import TargetLink
@@ -227,6 +229,20 @@ def _key(record: WorkerRecord) -> str:
     return f"{record.worker_id}@{record.address}"
 
 
+class Following(Periodic):
+    """Shows a fleet what the registry lists, for as long as the context lasts."""
+
+    interval_s = LOOK_EVERY_S
+
+    def __init__(self, fleet: Fleet, targets: Watcher, drafts: Watcher) -> None:
+        self._fleet = fleet
+        self._targets = targets
+        self._drafts = drafts
+
+    async def once(self) -> None:
+        await self._fleet.look(self._targets.workers, self._drafts.workers)
+
+
 @asynccontextmanager
 async def open_fleet(
     store: Store, model: str, fingerprint: str, others: Collection[str] = (), tls: Certificates | None = None
@@ -235,18 +251,8 @@ async def open_fleet(
     async with store.watcher("target") as targets, store.watcher("draft") as drafts, store.recorder() as recorder:
         kept = Drafts(tell=partial(recorder.count, model))
         fleet = Fleet(model, fingerprint, kept, others, tls)
-
-        async def follow() -> None:
-            async with AcceptanceOfDrafts(kept, model, store):
-                while True:
-                    await fleet.look(targets.workers, drafts.workers)
-                    await asyncio.sleep(LOOK_EVERY_S)
-
-        following = asyncio.create_task(follow(), name="follow the registry")
         try:
-            yield fleet
+            async with AcceptanceOfDrafts(kept, model, store), Following(fleet, targets, drafts):
+                yield fleet
         finally:
-            following.cancel()
-            with suppress(asyncio.CancelledError):
-                await following
             await fleet.close()

@@ -117,6 +117,24 @@ async def test_a_target_that_says_in_the_registry_that_it_drains_gets_nothing_ne
         assert not any("new@" in tended for tended in stack.gateway.fleet._tending)
 
 
+async def test_a_look_at_the_registry_that_fails_is_not_the_last(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_stack(counts) as stack:
+        failed = asyncio.Event()
+
+        def fails(*lists: object) -> None:
+            failed.set()
+            raise RuntimeError("cannot be learned")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(stack.gateway.fleet, "learn", fails)
+            await failed.wait()
+        await stack.add_target(counts)
+        assert len(stack.gateway.fleet.targets) == 2
+        assert "cannot be learned" in caplog.text
+
+
 class Moody:
     """A script that fails until its mood changes."""
 

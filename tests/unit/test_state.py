@@ -149,6 +149,21 @@ class TestRegistrationAndWatcher:
                 await beats.acquire()
             assert len(await store.registry.workers("draft")) == 1
 
+    async def test_a_worker_whose_load_cannot_be_told_once_is_listed_again(self, store: Store) -> None:
+        loads: Iterator[dict[str, float] | None] = iter([{}, None])
+
+        def load() -> dict[str, float]:
+            told = next(loads, {"running": 1.0})
+            if told is None:
+                raise RuntimeError("the engine is being rebuilt")
+            return told
+
+        async def told_again() -> bool:
+            return [worker.load.get("running") for worker in await store.registry.workers("draft")] == [1.0]
+
+        async with store.registration(draft("a"), load):
+            await eventually(told_again)
+
 
 class TestRequests:
     async def test_states_come_back_as_they_were_saved(self, store: Store) -> None:
