@@ -177,15 +177,23 @@ class Fleet:
         return {key: target for key, target in self.targets.items() if target.usable}
 
     async def _tend(self, record: WorkerRecord) -> None:
-        """Keep a link to one target until it is no longer listed."""
+        """Keep a link to one target until it is no longer listed.
+
+        One that cannot be used is looked at again when the link is lost: it may be started anew as it should be.
+        """
+        told = None
         while True:
             link = TargetLink(record.address, self._tls)
             try:
                 description = await link.connect()
-                if complaint := self._complaint(description):
-                    log.error("target %s is not used: %s", _key(record), complaint)
-                    return
-                await self._serve_with(record, link)
+                complaint = self._complaint(description)
+                if complaint is None:
+                    await self._serve_with(record, link)
+                else:
+                    if complaint != told:
+                        log.error("target %s is not used: %s", _key(record), complaint)
+                    await link.wait_lost()
+                told = complaint
             except LinkError as error:
                 log.debug("%s", error)
             finally:

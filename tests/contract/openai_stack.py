@@ -210,12 +210,13 @@ async def start_target(
     fingerprint: str = TOKENIZER.fingerprint,
     model: str = MODEL,
     tls: Certificates | None = None,
+    port: int = 0,
 ) -> RunningTarget:
     eos = (EOS,)
     description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
-    server = Server("127.0.0.1", 0, tls=tls, peer=GATEWAY)
+    server = Server("127.0.0.1", port, tls=tls, peer=GATEWAY)
     service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
     address = await server.start()

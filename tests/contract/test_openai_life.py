@@ -188,6 +188,26 @@ async def test_a_target_with_another_vocabulary_or_model_is_not_used(caplog: pyt
         await target.die()
 
 
+async def test_a_target_that_was_not_used_is_used_once_it_is_started_anew_as_it_should_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Under the same name, at the same address, and listed all the time; the same complaint is made once."""
+    async with open_stack() as stack:
+        port = 0
+        for _ in range(2):
+            wrong = await start_target(counts, 1, "stranger", fingerprint="another", port=port)
+            port = int(wrong.record.address.rsplit(":", 1)[1])
+            await stack.store.registry.register(wrong.record)
+            while not wrong.servicer._links:
+                await asyncio.sleep(0.01)
+            await wrong.die()
+        right = await start_target(counts, 1, "stranger", port=port)
+        assert right.record.address == wrong.record.address
+        assert await stack.gateway.fleet.wait_for_target(10.0)
+        assert caplog.text.count("its vocabulary differs") == 1
+        await right.die()
+
+
 async def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more() -> None:
     async with open_stack(counts, burst=1) as stack:
         expected = await whole_text(stack)
