@@ -79,7 +79,7 @@ class GatewayMetrics:
         self._answers.labels(endpoint, str(status)).inc()
 
     def rejected(self, model: str, reason: str) -> None:
-        """`reason`: `in_flight`, `queue`, `bodies`, `grammars`, `no_target`, `breaker` or `closing`."""
+        """`reason`: `in_flight`, `queue`, `bodies`, `grammars`, `no_target`, `breaker`, `closing` or `connections`."""
         self._rejections.labels(model, reason).inc()
 
     def follow_queue(self, model: str, waiting: Callable[[], float]) -> None:

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.callers import Caller, Callers
 from services.gateway.errors import ApiError, CrowdedError
 from services.gateway.guard import CROWDED
+from services.gateway.models import Models
 from services.gateway.streaming import encode_json
 
 log = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 class Entrance:
     """Middleware that finds out who calls, before anything of the body is read."""
 
-    def __init__(self, app: ASGIApp, callers: Callers) -> None:
+    def __init__(self, app: ASGIApp, models: Models, callers: Callers) -> None:
         self._app = app
+        self._models = models
         self._callers = callers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -32,13 +34,19 @@ class Entrance:
             await self._app(scope, receive, send)
             return
         try:
-            if scope.get("state", {}).get(CROWDED):
-                raise CrowdedError
+            self._check_crowd(scope)
             caller = self._callers.caller(Headers(scope=scope).get("authorization"))
             with caller.request():
                 await self._let_in(caller, scope, receive, send)
         except ApiError as error:  # ours: those of the application are answered by it
             await refusal(error)(scope, receive, send)
+
+    def _check_crowd(self, scope: Scope) -> None:
+        """Raises `CrowdedError` if it came over one connection too many."""
+        if scope.get("state", {}).get(CROWDED):
+            error = CrowdedError()
+            self._models.rejected(error)
+            raise error
 
     async def _let_in(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:

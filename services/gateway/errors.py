@@ -158,7 +158,7 @@ class CrowdedError(RetryLaterError):
     code = "crowded"
 
     def __init__(self) -> None:
-        super().__init__("too many connections are open; try again soon")
+        super().__init__("too many connections are open; try again soon", reason="connections")
 
 
 class GenerationError(ApiError):

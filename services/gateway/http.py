@@ -55,7 +55,7 @@ class JsonResponse(Response):
 def create_app(models: Models, registry: CollectorRegistry, callers: Callers) -> FastAPI:
     """The application. `/metrics` shows what `registry` holds."""
     app = FastAPI(title="Paceline", version=paceline.__version__)
-    app.add_middleware(Entrance, callers)
+    app.add_middleware(Entrance, models, callers)
     app.add_middleware(CountAnswers, models.first.metrics)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -182,7 +182,7 @@ async def _raw(request: Request, models: Models) -> bytes:
     except ClientDisconnect:
         raise ClientGoneError from None
     except OverloadedError as error:
-        models.first.metrics.rejected(models.first.model, error.reason)
+        models.rejected(error)
         raise
     finally:
         room.reading -= len(body)

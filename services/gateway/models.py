@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from services.gateway.admission import Room
-from services.gateway.errors import InvalidRequestError, OverloadedError, UnknownModelError
+from services.gateway.errors import InvalidRequestError, OverloadedError, RetryLaterError, UnknownModelError
 from services.gateway.gateway import Gateway
 
 
@@ -48,8 +48,12 @@ class Models:
                 return
             except OverloadedError as error:
                 full.append(error)
-        self.first.metrics.rejected(self.first.model, full[0].reason)
+        self.rejected(full[0])
         raise full[0]
+
+    def rejected(self, error: RetryLaterError) -> None:
+        """Count a request that was turned away unread. Nobody knows its model: it counts as the first one's."""
+        self.first.metrics.rejected(self.first.model, error.reason)
 
     def check_alive(self) -> None:
         """Raises `NoTargetError` unless requests for some model would be served."""

@@ -188,6 +188,8 @@ async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
             assert refused.json()["error"]["code"] == "crowded"
             probed = await late.get("/health")
             assert (probed.status_code, probed.headers["connection"]) == (200, "close")
+        told = (await stack.http.get("/metrics")).text
+        assert 'paceline_rejections_total{model_name="pydoc",reason="connections"} 1.0' in told
         assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
 
 

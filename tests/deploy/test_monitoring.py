@@ -151,7 +151,7 @@ def test_a_key_at_its_own_limit_is_no_want_of_room(documents: list[Document]) ->
     assert reasons == {"in_flight", "queue", "bodies", "grammars"}
     for reason in reasons:
         assert takes(refused, {"reason": reason})
-    for reason in ("no_target", "breaker", "closing"):
+    for reason in ("no_target", "breaker", "closing", "connections"):
         assert not takes(refused, {"reason": reason}), "that is 503: PacelineErrors"
 
 
