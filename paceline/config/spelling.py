@@ -54,9 +54,10 @@ def _parallel_drafting(data: Data) -> Data:
     name = rest.get(key)
     if not data["parallel_drafting"] or name in PARALLEL.values():
         return rest
-    if METHOD_ALIASES.get(str(name), name) not in PARALLEL:
+    ours = METHOD_ALIASES.get(str(name), str(name))
+    if ours not in PARALLEL:
         raise ValueError(f"parallel_drafting goes with {' and '.join(PARALLEL)}, not with {name!r}")
-    return {**rest, key: PARALLEL[METHOD_ALIASES.get(str(name), str(name))]}
+    return {**rest, key: PARALLEL[ours]}
 
 
 def _stack(data: Data) -> Data:
@@ -107,8 +108,8 @@ def _suffix_depth(data: Data) -> Data:
 
 SPELLINGS: Sequence[Callable[[Data], Data]] = (
     _heterogeneous_vocab,
-    _parallel_drafting,
     _stack,
+    _parallel_drafting,
     _model_alone,
     _lookup_range,
     _suffix_depth,
