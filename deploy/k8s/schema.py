@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.spelling import METHOD_ALIASES, SWITCHES
 from paceline.telemetry.logs import LEVELS
 
 CHART = Path(__file__).parent / "paceline"
@@ -38,6 +41,24 @@ def one_of(*words: str) -> Schema:
     return {"enum": list(words)}
 
 
+def speculation() -> Schema:
+    """Every key and name that `SpeculativeConfig` reads, each key in one spelling. What contradicts what, it says."""
+    schema = SpeculativeConfig.model_json_schema(by_alias=False)
+    properties = schema["properties"]
+    names = one_of(*properties["method"].pop("enum"), *METHOD_ALIASES)
+    del properties["method"]["type"]
+    several = {"type": "array", "items": names, "minItems": 1, "uniqueItems": True}
+    properties["method"]["anyOf"] = [names, several, {"type": "null"}]
+    twice: list[Schema] = []
+    for key, field in SpeculativeConfig.model_fields.items():
+        if isinstance(field.validation_alias, AliasChoices):
+            spellings = [str(each) for each in field.validation_alias.choices]
+            properties.update((each, properties[key]) for each in spellings)
+            twice += ({"required": list(pair)} for pair in combinations(spellings, 2))
+    properties.update((key, {"type": "boolean"}) for key in SWITCHES)
+    return {**schema, "not": {"anyOf": twice}}
+
+
 QUANTITIES: Schema = {"type": "object", "additionalProperties": {"type": ["string", "integer", "null"]}}
 TOLERATION = closed(
     {
@@ -50,7 +71,7 @@ TOLERATION = closed(
 )
 
 SHAPES: dict[str, Schema] = {
-    "speculation": SpeculativeConfig.model_json_schema(by_alias=False),
+    "speculation": speculation(),
     "engine": EngineConfig.model_json_schema(by_alias=False),
     "resources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
     "headResources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),

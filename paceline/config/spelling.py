@@ -22,6 +22,8 @@ METHOD_ALIASES = {
 }
 
 METHOD_KEYS = ("method", "speculative_method")
+SWITCHES = ("use_heterogeneous_vocab", "parallel_drafting")
+"""Keys that are true or false and say what has another key or name here."""
 
 
 def in_our_words(data: Data) -> Data:
@@ -49,10 +51,13 @@ def _parallel_drafting(data: Data) -> Data:
     """`"parallel_drafting": true` makes another method of the one that is named, as in vLLM."""
     if "parallel_drafting" not in data:
         return data
-    rest = {key: value for key, value in data.items() if key != "parallel_drafting"}
+    rest = dict(data)
+    wanted = rest.pop("parallel_drafting")
+    if not isinstance(wanted, bool):
+        raise ValueError("parallel_drafting is true or false")
     key = "speculative_method" if "speculative_method" in rest else "method"
     name = rest.get(key)
-    if not data["parallel_drafting"] or name in PARALLEL.values():
+    if not wanted or name in PARALLEL.values():
         return rest
     ours = METHOD_ALIASES.get(str(name), str(name))
     if ours not in PARALLEL:

@@ -6,12 +6,18 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
+import jsonschema
 import pytest
+from pydantic import ValidationError
 
+from paceline.config import SpeculativeConfig
+from paceline.config.methods import Method
+from paceline.config.spelling import METHOD_ALIASES, SWITCHES
 from tests.deploy import combinations
-from tests.deploy.helm import CHART, ROOT, Values, answers, defaults, merged
+from tests.deploy.helm import CHART, ROOT, Values, answers, defaults, merged, refusal
+from tests.unit.test_config import OTHER_WORDS, WRONG
 
 CHOICES = combinations.CHOICES
 CONTEXTS = [
@@ -65,6 +71,70 @@ def test_the_schema_is_closed() -> None:
         assert "additionalProperties" in each
         assert each["additionalProperties"] is not True
         assert "properties" in each or "type" in each["additionalProperties"]
+
+
+ENOUGH = {"model": "d", "hidden_states_path": "h"}
+"""For whatever method."""
+SPELLINGS: list[Values] = [
+    *({"method": name, **ENOUGH} for name in (*get_args(Method), *METHOD_ALIASES)),
+    *({"speculative_method": [name, "suffix"], **ENOUGH} for name, ours in METHOD_ALIASES.items() if ours != "none"),
+    *({"method": "draft_model", **ENOUGH, key: value} for key in SWITCHES for value in (True, False)),
+    *(given for given, _ in OTHER_WORDS),
+]
+UNKNOWN: list[Values] = [
+    {"method": "deepseek"},
+    {"method": ["suffix", "eagle4"], "model": "d"},
+    {"speculative_num_step": 3},
+    {"method": "draft_model", "model": "d", "heterogeneous_vocab": True},
+    {"method": "draft_model", "model": "d", "draft_model_path": "d"},
+    {"method": "draft_model", "model": "d", "use_heterogeneous_vocab": "yes"},
+    {"method": "draft_model", "model": "d", "parallel_drafting": "no"},
+]
+
+
+def speculation_refused(values: Values) -> bool:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["speculation"]
+    return not jsonschema.Draft7Validator(schema).is_valid(values)
+
+
+@pytest.mark.parametrize("given", SPELLINGS, ids=str)
+def test_speculation_takes_every_spelling_that_services_take(given: Values) -> None:
+    SpeculativeConfig.model_validate(given)
+    assert not speculation_refused(given)
+
+
+def test_no_key_of_speculation_is_unknown_to_services() -> None:
+    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["speculation"]
+    for key in schema["properties"]:
+        with pytest.raises(ValidationError) as caught:
+            SpeculativeConfig.model_validate({key: {}})
+        assert "extra_forbidden" not in {error["type"] for error in caught.value.errors()}
+
+
+@pytest.mark.parametrize("given", UNKNOWN, ids=str)
+def test_speculation_refuses_what_services_do_not_know(given: Values) -> None:
+    with pytest.raises(ValidationError):
+        SpeculativeConfig.model_validate(given)
+    assert speculation_refused(given)
+
+
+def test_a_wrong_value_of_one_key_is_refused_before_anything_is_installed() -> None:
+    """What several keys say together, services refuse when they start."""
+    refused = 0
+    for kind, given, _ in WRONG:
+        if kind is SpeculativeConfig and not any(value != value for value in given.values()):  # JSON has no NaN
+            with pytest.raises(ValidationError) as caught:
+                kind.model_validate(given)
+            if caught.value.errors()[0]["loc"]:
+                refused += 1
+                assert speculation_refused(given), given
+    assert refused > 20
+
+
+def test_helm_reads_the_schema_of_speculation_so() -> None:
+    known = {"method": ["suffix", "eagle3"], "draft_model_path": "d", "speculative_num_steps": 3}
+    assert not refusal({**combinations.GPU, "speculation": known})
+    assert "speculation" in refusal(merged(combinations.GPU, {"speculation": {"speculative_num_step": 3}}))
 
 
 OTHER: dict[str, Any] = {

@@ -15,36 +15,36 @@ CUSTOM = {"method": "custom_class", "speculator": "a.B"}
 TOGETHER = "methods that draft together are ngram, suffix and at most one other, none of them twice"
 
 
-@pytest.mark.parametrize(
-    ("given", "meant"),
-    [
-        ({"speculative_method": "ngram"}, {"method": "ngram"}),
-        ({"method": None}, {"method": "none"}),
-        ({"method": "off"}, {"method": "none"}),
-        ({"method": "prompt_lookup"}, {"method": "ngram"}),
-        ({"method": "standalone", "model": "d"}, DRAFT),
-        ({"method": ["ngram", "draft_model"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
-        ({"speculative_method": ["standalone", "prompt_lookup"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
-        ({"method": ["suffix", "draft_model", "ngram"], "model": "d"}, DRAFT | {"beside": ["suffix", "ngram"]}),
-        ({"method": ["suffix", "eagle3"], "model": "d"}, {"method": "eagle3", "model": "d", "beside": ["suffix"]}),
-        ({"method": ["ngram", "suffix"]}, {"method": "ngram", "beside": ["suffix"]}),
-        ({"method": ["suffix", "ngram"]}, {"method": "suffix", "beside": ["ngram"]}),
-        ({"method": ["suffix", "custom"], "speculator": "a.B"}, CUSTOM | {"beside": ["suffix"]}),
-        ({"method": ["ngram"]}, {"method": "ngram"}),
-        ({"method": "custom", "speculator": "a.B"}, CUSTOM),
-        ({"method": "draft_model", "draft_model_path": "d"}, DRAFT),
-        (DRAFT | {"use_heterogeneous_vocab": True}, DRAFT | {"vocabulary_mapping": "intersection"}),
-        (DRAFT | {"use_heterogeneous_vocab": False}, DRAFT),
-        ({"method": "ngram", "use_heterogeneous_vocab": False}, {"method": "ngram"}),
-        ({"speculative_num_steps": 7}, {"num_speculative_tokens": 7}),
-        ({"speculative_eagle_topk": 4}, {"tree_width": 4}),
-        ({"speculative_num_draft_tokens": 9}, {"max_tree_nodes": 9}),
-        ({"prompt_lookup_max": 4}, {"prompt_lookup_min": 2, "prompt_lookup_max": 4}),
-        ({"prompt_lookup_max": 1}, {"prompt_lookup_min": 1, "prompt_lookup_max": 1}),
-        ({"prompt_lookup_min": 7}, {"prompt_lookup_min": 7, "prompt_lookup_max": 7}),
-        ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "prompt_lookup_max": 5}),
-    ],
-)
+OTHER_WORDS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"speculative_method": "ngram"}, {"method": "ngram"}),
+    ({"method": None}, {"method": "none"}),
+    ({"method": "off"}, {"method": "none"}),
+    ({"method": "prompt_lookup"}, {"method": "ngram"}),
+    ({"method": "standalone", "model": "d"}, DRAFT),
+    ({"method": ["ngram", "draft_model"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
+    ({"speculative_method": ["standalone", "prompt_lookup"], "model": "d"}, DRAFT | {"beside": ["ngram"]}),
+    ({"method": ["suffix", "draft_model", "ngram"], "model": "d"}, DRAFT | {"beside": ["suffix", "ngram"]}),
+    ({"method": ["suffix", "eagle3"], "model": "d"}, {"method": "eagle3", "model": "d", "beside": ["suffix"]}),
+    ({"method": ["ngram", "suffix"]}, {"method": "ngram", "beside": ["suffix"]}),
+    ({"method": ["suffix", "ngram"]}, {"method": "suffix", "beside": ["ngram"]}),
+    ({"method": ["suffix", "custom"], "speculator": "a.B"}, CUSTOM | {"beside": ["suffix"]}),
+    ({"method": ["ngram"]}, {"method": "ngram"}),
+    ({"method": "custom", "speculator": "a.B"}, CUSTOM),
+    ({"method": "draft_model", "draft_model_path": "d"}, DRAFT),
+    (DRAFT | {"use_heterogeneous_vocab": True}, DRAFT | {"vocabulary_mapping": "intersection"}),
+    (DRAFT | {"use_heterogeneous_vocab": False}, DRAFT),
+    ({"method": "ngram", "use_heterogeneous_vocab": False}, {"method": "ngram"}),
+    ({"speculative_num_steps": 7}, {"num_speculative_tokens": 7}),
+    ({"speculative_eagle_topk": 4}, {"tree_width": 4}),
+    ({"speculative_num_draft_tokens": 9}, {"max_tree_nodes": 9}),
+    ({"prompt_lookup_max": 4}, {"prompt_lookup_min": 2, "prompt_lookup_max": 4}),
+    ({"prompt_lookup_max": 1}, {"prompt_lookup_min": 1, "prompt_lookup_max": 1}),
+    ({"prompt_lookup_min": 7}, {"prompt_lookup_min": 7, "prompt_lookup_max": 7}),
+    ({"prompt_lookup_min": 3}, {"prompt_lookup_min": 3, "prompt_lookup_max": 5}),
+]
+
+
+@pytest.mark.parametrize(("given", "meant"), OTHER_WORDS)
 def test_names_of_other_engines_mean_ours(given: dict[str, Any], meant: dict[str, Any]) -> None:
     assert SpeculativeConfig.model_validate(given) == SpeculativeConfig.model_validate(meant)
 
@@ -123,6 +123,7 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"method": "pard"}, "method pard needs `model`"),
     (SpeculativeConfig, {"method": "dflash"}, "method dflash needs `model`"),
     (SpeculativeConfig, {"method": "ngram", "parallel_drafting": True}, "goes with draft_model and eagle3, not with"),
+    (SpeculativeConfig, DRAFT | {"parallel_drafting": "no"}, "parallel_drafting is true or false"),
     (SpeculativeConfig, {"method": {}, "parallel_drafting": True}, "goes with draft_model and eagle3, not with {}"),
     (SpeculativeConfig, DRAFT | {"vocabulary_mapping": "guess"}, "vocabulary_mapping"),
     (SpeculativeConfig, DRAFT | {"use_heterogeneous_vocab": "yes"}, "use_heterogeneous_vocab"),
