@@ -6,11 +6,18 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import httpx
 
 from loadtests.chaos.transcript import StreamError, Transcript
+
+EVERY_SECOND_IS_SHORT = "[^ ]*(?: [^ ]* [^ ]?)*(?: [^ ]*)?"
+"""Words between blanks, of which every second has one character at most: any tokenizer can write so for ever, and who
+forgets what was said before, or a part of it, writes something else."""
+LAST = 9
+"""A token that every vocabulary has."""
 
 LAWS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -18,6 +25,7 @@ LAWS: dict[str, dict[str, Any]] = {
     "penalties": {"temperature": 0.8, "seed": 12, "repetition_penalty": 1.3, "presence_penalty": 0.4},
     "frequency": {"temperature": 1.0, "seed": 13, "frequency_penalty": 0.6, "top_k": 12, "min_p": 0.01},
     "log-probs": {"temperature": 0.7, "seed": 2**63 + 1, "logprobs": 3},
+    "grammar": {"temperature": 0.8, "seed": 14, "structured_outputs": {"regex": EVERY_SECOND_IS_SHORT}},
 }
 NUMBERS = ("1 2 3", "7 11 13 7 11", "5 4 3 2 1")
 SENTENCES = ("Return the number of", "def load(path):\n    ", "Parse a string of")
@@ -42,17 +50,31 @@ class UnexpectedAnswerError(Exception):
         self.retry_after_s = float(response.headers.get("retry-after", "0"))
 
 
+def barred(max_tokens: int) -> dict[str, Any]:
+    """`LAST` comes as soon as it may, with the last token: who counts the output wrongly ends elsewhere."""
+    return {
+        "temperature": 0.8,
+        "seed": 15,
+        "logit_bias": {str(LAST): 100, "5": 3, "11": -100},
+        "bad_words": ["7", "1 2"],
+        "stop_token_ids": [LAST],
+        "min_tokens": max_tokens - 1,
+    }
+
+
 async def cases(
     http: httpx.AsyncClient, url: str, prompts: Sequence[str], max_tokens: int, more: Mapping[str, Any] | None = None
 ) -> list[Case]:
     """Every law for every prompt, and a stop string that spans tokens; each asked once, plainly. All have `more`.
 
+    Those that end by themselves, however long an answer may be, come last.
+
     Raises what `ask` raises.
     """
+    laws = [*product(enumerate(prompts), LAWS.items()), *product(enumerate(prompts), [("barred", barred(max_tokens))])]
     bodies = {
         f"{name} {number}": {"prompt": prompt, "max_tokens": max_tokens, **ASKED, **law, **(more or {})}
-        for number, prompt in enumerate(prompts)
-        for name, law in LAWS.items()
+        for (number, prompt), (name, law) in laws
     }
     plain = await asyncio.gather(*(_reference(http, url, name, body) for name, body in bodies.items()))
     stopped = [

@@ -7,6 +7,7 @@ What a target says plainly and undisturbed is the reference.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +22,7 @@ import pytest_asyncio
 
 from loadtests.chaos import run as chaos
 from loadtests.chaos.blows import REDIS, Blow
-from loadtests.chaos.cases import Case, ask
+from loadtests.chaos.cases import LAST, Case, ask
 from loadtests.chaos.client import Client
 from loadtests.chaos.run import Plan
 from loadtests.chaos.stack import ChaosStack, running
@@ -79,6 +80,20 @@ async def scene() -> AsyncIterator[Scene]:
         yield Scene(stack, http, known, replace(stack, urls={"gateway-3": mutant}))
 
 
+async def test_what_is_expected_keeps_its_law(scene: Scene) -> None:
+    """A law that changed nothing would test nothing. Token i reads as the number i."""
+    of_law = {law: [case for case in scene.known if case.name.startswith(law)] for law in ("grammar", "barred")}
+    assert all(map(len, of_law.values()))
+    for case in of_law["grammar"]:
+        assert [token for token in case.expected.tokens[1::2] if token > 9] == []
+        assert len(case.expected.tokens) == TOKENS
+    for case in of_law["barred"]:
+        *tokens, last = case.expected.tokens
+        assert not {LAST, 7, 11} & set(tokens)
+        assert [*itertools.pairwise(tokens)].count((1, 2)) == 0
+        assert (last, len(tokens), case.expected.finish_reason) == (LAST, TOKENS - 1, "stop")
+
+
 async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(scene: Scene) -> None:
     """The retry with the same seed, at the other gateway, gets the same tokens."""
     first, other = scene.stack.urls.values()
@@ -93,6 +108,18 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(s
         again = await ask(scene.http, other, {**stream.case.body, "max_tokens": TOKENS})
         assert again.tokens[:20] == stream.got.tokens[:20]
         assert again.tokens == stream.case.expected.tokens
+    async with asyncio.timeout(PATIENCE_S):
+        await scene.stack.whole()
+
+
+async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) -> None:
+    """All targets are killed: they know nothing any more of what was said, and how much."""
+    known = [case for case in scene.known if case.name.startswith(("grammar", "barred"))]
+    async with streaming(scene.http, known, *scene.stack.urls.values()) as streams:
+        await came(streams, 10)
+        assert scene.stack.strike(Blow(0.0, tuple(scene.stack.deployment.targets), "kill")) == 2
+    for stream in streams:
+        stream.check()
     async with asyncio.timeout(PATIENCE_S):
         await scene.stack.whole()
 

@@ -53,6 +53,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     said: list[str] = []
     async with running(wish, said.append, 1) as stack, client() as http:
         known = await cases(http, stack.urls["gateway-1"], PROMPTS, TOKENS, {"ignore_eos": True})
+        assert all(len(case.expected.tokens) == TOKENS for case in known if not case.name.startswith("stop"))
         yield stack, http, known
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import httpx
 import pytest
 
 from loadtests.chaos.blows import REDIS, Blow, Victims, blows
-from loadtests.chaos.cases import Case
+from loadtests.chaos.cases import LAWS, Case, cases
 from loadtests.chaos.tally import Tally
 from loadtests.chaos.transcript import StreamError, Transcript
+from services.gateway.bodies import CompletionBody
 
 VICTIMS = Victims(("gateway-1", "gateway-2"), ("target-1", "target-2", "target-3"), ("draft-1", "draft-2"))
 WHOLE = Transcript("1 2", [1, 2], [(-0.5, {"1": -0.5}), (-0.25, {})], "length", {"completion_tokens": 2}, whole=True)
@@ -56,6 +59,29 @@ def test_a_change_is_counted(change: dict[str, Any]) -> None:
     assert tally.changed_outputs == 1
     assert tally.lost_tokens == ("tokens" in change and len(change["tokens"]) == 1)
     assert not tally.clean
+
+
+async def test_references_are_asked_without_speculation_and_answers_with_it() -> None:
+    asked = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(CompletionBody.model_validate_json(request.content))
+        chunk = {"choices": [{"text": "1 2", "token_ids": [1, 2], "finish_reason": "length"}]}
+        return httpx.Response(200, text=f"data: {json.dumps(chunk)}\n\ndata: [DONE]\n\n")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
+        known = await cases(http, "http://gateway", ("1 2", "3"), 40, {"ignore_eos": True})
+    assert {case.name for case in known} == {
+        f"{law} {prompt}" for law in (*LAWS, "barred", "stop greedy", "stop sampled") for prompt in range(2)
+    }
+    assert len(asked) == len(known)
+    for body in asked:
+        assert body.speculative is not None
+        assert body.speculative.enabled is False
+        assert (body.max_tokens, body.ignore_eos) == (40, True)
+    assert not any("speculative" in case.body for case in known)
+    assert sum(body.structured_outputs is not None for body in asked) == 2
+    assert [bool(body.logit_bias and body.bad_words and body.min_tokens == 39) for body in asked].count(True) == 2
 
 
 def test_what_came_before_a_cut_has_to_be_right() -> None:
