@@ -139,6 +139,14 @@ def test_a_broken_checkpoint_says_what_is_broken(damage: object, said: str, copy
     assert str(copy) in str(caught.value)
 
 
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+def test_a_target_is_refused_though_its_mtp_layer_can_be_loaded(kind: str, copy: Path) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "model_type": kind, "num_experts": 2, "layer_types": None}))
+    with pytest.raises(ValueError, match="has layers of the kind linear_attention"):
+        load(str(copy), CONFIG)
+
+
 def test_a_model_that_keeps_a_state_is_refused_before_it_is_read(copy: Path) -> None:
     config = json.loads((copy / "config.json").read_text())
     layers = ["linear_attention", "full_attention"]
