@@ -11,8 +11,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from paceline.training.bar import shown
 from paceline.training.models import next_token_loss
 from paceline.training.tokens import Ids, windows
 from paceline.training.trainer import Model, Trainer
@@ -36,13 +38,14 @@ class Stopped(Exception):
 def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[str, Any]]) -> None:
     """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT.
 
-    `evaluate` says how good the model is now, for the journal.
+    `evaluate` says how good the model is now, for the journal. On a terminal a bar shows how far it is.
     """
     checkpoint, journal = name.with_suffix(".pt"), name.with_suffix(".jsonl")
     checkpoint_due, evaluation_due = _Timer(CHECKPOINT_SECONDS), _Timer(EVALUATION_SECONDS)
-    with _noticed_signals() as signals:
+    with _noticed_signals() as signals, shown(trainer, name.name, Console(stderr=True)) as tell:
         while trainer.fraction < 1 and not signals:
             loss = trainer.step()
+            tell(loss)
             if trainer.progress.step % STEPS_PER_RECORD == 0:
                 _record(journal, trainer, {"loss": loss})
             if evaluation_due():

@@ -86,6 +86,10 @@ class Trainer(Generic[Model]):
         """The part of the budget that is spent, 0 to 1."""
         return min(1.0, self.progress.seconds / self._budget)
 
+    @property
+    def seconds_left(self) -> float:
+        return max(0.0, self._budget - self.progress.seconds)
+
     def step(self) -> float:
         """One update; returns the loss before it, in nats per token."""
         started = self._clock()

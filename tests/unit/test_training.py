@@ -2,6 +2,8 @@
 
 import ast
 import copy
+import io
+import logging
 import re
 import signal
 import subprocess
@@ -20,7 +22,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from paceline import family
-from paceline.training import corpus, evaluation
+from paceline.training import corpus, evaluation, session
 from paceline.training.chats import CALL_QUESTIONS, QUESTIONS, Chat, chats, questions
 from paceline.training.distil import ask
 from paceline.training.docstrings import first_paragraph
@@ -225,6 +227,54 @@ def test_a_sitting_that_is_told_to_stop_keeps_everything(documents: list[Ids], t
     resumed.load(tmp_path / "micro.pt")
     assert resumed.progress == trainer.progress
     assert resumed.progress.step == 3
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def logging_records(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, session.__name__)
+
+
+def sitting(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
+    """What a sitting says that makes a record of every step, each of which takes 1 s."""
+    monkeypatch.setattr(sys, "stderr", stderr)
+    monkeypatch.setattr(session, "STEPS_PER_RECORD", 1)
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("TERM", "xterm")
+    handler = logging.StreamHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
+    trainer = micro_trainer(documents, count().__next__)
+    train(trainer, folder / "micro", held_out_loss_of(trainer.model, documents[:1]))
+    assert handler.stream is stderr
+    assert sys.stderr is stderr
+    return stderr.getvalue()
+
+
+@pytest.mark.usefixtures("logging_records")
+def test_on_a_terminal_a_bar_shows_how_far_training_is(
+    documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = sitting(documents, tmp_path, monkeypatch, Terminal())
+    journal = read_journal(tmp_path / "micro.jsonl")
+    steps, last = [record for record in journal if "loss" in record], journal[-1]
+    speed = last["tokens"] / last["seconds"]
+    end = f"loss {steps[-1]['loss']:.3f} · {speed:,.0f} tokens/s · 0:00:00 left"
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", said)]
+    assert any(line.startswith("micro ") and "100%" in line and line.rstrip().endswith(end) for line in lines)
+    assert sum(line.startswith("{'step'") for line in lines) == len(journal), "a record was written into the bar"
+
+
+@pytest.mark.usefixtures("logging_records")
+def test_without_a_terminal_there_is_no_bar(
+    documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    said = sitting(documents, tmp_path, monkeypatch, io.StringIO())
+    assert said.splitlines() == [str(record) for record in read_journal(tmp_path / "micro.jsonl")]
 
 
 def test_training_attention_is_plain_causal_attention() -> None:
