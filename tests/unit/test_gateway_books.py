@@ -169,6 +169,8 @@ def test_the_gateway_s_own_requests_are_not_taken_for_those_of_others_when_they_
         stay.tokens([1])
         target.tell({"running": 99.0, "beat": 2})
         assert target.work(habits) == 2 * habits.rows.value + target.rows, "deltas are ahead of heartbeats"
+    target.hear()
+    assert target.work(habits) == 2 * habits.rows.value, "a load is counted when it comes, not when it is looked at"
     target.tell({"running": 99.0, "beat": 3})
     assert target.work(habits) == 2 * habits.rows.value, "this one was sent before all had ended"
     clock.now += AHEAD_S
