@@ -24,6 +24,9 @@ TRAIL = 512
 LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
 
+LEAST_DOUBT = 1e-3
+"""The least probability that is left for a draft's being wrong, where another one contradicts it."""
+
 Law = Mapping[int, int]
 """What a draft drew a guess from: tokens, each with a positive weight in proportion to which it is drawn. An empty one
 stands for certainty: nothing but this guess could have come."""
@@ -38,14 +41,16 @@ def _certain() -> Law:
 class Node:
     """One token at one position; guessed, unless it is a root.
 
-    `log_prob` estimates the probability that the target draws this token given that it drew the parent's
-    path; `path_log_prob` is the sum of these from the root, and so falls along every path. Natural logs.
+    `log_prob` is the word of the draft: the probability that the target draws this token given that it drew the
+    parent's path. `chance_log_prob` is what the tree makes of it; `path_log_prob` is the sum of these from the root,
+    or less where drafts contradict each other, and so falls along every path. Natural logs.
     """
 
     token: int
     position: int
     parent: Node | None
     log_prob: float = 0.0
+    chance_log_prob: float = 0.0
     path_log_prob: float = 0.0
     source: int = 0
     """Which of a request's drafts guessed it first."""
@@ -316,11 +321,15 @@ class TokenTree:
     def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int, law: Law) -> Node:
         position = parent.position + 1
         depth = position - self.root.position
-        node = Node(token, position, parent, _bounded(log_prob), 0.0, source, rank, depth, law=law)
-        node.path_log_prob = parent.path_log_prob + self._weigh(node)
+        node = Node(token, position, parent, _bounded(log_prob), 0.0, 0.0, source, rank, depth, law=law)
+        node.chance_log_prob = self._weigh(node)
+        node.path_log_prob = parent.path_log_prob + node.chance_log_prob
+        contested = any(sibling.source != source for sibling in parent.children.values())
         parent.children[token] = node
         self.size += 1
         self._best.clear()
+        if contested:
+            self._settle(parent)
         return node
 
     def _confirm(self, node: Node, log_prob: float, source: int, rank: int) -> None:
@@ -331,13 +340,30 @@ class TokenTree:
         parent, depth = node.parent, node.position - self.root.position
         if parent is None or depth < 1 or self._width == 1:
             return
-        again = Node(node.token, node.position, parent, _bounded(log_prob), 0.0, source, rank, depth)
-        rise = parent.path_log_prob + self._weigh(again) - node.path_log_prob
-        if rise > 0:
-            node.log_prob, node.source, node.rank, node.first_depth = again.log_prob, source, rank, depth
-            for each in (node, *node.subtree()):
-                each.path_log_prob += rise
-            self._best.clear()
+        again = Node(node.token, node.position, parent, _bounded(log_prob), 0.0, 0.0, source, rank, depth)
+        again.chance_log_prob = self._weigh(again)
+        if again.chance_log_prob > node.chance_log_prob:
+            node.log_prob, node.chance_log_prob = again.log_prob, again.chance_log_prob
+            node.source, node.rank, node.first_depth = source, rank, depth
+            self._settle(parent)
+
+    def _settle(self, place: Node) -> None:
+        """Several drafts guess what follows this node. Only one token does: who contradicts, makes less likely.
+
+        Each draft is an independent witness that one of its guesses is right, with odds o = p / (1 - p) for the sum p
+        of their chances. One of them is with o / (1 + the sum of all such odds), each in proportion to its chance.
+        """
+        sums: dict[int, float] = {}
+        for child in place.children.values():
+            sums[child.source] = sums.get(child.source, 0.0) + math.exp(child.chance_log_prob)
+        doubts = {source: max(1.0 - chance, LEAST_DOUBT) for source, chance in sums.items()}
+        total = 1.0 + sum(chance / doubts[source] for source, chance in sums.items())
+        for child in place.children.values():
+            chance_log_prob = child.chance_log_prob - math.log(doubts[child.source] * total)
+            change = place.path_log_prob + chance_log_prob - child.path_log_prob
+            for node in (child, *child.subtree()):
+                node.path_log_prob += change
+        self._best.clear()
 
     def _name(self, node: Node, source: int, id_: int) -> None:
         """One id per node: a draft gives a place only one, and a hostile one cannot make us remember more."""

@@ -29,11 +29,21 @@ def check_books(tree: TokenTree) -> None:
     assert tree.size == len(nodes) == len(set(map(id, nodes)))
     assert tree.root.parent is None
     for parent in (tree.root, *nodes):
+        contested = len({child.source for child in parent.children.values()}) > 1
         for token, child in parent.children.items():
             assert (child.token, child.position) == (token, parent.position + 1)
             assert child.parent is parent
             assert -math.inf < child.path_log_prob <= parent.path_log_prob <= 0
-            assert child.path_log_prob == pytest.approx(parent.path_log_prob + child.log_prob)
+            if not contested:
+                assert child.path_log_prob == pytest.approx(parent.path_log_prob + child.log_prob)
+        if contested:
+            assert sum(chance_at(child) for child in parent.children.values()) <= 1 + 1e-9
+
+
+def chance_at(node: Node) -> float:
+    """Where its parent is right."""
+    assert node.parent is not None
+    return math.exp(node.path_log_prob - node.parent.path_log_prob)
 
 
 def chain(tree: TokenTree, tokens: Sequence[int]) -> list[Node]:
@@ -174,15 +184,77 @@ class TestExamples:
 
     def test_of_two_who_guess_the_same_the_surer_is_believed(self) -> None:
         tree = TokenTree(9, 0)
-        tree.graft(Growth(9, 1, [0, 1, 0], [1, 2, 3], [-1.0, -0.5, -0.1]), ROOM, source=1)
-        assert [node.token for node in tree.best(3, 9)] == [3, 1, 2]
-        assert tree.graft(Growth(9, 1, [0, 0], [1, 3], [-0.05, -2.0]), ROOM) == 0
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [-1.0, -0.5]), ROOM, source=1)
+        assert [node.path_log_prob for node in tree.best(9, 9)] == [-1.0, -1.5]
+        assert tree.graft(Growth(9, 1, [0], [1], [-0.05]), ROOM) == 0
         check_books(tree)
-        assert [node.token for node in tree.best(3, 9)] == [1, 3, 2], "what was remembered of the best is out of date"
-        words = {node.token: (node.source, node.log_prob, node.path_log_prob) for node in tree.nodes()}
-        assert words == {1: (0, -0.05, pytest.approx(-0.05)), 2: (1, -0.5, pytest.approx(-0.55)), 3: (1, -0.1, -0.1)}
-        tree.graft(Growth(9, 3, [0], [1], [0.0]), ROOM)
+        assert [node.path_log_prob for node in tree.best(9, 9)] == pytest.approx([-0.05, -0.55]), "not as remembered"
+        assert {node.token: (node.source, node.log_prob) for node in tree.nodes()} == {1: (0, -0.05), 2: (1, -0.5)}
+        assert tree.graft(Growth(9, 3, [1], [2], [-2.0]), ROOM) == 0
+        assert tree.best(9, 9)[1].path_log_prob == pytest.approx(-0.55), "what is less sure changes nothing"
+        tree.graft(Growth(9, 9, [0], [1], [0.0]), ROOM)
         assert tree.root.children[1].log_prob == -0.05, "a draft has one word on each guess"
+
+    def test_who_contradicts_makes_less_likely(self) -> None:
+        """Odds of 19 for one guess, of 4 for another, and of 1 for neither."""
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.8), math.log(0.5)]), ROOM, source=1)
+        tree.graft(Growth(9, 1, [0], [3], [math.log(0.95)]), ROOM)
+        chances = {node.token: math.exp(node.path_log_prob) for node in tree.best(9, 9)}
+        assert chances == pytest.approx({3: 19 / 24, 1: 4 / 24, 2: 2 / 24}), "and what follows it, too"
+        check_books(tree)
+
+    def test_a_draft_does_not_contradict_itself(self) -> None:
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0, 0], [1, 2], [math.log(0.6), math.log(0.3)]), ROOM)
+        assert [math.exp(node.path_log_prob) for node in tree.best(9, 9)] == pytest.approx([0.6, 0.3])
+        tree.graft(Growth(9, 1, [0], [3], [math.log(0.5)]), ROOM, source=1)
+        chances = {node.token: math.exp(node.path_log_prob) for node in tree.best(9, 9)}
+        assert chances == pytest.approx({1: 6 / 11, 2: 3 / 11, 3: 1 / 11}), "odds of 9 for one of the two, and of 1"
+
+    def test_who_comes_round_contradicts_no_more(self) -> None:
+        """Another draft is surer of the very guess that stood against it."""
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.5)]), ROOM, source=1)
+        tree.graft(Growth(9, 1, [0, 0], [2, 1], [math.log(0.3), math.log(0.6)]), ROOM)
+        assert {n.token: math.exp(n.path_log_prob) for n in tree.nodes()} == pytest.approx({1: 0.6, 2: 0.3})
+
+    def test_the_best_are_others_once_somebody_has_agreed(self) -> None:
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.4)]), ROOM, source=1)
+        tree.graft(Growth(9, 1, [0], [2], [math.log(0.5)]), ROOM)
+        assert [node.token for node in tree.best(9, 9)] == [2, 1]
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM, source=2)
+        assert [node.token for node in tree.best(9, 9)] == [1, 2], "what was remembered is out of date"
+
+    @pytest.mark.parametrize("certain", [0.0, 5.0])
+    def test_two_who_are_certain_of_different_things_are_as_good(self, certain: float) -> None:
+        tree = TokenTree(9, 0)
+        for source in range(2):
+            tree.graft(Growth(9, 1, [0], [source], [certain]), ROOM, source=source)
+        first, second = (math.exp(node.path_log_prob) for node in tree.nodes())
+        assert first == pytest.approx(second) == pytest.approx(0.5, abs=1e-3)
+        check_books(tree)
+
+    @given(st.lists(st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=3)), max_size=8))
+    def test_it_does_not_matter_who_speaks_first(self, paths: list[tuple[int, list[int]]]) -> None:
+        """The probabilities of guesses are of who made them, whatever the order."""
+        rng = random.Random(5)
+        words: dict[tuple[int, tuple[int, ...]], float] = {}
+        trees = []
+        for order in (paths, sorted(paths, key=lambda path: -path[0])):
+            tree, known = TokenTree(9, 0), {(source, ()): ROOT_ID for source in range(3)}
+            for source, tokens in order:
+                for end in range(1, len(tokens) + 1):
+                    guess = (source, tuple(tokens[:end]))
+                    if guess not in known:
+                        word = words.setdefault(guess, math.log(rng.uniform(0.01, 0.3)))
+                        known[guess] = 1 + len(known)
+                        parent = known[source, tuple(tokens[: end - 1])]
+                        tree.graft(Growth(9, known[guess], [parent], [tokens[end - 1]], [word]), ROOM, source)
+                        check_books(tree)
+            trees.append({tuple(n.token for n in node.path()): node.path_log_prob for node in tree.nodes()})
+        assert trees[0] == pytest.approx(trees[1])
 
     def test_in_a_chain_nobody_is_believed_for_having_drawn_it_again(self) -> None:
         """What is drawn from a law must be verified whatever was drawn."""
