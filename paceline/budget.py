@@ -12,6 +12,7 @@ import bisect
 import math
 import operator
 from collections.abc import Callable, Sequence
+from itertools import chain, repeat
 
 Cost = Callable[[int], float]
 """Rows, at least one -> seconds."""
@@ -62,7 +63,7 @@ class StepCost:
     SURPRISE = 0.1
     """Twice the expected rest, and this share of the pass, is believed of one step."""
 
-    def __init__(self, passes: RowCost) -> None:
+    def __init__(self, passes: Cost) -> None:
         self._passes = passes
         self._steps = self._rows = self._seconds = self._rows_variance = self._covariance = 0.0
 
@@ -217,10 +218,10 @@ class NextRound:
 
     Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
     token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`. Where
-    others have guessed what comes next, the first rounds bring nothing new, but those after them may. Rounds pay while
-    some number of them brings more tokens per second than the step does as things stand. Both are moving averages that
-    start from a hopeful guess, and creep back to it with every refusal, or else a draft that is refused would be for
-    ever.
+    others have guessed what comes next, a round brings something when they are wrong, which says nothing about whether
+    this draft is. Rounds pay while some number of them brings more tokens per second than the step does as things
+    stand. Both are moving averages that start from a hopeful guess, and creep back to it with every refusal, or else a
+    draft that is refused would be for ever.
     """
 
     HOPE = 0.8
@@ -238,15 +239,15 @@ class NextRound:
         self._gain = self.HOPE
 
     def pays(
-        self, frontier: float, expected: float, step_s: float, *, beyond: float = 0.0, rounds_left: int = 1
+        self, frontier: float, expected: float, step_s: float, *, beyond: Sequence[float] = (), rounds_left: int = 1
     ) -> bool:
-        """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses, and
-        `beyond` by what others guess after these. `step_s`: what they would take, rounds so far included.
-        `rounds_left`: so many may follow."""
-        earns, brings, next_ = expected / step_s, -beyond, frontier
-        for rounds in range(1, rounds_left + 1):
-            next_ *= min(self._gain, self.MOST_GAIN)
-            brings += next_
+        """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses.
+        `beyond`: those that others guess one level after these, two levels, and so on. `step_s`: what all of them would
+        take, rounds so far included. `rounds_left`: so many may follow."""
+        earns, brings, right = expected / step_s, 0.0, 1.0
+        for rounds, guessed in zip(range(1, rounds_left + 1), chain(beyond, repeat(0.0)), strict=False):
+            right *= min(self._gain, self.MOST_GAIN)
+            brings += right * (frontier - guessed)
             if brings > earns * rounds * self._delay:
                 return True
         self._gain += self.FORGETTING * (self.HOPE - self._gain)
@@ -324,10 +325,8 @@ class Calibration:
     CELLS = BINS * PER_BIN
     BELIEF = 8.0
     """Weight of the draft's word in its bin, and of the bin in its cell, in guesses."""
-    HEARSAY = 100.0
-    """Guesses that a bin or a cell may start with."""
-    MEMORY = 2000.0
-    """Guesses after which the older counts of a bin or a cell weigh half."""
+    MEMORY = 64.0
+    """Guesses that a bin or a cell counts for, at most. One workload follows another."""
 
     def __init__(self) -> None:
         self.drafted = [0.0] * self.CELLS
@@ -336,7 +335,7 @@ class Calibration:
         self._bin_accepted = [0.0] * self.BINS
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: counts by cell, of which no more than `HEARSAY` are believed.
+        """Start from what was learned elsewhere: counts by cell, of which no more than `MEMORY` are believed.
 
         Counts of another shape are ignored.
         """
@@ -373,12 +372,41 @@ class Calibration:
         return [sum(counts[i : i + cls.PER_BIN]) for i in range(0, len(counts), cls.PER_BIN)]
 
     def _count(self, drafted: list[float], accepted: list[float], i: int, hit: bool) -> None:
-        if drafted[i] >= self.MEMORY:
-            drafted[i] /= 2
-            accepted[i] /= 2
-        drafted[i] += 1
-        accepted[i] += hit
+        kept = min(1.0, (self.MEMORY - 1) / drafted[i]) if drafted[i] else 1.0
+        drafted[i] = drafted[i] * kept + 1
+        accepted[i] = accepted[i] * kept + hit
 
     def _believed(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
-        scales = [min(1.0, self.HEARSAY / tried) if tried else 0.0 for tried in drafted]
+        scales = [min(1.0, self.MEMORY / tried) if tried else 0.0 for tried in drafted]
         return list(map(operator.mul, drafted, scales)), list(map(operator.mul, accepted, scales))
+
+
+class Tendency:
+    """How much likelier one request's guesses turn out to be than such guesses are with all requests.
+
+    Its odds are those of the others, multiplied by how many times more hits it had than expected, and divided by the
+    same for misses. `BELIEF` hits and misses that were as expected come first, so nothing learned is no correction.
+    Old ones fade: a request may go from prose to code.
+    """
+
+    BELIEF = 6.0
+    MEMORY = 256.0
+    """Guesses, at most."""
+
+    def __init__(self) -> None:
+        self._guesses = self._hits = self._expected = 0.0
+
+    def __call__(self, log_prob: float) -> float:
+        """`log_prob`: of a guess, with all requests."""
+        hits, expected, belief = self._hits, self._expected, self.BELIEF
+        misses, expected_misses = self._guesses - hits, self._guesses - expected
+        factor = (hits + belief) / (expected + belief) * (expected_misses + belief) / (misses + belief)
+        right, wrong = factor * math.exp(log_prob), -math.expm1(log_prob)
+        return math.log(right / (right + wrong))
+
+    def observe(self, log_prob: float, hit: bool) -> None:
+        """A guess that was as probable as this with all requests was verified."""
+        kept = min(1.0, (self.MEMORY - 1) / self._guesses) if self._guesses else 1.0
+        self._guesses = self._guesses * kept + 1
+        self._hits = self._hits * kept + hit
+        self._expected = self._expected * kept + math.exp(log_prob)

@@ -149,13 +149,17 @@ class Engine:
         start = self._clock()
         self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
-        self._guesses.gather(self._requests, self._scheduler.drawing())
+        drawing = list(self._scheduler.drawing())
+        self._guesses.gather(self._requests, drawing)
+        gathered = self._clock()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
         if works:
             deltas += self._run(works)
             self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
+        if drawing:
+            self._guesses.stepped(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
         self._report(works, deltas, self._clock() - start)
         return deltas
 
@@ -294,7 +298,7 @@ class Engine:
 
     def _learn(self, work: Work, tokens: Sequence[int], accepted: int) -> None:
         """Count what was verified, and what the draft's confidence turned out to be worth."""
-        root, greedy = work.request.tree.root, work.request.law.greedy
+        root = work.request.tree.root
         depths = [node.position - root.position for node in work.nodes]
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(depths, accepted)
@@ -303,8 +307,7 @@ class Engine:
         for node in work.nodes:
             if id(node.parent) in drawn:
                 hit = node.token == drawn[id(node.parent)]
-                cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
-                self.calibrations[node.source, greedy].observe(cell, hit)
+                cell = work.request.credit.observe(node, hit)
                 if node.source == POOL:
                     self._tally.guesses.append((cell, hit))
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from functools import partial
 
 from paceline.budget import Calibration
 from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.engine.credit import Credit
 from paceline.engine.request import Request
 from paceline.engine.waiting import Clock
 from paceline.grammar.following import Grammars, GrammarState
 from paceline.messages import Submission
 from paceline.model.model import Model
-from paceline.tree import Node, Permit, TokenTree, permit_any
+from paceline.tree import Permit, TokenTree, permit_any
 from paceline.verify import Strategy
 
 
@@ -45,6 +45,7 @@ class Intake:
         law = self._strategy.law(submission.sampling)
         grammar = self._follow(law, submission)
         width = 1 if self._strategy.by_law else None
+        credit = Credit(self._calibrations, greedy=law.greedy)
         request = Request(
             next(self._serial),
             submission,
@@ -52,7 +53,8 @@ class Intake:
             min(submission.sampling.max_tokens, room),
             self._speculation.limits(submission.speculative),
             self._model.vocabulary_size,
-            TokenTree(len(tokens) - 1, tokens[-1], partial(self._weigh, law.greedy), width, self._permit(grammar)),
+            TokenTree(len(tokens) - 1, tokens[-1], credit.weigh, width, self._permit(grammar)),
+            credit,
             self._clock(),
             grammar,
         )
@@ -83,6 +85,3 @@ class Intake:
         if grammar is None or self._strategy.by_law:
             return permit_any
         return lambda parent, token: grammar.permits([node.token for node in parent.path()], token)
-
-    def _weigh(self, greedy: bool, node: Node) -> float:
-        return self._calibrations[node.source, greedy](node.log_prob, node.rank, node.first_depth)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import SamplingParams
+from paceline.engine.credit import Credit
 from paceline.engine.slots import BLOCK, Block, SlotPool
 from paceline.grammar.following import GrammarState
 from paceline.messages import GRAMMAR_ERROR, FinishReason, SpeculationStats, Submission, Usage
@@ -44,10 +45,12 @@ class Request:
         limits: tuple[int, int],
         vocabulary_size: int,
         tree: TokenTree,
+        credit: Credit,
         arrived: float,
         grammar: GrammarState | None = None,
     ) -> None:
-        """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain."""
+        """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain.
+        `credit`: what guesses in the tree count for."""
         self.key = key
         self.id = submission.request_id
         self.submission = submission
@@ -57,6 +60,7 @@ class Request:
         self.tokens = [*submission.prompt, *submission.committed]
         self.history = History(law, submission.prompt, submission.committed, vocabulary_size, grammar)
         self.tree = tree
+        self.credit = credit
         self.lane = Lane()
         self.shared: list[Block] = []
         self.cached_tokens = 0

@@ -7,7 +7,7 @@ the gap within the step's rows, oldest request first. Where only the root is mis
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
@@ -159,7 +159,7 @@ def best_guesses(request: Request) -> list[Node]:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its seconds.
+    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`.
 
     What else may be foreseen is about the requests' own drafts, which is not all that the trees hold where others
     guess beside them.
@@ -171,11 +171,11 @@ class Outlook:
     """Of the tokens, those that these drafts guess."""
     frontier: float
     """Those at which their deepest guesses end, if these may get deeper. A root counts while it has no guesses."""
-    beyond: float
-    """Those that others guess after these."""
+    beyond: Sequence[float]
+    """Those that others guess one level after these, two levels, and so on."""
     levels: int
     """How much deeper one of these drafts may get."""
-    step_s: float
+    rows: int
 
 
 def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
@@ -185,22 +185,24 @@ def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
     drafted = [(request, nodes) for request, nodes in guesses if request.drafted]
     heights = [height(request, nodes) for request, nodes in drafted]
-    own, frontier, beyond, levels = 0.0, 0.0, 0.0, 0
+    own, frontier, beyond, levels = 0.0, 0.0, defaultdict[int, float](float), 0
     for request, nodes in drafted:
         its = [node for node in nodes if POOL in node.ids]
         deepest = _deepest(request, its)
         own += sum(map(_chance, its))
         frontier += sum(map(_chance, deepest))
-        beyond += sum(_chance(node) for end in deepest for node in end.subtree())
+        for end in deepest:
+            for node in end.subtree():
+                beyond[node.position - end.position] += _chance(node)
         levels = max(levels, request.depth_allowed() - height(request, its))
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
         height=sum(heights) // max(len(heights), 1),
         own=own,
         frontier=frontier,
-        beyond=beyond,
+        beyond=[beyond[level] for level in sorted(beyond)],
         levels=levels,
-        step_s=cost(len(drawing) + count),
+        rows=len(drawing) + count,
     )
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.budget import Cost, NextRound, Patience, Price
+from paceline.budget import Cost, NextRound, Patience, Price, StepCost
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
 
@@ -32,6 +32,9 @@ class Waiting(Protocol):
     def refused(self, path_probability: float) -> bool:
         """A step had no row for a guess as probable as this, but for all that are more so; whether `wanted` changed."""
 
+    def stepped(self, rows: int, seconds: float) -> None:
+        """A step of so many rows, none of them of prompts, took so long once it was not held back any more."""
+
 
 class LockStep:
     """What a target does that asks its draft: wait until it has drafted, verify, commit, wait again."""
@@ -54,6 +57,8 @@ class LockStep:
     def refused(self, path_probability: float) -> bool:
         return False
 
+    def stepped(self, rows: int, seconds: float) -> None: ...
+
     def _lacks(self, request: Request) -> bool:
         return request.drafted and height(request, best_guesses(request)) < request.depth_allowed()
 
@@ -62,7 +67,9 @@ class Priced:
     """What the schedules share that wait only where it pays: guesses have a price, and steps a cost."""
 
     def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
+        """`cost`: of a pass."""
         self._cost = cost
+        self._step_cost = StepCost(cost)
         self._clock = clock
         self._price = Price()
 
@@ -72,6 +79,9 @@ class Priced:
 
     def refused(self, path_probability: float) -> bool:
         return self._price.observe(path_probability)
+
+    def stepped(self, rows: int, seconds: float) -> None:
+        self._step_cost.observe(rows, seconds)
 
 
 class Streamed(Priced):
@@ -86,7 +96,7 @@ class Streamed(Priced):
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         waited_s = 0.0
         now = outlook(drawing, self._cost)
-        while wait_s := self._patience.wait_s(now.height, now.tokens, now.step_s + waited_s):
+        while wait_s := self._patience.wait_s(now.height, now.tokens, self._step_cost(now.rows) + waited_s):
             start = self._clock()
             came = receive(wait_s)
             delay_s = self._clock() - start
@@ -122,7 +132,7 @@ class TakingTurns(Priced):
                 return
 
     def _pays(self, now: Outlook, drafting_s: float) -> bool:
-        step_s = now.step_s + drafting_s
+        step_s = self._step_cost(now.rows) + drafting_s
         return self._next.pays(now.frontier, now.tokens, step_s, beyond=now.beyond, rounds_left=now.levels)
 
 

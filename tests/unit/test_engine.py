@@ -14,11 +14,13 @@ from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.guesses import POOL
 from paceline.messages import Delta, FinishReason, Submission
+from paceline.model.model import Output
+from paceline.model.rows import Row
 from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
-from paceline.tree import Growth
+from paceline.tree import Growth, Node
 from services.target.compute import facts
 
 VOCABULARY = 64
@@ -345,10 +347,55 @@ class TestCalibration:
         served(target, *(submission(name, 9, output=100) for name in "abc"), steps=steps)
         pool = recordings[POOL, True]
         assert pool.learned
-        assert pool.learned <= pool.weighed
+        assert pool.learned + pool.learned <= pool.weighed, "when it came, and when it was learned from"
         assert pool.learned == Counter(cell for step in steps for cell, _ in step.guesses), "and told others"
         assert len({cell % Calibration.DEPTHS for cell in pool.learned}) > 2, "from near the root and far from it"
         assert len({cell // Calibration.DEPTHS % Calibration.RANKS for cell in pool.learned}) > 1, "first and others"
+
+    def test_a_request_that_is_not_like_the_others_is_believed_less(self) -> None:
+        """The draft is right with every first choice of this one, and with none of the other's."""
+        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Overrated(right))
+        target.submit(submission("a", 5, output=self.LONG))
+        for _ in range(self.LONG // 2):
+            target.step()
+        [this] = target._requests.values()
+        target.submit(submission("b", 5, output=self.LONG))
+        _, other = target._requests.values()
+        guess = Node(1, 1, None, math.log(0.47), source=POOL, first_depth=1)
+        before = other.credit.weigh(guess), this.credit.weigh(guess)
+        for _ in range(20):
+            other.credit.observe(guess, accepted=False)
+            this.credit.observe(guess, accepted=True)
+        assert other.credit.weigh(guess) < before[0]
+        assert this.credit.weigh(guess) > before[1]
+        assert other.credit.weigh(guess) < this.credit.weigh(guess) - 0.5
+
+
+def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
+    """Not of those that compute prompts. The time for which a step was held back is none of its own."""
+    now = [0.0]
+
+    class Slow(LocalDrafting):
+        def poll(self, timeout_s: float) -> News:
+            now[0] += 7.0
+            return super().poll(timeout_s)
+
+    class Ticking(TableModel):
+        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+            now[0] += 0.25
+            return super().run(rows, wanted, hidden_layers)
+
+    model = Ticking(VOCABULARY, SLOTS, SLOTS)
+    draft = Slow(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2))
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
+    told: list[tuple[int, float]] = []
+    target._guesses.stepped = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
+    steps: list[StepStats] = []
+    served(target, submission("a", 9, output=40), steps=steps)
+    assert told == [(step.rows, 0.25) for step in steps if step.rows and not step.prompt_tokens]
+    assert len(told) > 3
 
 
 class TestPauses:

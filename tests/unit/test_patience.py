@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
 from paceline.budget import NextRound, Patience
 from paceline.config import SamplingParams
+from paceline.engine.credit import Credit
 from paceline.engine.request import POOL, Request
 from paceline.engine.waiting import LockStep, waiting_for
 from paceline.messages import Submission
@@ -116,6 +118,23 @@ class TestTheNextRound:
     def test_nothing_is_expected_where_nothing_may_follow(self) -> None:
         assert not NextRound(DELAY_S).pays(0.0, 1.0, STEP_S)
 
+    def test_what_others_have_guessed_is_brought_only_where_they_are_wrong(self) -> None:
+        """Rounds are right with 0.7, 0.49, 0.343 and 0.24. The step takes as long as the best number of them pays."""
+        rounds = NextRound(DELAY_S)
+        for _ in range(300):
+            rounds.observe(0.5, 0.35, DELAY_S)
+        pays = partial(rounds.pays, 1.0, 2.0, rounds_left=4)
+        alone = 2.0 * DELAY_S / 0.7
+        assert not pays(0.99 * alone)
+        assert pays(1.01 * alone)
+        halved = 2 * 2.0 * DELAY_S / (0.7 * 0.5 + 0.49)
+        assert not pays(0.99 * halved, beyond=[0.5])
+        assert pays(1.01 * halved, beyond=[0.5])
+        certain = 4 * 2.0 * DELAY_S / (0.343 + 0.2401)
+        assert not pays(0.99 * certain, beyond=[1.0, 1.0])
+        assert pays(1.01 * certain, beyond=[1.0, 1.0])
+        assert not pays(100.0, beyond=[1.0] * 9), "further than so many rounds would get"
+
     def test_a_draft_that_was_useless_is_tried_again(self) -> None:
         rounds = NextRound(DELAY_S)
         for _ in range(100):
@@ -126,11 +145,12 @@ class TestTheNextRound:
 
 @dataclass
 class Turns:
-    """One request after the other, each for one step of 10 ms. A round of its draft adds a guess to a chain; four are
-    allowed."""
+    """One request after the other, each for one step. Its pass is said to take 10 ms. A round of its draft adds a guess
+    to a chain; four are allowed."""
 
     concurrent: bool = False
     round_s: float = 4e-3
+    step_s: float = STEP_S
     beside: Growth | None = None
     """What others guess before the draft gets its turn."""
 
@@ -141,7 +161,9 @@ class Turns:
         for _ in range(60):
             tree = TokenTree(2, 3)
             params = SamplingParams(temperature=0.0, max_tokens=20)
-            request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, 0.0)
+            request = Request(
+                1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, Credit({}, greedy=True), 0.0
+            )
             request.draft = "somebody"
             made: list[int] = []
             if self.beside:
@@ -154,6 +176,7 @@ class Turns:
                 return True
 
             waiting.wait([request], receive)
+            waiting.stepped(1 + tree.size, self.step_s)
         return len(made)
 
 
@@ -179,7 +202,9 @@ def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ev
     now, patience = [0.0], list[float]()
     waiting = waiting_for(True, True, lambda rows: STEP_S, lambda: now[0])
     params = SamplingParams(max_tokens=20)
-    request = Request(1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), 0.0)
+    request = Request(
+        1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), Credit({}, greedy=True), 0.0
+    )
     request.draft = "somebody"
 
     def receive(timeout_s: float) -> bool:
@@ -205,3 +230,9 @@ def test_what_brings_more_than_it_follows_is_not_taken_to_go_on_growing() -> Non
     for _ in range(200):
         rounds.observe(0.5, 0.6, DELAY_S)
     assert not rounds.pays(0.1, 3.0, STEP_S, rounds_left=12)
+
+
+@pytest.mark.parametrize(("step_s", "rounds"), [(STEP_S, 1), (4 * STEP_S, 4)])
+def test_what_steps_take_beside_their_pass_counts(step_s: float, rounds: int) -> None:
+    """A second round of 15 ms is too much beside a step of 10, not beside one of 40, whatever its pass takes."""
+    assert Turns(round_s=15e-3, step_s=step_s).rounds() == rounds

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams
+from paceline.engine.credit import Credit
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, outlook
 from paceline.engine.slots import BLOCK, SlotPool
@@ -29,9 +30,8 @@ def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (
     """`token`: its prompt is that one over and over."""
     tokens = [token] * prompt
     params = SamplingParams(temperature=0.0, max_tokens=output)
-    return Request(
-        key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, TokenTree(prompt - 1, token), 0.0
-    )
+    tree, credit = TokenTree(prompt - 1, token), Credit({}, greedy=True)
+    return Request(key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, tree, credit, 0.0)
 
 
 def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: RowCost = FREE) -> Scheduler:
@@ -298,7 +298,7 @@ def test_outlook() -> None:
     ahead = outlook([plain, guessed], FREE)
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
-    assert ahead.step_s == FREE(4)
+    assert ahead.rows == 4
     assert ahead.frontier == pytest.approx(0.3679, abs=1e-3)
     assert outlook([plain], FREE).height == 0
     assert outlook([plain], FREE).frontier == 0, "nobody guesses for it"
@@ -323,9 +323,13 @@ def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
     both.tree.graft(Growth(2, 1, [0, 1, 2], [5, 6, 7], [math.log(0.5)] * 3), ROOM, source=1)
     ahead = outlook([both], FREE)
     assert (ahead.height, ahead.own, ahead.frontier) == (3, 0, 1)
-    assert ahead.beyond == pytest.approx(0.5 + 0.25 + 0.125)
+    assert ahead.beyond == pytest.approx([0.5, 0.25, 0.125])
     both.tree.graft(Growth(2, 1, [0, 0], [5, 8], [math.log(0.6), math.log(0.3)]), ROOM)
     ahead = outlook([both], FREE)
     assert ahead.own == ahead.frontier == pytest.approx(0.6 + 0.3)
-    assert ahead.beyond == pytest.approx(0.3 + 0.15), "after the guess that both have made, and the draft is surer of"
+    assert ahead.beyond == pytest.approx([0.3, 0.15]), "after the guess that both have made, and the draft is surer of"
     assert ahead.tokens == pytest.approx(1 + 0.9 + 0.45)
+    again = request(2, 3)
+    again.draft = "somebody"
+    again.tree.graft(Growth(2, 1, [0, 1], [5, 6], [math.log(0.5)] * 2), ROOM, source=1)
+    assert outlook([both, again], FREE).beyond == pytest.approx([0.3 + 0.5, 0.15 + 0.25])

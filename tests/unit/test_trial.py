@@ -8,6 +8,7 @@ import pytest
 
 from paceline.budget import Worth
 from paceline.config import SamplingParams
+from paceline.engine.credit import Credit
 from paceline.engine.request import Request
 from paceline.engine.trial import Trial
 from paceline.messages import Submission
@@ -16,7 +17,9 @@ from paceline.tree import TokenTree
 
 def request(key: int) -> Request:
     law = SamplingParams()
-    return Request(key, Submission(str(key), [1], law), law, 9, (4, 8), 16, TokenTree(0, 1), 0.0)
+    return Request(
+        key, Submission(str(key), [1], law), law, 9, (4, 8), 16, TokenTree(0, 1), Credit({}, greedy=True), 0.0
+    )
 
 
 class Judged:

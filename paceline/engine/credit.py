@@ -1,0 +1,34 @@
+"""What a request makes of the word of its drafts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+from paceline.budget import Calibration, Tendency
+from paceline.tree import Node
+
+
+class Credit:
+    """What guesses like this one were worth, of all requests lately (`Calibration`) and of this one (`Tendency`)."""
+
+    def __init__(self, calibrations: Mapping[tuple[int, bool], Calibration], *, greedy: bool) -> None:
+        """`calibrations`: by who guesses, and whether the request is greedy. Shared with other requests."""
+        self._calibrations = calibrations
+        self._greedy = greedy
+        self._tendencies: defaultdict[int, Tendency] = defaultdict(Tendency)
+        """By who guesses."""
+
+    def weigh(self, node: Node) -> float:
+        """The log-probability that a guess counts for, where its parent is right."""
+        return self._tendencies[node.source](self._of_all(node))
+
+    def observe(self, node: Node, accepted: bool) -> int:
+        """A guess whose parent was drawn was verified. Returns the cell of `Calibration` that it is one of."""
+        self._tendencies[node.source].observe(self._of_all(node), accepted)
+        cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
+        self._calibrations[node.source, self._greedy].observe(cell, accepted)
+        return cell
+
+    def _of_all(self, node: Node) -> float:
+        return self._calibrations[node.source, self._greedy](node.log_prob, node.rank, node.first_depth)
