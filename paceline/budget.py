@@ -343,13 +343,12 @@ class Calibration:
             self.drafted, self.accepted = self._believed(drafted, accepted)
             self._bin_drafted, self._bin_accepted = self._believed(self.by_bin(drafted), self.by_bin(accepted))
 
-    def __call__(self, log_prob: float, rank: int, depth: int) -> float:
-        """The corrected log-probability of a guess whose parent was drawn; the features are those of `cell_of`."""
-        cell, belief = self.cell_of(log_prob, rank, depth), self.BELIEF
-        i = cell // self.PER_BIN
+    def __call__(self, cell: int, log_prob: float) -> float:
+        """The corrected probability of a guess in this cell whose parent was drawn."""
+        i, belief = cell // self.PER_BIN, self.BELIEF
         share = (self._bin_accepted[i] + belief * math.exp(log_prob)) / (self._bin_drafted[i] + belief)
         share = (self.accepted[cell] + belief * share) / (self.drafted[cell] + belief)
-        return math.log(min(max(share, 1e-9), 1.0))
+        return min(max(share, 1e-9), 1.0)
 
     def observe(self, cell: int, accepted: bool) -> None:
         """A guess whose parent was drawn was verified."""
@@ -372,9 +371,11 @@ class Calibration:
         return [sum(counts[i : i + cls.PER_BIN]) for i in range(0, len(counts), cls.PER_BIN)]
 
     def _count(self, drafted: list[float], accepted: list[float], i: int, hit: bool) -> None:
-        kept = min(1.0, (self.MEMORY - 1) / drafted[i]) if drafted[i] else 1.0
-        drafted[i] = drafted[i] * kept + 1
-        accepted[i] = accepted[i] * kept + hit
+        if drafted[i] > self.MEMORY - 1:
+            accepted[i] *= (self.MEMORY - 1) / drafted[i]
+            drafted[i] = self.MEMORY - 1
+        drafted[i] += 1
+        accepted[i] += hit
 
     def _believed(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
         scales = [min(1.0, self.MEMORY / tried) if tried else 0.0 for tried in drafted]
@@ -395,18 +396,21 @@ class Tendency:
 
     def __init__(self) -> None:
         self._guesses = self._hits = self._expected = 0.0
+        self._factor = 1.0
 
-    def __call__(self, log_prob: float) -> float:
-        """`log_prob`: of a guess, with all requests."""
-        hits, expected, belief = self._hits, self._expected, self.BELIEF
-        misses, expected_misses = self._guesses - hits, self._guesses - expected
-        factor = (hits + belief) / (expected + belief) * (expected_misses + belief) / (misses + belief)
-        right, wrong = factor * math.exp(log_prob), -math.expm1(log_prob)
-        return math.log(right / (right + wrong))
+    def __call__(self, probability: float) -> float:
+        """`probability`: of a guess, with all requests."""
+        right = self._factor * probability
+        return right / (right + 1.0 - probability)
 
-    def observe(self, log_prob: float, hit: bool) -> None:
+    def observe(self, probability: float, hit: bool) -> None:
         """A guess that was as probable as this with all requests was verified."""
-        kept = min(1.0, (self.MEMORY - 1) / self._guesses) if self._guesses else 1.0
-        self._guesses = self._guesses * kept + 1
-        self._hits = self._hits * kept + hit
-        self._expected = self._expected * kept + math.exp(log_prob)
+        if self._guesses > self.MEMORY - 1:
+            kept = (self.MEMORY - 1) / self._guesses
+            self._guesses, self._hits, self._expected = self.MEMORY - 1, self._hits * kept, self._expected * kept
+        self._guesses += 1
+        self._hits += hit
+        self._expected += probability
+        hits, misses = self._hits + self.BELIEF, self._guesses - self._hits + self.BELIEF
+        expected, expected_misses = self._expected + self.BELIEF, self._guesses - self._expected + self.BELIEF
+        self._factor = hits / expected * expected_misses / misses

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 
@@ -21,14 +22,14 @@ class Credit:
 
     def weigh(self, node: Node) -> float:
         """The log-probability that a guess counts for, where its parent is right."""
-        return self._tendencies[node.source](self._of_all(node))
+        cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
+        of_all = self._calibrations[node.source, self._greedy](cell, node.log_prob)
+        return math.log(self._tendencies[node.source](of_all))
 
     def observe(self, node: Node, accepted: bool) -> int:
-        """A guess whose parent was drawn was verified. Returns the cell of `Calibration` that it is one of."""
-        self._tendencies[node.source].observe(self._of_all(node), accepted)
+        """A guess whose parent was drawn was verified. Returns the cell of `Calibration` that it is in."""
         cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
-        self._calibrations[node.source, self._greedy].observe(cell, accepted)
+        calibration = self._calibrations[node.source, self._greedy]
+        self._tendencies[node.source].observe(calibration(cell, node.log_prob), accepted)
+        calibration.observe(cell, accepted)
         return cell
-
-    def _of_all(self, node: Node) -> float:
-        return self._calibrations[node.source, self._greedy](node.log_prob, node.rank, node.first_depth)

@@ -192,7 +192,8 @@ def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
 
 
 def believed(calibration: Calibration, probability: float, rank: int = 0, depth: int = 1) -> float:
-    return math.exp(calibration(math.log(probability), rank, depth))
+    log_prob = math.log(probability)
+    return calibration(Calibration.cell_of(log_prob, rank, depth), log_prob)
 
 
 PLACES = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
@@ -260,7 +261,7 @@ class TestCalibration:
         calibration = Calibration()
         for outcome in outcomes:
             calibration.observe(Calibration.cell_of(log_prob, rank, depth), outcome)
-        assert -math.inf < calibration(log_prob, rank, depth) <= 0.0
+        assert 0.0 < calibration(Calibration.cell_of(log_prob, rank, depth), log_prob) <= 1.0
 
     @given(
         st.lists(st.tuples(st.sampled_from(PLACES), st.booleans()), max_size=60),
@@ -322,7 +323,7 @@ class TestCalibration:
         """More accepted than drafted, some of nothing: a probability all the same."""
         calibration = Calibration()
         calibration.seed([1.0] * 120 + [0.0] * 120, [7.0] * 240)
-        assert calibration(math.log(0.3), 0, 1) <= 0.0
+        assert believed(calibration, 0.3) <= 1.0
         assert believed(calibration, 0.7) == pytest.approx(0.7)
 
 
@@ -331,42 +332,42 @@ class TestTendency:
 
     def test_nothing_learned_is_no_correction(self) -> None:
         for probability in (1e-9, 0.3, 0.999, 1.0):
-            assert Tendency()(math.log(probability)) == pytest.approx(math.log(probability), abs=1e-9)
+            assert Tendency()(probability) == pytest.approx(probability)
 
     @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
     def test_a_request_that_is_as_the_others_changes_nothing(self, share: float) -> None:
         tendency = Tendency()
         for i in range(1000):
-            tendency.observe(math.log(share), i % 10 < 10 * share)
-        assert math.exp(tendency(math.log(0.6))) == pytest.approx(0.6, abs=0.01)
+            tendency.observe(share, i % 10 < 10 * share)
+        assert tendency(0.6) == pytest.approx(0.6, abs=0.01)
 
     @pytest.mark.parametrize(("others", "here"), [(0.8, 0.5), (0.3, 0.6)])
     def test_it_learns_what_this_request_is_like(self, others: float, here: float) -> None:
         tendency = Tendency()
         for i in range(200):
-            tendency.observe(math.log(others), i % 10 < 10 * here)
-        assert math.exp(tendency(math.log(others))) == pytest.approx(here, abs=0.04)
-        unlike = math.exp(tendency(math.log(0.5)))
+            tendency.observe(others, i % 10 < 10 * here)
+        assert tendency(others) == pytest.approx(here, abs=0.04)
+        unlike = tendency(0.5)
         assert unlike < 0.4 if here < others else unlike > 0.6, "and so of guesses that others said something else of"
 
     def test_one_surprise_is_not_all_that_there_is_to_know(self) -> None:
         tendency = Tendency()
-        tendency.observe(math.log(0.9), hit=False)
-        assert 0.85 < math.exp(tendency(math.log(0.9))) < 0.9
+        tendency.observe(0.9, hit=False)
+        assert 0.85 < tendency(0.9) < 0.9
 
     def test_it_follows_a_request_that_changes(self) -> None:
         tendency = Tendency()
         for _ in range(10_000):
-            tendency.observe(math.log(0.5), hit=True)
+            tendency.observe(0.5, hit=True)
         for _ in range(1000):
-            tendency.observe(math.log(0.5), hit=False)
-        assert math.exp(tendency(math.log(0.5))) < 0.1
+            tendency.observe(0.5, hit=False)
+        assert tendency(0.5) < 0.1
 
-    @given(st.floats(math.log(1e-9), 0.0), st.lists(st.tuples(st.floats(math.log(1e-9), 0.0), st.booleans())))
+    @given(st.floats(1e-9, 1.0), st.lists(st.tuples(st.floats(1e-9, 1.0), st.booleans())))
     def test_it_stays_a_probability_and_keeps_the_order(
-        self, log_prob: float, outcomes: list[tuple[float, bool]]
+        self, probability: float, outcomes: list[tuple[float, bool]]
     ) -> None:
         tendency = Tendency()
-        for word, hit in outcomes:
-            tendency.observe(word, hit)
-        assert -math.inf < tendency(log_prob - 1e-3) <= tendency(log_prob) <= 0.0
+        for each, hit in outcomes:
+            tendency.observe(each, hit)
+        assert 0.0 < tendency(0.9 * probability) <= tendency(probability) <= 1.0

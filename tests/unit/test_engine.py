@@ -311,9 +311,9 @@ class Recording(Calibration):
         self.weighed: Counter[int] = Counter()
         self.learned: Counter[int] = Counter()
 
-    def __call__(self, log_prob: float, rank: int, depth: int) -> float:
-        self.weighed[self.cell_of(log_prob, rank, depth)] += 1
-        return super().__call__(log_prob, rank, depth)
+    def __call__(self, cell: int, log_prob: float) -> float:
+        self.weighed[cell] += 1
+        return super().__call__(cell, log_prob)
 
     def observe(self, cell: int, accepted: bool) -> None:
         self.learned[cell] += 1
