@@ -119,6 +119,7 @@ def run(
         for delta in target.step():
             answer = answers[delta.request_id]
             answer.tokens += delta.tokens
+            answer.accepted += delta.accepted
             answer.log_probs += delta.log_probs
             answer.finish_reason = delta.finish_reason or answer.finish_reason
             answer.usage = delta.usage or answer.usage

@@ -118,8 +118,8 @@ def test_a_draft_that_knows_the_grammar_guesses_better() -> None:
     accepted = {}
     for knows in (False, True):
         target = engine(draft_model(1, knows=knows))
-        run(target, submissions(("regex", "compact schema")))
-        accepted[knows] = sum(sum(each.accepted) for each in target.calibrations.values())
+        answers = run(target, submissions(("regex", "compact schema")))
+        accepted[knows] = sum(sum(answer.accepted) for answer in answers.values())
     assert accepted[True] > 1.2 * accepted[False]
 
 
