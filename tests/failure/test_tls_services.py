@@ -18,7 +18,9 @@ from paceline.wire.target_link import TargetLink
 from tests.certificates import Authority
 from tests.targets import collect, submission
 
-SPECULATION = ("--speculative-config", '{"method": "draft_model", "model": "table:1000"}')
+LOCKSTEP = '{"method": "draft_model", "model": "table:1000", "draft_schedule": "lockstep"}'
+"""A table is done before its draft has said a word, and a draft that brings nothing is paused for longer and longer."""
+SPECULATION = ("--speculative-config", LOCKSTEP)
 
 
 def options(tls: Certificates) -> tuple[str, ...]:
