@@ -149,7 +149,7 @@ class Engine:
         start = self._clock()
         self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
-        drawing = list(self._scheduler.drawing())
+        drawing = list(self._scheduler.drawing())  # the scheduler's own list changes in the step
         self._guesses.gather(self._requests, drawing)
         gathered = self._clock()
         works = self._scheduler.schedule()
