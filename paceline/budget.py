@@ -217,11 +217,12 @@ class NextRound:
     """Whether a draft that works on the target's own time gets more of it before a step.
 
     Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
-    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`. Where
-    others have guessed what comes next, a round brings something when they are wrong, which says nothing about whether
-    this draft is. Rounds pay while some number of them brings more tokens per second than the step does as things
-    stand. Both are moving averages that start from a hopeful guess, and creep back to it with every refusal, or else a
-    draft that is refused would be for ever.
+    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`, in which
+    the step would have earned tokens: its *price*. Where others have guessed what comes next, a round first of all
+    tells whether this draft agrees. If so there may be no need for another, and if not, others are taken to be wrong,
+    and what rounds bring from there on is brought by nobody else. Rounds pay while some number of them is expected to
+    bring more than their price. Both averages start from a hopeful guess, and creep back to it with every refusal, or
+    else a draft that is refused would be for ever.
     """
 
     HOPE = 0.8
@@ -244,15 +245,32 @@ class NextRound:
         """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses.
         `beyond`: those that others guess one level after these, two levels, and so on. `step_s`: what all of them would
         take, rounds so far included. `rounds_left`: so many may follow."""
-        earns, brings, right = expected / step_s, 0.0, 1.0
+        price = expected / step_s * self._delay
+        worth, before, agreed = 0.0, frontier, 1.0  # tokens; those of the level before; chance that none disagreed
         for rounds, guessed in zip(range(1, rounds_left + 1), chain(beyond, repeat(0.0)), strict=False):
-            right *= min(self._gain, self.MOST_GAIN)
-            brings += right * (frontier - guessed)
-            if brings > earns * rounds * self._delay:
+            guessed = min(guessed, before)
+            still = agreed * (guessed / before) ** max(before, 1.0) if before > 0 else 0.0
+            worth += self._alone(before - guessed, (agreed - still) * price, rounds_left - rounds) - agreed * price
+            if worth > 0:
                 return True
+            if not still:
+                break
+            before, agreed = guessed, still
         self._gain += self.FORGETTING * (self.HOPE - self._gain)
         self._delay += self.FORGETTING * (self._first_delay - self._delay)
         return False
+
+    def _alone(self, frontier: float, price: float, more: int) -> float:
+        """What a round brings that follows so many tokens, and up to so many more rounds at this price, if they pay."""
+        gain = min(self._gain, self.MOST_GAIN)
+        right = frontier * gain
+        brings = right
+        for _ in range(more):
+            right *= gain
+            if right <= price:
+                break
+            brings += right - price
+        return brings
 
     def observe(self, frontier: float, gain: float, delay_s: float) -> None:
         """A round took `delay_s` and brought the draft `gain` expected tokens. What follows unlikely guesses teaches

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -118,22 +119,35 @@ class TestTheNextRound:
     def test_nothing_is_expected_where_nothing_may_follow(self) -> None:
         assert not NextRound(DELAY_S).pays(0.0, 1.0, STEP_S)
 
-    def test_what_others_have_guessed_is_brought_only_where_they_are_wrong(self) -> None:
-        """Rounds are right with 0.7, 0.49, 0.343 and 0.24. The step takes as long as the best number of them pays."""
+    @pytest.mark.parametrize(
+        ("beyond", "rounds_left", "worth"),
+        [
+            ([], 1, 0.7),
+            ([0.5], 1, 0.5 * 0.7),
+            # A second round brings 0.49 if the first disagreed, and 0.7 if it agreed.
+            ([0.5], 2, (0.5 * 0.7 + 0.5 * 0.49 + 0.5 * 0.7) / 2),
+            # Where the first agreed, there is no need for another; where not, the third would not pay.
+            ([0.5, 0.5, 0.5], 3, 0.5 * (0.7 + 0.49) / 1.5),
+            # If others are right they are for two levels. The third and the fourth round are this draft's alone.
+            ([1.0, 1.0], 4, (0.7 + 0.49) / 4),
+            ([1.0] * 9, 4, 0.0),
+        ],
+    )
+    def test_what_others_have_guessed_is_brought_only_where_they_are_wrong(
+        self, beyond: Sequence[float], rounds_left: int, worth: float
+    ) -> None:
+        """Rounds are right with 0.7, 0.49 and 0.343. `worth`: of one of those that are run, in tokens."""
         rounds = NextRound(DELAY_S)
         for _ in range(300):
             rounds.observe(0.5, 0.35, DELAY_S)
-        pays = partial(rounds.pays, 1.0, 2.0, rounds_left=4)
-        alone = 2.0 * DELAY_S / 0.7
-        assert not pays(0.99 * alone)
-        assert pays(1.01 * alone)
-        halved = 2 * 2.0 * DELAY_S / (0.7 * 0.5 + 0.49)
-        assert not pays(0.99 * halved, beyond=[0.5])
-        assert pays(1.01 * halved, beyond=[0.5])
-        certain = 4 * 2.0 * DELAY_S / (0.343 + 0.2401)
-        assert not pays(0.99 * certain, beyond=[1.0, 1.0])
-        assert pays(1.01 * certain, beyond=[1.0, 1.0])
-        assert not pays(100.0, beyond=[1.0] * 9), "further than so many rounds would get"
+        pays = partial(rounds.pays, 1.0, 2.0, beyond=beyond, rounds_left=rounds_left)
+        assert not pays(2.0 * DELAY_S / (1.01 * worth + 1e-6))
+        if worth:
+            assert pays(2.0 * DELAY_S / (0.99 * worth))
+
+    def test_guesses_of_others_that_are_likelier_than_what_they_follow_are_as_likely(self) -> None:
+        """Calibration learns each guess by itself: those after one place may sum to more than it has."""
+        assert not NextRound(DELAY_S).pays(0.5, 2.0, 100.0, beyond=[0.7] * 9)
 
     def test_a_draft_that_was_useless_is_tried_again(self) -> None:
         rounds = NextRound(DELAY_S)
@@ -194,6 +208,17 @@ def test_a_draft_on_the_target_s_time_goes_on_while_that_pays(concurrent: bool, 
 def test_guesses_of_others_spare_a_round_only_where_they_are_as_good(chance: float, depth: int, rounds: int) -> None:
     """Others have guessed a chain of `depth`. Rounds that guess the same bring nothing, but those after them may."""
     others = Growth(2, 1, range(depth), [5] * depth, [math.log(chance)] * depth)
+    assert Turns(round_s=1e-3, beside=others).rounds() == rounds
+
+
+@pytest.mark.parametrize(
+    ("chances", "token", "rounds"),
+    [((0.6, 0.99, 0.99, 0.99), 5, 1), ((0.6, 0.99, 0.99, 0.99), 6, 4), ((0.99, 0.4, 0.99, 0.99), 5, 2)],
+    ids=["agrees", "disagrees", "agrees to the second"],
+)
+def test_a_doubtful_chain_of_others_is_asked_about(chances: Sequence[float], token: int, rounds: int) -> None:
+    """A round tells whether the draft guesses the same. It costs little beside a step that verifies a wrong chain."""
+    others = Growth(2, 1, range(4), [token] * 4, list(map(math.log, chances)))
     assert Turns(round_s=1e-3, beside=others).rounds() == rounds
 
 
