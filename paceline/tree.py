@@ -15,6 +15,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.witnesses import together
+
 ROOT_ID = 0
 """In growth, the parent id that names the committed token at the growth's base position. On a node: no id."""
 
@@ -23,9 +25,6 @@ TRAIL = 512
 
 LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
-
-LEAST_DOUBT = 1e-3
-"""The least probability that is left for a draft's being wrong, where another one contradicts it."""
 
 Law = Mapping[int, int]
 """What a draft drew a guess from: tokens, each with a positive weight in proportion to which it is drawn. An empty one
@@ -38,36 +37,55 @@ def _certain() -> Law:
 
 
 @dataclass(slots=True, eq=False)
+class Word:
+    """What one draft says of a guess: that the target draws it with this probability, given that it drew the parent's
+    path. Natural logs."""
+
+    source: int
+    """Which of a request's drafts."""
+    log_prob: float
+    rank: int = 0
+    """How many of the guess's siblings it had guessed before."""
+    depth: int = 1
+    """How far below the root the guess was then."""
+    id: int = ROOT_ID
+    """What it calls the guess. `ROOT_ID`: nothing (yet, or any more)."""
+    chance_log_prob: float = 0.0
+    """What the tree makes of `log_prob`."""
+
+
+@dataclass(slots=True, eq=False)
 class Node:
     """One token at one position; guessed, unless it is a root.
 
-    `log_prob` is the word of the draft: the probability that the target draws this token given that it drew the
-    parent's path. `chance_log_prob` is what the tree makes of it; `path_log_prob` is the sum of these from the root,
-    or less where drafts contradict each other, and so falls along every path. Natural logs.
+    `path_log_prob` is what the tree expects, of all the words on the nodes from the root down to this one: the natural
+    log of the probability that the target draws them all. So it falls along every path.
     """
 
     token: int
     position: int
     parent: Node | None
-    log_prob: float = 0.0
-    chance_log_prob: float = 0.0
     path_log_prob: float = 0.0
-    source: int = 0
-    """Which of a request's drafts guessed it first."""
-    rank: int = 0
-    """How many of its siblings that draft had guessed before."""
-    first_depth: int = 0
-    """How far below the root it was then."""
-    ids: dict[int, int] = field(default_factory=dict)
-    """What each of them calls it."""
+    words: dict[int, Word] = field(default_factory=dict)
+    """Of each draft that guessed it, in the order in which they did."""
     children: dict[int, Node] = field(default_factory=dict)
     law: Law = field(default_factory=_certain)
     """What it was drawn from, where the strategy wants to know."""
 
     @property
+    def log_prob(self) -> float:
+        """The word of the draft that guessed it first, or alone."""
+        return next(iter(self.words.values())).log_prob
+
+    @property
     def id(self) -> int:
-        """What the first of them, or the only one, calls it."""
-        return self.ids.get(0, ROOT_ID)
+        """What the first of the request's drafts, or the only one, calls it."""
+        return self.words[0].id if 0 in self.words else ROOT_ID
+
+    @property
+    def source(self) -> int:
+        """Which draft is surest of it."""
+        return max(self.words.values(), key=lambda word: word.chance_log_prob).source
 
     def path(self) -> list[Node]:
         """The nodes below the root down to this one."""
@@ -86,20 +104,16 @@ class Node:
             stack.extend(node.children.values())
 
 
-Weigh = Callable[[Node], float]
-"""What a new guess's log-probability counts as."""
+Weigh = Callable[[Word], float]
+"""What the log-probability of a word counts as."""
 
 
 Permit = Callable[[Node, int], bool]
 """Whether this token can come after this node."""
 
 
-def _as_it_is(node: Node) -> float:
-    return node.log_prob
-
-
-def _bounded(log_prob: float) -> float:
-    return min(max(log_prob, LEAST_LOG_PROB), 0.0)
+def _as_it_is(word: Word) -> float:
+    return word.log_prob
 
 
 def permit_any(parent: Node, token: int) -> bool:
@@ -180,11 +194,10 @@ class TokenTree:
     def __init__(
         self, position: int, token: int, weigh: Weigh = _as_it_is, width: int | None = None, permit: Permit = permit_any
     ) -> None:
-        """`weigh` corrects a guess's log-probability where it counts, in the path's; the guess keeps its own.
+        """`weigh` corrects a word where it counts, in the path's log-probability. It must give no positive value.
 
-        It must give no positive value, and must not look at the path's. `width`: most children that `graft` gives a
-        node, the first to come; None: any number. With 1 the tree is a chain. `graft` drops what `permit` does not
-        let in; the parent is the root or a node below it.
+        `width`: most children that `graft` gives a node, the first to come; None: any number. With 1 the tree is a
+        chain. `graft` drops what `permit` does not let in; the parent is the root or a node below it.
         """
         self.root = Node(token, position, None)
         self.size = 0
@@ -205,13 +218,15 @@ class TokenTree:
         """
         if token in parent.children:
             raise ValueError(f"node {parent.id} already has a child for token {token}")
-        return self._attach(parent, token, log_prob, 0, len(parent.children), law)
+        node = self._attach(parent, token, law)
+        self._hear(node, 0, ROOT_ID, log_prob, len(parent.children) - 1)
+        return node
 
     def growth(self, nodes: Sequence[Node]) -> Growth:
         """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
         first_id = self._next_id
         for node in nodes:
-            self._name(node, 0, self._next_id)
+            self._name(node, node.words[0], self._next_id)
             self._next_id += 1
         laws = [n.law for n in nodes]
         return Growth(
@@ -237,14 +252,12 @@ class TokenTree:
             parent = self._parent(source, parent_id, growth.base_position)
             if parent is None or (source, id_) in self._by_id:
                 continue
-            known = parent.children.get(token)
-            rank = sum(source in sibling.ids for sibling in parent.children.values())
-            if known is not None:
-                if source not in known.ids:
-                    self._confirm(known, log_prob, source, rank)
-                self._name(known, source, id_)
-            elif self._takes(parent, token, max_size):
-                self._name(self._attach(parent, token, log_prob, source, rank, law), source, id_)
+            rank = sum(source in sibling.words for sibling in parent.children.values())
+            node = parent.children.get(token)
+            if node is None and self._takes(parent, token, max_size):
+                node = self._attach(parent, token, law)
+            if node is not None:
+                self._hear(node, source, id_, log_prob, rank)
         return self.size - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
@@ -265,7 +278,7 @@ class TokenTree:
     def forget_ids(self, source: int = 0) -> None:
         """Another draft takes over from this one: its ids start afresh. The guesses stay."""
         for key in [key for key in self._by_id if key[0] == source]:
-            del self._by_id.pop(key).ids[source]
+            self._by_id.pop(key).words[source].id = ROOT_ID
 
     def nodes(self) -> Iterator[Node]:
         """All guesses, parents before children."""
@@ -318,62 +331,46 @@ class TokenTree:
         has_room = self.size < max_size and len(parent.children) < self._width
         return not committed and has_room and self._permit(parent, token)
 
-    def _attach(self, parent: Node, token: int, log_prob: float, source: int, rank: int, law: Law) -> Node:
-        position = parent.position + 1
-        depth = position - self.root.position
-        node = Node(token, position, parent, _bounded(log_prob), 0.0, 0.0, source, rank, depth, law=law)
-        node.chance_log_prob = self._weigh(node)
-        node.path_log_prob = parent.path_log_prob + node.chance_log_prob
-        contested = any(sibling.source != source for sibling in parent.children.values())
-        parent.children[token] = node
+    def _attach(self, parent: Node, token: int, law: Law) -> Node:
+        node = parent.children[token] = Node(token, parent.position + 1, parent, law=law)
         self.size += 1
-        self._best.clear()
-        if contested:
-            self._settle(parent)
         return node
 
-    def _confirm(self, node: Node, log_prob: float, source: int, rank: int) -> None:
-        """Another draft guesses it, too. The surer one is believed.
+    def _hear(self, node: Node, source: int, id_: int, log_prob: float, rank: int) -> None:
+        """A draft guesses this. It has one word on each guess, and one id: a hostile one cannot make us keep more."""
+        word = node.words.get(source)
+        if word is None:
+            depth = node.position - self.root.position
+            word = node.words[source] = Word(source, min(max(log_prob, LEAST_LOG_PROB), 0.0), rank, depth)
+            if node.parent is not None and depth > 0:
+                word.chance_log_prob = self._weigh(word)
+                self._settle(node.parent, node, word)
+        if word.id == ROOT_ID != id_:
+            self._name(node, word, id_)
+
+    def _settle(self, place: Node, node: Node, word: Word) -> None:
+        """What follows `place` is as likely as all words on it make it, of which one is new.
 
         Not in a chain: what is drawn from laws must not be verified for having been drawn twice.
         """
-        parent, depth = node.parent, node.position - self.root.position
-        if parent is None or depth < 1 or self._width == 1:
-            return
-        again = Node(node.token, node.position, parent, _bounded(log_prob), 0.0, 0.0, source, rank, depth)
-        again.chance_log_prob = self._weigh(again)
-        if again.chance_log_prob > node.chance_log_prob:
-            node.log_prob, node.chance_log_prob = again.log_prob, again.chance_log_prob
-            node.source, node.rank, node.first_depth = source, rank, depth
-            self._settle(parent)
-
-    def _settle(self, place: Node) -> None:
-        """Several drafts guess what follows this node. Only one token does: who contradicts, makes less likely.
-
-        Each draft is an independent witness that one of its guesses is right, with odds o = p / (1 - p) for the sum p
-        of their chances. One of them is with o / (1 + the sum of all such odds), each in proportion to its chance.
-        """
-        sums: dict[int, float] = {}
-        for child in place.children.values():
-            sums[child.source] = sums.get(child.source, 0.0) + math.exp(child.chance_log_prob)
-        doubts = {source: max(1.0 - chance, LEAST_DOUBT) for source, chance in sums.items()}
-        total = 1.0 + sum(chance / doubts[source] for source, chance in sums.items())
-        for child in place.children.values():
-            chance_log_prob = child.chance_log_prob - math.log(doubts[child.source] * total)
-            change = place.path_log_prob + chance_log_prob - child.path_log_prob
-            for node in (child, *child.subtree()):
-                node.path_log_prob += change
         self._best.clear()
+        guesses = place.children.values()
+        if all(len(guess.words) == 1 and word.source in guess.words for guess in guesses):
+            node.path_log_prob = place.path_log_prob + word.chance_log_prob
+        elif self._width > 1:
+            chances = [{source: its.chance_log_prob for source, its in guess.words.items()} for guess in guesses]
+            for guess, log_prob in zip(guesses, together(chances), strict=True):
+                change = place.path_log_prob + log_prob - guess.path_log_prob
+                for below in (guess, *guess.subtree()):
+                    below.path_log_prob += change
 
-    def _name(self, node: Node, source: int, id_: int) -> None:
-        """One id per node: a draft gives a place only one, and a hostile one cannot make us remember more."""
-        if source not in node.ids:
-            node.ids[source] = id_
-            self._by_id[source, id_] = node
+    def _name(self, node: Node, word: Word, id_: int) -> None:
+        word.id = id_
+        self._by_id[word.source, id_] = node
 
     def _forget_names(self, node: Node) -> None:
-        for name in node.ids.items():
-            self._by_id.pop(name, None)
+        for word in node.words.values():
+            self._by_id.pop((word.source, word.id), None)
 
     def _advance(self, root: Node) -> None:
         """Commit one token: its node becomes the root, its siblings and all below them are forgotten."""

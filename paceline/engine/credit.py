@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from paceline.budget import Calibration, Tendency
-from paceline.tree import Node
+from paceline.tree import Word
 
 
 class Credit:
@@ -20,16 +20,17 @@ class Credit:
         self._tendencies: defaultdict[int, Tendency] = defaultdict(Tendency)
         """By who guesses."""
 
-    def weigh(self, node: Node) -> float:
-        """The log-probability that a guess counts for, where its parent is right."""
-        cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
-        of_all = self._calibrations[node.source, self._greedy](cell, node.log_prob)
-        return math.log(self._tendencies[node.source](of_all))
+    def weigh(self, word: Word) -> float:
+        """The log-probability that a word counts for, where the guess's parent is right."""
+        cell = Calibration.cell_of(word.log_prob, word.rank, word.depth)
+        of_all = self._calibrations[word.source, self._greedy](cell, word.log_prob)
+        return math.log(self._tendencies[word.source](of_all))
 
-    def observe(self, node: Node, accepted: bool) -> int:
-        """A guess whose parent was drawn was verified. Returns the cell of `Calibration` that it is in."""
-        cell = Calibration.cell_of(node.log_prob, node.rank, node.first_depth)
-        calibration = self._calibrations[node.source, self._greedy]
-        self._tendencies[node.source].observe(calibration(cell, node.log_prob), accepted)
-        calibration.observe(cell, accepted)
+    def observe(self, word: Word, *, hit: bool) -> int:
+        """The guess's parent was drawn, and it or another token after it. Returns the cell of `Calibration` that the
+        word is in."""
+        cell = Calibration.cell_of(word.log_prob, word.rank, word.depth)
+        calibration = self._calibrations[word.source, self._greedy]
+        self._tendencies[word.source].observe(calibration(cell, word.log_prob), hit)
+        calibration.observe(cell, hit)
         return cell

@@ -33,6 +33,7 @@ from paceline.sampling import log_probs
 from paceline.speculators.base import Commit, Context
 from paceline.strategies import verifier
 from paceline.telemetry.step import StepStats
+from paceline.tree import Node
 from paceline.verify import strategy_of
 
 log = logging.getLogger(__name__)
@@ -297,19 +298,28 @@ class Engine:
         return self._hidden.of(request.lane.slots[base:])
 
     def _learn(self, work: Work, tokens: Sequence[int], accepted: int) -> None:
-        """Count what was verified, and what the draft's confidence turned out to be worth."""
+        """Count what was verified, and what the drafts' confidence turned out to be worth.
+
+        Where tokens do not depend on guesses, they tell of those without a row, too. Learning from rows alone would
+        never hear that what it believes too little was right.
+        """
         root = work.request.tree.root
         depths = [node.position - root.position for node in work.nodes]
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(depths, accepted)
-        drawn = {id(root): tokens[0]}
-        drawn |= zip(map(id, work.request.tree.followed(tokens[:-1])), tokens[1:], strict=True)
-        for node in work.nodes:
-            if id(node.parent) in drawn:
-                hit = node.token == drawn[id(node.parent)]
-                cell = work.request.credit.observe(node, hit)
-                if node.source == POOL:
-                    self._tally.guesses.append((cell, hit))
+        verified = set(map(id, work.nodes))
+        place: Node | None = root
+        for token in tokens:
+            for guess in place.children.values() if place else ():
+                if self._strategy.drafter_invariant or id(guess) in verified:
+                    self._learn_of(work.request, guess, hit=guess.token == token)
+            place = place.children.get(token) if place else None
+
+    def _learn_of(self, request: Request, guess: Node, *, hit: bool) -> None:
+        for word in guess.words.values():
+            cell = request.credit.observe(word, hit=hit)
+            if word.source == POOL:
+                self._tally.guesses.append((cell, hit))
 
     def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
         """Guesses on the committed path keep their slots, in order; the others give theirs back.

@@ -187,7 +187,7 @@ def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
     heights = [height(request, nodes) for request, nodes in drafted]
     own, frontier, beyond, levels = 0.0, 0.0, defaultdict[int, float](float), 0
     for request, nodes in drafted:
-        its = [node for node in nodes if POOL in node.ids]
+        its = [node for node in nodes if POOL in node.words]
         deepest = _deepest(request, its)
         own += sum(map(_chance, its))
         frontier += sum(map(_chance, deepest))

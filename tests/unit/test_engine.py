@@ -20,7 +20,7 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
-from paceline.tree import Growth, Node
+from paceline.tree import Growth, Word
 from services.target.compute import facts
 
 VOCABULARY = 64
@@ -362,11 +362,11 @@ class TestCalibration:
         [this] = target._requests.values()
         target.submit(submission("b", 5, output=self.LONG))
         _, other = target._requests.values()
-        guess = Node(1, 1, None, math.log(0.47), source=POOL, first_depth=1)
+        guess = Word(POOL, math.log(0.47))
         before = other.credit.weigh(guess), this.credit.weigh(guess)
         for _ in range(20):
-            other.credit.observe(guess, accepted=False)
-            this.credit.observe(guess, accepted=True)
+            other.credit.observe(guess, hit=False)
+            this.credit.observe(guess, hit=True)
         assert other.credit.weigh(guess) < before[0]
         assert this.credit.weigh(guess) > before[1]
         assert other.credit.weigh(guess) < this.credit.weigh(guess) - 0.5

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.tree import ROOT_ID, TRAIL, Growth, Node, TokenTree
+from paceline.tree import ROOT_ID, TRAIL, Growth, Node, TokenTree, Word
 
 VOCABULARY = 3
 ROOM = 1000
@@ -29,7 +29,7 @@ def check_books(tree: TokenTree) -> None:
     assert tree.size == len(nodes) == len(set(map(id, nodes)))
     assert tree.root.parent is None
     for parent in (tree.root, *nodes):
-        contested = len({child.source for child in parent.children.values()}) > 1
+        contested = len({source for child in parent.children.values() for source in child.words}) > 1
         for token, child in parent.children.items():
             assert (child.token, child.position) == (token, parent.position + 1)
             assert child.parent is parent
@@ -44,6 +44,11 @@ def chance_at(node: Node) -> float:
     """Where its parent is right."""
     assert node.parent is not None
     return math.exp(node.path_log_prob - node.parent.path_log_prob)
+
+
+def chances(tree: TokenTree) -> dict[int, float]:
+    """By token, where all differ: the probability of the path down to it."""
+    return {node.token: math.exp(node.path_log_prob) for node in tree.best(99, 99)}
 
 
 def chain(tree: TokenTree, tokens: Sequence[int]) -> list[Node]:
@@ -150,7 +155,7 @@ class TestExamples:
             tree.add(tree.root, 1, -0.5)
 
     def test_a_weighed_tree_ranks_by_the_corrected_value(self) -> None:
-        tree = TokenTree(9, 0, weigh=lambda node: 2 * node.log_prob)
+        tree = TokenTree(9, 0, weigh=lambda word: 2 * word.log_prob)
         first = tree.add(tree.root, 1, -0.5)
         second = tree.add(first, 2, -0.25)
         assert (second.log_prob, second.path_log_prob) == (-0.25, -1.5)
@@ -159,65 +164,66 @@ class TestExamples:
         assert second.path_log_prob == -0.5
 
     def test_a_guess_remembers_which_choice_it_was_and_how_far_ahead(self) -> None:
-        weighed: list[tuple[int, int, int]] = []
+        weighed: list[tuple[float, int, int]] = []
 
-        def weigh(node: Node) -> float:
-            weighed.append((node.token, node.rank, node.first_depth))
-            return node.log_prob
+        def weigh(word: Word) -> float:
+            weighed.append((word.log_prob, word.rank, word.depth))
+            return word.log_prob
 
         tree = TokenTree(9, 0, weigh)
-        tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.5] * 3), ROOM)
+        tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.1, -0.2, -0.3]), ROOM)
         tree.commit([1])
-        tree.graft(Growth(9, 4, [2], [4], [-0.5]), ROOM)
-        assert weighed == [(1, 0, 1), (2, 0, 2), (3, 1, 2), (4, 0, 2)]
+        tree.graft(Growth(9, 4, [2], [4], [-0.4]), ROOM)
+        assert weighed == [(-0.1, 0, 1), (-0.2, 0, 2), (-0.3, 1, 2), (-0.4, 0, 2)]
         tree.commit([2])
         [node] = tree.nodes()
-        assert (node.token, node.rank, node.first_depth) == (4, 0, 2), "as when it came"
+        assert (node.token, node.words[0].rank, node.words[0].depth) == (4, 0, 2), "as when it came"
 
     def test_each_draft_has_first_choices_of_its_own(self) -> None:
         """One that guesses what another has guessed made that choice all the same."""
         tree = TokenTree(9, 0)
         tree.graft(Growth(9, 1, [0, 0], [1, 2], [-0.5] * 2), ROOM, source=0)
         tree.graft(Growth(9, 1, [0, 0, 0], [3, 2, 4], [-0.5] * 3), ROOM, source=1)
-        ranks = {node.token: (node.source, node.rank) for node in tree.nodes()}
-        assert ranks == {1: (0, 0), 2: (0, 1), 3: (1, 0), 4: (1, 2)}
+        ranks = {node.token: {word.source: word.rank for word in node.words.values()} for node in tree.nodes()}
+        assert ranks == {1: {0: 0}, 2: {0: 1, 1: 1}, 3: {1: 0}, 4: {1: 2}}
 
-    def test_of_two_who_guess_the_same_the_surer_is_believed(self) -> None:
+    def test_two_who_guess_the_same_make_it_likelier(self) -> None:
+        """It is wrong if both are."""
         tree = TokenTree(9, 0)
-        tree.graft(Growth(9, 1, [0, 1], [1, 2], [-1.0, -0.5]), ROOM, source=1)
-        assert [node.path_log_prob for node in tree.best(9, 9)] == [-1.0, -1.5]
-        assert tree.graft(Growth(9, 1, [0], [1], [-0.05]), ROOM) == 0
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.6), math.log(0.5)]), ROOM, source=1)
+        assert chances(tree) == pytest.approx({1: 0.6, 2: 0.3})
+        assert tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM) == 0
         check_books(tree)
-        assert [node.path_log_prob for node in tree.best(9, 9)] == pytest.approx([-0.05, -0.55]), "not as remembered"
-        assert {node.token: (node.source, node.log_prob) for node in tree.nodes()} == {1: (0, -0.05), 2: (1, -0.5)}
-        assert tree.graft(Growth(9, 3, [1], [2], [-2.0]), ROOM) == 0
-        assert tree.best(9, 9)[1].path_log_prob == pytest.approx(-0.55), "what is less sure changes nothing"
+        assert chances(tree) == pytest.approx({1: 0.96, 2: 0.48}), "not as remembered"
+        assert {node.token: node.source for node in tree.nodes()} == {1: 0, 2: 1}, "who is surest"
         tree.graft(Growth(9, 9, [0], [1], [0.0]), ROOM)
-        assert tree.root.children[1].log_prob == -0.05, "a draft has one word on each guess"
+        assert chances(tree)[1] == pytest.approx(0.96), "a draft has one word on each guess"
+        tree.graft(Growth(9, 2, [1], [2], [math.log(0.1)]), ROOM)
+        assert chances(tree)[2] == pytest.approx(0.96 * 0.55), "the less sure counts, too"
 
     def test_who_contradicts_makes_less_likely(self) -> None:
         """Odds of 19 for one guess, of 4 for another, and of 1 for neither."""
         tree = TokenTree(9, 0)
         tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.8), math.log(0.5)]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0], [3], [math.log(0.95)]), ROOM)
-        chances = {node.token: math.exp(node.path_log_prob) for node in tree.best(9, 9)}
-        assert chances == pytest.approx({3: 19 / 24, 1: 4 / 24, 2: 2 / 24}), "and what follows it, too"
+        assert chances(tree) == pytest.approx({3: 19 / 24, 1: 4 / 24, 2: 2 / 24}), "and what follows it, too"
         check_books(tree)
 
     def test_a_draft_does_not_contradict_itself(self) -> None:
         tree = TokenTree(9, 0)
         tree.graft(Growth(9, 1, [0, 0], [1, 2], [math.log(0.6), math.log(0.3)]), ROOM)
-        assert [math.exp(node.path_log_prob) for node in tree.best(9, 9)] == pytest.approx([0.6, 0.3])
+        assert chances(tree) == pytest.approx({1: 0.6, 2: 0.3})
         tree.graft(Growth(9, 1, [0], [3], [math.log(0.5)]), ROOM, source=1)
-        chances = {node.token: math.exp(node.path_log_prob) for node in tree.best(9, 9)}
-        assert chances == pytest.approx({1: 6 / 11, 2: 3 / 11, 3: 1 / 11}), "odds of 9 for one of the two, and of 1"
+        assert chances(tree) == pytest.approx({1: 6 / 11, 2: 3 / 11, 3: 1 / 11}), (
+            "odds of 9 for one of the two, and of 1"
+        )
 
-    def test_who_comes_round_contradicts_no_more(self) -> None:
-        """Another draft is surer of the very guess that stood against it."""
+    def test_one_who_agrees_among_others_contradicts_the_rest(self) -> None:
+        """Odds of 1 and of 6 for the guess that both made, so of 2 * 7 - 1; of 3 for that of one, and 1 for neither."""
         tree = TokenTree(9, 0)
         tree.graft(Growth(9, 1, [0], [1], [math.log(0.5)]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0, 0], [2, 1], [math.log(0.3), math.log(0.6)]), ROOM)
-        assert {n.token: math.exp(n.path_log_prob) for n in tree.nodes()} == pytest.approx({1: 0.6, 2: 0.3})
+        assert chances(tree) == pytest.approx({1: 13 / 17, 2: 3 / 17})
 
     def test_the_best_are_others_once_somebody_has_agreed(self) -> None:
         tree = TokenTree(9, 0)
@@ -262,7 +268,7 @@ class TestExamples:
         tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), ROOM)
         [node] = tree.nodes()
-        assert (node.source, node.log_prob, node.law) == (1, -1.0, {1: 1, 2: 1})
+        assert (node.path_log_prob, node.law) == (-1.0, {1: 1, 2: 1})
 
 
 class TestBest:
