@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from paceline.witnesses import together
@@ -58,13 +58,15 @@ class Word:
 class Node:
     """One token at one position; guessed, unless it is a root.
 
-    `path_log_prob` is what the tree expects, of all the words on the nodes from the root down to this one: the natural
-    log of the probability that the target draws them all. So it falls along every path.
+    `chance_log_prob` is what the tree makes of all words on this guess and its siblings: the natural log of the
+    probability that the target draws it, given that it drew the parent's path. `path_log_prob` is the sum of these from
+    the root down, and so falls along every path.
     """
 
     token: int
     position: int
     parent: Node | None
+    chance_log_prob: float = 0.0
     path_log_prob: float = 0.0
     words: dict[int, Word] = field(default_factory=dict)
     """Of each draft that guessed it, in the order in which they did."""
@@ -204,6 +206,8 @@ class TokenTree:
         self._weigh = weigh
         self._width = width or math.inf
         self._permit = permit
+        self._sources: set[int] = set()
+        """Which drafts have ever spoken."""
         self._next_id = ROOT_ID + 1
         self._by_id: dict[tuple[int, int], Node] = {}  # by source and id
         # What `best` gave since the tree last changed: a step asks twice and more, and most trees stay as they were.
@@ -246,6 +250,8 @@ class TokenTree:
         now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size` or `width`.
         """
         before = self.size
+        self._sources.add(source)
+        places: dict[int, Node] = {}  # those on whose guesses there are new words
         for id_, parent_id, token, log_prob, law in zip(
             growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, growth.every_law(), strict=True
         ):
@@ -256,8 +262,10 @@ class TokenTree:
             node = parent.children.get(token)
             if node is None and self._takes(parent, token, max_size):
                 node = self._attach(parent, token, law)
-            if node is not None:
-                self._hear(node, source, id_, log_prob, rank)
+            if node is not None and self._hear(node, source, id_, log_prob, rank):
+                places[id(parent)] = parent
+        if len(self._sources) > 1 and self._width > 1:  # what is drawn from laws is not verified for being drawn twice
+            self._settle(places.values())
         return self.size - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
@@ -272,7 +280,7 @@ class TokenTree:
             elif missed is None:
                 missed = token
             self._advance(node or Node(token, self.root.position + 1, None))
-        self._rebase()
+        self._add_up()
         return Committed(path, missed)
 
     def forget_ids(self, source: int = 0) -> None:
@@ -336,33 +344,34 @@ class TokenTree:
         self.size += 1
         return node
 
-    def _hear(self, node: Node, source: int, id_: int, log_prob: float, rank: int) -> None:
-        """A draft guesses this. It has one word on each guess, and one id: a hostile one cannot make us keep more."""
-        word = node.words.get(source)
+    def _hear(self, node: Node, source: int, id_: int, log_prob: float, rank: int) -> bool:
+        """A draft guesses this. It has one word on each guess, and one id: a hostile one cannot make us keep more.
+
+        Returns whether this word counts.
+        """
+        word, depth = node.words.get(source), node.position - self.root.position
+        new = word is None
         if word is None:
-            depth = node.position - self.root.position
             word = node.words[source] = Word(source, min(max(log_prob, LEAST_LOG_PROB), 0.0), rank, depth)
-            if node.parent is not None and depth > 0:
-                word.chance_log_prob = self._weigh(word)
-                self._settle(node.parent, node, word)
         if word.id == ROOT_ID != id_:
             self._name(node, word, id_)
-
-    def _settle(self, place: Node, node: Node, word: Word) -> None:
-        """What follows `place` is as likely as all words on it make it, of which one is new.
-
-        Not in a chain: what is drawn from laws must not be verified for having been drawn twice.
-        """
+        if not new or node.parent is None or depth < 1:
+            return False
         self._best.clear()
-        guesses = place.children.values()
-        if all(len(guess.words) == 1 and word.source in guess.words for guess in guesses):
-            node.path_log_prob = place.path_log_prob + word.chance_log_prob
-        elif self._width > 1:
-            chances = [{source: its.chance_log_prob for source, its in guess.words.items()} for guess in guesses]
-            for guess, log_prob in zip(guesses, together(chances), strict=True):
-                change = place.path_log_prob + log_prob - guess.path_log_prob
-                for below in (guess, *guess.subtree()):
-                    below.path_log_prob += change
+        word.chance_log_prob = self._weigh(word)
+        if len(node.words) == 1:
+            node.chance_log_prob = word.chance_log_prob
+            node.path_log_prob = node.parent.path_log_prob + node.chance_log_prob
+        return True
+
+    def _settle(self, places: Iterable[Node]) -> None:
+        """What follows these is as likely as all the words on it make it."""
+        for place in places:
+            guesses = place.children.values()
+            words = [{w.source: w.chance_log_prob for w in guess.words.values()} for guess in guesses]
+            for guess, log_prob in zip(guesses, together(words), strict=True):
+                guess.chance_log_prob = log_prob
+        self._add_up()
 
     def _name(self, node: Node, word: Word, id_: int) -> None:
         word.id = id_
@@ -395,8 +404,9 @@ class TokenTree:
             descendant.parent = None
             self.size -= 1
 
-    def _rebase(self) -> None:
-        """Path probabilities count from the new root."""
-        passed = self.root.path_log_prob
-        for node in (self.root, *self.root.subtree()):
-            node.path_log_prob -= passed
+    def _add_up(self) -> None:
+        """Path probabilities count from the root."""
+        self.root.path_log_prob = 0.0
+        for node in self.root.subtree():
+            assert node.parent is not None
+            node.path_log_prob = node.parent.path_log_prob + node.chance_log_prob

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -94,12 +95,20 @@ def engine(
     model: TableModel | None = None,
     row_budget: bool = True,
     beside: Sequence[Drafting] = (),
+    nodes: int = 8,
+    strategy: Any = "coupled",
     **settings: int,
 ) -> Engine:
     return Engine(
         model or TableModel(VOCABULARY, SLOTS, SLOTS),
         EngineConfig(slots=SLOTS, **settings),
-        SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8, row_budget=row_budget),
+        SpeculativeConfig(
+            method="ngram",
+            num_speculative_tokens=4,
+            max_tree_nodes=nodes,
+            row_budget=row_budget,
+            rejection_sampling_strategy=strategy,
+        ),
         drafting,
         FREE,
         beside=beside,
@@ -351,6 +360,30 @@ class TestCalibration:
         assert pool.learned == Counter(cell for step in steps for cell, _ in step.guesses), "and told others"
         assert len({cell % Calibration.DEPTHS for cell in pool.learned}) > 2, "from near the root and far from it"
         assert len({cell // Calibration.DEPTHS % Calibration.RANKS for cell in pool.learned}) > 1, "first and others"
+
+    @pytest.mark.parametrize(
+        ("strategy", "each"), [("coupled", 2), ("greedy", 2), ("typical-acceptance", 1)], ids=lambda value: str(value)
+    )
+    def test_guesses_without_a_row_teach_where_tokens_do_not_depend_on_guesses(self, strategy: str, each: int) -> None:
+        """There is a row for one guess, and the draft always has two. What was drawn tells of both, unless another
+        token would have been drawn had the other one been verified."""
+        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Useless(right, width=2), nodes=1, strategy=strategy)
+        steps: list[StepStats] = []
+        served(target, submission("a", 5, output=self.LONG), steps=steps)
+        assert set(Counter(len(step.guesses) for step in steps)) == {0, each}
+        assert not any(hit for step in steps for _, hit in step.guesses)
+
+    def test_every_draft_that_made_a_guess_learns_of_it(self) -> None:
+        """Whoever is surest: one that says what others are surer of is as right as they are."""
+        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Overrated(right), beside=[Overrated(right)])
+        recordings = {key: Recording() for key in target.calibrations}
+        target.calibrations.update(recordings)
+        served(target, submission("a", 5, output=self.LONG))
+        own, other = (recordings[source, True] for source in (POOL, POOL + 1))
+        assert own.learned
+        assert (own.learned, own.drafted, own.accepted) == (other.learned, other.drafted, other.accepted)
 
     def test_a_request_that_is_not_like_the_others_is_believed_less(self) -> None:
         """The draft is right with every first choice of this one, and with none of the other's."""
