@@ -380,10 +380,12 @@ class TestCalibration:
         target = engine(Overrated(right), beside=[Overrated(right)])
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
-        served(target, submission("a", 5, output=self.LONG))
+        steps: list[StepStats] = []
+        served(target, submission("a", 5, output=self.LONG), steps=steps)
         own, other = (recordings[source, True] for source in (POOL, POOL + 1))
         assert own.learned
         assert (own.learned, own.drafted, own.accepted) == (other.learned, other.drafted, other.accepted)
+        assert own.learned == Counter(cell for step in steps for cell, _ in step.guesses), "others are told of one"
 
     def test_a_request_that_is_not_like_the_others_is_believed_less(self) -> None:
         """The draft is right with every first choice of this one, and with none of the other's."""

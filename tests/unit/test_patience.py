@@ -147,7 +147,17 @@ class TestTheNextRound:
 
     def test_guesses_of_others_that_are_likelier_than_what_they_follow_are_as_likely(self) -> None:
         """Calibration learns each guess by itself: those after one place may sum to more than it has."""
-        assert not NextRound(DELAY_S).pays(0.5, 2.0, 100.0, beyond=[0.7] * 9)
+        hopeful, price = NextRound(DELAY_S), 0.5 * 0.8 / 2  # the second of two rounds brings it all
+        assert hopeful.pays(0.5, 2.0, 2.0 * DELAY_S / (0.99 * price), beyond=[0.7, 0.0], rounds_left=2)
+        assert not hopeful.pays(0.5, 2.0, 2.0 * DELAY_S / (1.01 * price), beyond=[0.7, 0.0], rounds_left=2)
+
+    def test_a_round_is_for_all_requests_and_hardly_ever_do_all_agree(self) -> None:
+        """With half of four, the second round is run in 15 of 16 cases."""
+        rounds, worth = NextRound(DELAY_S), 2 * (0.95 + 0.95**2) / (1 + 15 / 16)
+        for _ in range(300):
+            rounds.observe(0.5, 0.475, DELAY_S)
+        assert rounds.pays(4.0, 2.0, 2.0 * DELAY_S / (0.99 * worth), beyond=[2.0, 2.0], rounds_left=2)
+        assert not rounds.pays(4.0, 2.0, 2.0 * DELAY_S / (1.01 * worth), beyond=[2.0, 2.0], rounds_left=2)
 
     def test_a_draft_that_was_useless_is_tried_again(self) -> None:
         rounds = NextRound(DELAY_S)
@@ -254,7 +264,8 @@ def test_what_brings_more_than_it_follows_is_not_taken_to_go_on_growing() -> Non
     rounds = NextRound(DELAY_S)
     for _ in range(200):
         rounds.observe(0.5, 0.6, DELAY_S)
-    assert not rounds.pays(0.1, 3.0, STEP_S, rounds_left=12)
+    assert rounds.pays(0.31, 3.0, STEP_S, rounds_left=12)
+    assert not rounds.pays(0.29, 3.0, STEP_S, rounds_left=12), "it needs 0.3"
 
 
 @pytest.mark.parametrize(("step_s", "rounds"), [(STEP_S, 1), (4 * STEP_S, 4)])
