@@ -369,7 +369,7 @@ class Calibration:
         return min(max(share, 1e-9), 1.0)
 
     def observe(self, cell: int, accepted: bool) -> None:
-        """A guess whose parent was drawn was verified."""
+        """The target drew the guess's parent, and then the guess or another token."""
         self._count(self.drafted, self.accepted, cell, accepted)
         self._count(self._bin_drafted, self._bin_accepted, cell // self.PER_BIN, accepted)
 
@@ -422,7 +422,7 @@ class Tendency:
         return right / (right + 1.0 - probability)
 
     def observe(self, probability: float, hit: bool) -> None:
-        """A guess that was as probable as this with all requests was verified."""
+        """The target decided on a guess that was as probable as this with all requests."""
         if self._guesses > self.MEMORY - 1:
             kept = (self.MEMORY - 1) / self._guesses
             self._guesses, self._hits, self._expected = self.MEMORY - 1, self._hits * kept, self._expected * kept

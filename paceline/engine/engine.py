@@ -117,7 +117,7 @@ class Engine:
         return Load(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: guesses verified and drawn, by `Calibration`'s cells."""
+        """Start from what was learned elsewhere: guesses decided and drawn, by `Calibration`'s cells."""
         for greedy in (True, False):
             self.calibrations[POOL, greedy].seed(drafted, accepted)
 

@@ -21,7 +21,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Hearsay:
-    """What other targets learned of drafts' confidence: guesses verified and drawn, by `Calibration`'s cells."""
+    """What other targets learned of drafts' confidence: guesses decided and drawn, by `Calibration`'s cells."""
 
     drafted: Sequence[float]
     accepted: Sequence[float]

@@ -45,4 +45,4 @@ class StepStats:
     nodes_grafted: int = 0
     """Those of them that joined a tree; the others were late, double, or over the tree's limit."""
     guesses: Sequence[tuple[int, bool]] = ()
-    """Verified nodes whose parent was drawn: the cell of `Calibration`, and whether it was drawn."""
+    """Of the requests' own drafts, where the parent was drawn: the cell of `Calibration`, and whether it was, too."""
