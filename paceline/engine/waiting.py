@@ -122,11 +122,13 @@ class TakingTurns(Priced):
         drafting_s = 0.0
         now = outlook(drawing, self._cost)
         while now.height < 1 or self._pays(now, drafting_s):
+            begun = all(request.heard for request in drawing if request.drafted)
             start = self._clock()
             came = receive(self.AT_MOST_S)
             delay_s = self._clock() - start
             before, now = now, outlook(drawing, self._cost)
-            self._next.observe(before.frontier, now.own - before.own, delay_s)
+            if begun:  # a first round reads a prompt, and is like no other
+                self._next.observe(before.frontier, now.own - before.own, delay_s)
             drafting_s += delay_s
             if not came or now.own <= before.own:
                 return

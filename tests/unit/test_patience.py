@@ -175,6 +175,8 @@ class Turns:
     concurrent: bool = False
     round_s: float = 4e-3
     step_s: float = STEP_S
+    first_s: float | None = None
+    """What the first round takes of each but the last, whose draft has read its prompt before; as any, if None."""
     beside: Growth | None = None
     """What others guess before the draft gets its turn."""
 
@@ -182,20 +184,21 @@ class Turns:
         """How many the last of them gets."""
         now = [0.0]
         waiting = waiting_for(self.concurrent, False, lambda rows: STEP_S, lambda: now[0])
-        for _ in range(60):
+        for turn in range(60):
             tree = TokenTree(2, 3)
             params = SamplingParams(temperature=0.0, max_tokens=20)
             request = Request(
                 1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, Credit({}, greedy=True), 0.0
             )
-            request.draft = "somebody"
+            request.draft, request.heard = "somebody", turn == 59
             made: list[int] = []
             if self.beside:
                 tree.graft(self.beside, ROOM, POOL + 1)
 
-            def receive(_: float, tree: TokenTree = tree, made: list[int] = made) -> bool:
-                now[0] += self.round_s
+            def receive(_: float, request: Request = request, tree: TokenTree = tree, made: list[int] = made) -> bool:
+                now[0] += self.round_s if request.heard or self.first_s is None else self.first_s
                 made.append(len(made) + 1)
+                request.heard = True
                 tree.graft(Growth(2, made[-1], [made[-1] - 1], [5], [-0.01]), ROOM)
                 return True
 
@@ -208,6 +211,10 @@ class Turns:
 def test_a_draft_on_the_target_s_time_goes_on_while_that_pays(concurrent: bool, round_s: float, rounds: int) -> None:
     """Who goes on by itself is waited for less. A tree without guesses always gets a round."""
     assert Turns(concurrent, round_s).rounds() == rounds
+
+
+def test_a_first_round_reads_a_prompt_and_is_not_how_long_rounds_take() -> None:
+    assert Turns(first_s=1.0).rounds() == 4
 
 
 @pytest.mark.parametrize(
