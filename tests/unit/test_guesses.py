@@ -6,14 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.config import SamplingParams
-from paceline.engine.credit import Credit
 from paceline.engine.drafting import News, NoDrafting
 from paceline.engine.guesses import Guesses
 from paceline.engine.request import Request
 from paceline.engine.waiting import Receive
-from paceline.messages import Submission
-from paceline.tree import Growth, TokenTree
+from paceline.tree import Growth
+from tests.bare import bare_request
 
 
 class Polled(NoDrafting):
@@ -47,12 +45,7 @@ class SoManyRounds:
 
 
 def drafted_for() -> Request:
-    params = SamplingParams(temperature=0.0, max_tokens=20)
-    request = Request(
-        1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), Credit({}, greedy=True), 0.0
-    )
-    request.draft = "somebody"
-    return request
+    return bare_request([1, 2, 3], draft="somebody")
 
 
 @pytest.mark.parametrize(

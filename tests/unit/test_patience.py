@@ -10,12 +10,10 @@ from functools import partial
 import pytest
 
 from paceline.budget import NextRound, Patience
-from paceline.config import SamplingParams
-from paceline.engine.credit import Credit
 from paceline.engine.request import POOL, Request
 from paceline.engine.waiting import LockStep, waiting_for
-from paceline.messages import Submission
 from paceline.tree import Growth, TokenTree
+from tests.bare import bare_request
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
@@ -185,12 +183,8 @@ class Turns:
         now = [0.0]
         waiting = waiting_for(self.concurrent, False, lambda rows: STEP_S, lambda: now[0])
         for turn in range(60):
-            tree = TokenTree(2, 3)
-            params = SamplingParams(temperature=0.0, max_tokens=20)
-            request = Request(
-                1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, tree, Credit({}, greedy=True), 0.0
-            )
-            request.draft, request.heard = "somebody", turn == 59
+            request = bare_request([1, 2, 3], draft="somebody")
+            request.heard, tree = turn == 59, request.tree
             made: list[int] = []
             if self.beside:
                 tree.graft(self.beside, ROOM, POOL + 1)
@@ -243,11 +237,7 @@ def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ev
     """It held the engine, and all requests with it, for as long as it liked."""
     now, patience = [0.0], list[float]()
     waiting = waiting_for(True, True, lambda rows: STEP_S, lambda: now[0])
-    params = SamplingParams(max_tokens=20)
-    request = Request(
-        1, Submission("r", [1, 2, 3], params), params, 20, (4, 8), 1000, TokenTree(2, 3), Credit({}, greedy=True), 0.0
-    )
-    request.draft = "somebody"
+    request = bare_request([1, 2, 3], draft="somebody")
 
     def receive(timeout_s: float) -> bool:
         assert now[0] < LockStep.PATIENCE_S

@@ -12,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.budget import RowCost
-from paceline.config import EngineConfig, SamplingParams
-from paceline.engine.credit import Credit
+from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, outlook
 from paceline.engine.slots import BLOCK, SlotPool
-from paceline.messages import Submission
-from paceline.tree import Growth, TokenTree
+from paceline.tree import Growth
+from tests.bare import bare_request
 
 SLOTS = 256
 ROOM = 100
@@ -28,10 +27,7 @@ STEEP = RowCost([8, 16], [1.0, 100.0])
 
 def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (4, 8), token: int = 0) -> Request:
     """`token`: its prompt is that one over and over."""
-    tokens = [token] * prompt
-    params = SamplingParams(temperature=0.0, max_tokens=output)
-    tree, credit = TokenTree(prompt - 1, token), Credit({}, greedy=True)
-    return Request(key, Submission(f"r{key}", tokens, params), params, output, limits, 1000, tree, credit, 0.0)
+    return bare_request([token] * prompt, key=key, output=output, limits=limits)
 
 
 def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: RowCost = FREE) -> Scheduler:

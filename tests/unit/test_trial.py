@@ -7,19 +7,8 @@ from collections import Counter
 import pytest
 
 from paceline.budget import Worth
-from paceline.config import SamplingParams
-from paceline.engine.credit import Credit
-from paceline.engine.request import Request
 from paceline.engine.trial import Trial
-from paceline.messages import Submission
-from paceline.tree import TokenTree
-
-
-def request(key: int) -> Request:
-    law = SamplingParams()
-    return Request(
-        key, Submission(str(key), [1], law), law, 9, (4, 8), 16, TokenTree(0, 1), Credit({}, greedy=True), 0.0
-    )
+from tests.bare import bare_request
 
 
 class Judged:
@@ -32,7 +21,7 @@ class Judged:
         self.helped, self.every = helped, every
         self.trial = Trial(lambda request: self.told.append((request.key, request.paused)))
         for key in range(1, requests + 1):
-            self.trial.join(request(key))
+            self.trial.join(bare_request([1], key=key))
         self._step = 0
 
     def steps(self, count: int, accepted: int = 0, *, heard: bool = True) -> None:
@@ -87,7 +76,7 @@ def test_many_requests_do_not_make_a_verdict_hastier() -> None:
 def test_one_that_joins_a_paused_draft_is_paused() -> None:
     judged = Judged()
     judged.until_told()
-    late = request(4)
+    late = bare_request([1], key=4)
     judged.trial.join(late)
     assert late.paused
     assert judged.told[-1] == (4, True)
@@ -138,7 +127,7 @@ def test_one_that_it_helps_no_longer_is_paused_as_well() -> None:
 def test_one_that_joined_just_before_the_verdict_has_its_chance() -> None:
     judged = Judged(9)
     judged.steps(steps_to_a_verdict() - 1)
-    judged.trial.join(request(10))
+    judged.trial.join(bare_request([1], key=10))
     judged.steps(1)
     assert judged.told == [(key, True) for key in range(1, 10)]
     assert judged.until_told() == [(10, True)]
@@ -148,7 +137,7 @@ def test_one_that_joined_just_before_the_verdict_has_its_chance() -> None:
 def test_one_that_joined_a_paused_draft_is_its_next_scout_and_may_be_helped() -> None:
     judged = Judged(9, helped=10)
     judged.until_told()
-    judged.trial.join(request(10))
+    judged.trial.join(bare_request([1], key=10))
     assert judged.until_told() == [(10, False)]
     assert judged.until_told() == [(key, False) for key in range(1, 10)]
     judged.steps(4000)
@@ -161,6 +150,6 @@ def test_where_only_those_are_left_that_it_helps_a_draft_pays_again() -> None:
     for key in set(judged.trial.requests) - {5}:
         judged.trial.leave(key)
     judged.steps(2 * Worth.LEAST_PAUSE)
-    late = request(10)
+    late = bare_request([1], key=10)
     judged.trial.join(late)
     assert not late.paused
