@@ -114,6 +114,11 @@ Permit = Callable[[Node, int], bool]
 """Whether this token can come after this node."""
 
 
+def _speakers(place: Node) -> set[int]:
+    """The drafts that have guessed what follows."""
+    return set().union(*(guess.words for guess in place.children.values()))
+
+
 def _as_it_is(word: Word) -> float:
     return word.log_prob
 
@@ -365,13 +370,15 @@ class TokenTree:
         return True
 
     def _settle(self, places: Iterable[Node]) -> None:
-        """What follows these is as likely as all the words on it make it."""
-        for place in places:
+        """What follows these is as likely as all the words on it make it. Of one draft alone it is so already."""
+        contested = [place for place in places if len(_speakers(place)) > 1]
+        for place in contested:
             guesses = place.children.values()
             words = [{w.source: w.chance_log_prob for w in guess.words.values()} for guess in guesses]
             for guess, log_prob in zip(guesses, together(words), strict=True):
                 guess.chance_log_prob = log_prob
-        self._add_up()
+        if contested:
+            self._add_up()
 
     def _name(self, node: Node, word: Word, id_: int) -> None:
         word.id = id_

@@ -262,6 +262,16 @@ class TestExamples:
             trees.append({tuple(n.token for n in node.path()): node.path_log_prob for node in tree.nodes()})
         assert trees[0] == pytest.approx(trees[1])
 
+    @pytest.mark.parametrize("source", [0, 1])
+    def test_where_one_speaks_alone_its_word_stands(self, source: int) -> None:
+        """Whatever is contested above, and however certain it is."""
+        tree = TokenTree(9, 0)
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.8)]), ROOM, 1 - source)
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.5), 0.0]), ROOM, source)
+        first, second = tree.best(9, 9)
+        assert math.exp(first.path_log_prob) == pytest.approx(0.9), "odds of 2 * 5 - 1"
+        assert second.path_log_prob == first.path_log_prob
+
     def test_in_a_chain_nobody_is_believed_for_having_drawn_it_again(self) -> None:
         """What is drawn from a law must be verified whatever was drawn."""
         tree = TokenTree(9, 0, width=1)
