@@ -34,7 +34,7 @@ from paceline.text import Tokenizer
 TARGET, DRAFT = family.NAMES
 TEMPERATURES = (0.0, 0.8)
 MAX_TOKENS = 160
-REPETITIONS = 3
+REPETITIONS = 5
 DEPTH = 12
 NODES = 24
 LIMITS = {"draft_placement": "target", "num_speculative_tokens": DEPTH, "max_tree_nodes": NODES}
