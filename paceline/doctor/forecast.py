@@ -6,6 +6,8 @@ most of it behind the target's passes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paceline.budget import Cost, worthwhile
 from paceline.doctor.figures import Acceptance
 
@@ -18,6 +20,24 @@ def forecast(acceptance: Acceptance, requests: int, most_rows: int, cost: Cost) 
     worth = sorted(node_worth(acceptance, requests), reverse=True)
     count = worthwhile(worth, requests, requests, most_rows - requests, cost)
     return (requests + sum(worth[:count])) / cost(requests + count)
+
+
+def answering_s(acceptance: Acceptance, sizes: Sequence[tuple[int, int]], most_rows: int, cost: Cost) -> float:
+    """Seconds until requests that come at once are all answered. `sizes`: of each, the tokens of its prompt and of its
+    answer.
+
+    Prompts are computed first, in full passes; a prompt's pass draws the first token. Each answer that is over leaves
+    fewer requests to share a pass.
+    """
+    passes, rest = divmod(sum(prompt for prompt, _ in sizes), most_rows)
+    seconds = passes * cost(most_rows) + (cost(rest) if rest else 0.0)
+    lengths, drawn = sorted(answer for _, answer in sizes), 1
+    for over, length in enumerate(lengths):
+        left = len(lengths) - over
+        if length > drawn:
+            seconds += left * (length - drawn) / forecast(acceptance, left, most_rows, cost)
+            drawn = length
+    return seconds
 
 
 def node_worth(acceptance: Acceptance, requests: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import TypeVar, get_args
 from paceline.config import ModelFree, SamplingParams, SpeculativeConfig
 from paceline.doctor.candidates import Candidate
 from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
-from paceline.doctor.forecast import forecast
+from paceline.doctor.forecast import answering_s
 from paceline.doctor.memory import Need, need_of
 from paceline.llm import LLM, Completion
 from paceline.models import is_weightless
@@ -121,7 +121,11 @@ def run(fresh: Callable[[], LLM], trial: Trial, temperature: float, requests: in
 
 def speed(target: LLM, requests: int, measured: Run, alone: Acceptance) -> Speed:
     """`alone`: what is accepted of prompts decoded one by one."""
-    predicted = forecast(alone, requests, target.config.max_num_batched_rows, target.cost)
+    answers = measured.speculative.completions
+    together = groups([(each.prompt_tokens, len(each.tokens)) for each in answers], requests)
+    most = target.config.max_num_batched_rows
+    seconds = sum(answering_s(alone, sizes, most, target.cost) for sizes in together)
+    predicted = sum(len(each.tokens) for each in answers) / seconds
     return Speed(requests, measured.plain.tokens_per_s, measured.speculative.tokens_per_s, predicted)
 
 

@@ -27,7 +27,7 @@ from paceline.doctor.candidates import Candidate, candidates, named, together
 from paceline.doctor.causes import causes
 from paceline.doctor.diagnosis import Refused, examined, pasted
 from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
-from paceline.doctor.forecast import forecast, node_worth
+from paceline.doctor.forecast import answering_s, forecast, node_worth
 from paceline.doctor.measure import Side, Trial, facts_of, groups, need, other_special_tokens
 from paceline.doctor.memory import Need, available, cache_positions
 from paceline.doctor.prompts import PromptsError, are_bare, encoded, read
@@ -187,6 +187,14 @@ class TestForecast:
     def test_a_pass_has_so_many_rows_and_no_more(self) -> None:
         chain = Acceptance(0.0, [Answer(1, [], stats(1.0, deeper=1.0))])
         assert forecast(chain, 8, 12, FREE_ROWS) == pytest.approx(8 + 4)
+
+    def test_prompts_are_computed_first_and_answers_end_one_by_one(self) -> None:
+        """Three passes over 20 tokens of prompts. Of 3 and 7 tokens one is drawn with them, 2 by both, 4 by the longer:
+        at 2 seconds a pass for up to 8 rows, with 1.8 tokens for each request that draws."""
+        drafted = Acceptance(0.0, [Answer(1, [], stats(0.8))])
+        cost = RowCost([8, 1024], [2.0, 2.0])
+        assert answering_s(drafted, [(12, 7), (8, 3)], 8, cost) == pytest.approx(2 * (3 + 2 / 1.8 + 4 / 1.8))
+        assert answering_s(drafted, [(16, 1)], 8, cost) == 2 * 2
 
     def test_nothing_drafted_is_plain(self) -> None:
         assert forecast(Acceptance(0.0, []), 4, 256, FREE_ROWS) == 4
