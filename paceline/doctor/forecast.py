@@ -43,13 +43,14 @@ def answering_s(acceptance: Acceptance, sizes: Sequence[tuple[int, int]], most_r
 def node_worth(acceptance: Acceptance, requests: int) -> list[float]:
     """For each node that a step of so many requests could verify: the tokens that it brings.
 
-    All nodes of one depth share what that depth brought. There are as many as there were, over all depths alike.
+    All nodes of one depth share what that depth brought. There are as many as there were, over all depths alike, and
+    one at least: who guesses in few steps brings what it brings.
     """
     reached, accepted = acceptance.drafted_by_depth, acceptance.accepted_by_depth
     width = acceptance.nodes / max(1, sum(reached))
     nodes: list[float] = []
     for steps, brought in zip(reached, accepted, strict=True):
-        count = round(requests * width * steps / max(1, acceptance.steps))
-        each = requests * brought / max(1, acceptance.steps) / max(1, count)
+        count = max(1, round(requests * width * steps / max(1, acceptance.steps)))
+        each = requests * brought / max(1, acceptance.steps) / count
         nodes += [each] * count
     return nodes

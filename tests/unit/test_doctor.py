@@ -171,6 +171,10 @@ class TestForecast:
         half = Acceptance(0.0, [Answer(1, [], stats(0.8, steps=200, deeper=0.5))])
         assert forecast(half, 10, 256, FREE_ROWS) == pytest.approx(10 * (1 + 1.3 / 2))
 
+    def test_who_guesses_seldom_is_not_rounded_away(self) -> None:
+        seldom = Acceptance(0.0, [Answer(1, [], stats(0.8, steps=400, deeper=0.5))])
+        assert forecast(seldom, 1, 256, FREE_ROWS) == pytest.approx(1 + 1.3 / 4)
+
     def test_rows_that_cost_more_than_they_bring_are_left_out(self) -> None:
         chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.05))])
         dear = RowCost([8, 16, 24, 1024], [1.0, 1.5, 3.0, 128.0])
