@@ -20,7 +20,7 @@ from paceline.budget import FREE_ROWS, RowCost
 from paceline.cli import doctor_served, main
 from paceline.cli.bars import bar, columns
 from paceline.cli.client import Answer as HttpAnswer
-from paceline.config import SpeculativeConfig
+from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.doctor import diagnosis
 from paceline.doctor.advice import advice, pays_up_to
 from paceline.doctor.candidates import Candidate, candidates, named, together
@@ -28,7 +28,7 @@ from paceline.doctor.causes import causes
 from paceline.doctor.diagnosis import Refused, examined, pasted
 from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
 from paceline.doctor.forecast import answering_s, forecast, node_worth
-from paceline.doctor.measure import Side, Trial, facts_of, groups, need, other_special_tokens
+from paceline.doctor.measure import Run, Side, Trial, facts_of, groups, need, other_special_tokens, speed
 from paceline.doctor.memory import Need, available, cache_positions
 from paceline.doctor.prompts import PromptsError, are_bare, encoded, read
 from paceline.llm import LLM
@@ -199,6 +199,11 @@ class TestForecast:
         cost = RowCost([8, 1024], [2.0, 2.0])
         assert answering_s(drafted, [(12, 7), (8, 3)], 8, cost) == pytest.approx(2 * (3 + 2 / 1.8 + 4 / 1.8))
         assert answering_s(drafted, [(16, 1)], 8, cost) == 2 * 2
+
+    def test_an_answer_that_is_over_leaves_a_cheaper_pass(self) -> None:
+        """Nine rows take 3 seconds, eight take 2: one pass for the prompts, two for nine requests, four for eight."""
+        cost, plain = RowCost([8, 16], [2.0, 3.0]), Acceptance(0.0, [])
+        assert answering_s(plain, [(1, 3), *[(1, 7)] * 8], 16, cost) == pytest.approx(3 + 2 * 3 + 4 * 2)
 
     def test_nothing_drafted_is_plain(self) -> None:
         assert forecast(Acceptance(0.0, []), 4, 256, FREE_ROWS) == 4
@@ -443,6 +448,18 @@ def test_the_fastest_repetition_counts_and_the_first_answers() -> None:
     assert side.seconds == [2.0, 1.0]
     assert side.tokens == [answer.tokens for answer in answers]
     assert side.tokens_per_s == 8 / 3
+
+
+def test_what_is_predicted_is_of_all_groups_and_as_many_at_once() -> None:
+    llm = LLM("table:64", None, SMALL)
+    llm.cost = RowCost([8, 1024], [2.0, 256.0])
+    prompts = [[1, 2, 3], [4], [5], [6]]
+    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
+    side = Side()
+    for group in range(2):
+        side.add(group, answers[2 * group : 2 * group + 2], 1.0)
+    this = speed(llm, 2, Run(side, side), Acceptance(0.0, []))
+    assert this.predicted == 16 / (2 * (2 + 3 * 2)), "a pass for two prompts and three for the rest, twice"
 
 
 def test_groups_are_full() -> None:
