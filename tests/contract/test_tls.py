@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from services.process import StartError
 from services.security import together
 from tests.certificates import Authority
 from tests.contract.openai_stack import RunningTarget, counts, open_stack, start_target
+from tests.proxies import Streams, proxy
 from tests.targets import submission
 from tests.workers import draft_worker, nodes, opening, target
 
@@ -264,23 +265,11 @@ async def behind(url: str, context: ssl.SSLContext) -> AsyncIterator[str]:
     path = url.removeprefix("unix://").partition("?")[0] if url.startswith("unix://") else None
     host, _, port = url.removeprefix("redis://").partition("/")[0].rpartition(":")
 
-    async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if path is not None:
-            inner_reader, inner_writer = await asyncio.open_unix_connection(path)
-        else:
-            inner_reader, inner_writer = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(pump(reader, inner_writer), pump(inner_reader, writer), return_exceptions=True)
+    def connect() -> Awaitable[Streams]:
+        return asyncio.open_connection(host, int(port)) if path is None else asyncio.open_unix_connection(path)
 
-    async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(65536):
-                sink.write(data)
-        finally:
-            sink.close()
-
-    server = await asyncio.start_server(pass_on, "127.0.0.1", 0, ssl=context)
-    async with server:
-        yield f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with proxy(connect, tls=context) as front:
+        yield f"rediss://127.0.0.1:{front}"
 
 
 def test_options_come_together_or_not_at_all(authority: Authority) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import pytest
@@ -20,6 +20,7 @@ from paceline.model.timed import SimulatedModel
 from paceline.state import WorkerRecord, open_store
 from paceline.timed import TimedModel
 from services.gateway.server import Addresses, Settings, running
+from tests.proxies import proxy
 from tests.targets import TargetWorker, target_worker
 from tests.workers import PATIENCE_S
 
@@ -83,38 +84,11 @@ async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
     assert told["errors"] == 0, "by its counts alone the stream is as it should be"
 
 
-@asynccontextmanager
-async def cutting(port: int) -> AsyncIterator[str]:
-    """A proxy to this port that closes each connection as soon as it has passed on the beginning of a stream."""
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        there, back = await asyncio.open_connection("127.0.0.1", port)
-        sending = asyncio.create_task(_pass_on(reader, back))
-        with suppress(OSError):
-            while data := await there.read(2**16):
-                writer.write(data)
-                await writer.drain()
-                if b"token_ids" in data:
-                    break
-        sending.cancel()
-        back.close()
-        writer.close()
-
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server:
-        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
-
-
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with suppress(OSError):
-        while data := await reader.read(2**16):
-            writer.write(data)
-            await writer.drain()
-
-
 async def test_streams_that_are_cut_are_errors() -> None:
-    async with served() as (addresses, _), cutting(int(addresses.http.rpartition(":")[2])) as proxy:
-        told = await attack(run_against(replace(addresses, http=proxy)), {})
+    async with served() as (addresses, _):
+        host, _, port = addresses.http.rpartition(":")
+        async with proxy(lambda: asyncio.open_connection(host, int(port)), cut_after=b"token_ids") as front:
+            told = await attack(run_against(replace(addresses, http=f"127.0.0.1:{front}")), {})
     assert not told["good"]
     assert told["errors"] > ALL_KINDS
     assert any("chat" in fault for fault in told["faults"]), told["faults"]

@@ -1,0 +1,67 @@
+"""A TCP server in front of another, whose connections all end before it does."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+
+Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def proxy(
+    connect: Callable[[], Awaitable[Streams]], *, tls: ssl.SSLContext | None = None, cut_after: bytes | None = None
+) -> AsyncIterator[int]:
+    """Its port. A connection is closed on both sides when one side closes it, or as soon as `cut_after` was passed on
+    towards the client. `connect` opens the way to the server behind; `tls` is for the clients."""
+    serving: set[asyncio.Task[None]] = set()
+    """Nobody else holds the task of a connection that is no longer read."""
+
+    def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.create_task(serve(reader, writer))
+        serving.add(task)
+        task.add_done_callback(serving.discard)
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        async with _closing(writer):
+            behind, back = await connect()
+            async with _closing(back):
+                ways = [
+                    asyncio.create_task(way) for way in (_pass_on(reader, back), _pass_on(behind, writer, cut_after))
+                ]
+                try:
+                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    for way in ways:
+                        way.cancel()
+                    await asyncio.wait(ways)
+
+    server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        for task in serving:
+            task.cancel()
+        await asyncio.gather(*serving, return_exceptions=True)
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: bytes | None = None) -> None:
+    with suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+            if cut_after is not None and cut_after in data:
+                return
+
+
+@asynccontextmanager
+async def _closing(writer: asyncio.StreamWriter) -> AsyncIterator[None]:
+    try:
+        yield
+    finally:
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
