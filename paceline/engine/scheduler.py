@@ -94,7 +94,7 @@ class Scheduler:
         stop = min(len(request.tokens), start + rows)
         while stop > start:
             try:
-                request.lane.slots += self.pool.take(stop - start)
+                request.lane.slots.extend(self.pool.take(stop - start))
             except OutOfSlots:
                 if self._preempt_youngest() is request:
                     return None

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from paceline.model.rows import TILE, RowBatch, Segment
 
+ATTENTION = "paceline"
+"""What transformers knows `attention_interface` by."""
 VECTORS = 64
 """Numbers that torch's loops over float32 take at a time, or a multiple of that."""
 
@@ -47,11 +49,21 @@ class Heads:
 
 
 class KVCache:
-    """Keys and values of every layer, by slot: [layers, slots, 2 * K, D], keys first."""
+    """Keys and values of every layer, by slot: [layers, slots, 2 * K, width], keys first."""
 
-    def __init__(self, layers: int, slots: int, heads: Heads, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        layers: int,
+        slots: int,
+        heads: Heads,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: int | None = None,
+    ) -> None:
+        """`width`: numbers of a head, padding included; None: its size."""
         self.heads = heads
-        self.data = torch.zeros(layers, slots, 2 * heads.kv_heads, heads.head_size, dtype=dtype, device=device)
+        shape = (layers, slots, 2 * heads.kv_heads, width or heads.head_size)
+        self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def slots(self) -> int:

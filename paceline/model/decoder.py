@@ -1,36 +1,43 @@
 """A causal language model as a function of rows: tokens and positions in, logits out.
 
 Two ways to run a transformers model, with one face. `LayeredDecoder` calls the model as it is, whatever its
-architecture. `FusedDecoder` runs layers of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM, ...) from the same
-weights with fewer operators: on a CPU and for small models it is the operators per layer that cost.
+architecture. `LlamaDecoder` runs layers of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM, ...) from the same
+weights: on a CPU as one native call for each pass, elsewhere with few operators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.model.attention import Heads, Pass
-from paceline.model.layers import Attention, Linear, Norm, Product, Rotary, SwiGLU, Turn, joined_head_norms
+from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
+from paceline.model.layers import Linear
+from paceline.model.llama import Layer, RotaryTables
+from paceline.model.native.build import NativeUnavailableError
+from paceline.model.network import Network, make_network
 from paceline.model.products import piecewise
+from paceline.model.rows import GROUP, SPARE_SLOT, Lane, Row, lay_out
 
 if TYPE_CHECKING:  # which a model of one process need not load
     from paceline.model.sharding import Sharding
-    from paceline.tensor_parallel.ranks import Ranks
 
 
 class Decoder(Protocol):
-    """Runs a model over rows."""
+    """Runs a model over rows, with a KV cache of its own."""
 
-    def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        """Logits of the rows in `wanted` (int64, a multiple of GROUP of them: a product's result may depend on
-        it), [wanted, vocabulary]; and if `layers` names some, their outputs for all rows, [R, layers, hidden
-        size]: 0 is the embedding, n the output of layer n, and what comes after the last layer is the output of the
-        final norm.
+    cache: KVCache
+
+    def __call__(
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits [wanted, vocabulary] of the rows in `wanted`; and if `layers` names some, their outputs for all rows,
+        [rows, layers, hidden size]: 0 is the embedding, n the output of layer n, and what comes after the last layer is
+        the output of the final norm.
         """
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -53,19 +60,26 @@ def _route_row_by_row(model: Any) -> None:
 class LayeredDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
-    def __init__(self, model: Any, sharding: Sharding | None = None) -> None:
+    def __init__(self, model: Any, heads: Heads, slots: int, sharding: Sharding | None = None) -> None:
         """`sharding`: how ranks share the model, if they do."""
+        model.set_attn_implementation(ATTENTION)
         piecewise(model)
         _route_row_by_row(model)
         if sharding is not None:
             sharding.complete(model)
+        weight = model.get_output_embeddings().weight
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        self.cache = KVCache(layers, slots, heads, weight.dtype, weight.device)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: nn.Module = base.get_input_embeddings()
         self._head: nn.Module = self._model.get_output_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *base.layers, base]
 
-    def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def __call__(
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        this = Pass.of(self.cache, lay_out(rows, self.cache.device))
         kept: dict[int, Tensor] = {}
         hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in set(layers)]
         try:
@@ -73,13 +87,13 @@ class LayeredDecoder:
                 input_ids=this.batch.tokens.unsqueeze(0),
                 position_ids=this.batch.positions.unsqueeze(0),
                 use_cache=False,
-                logits_to_keep=wanted,
+                logits_to_keep=padded(wanted, self.cache.device),
                 paceline_pass=this,
-            ).logits[0]
+            ).logits[0, : len(wanted)]
         finally:
             for hook in hooks:
                 hook.remove()
-        return logits, torch.stack([kept[n] for n in layers], 1) if layers else None
+        return logits, torch.stack([kept[n][: len(rows)] for n in layers], 1) if layers else None
 
     def embed(self, ids: Tensor) -> Tensor:
         embedded: Tensor = self._embedding(ids)
@@ -97,110 +111,127 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
     return hook
 
 
-class FusedDecoder:
-    """Layers of the Llama kind in few operators, see `paceline.model.layers`.
+def padded(wanted: Sequence[int], device: torch.device) -> Tensor:
+    """As many places of rows as a product takes: int64, a multiple of GROUP of them."""
+    padding = -len(wanted) % GROUP if wanted else GROUP
+    return torch.tensor([*wanted, *[0] * padding], device=device)
 
-    With `ranks`, weights and heads are one rank's: of every product but those that end attention and network, and the
+
+class LlamaDecoder:
+    """Layers of the Llama kind, see `paceline.model.network`.
+
+    With ranks, weights and heads are one rank's: of every product but those that end attention and network, and the
     last of all, its rows; of those two its columns. All of this kind are shared so.
     """
 
-    def __init__(self, model: nn.Module, heads: Heads, positions: int, ranks: Ranks | None = None) -> None:
+    def __init__(self, model: nn.Module, heads: Heads, slots: int, positions: int, sharding: Sharding | None) -> None:
         base: Any = model.base_model
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        ranks = None if sharding is None else sharding.ranks
         self._embedding: Tensor = base.embed_tokens.weight
-        self._head = _whole(model.get_output_embeddings(), ranks)  # type: ignore[operator]
-        self._norm = _norm(base.norm)
-        self._layers = [_FusedLayer(n, layer, heads, ranks) for n, layer in enumerate(base.layers)]
-        self._rotary = Rotary(base.rotary_emb, positions, self._embedding.new_empty(1))
+        self._final = len(base.layers) + 1
+        self._gathered: Callable[[Tensor], Tensor] | None = None
+        if ranks is not None:  # each may have a part of the vocabulary
+            part, width = Linear(head.weight), head.out_features
+            whole = len(head.weight) == width
+            self._gathered = part if whole else lambda x: ranks.gather(part(x), width)
+        self._network, self.cache = make_network(
+            [layer_of(layer) for layer in base.layers],
+            heads,
+            slots,
+            RotaryTables.of(base.rotary_emb, positions),
+            partial(_compare, model) if ranks is None else None,
+            hidden=self._embedding.shape[1],
+            eps=float(base.norm.variance_epsilon),
+            scale=float(base.layers[0].self_attn.scaling),
+            embedding=self._embedding,
+            norm=base.norm.weight,
+            head=head.weight if ranks is None else None,
+            sums=None if ranks is None else ranks.sum,
+        )
 
-    def __call__(self, this: Pass, wanted: Tensor, layers: Sequence[int]) -> tuple[Tensor, Tensor | None]:
-        batch = this.batch
-        state = self.embed(batch.tokens)
-        turn = self._rotary(batch.positions)
-        outputs = [state]
-        for layer in self._layers:
-            state = layer(state, turn, this)
-            outputs.append(state)
-        if len(outputs) in layers:
-            outputs.append(self._norm(state))
-            final = outputs[-1].index_select(0, wanted)
-        else:
-            final = self._norm(state.index_select(0, wanted))
-        return self.output(final), torch.stack([outputs[n] for n in layers], 1) if layers else None
+    def __call__(
+        self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
+    ) -> tuple[Tensor, Tensor | None]:
+        if self._gathered is None:
+            return self._network.run(rows, wanted, layers)
+        _, states = self._network.run(rows, [], [*layers, self._final])
+        assert states is not None
+        logits = self._gathered(states[padded(wanted, states.device), -1])[: len(wanted)]
+        return logits, states[:, :-1] if layers else None
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)
 
     def output(self, final: Tensor) -> Tensor:
-        return self._head(final)
+        return self._network.output(final)
 
 
-class _FusedLayer:
-    def __init__(self, index: int, layer: Any, heads: Heads, ranks: Ranks | None) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
-        self._into_attention, self._into_mlp = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
-        self._attention = Attention(
-            index,
-            heads,
-            Linear.of(attention.q_proj, attention.k_proj, attention.v_proj),
-            _total(attention.o_proj, ranks),
-            scale=float(attention.scaling),
-            window=int(window or 0),
-            head_norms=_head_norms(attention, heads),
-        )
-        self._mlp = SwiGLU(Linear.of(mlp.gate_proj, mlp.up_proj), _total(mlp.down_proj, ranks))
-
-    def __call__(self, state: Tensor, turn: Turn, this: Pass) -> Tensor:
-        state = state + self._attention(self._into_attention(state), turn, this)
-        return state + self._mlp(self._into_mlp(state))
-
-
-def _total(module: Any, ranks: Ranks | None) -> Product:
-    """A product of which every rank computes a summand."""
-    if ranks is None:
-        return Linear.of(module)
-    part, bias, add_up = Linear(module.weight), module.bias, ranks.sum
-    return lambda x: add_up(part(x)) if bias is None else add_up(part(x)) + bias
+def layer_of(layer: Any) -> Layer:
+    """What transformers' layer of the Llama kind is made of."""
+    attention, mlp = layer.self_attn, layer.mlp
+    window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
+    products: dict[str, Any] = {
+        "query": attention.q_proj,
+        "key": attention.k_proj,
+        "value": attention.v_proj,
+        "output": attention.o_proj,
+        "gate": mlp.gate_proj,
+        "up": mlp.up_proj,
+        "down": mlp.down_proj,
+    }
+    norms = {  # Qwen3 norms every query and key head
+        "input_norm": layer.input_layernorm,
+        "inner_norm": layer.post_attention_layernorm,
+        "query_norm": getattr(attention, "q_norm", None),
+        "key_norm": getattr(attention, "k_norm", None),
+    }
+    tensors: dict[str, Any] = {name: module.weight for name, module in products.items()}
+    tensors |= {f"{name}_bias": module.bias for name, module in products.items()}
+    tensors |= {name: None if module is None else module.weight for name, module in norms.items()}
+    return Layer(**tensors, window=int(window or 0))
 
 
-def _whole(module: Any, ranks: Ranks | None) -> Product:
-    """A product of which every rank may compute some columns."""
-    product, width = Linear.of(module), module.out_features
-    if ranks is None or len(module.weight) == width:
-        return product
-    gather = ranks.gather
-    return lambda x: gather(product(x), width)
+LLAMA_KIND = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
+"""`config.model_type` of architectures whose layers are exactly of the Llama kind, with options that `Layer` has."""
+SAMPLE = 24
+"""Tokens that a native model is compared with transformers' own by."""
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+"""Largest difference of logits between the two, relative to the largest logit. In bf16 transformers' own are off by
+several hundredths; a mistake shows by whole units."""
 
 
-def _norm(module: Any) -> Norm:
-    return Norm(module.weight, float(module.variance_epsilon))
-
-
-def _head_norms(attention: Any, heads: Heads) -> tuple[Tensor, float] | None:
-    """Qwen3 normalises every query and key head."""
-    norm = getattr(attention, "q_norm", None)
-    if norm is None:
-        return None
-    return joined_head_norms(heads, norm.weight, attention.k_norm.weight, float(norm.variance_epsilon))
-
-
-FUSED_TYPES = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
-"""`config.model_type` of architectures whose layers are exactly of the Llama kind, with options fused here."""
-
-
-def can_fuse(model: nn.Module) -> bool:
-    """Whether `FusedDecoder` computes what this model computes."""
+def is_llama_kind(model: nn.Module) -> bool:
+    """Whether `LlamaDecoder` computes what this model computes."""
     config: Any = model.config
     rope = getattr(config, "rope_parameters", None) or {}
     return (
-        config.model_type in FUSED_TYPES
+        config.model_type in LLAMA_KIND
         and config.hidden_act == "silu"
         and rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
     )
 
 
-def make_decoder(model: nn.Module, heads: Heads, positions: int, sharding: Sharding | None = None) -> Decoder:
-    """The decoder with the fewest operators that computes this model. `sharding`: as ranks share it, if they do."""
-    if can_fuse(model):
-        return FusedDecoder(model, heads, positions, None if sharding is None else sharding.ranks)
-    return LayeredDecoder(model, sharding)
+def make_decoder(
+    model: nn.Module, heads: Heads, slots: int, positions: int, sharding: Sharding | None = None
+) -> Decoder:
+    """The fastest decoder that computes this model, over a cache of so many slots and a spare one.
+
+    `sharding`: as ranks share it, if they do.
+    """
+    if is_llama_kind(model):
+        return LlamaDecoder(model, heads, slots + 1 + SPARE_SLOT, positions, sharding)
+    return LayeredDecoder(model, heads, slots + 1 + SPARE_SLOT, sharding)
+
+
+@torch.inference_mode()
+def _compare(model: nn.Module, network: Network) -> None:
+    """Raises `NativeUnavailableError` unless the logits of a few tokens are those of transformers' own forward."""
+    weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
+    tokens = [(7 * i + 3) % len(weight) for i in range(SAMPLE)]
+    lane = Lane(range(1, SAMPLE + 1))
+    ours, _ = network.run([lane.row(token, i) for i, token in enumerate(tokens)], range(SAMPLE))
+    theirs = model(torch.tensor([tokens])).logits[0].float()
+    off = float((ours - theirs).abs().max() / theirs.abs().max())
+    if not off <= TOLERANCE[weight.dtype]:
+        raise NativeUnavailableError(f"its logits are off by {off:.2g} of the largest")

@@ -1,25 +1,23 @@
-"""Layers of the Llama kind over rows, in few operators: joined projections, one-operator norms, rotary tables.
-
-What a decoder and the heads that draft for it are built from. Weights are plain tensors.
-"""
+"""Layers of the Llama kind in torch's operators, few of them, where there is no native code for them; and products."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import Heads, Pass, attend
+from paceline.model.attention import Heads, KVCache, Pass, attend
+from paceline.model.llama import Layer, RotaryTables, Sums
+from paceline.model.native.build import NativeUnavailableError
+from paceline.model.native.library import DTYPES
+from paceline.model.native.product import Product
 from paceline.model.products import in_pieces
-from paceline.model.rows import GROUP
+from paceline.model.rows import GROUP, Row, lay_out
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
-Product = Callable[[Tensor], Tensor]
-"""A matrix product of rows, [R, in] → [R, out]: a `Linear`, or what makes one of the parts of several processes."""
 
 
 class Norm:
@@ -33,45 +31,58 @@ class Norm:
 
 
 class Linear:
-    """One product for several projections of the same input.
+    """One product for several projections of the same input. A row's result does not depend on how many rows there are.
 
-    On a CPU the weight is laid out once for oneDNN, as torch's own compiler does. In bf16 the result is the same bit
-    for bit; in fp32 it, too, does not depend on the number of rows, nor on where the weight lies in memory.
+    On a CPU it is native code, and without that oneDNN's, by a weight that is laid out once.
     """
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
         """Weights [out, in], one below the other; there are biases for all of them or none."""
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # one alone is not copied
-        self._bias: Tensor | None = torch.cat(list(biases)) if biases else None
-        self._packed = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP) if self._packed else weight
+        bias = torch.cat(list(biases)) if biases else None
+        self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
-    def of(cls, *modules: Any) -> Linear:
-        """The same as these `nn.Linear`."""
-        biases = () if modules[0].bias is None else [module.bias for module in modules]
-        return cls(*(module.weight for module in modules), biases=biases)
+    def joined(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
+        """Of these weights and biases. Either all have a bias, or none has."""
+        weights, biases = zip(*products, strict=True)
+        return cls(*weights, biases=[bias for bias in biases if bias is not None])
 
     def __call__(self, x: Tensor) -> Tensor:
-        return in_pieces(self._product, x)
+        """x [rows, in] → [rows, out], of its dtype."""
+        return self._product(x)
 
-    def _product(self, x: Tensor) -> Tensor:
-        if self._packed:
-            product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
-            return product
-        return F.linear(x, self._weight, self._bias)
+
+def _native_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor] | None:
+    if weight.device.type != "cpu" or weight.dtype not in DTYPES:
+        return None
+    try:
+        product = Product(weight, bias)
+    except NativeUnavailableError:
+        return None
+    return lambda x: product(x).to(x.dtype)
+
+
+def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP)
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return y
+
+    return lambda x: in_pieces(product, x)
 
 
 class Rotary:
-    """Rotary position embedding (Su et al. 2021), half-split, by tables of all positions."""
+    """Rotary position embedding (Su et al. 2021), half-split."""
 
-    def __init__(self, module: Any, positions: int, like: Tensor) -> None:
-        """`module`: a transformers rotary embedding. `like`: a tensor of the wanted dtype and device."""
-        cos, sin = module(like, torch.arange(positions, device=like.device).unsqueeze(0))
-        half = cos.shape[-1] // 2
+    def __init__(self, tables: RotaryTables, like: Tensor) -> None:
+        """`like`: a tensor of the wanted dtype and device."""
         # [positions, 1, D]: x * cos + swap_halves(x) * sin rotates, with the sign of the first half in the table.
-        self._cos = cos[0].unsqueeze(1)
-        self._sin = torch.cat((-sin[0, :, :half], sin[0, :, half:]), -1).unsqueeze(1)
+        self._cos = torch.cat([tables.cosines] * 2, -1).unsqueeze(1).to(like)
+        self._sin = torch.cat((-tables.sines, tables.sines), -1).unsqueeze(1).to(like)
 
     def __call__(self, positions: Tensor) -> Turn:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
@@ -83,44 +94,10 @@ def turned(x: Tensor, turn: Turn) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
-class Attention:
-    """Grouped-query attention of one layer. Its input may be wider than its output."""
-
-    def __init__(
-        self,
-        index: int,
-        heads: Heads,
-        into: Product,
-        out: Product,
-        *,
-        scale: float,
-        window: int = 0,
-        head_norms: tuple[Tensor, float] | None = None,
-    ) -> None:
-        """`into` gives queries, keys and values. `head_norms`: Qwen3's, [query heads + key heads, D], and their eps."""
-        self._index, self._heads = index, heads
-        self._into, self._out = into, out
-        self._scale, self._window = scale, window
-        self._head_norms = head_norms
-
-    def __call__(self, x: Tensor, turn: Turn, this: Pass) -> Tensor:
-        heads = self._heads
-        queries = heads.kv_heads * heads.queries_per_kv
-        rotated = queries + heads.kv_heads
-        projected = self._into(x).view(x.shape[0], rotated + heads.kv_heads, heads.head_size)
-        qk = projected[:, :rotated]
-        if self._head_norms is not None:
-            weight, eps = self._head_norms
-            qk = F.rms_norm(qk, (heads.head_size,), None, eps) * weight
-        qk = turned(qk, turn)
-        query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
-        return self._out(attend(query, key, value, self._index, this, self._scale, self._window))
-
-
 class SwiGLU:
     """`down(silu(gate x) * up x)`."""
 
-    def __init__(self, gate_up: Product, down: Product) -> None:
+    def __init__(self, gate_up: Callable[[Tensor], Tensor], down: Callable[[Tensor], Tensor]) -> None:
         self._gate_up, self._down = gate_up, down
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -128,7 +105,110 @@ class SwiGLU:
         return self._down(F.silu(gate) * up)
 
 
-def joined_head_norms(heads: Heads, query: Tensor, key: Tensor, eps: float) -> tuple[Tensor, float]:
-    """Weights [D] of the norms of query and key heads, as `Attention` takes them."""
-    queries = heads.kv_heads * heads.queries_per_kv
-    return torch.cat([query.expand(queries, -1), key.expand(heads.kv_heads, -1)]), eps
+class TorchNetwork:
+    """Layers with an embedding before and a norm and an output matrix after them, if given, in torch's operators."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        heads: Heads,
+        cache: KVCache,
+        rotary: RotaryTables,
+        *,
+        hidden: int,
+        eps: float,
+        scale: float,
+        embedding: Tensor | None = None,
+        norm: Tensor | None = None,
+        head: Tensor | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        """As `paceline.model.native.network.Network`. Raises ValueError for attention sinks."""
+        if any(layer.sinks is not None for layer in layers):
+            raise ValueError("attention sinks need the native pass")
+        self._cache = cache
+        self._rotary = Rotary(rotary, cache.data.new_empty(1))
+        self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
+        self._embedding = embedding
+        self._norm = _norm(norm, eps)
+        self._head = None if head is None else Linear(head)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        wanted: Sequence[int],
+        layers: Sequence[int] = (),
+        *,
+        states: Tensor | None = None,
+        first_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        this = Pass.of(self._cache, lay_out(rows, self._cache.device))
+        turn = self._rotary(this.batch.positions)
+        if states is not None:
+            x = padded(states)
+        else:
+            assert self._embedding is not None
+            x = F.embedding(this.batch.tokens, self._embedding)
+        outputs = [x]
+        for n, layer in enumerate(self._layers):
+            given = padded(first_input) if n == 0 and first_input is not None else None
+            outputs.append(layer(outputs[-1], turn, this, given))
+        final = self._norm(outputs[-1])
+        tapped = torch.stack([[*outputs, final][n][: len(rows)] for n in layers], 1) if layers else None
+        if self._head is None:
+            return x.new_empty(len(wanted), 0), tapped
+        return self.output(final[list(wanted)]), tapped
+
+    def output(self, final: Tensor) -> Tensor:
+        assert self._head is not None
+        return self._head(padded(final))[: len(final)]
+
+
+class _TorchLayer:
+    def __init__(self, index: int, layer: Layer, heads: Heads, eps: float, scale: float, sums: Sums | None) -> None:
+        self._index, self._heads = index, heads
+        self._scale, self._window, self._eps = scale, layer.window, eps
+        self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
+        queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
+        self._qkv = Linear.joined(*queries_keys, (layer.value, layer.value_bias))
+        self._out = _total(layer.output, layer.output_bias, sums)
+        gate_up = Linear.joined((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self._mlp = SwiGLU(gate_up, _total(layer.down, layer.down_bias, sums))
+        self._head_norm: Tensor | None = None
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries = heads.kv_heads * heads.queries_per_kv
+            parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
+            self._head_norm = torch.cat(parts)
+
+    def __call__(self, x: Tensor, turn: Turn, this: Pass, given: Tensor | None) -> Tensor:
+        x = x + self._attend(self._into_attention(x) if given is None else given, turn, this)
+        return x + self._mlp(self._into_mlp(x))
+
+    def _attend(self, x: Tensor, turn: Turn, this: Pass) -> Tensor:
+        heads = self._heads
+        queries = heads.kv_heads * heads.queries_per_kv
+        rotated = queries + heads.kv_heads
+        projected = self._qkv(x).view(x.shape[0], rotated + heads.kv_heads, heads.head_size)
+        qk = projected[:, :rotated]
+        if self._head_norm is not None:
+            qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
+        qk = turned(qk, turn)
+        query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
+        return self._out(attend(query, key, value, self._index, this, self._scale, self._window))
+
+
+def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
+    return (lambda x: x) if weight is None else Norm(weight, eps)
+
+
+def _total(weight: Tensor, bias: Tensor | None, sums: Sums | None) -> Callable[[Tensor], Tensor]:
+    """A product of which every rank computes a summand, if there are ranks; the bias is added once."""
+    if sums is None:
+        return Linear(weight, biases=() if bias is None else (bias,))
+    part = Linear(weight)
+    return lambda x: sums(part(x)) if bias is None else sums(part(x)) + bias
+
+
+def padded(x: Tensor) -> Tensor:
+    """[rows, n] with rows of zeros up to a multiple of GROUP."""
+    return F.pad(x, (0, 0, 0, -len(x) % GROUP))

@@ -14,12 +14,11 @@ from transformers.utils.logging import disable_progress_bar
 
 from paceline import timed
 from paceline.config import EngineConfig
-from paceline.model.attention import Heads, KVCache, attention_interface
+from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.decoder import make_decoder
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, TransformersModel
 from paceline.model.probe import rows_invariant
-from paceline.model.rows import SPARE_SLOT
 from paceline.model.table import LONGEST, TableModel
 from paceline.model.timed import SimulatedModel
 from paceline.models import is_weightless, resolve_model
@@ -29,7 +28,6 @@ if TYPE_CHECKING:  # which a model of one process need not load
     from paceline.model.sharding import Plan, Sharding
     from paceline.tensor_parallel.ranks import Ranks
 
-ATTENTION = "paceline"
 CACHED_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers whose past is keys and values, by position."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -120,23 +118,14 @@ def build(
     """
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     network = network.to(_device(config.device)).eval().requires_grad_(False)
-    network.set_attn_implementation(ATTENTION)  # type: ignore[operator]
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
     heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
     longest = int(settings.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
-    cache = KVCache(
-        settings.num_hidden_layers,
-        config.slots + 1 + SPARE_SLOT,
-        heads,
-        head.weight.dtype,
-        head.weight.device,
-    )
     return TransformersModel(
         name,
-        make_decoder(network, heads, longest, sharding),
-        cache,
+        make_decoder(network, heads, config.slots, longest, sharding),
         vocabulary_size=head.out_features,
         max_model_len=config.max_model_len or longest,
         eos_token_ids=eos_token_ids,

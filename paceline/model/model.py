@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.model.attention import KVCache, Pass
 from paceline.model.decoder import Decoder
 from paceline.model.lending import Lent
-from paceline.model.rows import GROUP, Row, RowBatch, lay_out
+from paceline.model.rows import Row
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """`logits` [wanted rows, vocabulary] in the model's dtype; `hidden` [rows, layers, hidden size] if asked for."""
+    """`logits` [wanted rows, vocabulary], float32 or of the model's dtype; `hidden`, if asked for, [rows, layers,
+    hidden size] of the model's dtype."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -49,7 +49,6 @@ class TransformersModel:
         self,
         name: str,
         decoder: Decoder,
-        cache: KVCache,
         *,
         vocabulary_size: int,
         max_model_len: int,
@@ -61,11 +60,11 @@ class TransformersModel:
         self.name = name
         self.vocabulary_size = vocabulary_size
         self.max_model_len = max_model_len
-        self.slots = cache.slots - 1
+        self.slots = decoder.cache.slots - 1
         self.eos_token_ids: Sequence[int] = tuple(eos_token_ids)
         self.fingerprint = fingerprint
         self.rows_invariant = False
-        self._decoder, self._cache = decoder, cache
+        self._decoder, self._cache = decoder, decoder.cache
         self._folder, self._config = folder, config
 
     @property
@@ -76,14 +75,9 @@ class TransformersModel:
     def dtype(self) -> torch.dtype:
         return self._cache.dtype
 
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
-        return self.run_laid_out(lay_out(rows, self.device), padded(wanted, self.device), len(wanted), hidden_layers)
-
     @torch.inference_mode()
-    def run_laid_out(self, batch: RowBatch, places: Tensor, wanted: int, hidden_layers: Sequence[int] = ()) -> Output:
-        """`run`, of a batch; `places`: the rows whose logits are made, of which the first so many are `wanted`."""
-        logits, hidden = self._decoder(Pass.of(self._cache, batch), places, hidden_layers)
-        return Output(logits[:wanted], hidden[: batch.count] if hidden is not None else None)
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        return Output(*self._decoder(rows, wanted, hidden_layers))
 
     def lend(self) -> Lent:
         return Lent(
@@ -97,9 +91,3 @@ class TransformersModel:
             max_model_len=self.max_model_len,
             fingerprint=self.fingerprint,
         )
-
-
-def padded(wanted: Sequence[int], device: torch.device) -> Tensor:
-    """As many places of rows as a product takes: int64, a multiple of GROUP of them."""
-    padding = -len(wanted) % GROUP if wanted else GROUP
-    return torch.tensor([*wanted, *[0] * padding], device=device)

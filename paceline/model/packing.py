@@ -1,47 +1,49 @@
-"""A laid-out pass as one tensor, to give it to the other ranks of a model."""
+"""The rows of a pass as one tensor, to give it to the other ranks of a model."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from paceline.model.rows import GROUP, RowBatch, Segment
+from paceline.model.rows import Lane, Row
 
-FIXED = 6
-"""Numbers at the beginning: rows, wanted places, padded rows, columns of all tails, groups, segments."""
-
-
-def packed(batch: RowBatch, wanted: Tensor) -> Tensor:
-    """int64 [n], on the CPU, as both arguments have to be. `wanted`: the rows whose logits are asked for."""
-    segments = [part for segment in batch.segments for part in (segment.rows, segment.slots)]
-    sizes = (
-        batch.count,
-        wanted.numel(),
-        batch.tokens.numel(),
-        batch.tiles.numel(),
-        batch.groups.shape[0],
-        len(batch.segments),
-        *(part.numel() for part in segments),
-    )
-    rows = (batch.tokens, batch.positions, batch.slots)
-    tails = (batch.tiles, batch.groups.flatten(), batch.reach.flatten())
-    return torch.cat([torch.tensor(sizes), wanted, *rows, *tails, *segments])
+FIXED = 3
+"""Numbers at the beginning: rows, wanted rows, lanes. Then come the lanes' lengths, five numbers for each row (token,
+position, lane, length, branch length), the wanted rows, all lanes' slots, all branches."""
+PER_ROW = 5
 
 
-def unpacked(order: Tensor, device: torch.device) -> tuple[RowBatch, Tensor]:
-    """What was packed, on a device. One copy takes it there."""
-    count, wanted, rows, columns, groups, segments = order[:FIXED].tolist()
-    rest = order[FIXED : FIXED + 2 * segments].tolist()
-    sizes = (wanted, rows, rows, rows, columns, groups * GROUP, groups * GROUP, *rest)
-    parts = order[FIXED + 2 * segments :].to(device).split(sizes)
-    batch = RowBatch(
-        count=count,
-        tokens=parts[1],
-        positions=parts[2],
-        slots=parts[3],
-        tiles=parts[4],
-        groups=parts[5].view(-1, GROUP),
-        reach=parts[6].view(-1, GROUP),
-        segments=[Segment(*parts[i : i + 2]) for i in range(7, len(parts), 2)],
-    )
-    return batch, parts[0]
+def packed(rows: Sequence[Row], wanted: Sequence[int]) -> Tensor:
+    """int64 [n]. `wanted`: the rows whose logits are asked for."""
+    lanes = {id(row.lane): row.lane for row in rows}
+    number = {key: i for i, key in enumerate(lanes)}
+    each = ((r.token, r.position, number[id(r.lane)], r.length, len(r.branch)) for r in rows)
+    numbers = [len(rows), len(wanted), len(lanes)]
+    numbers += map(len, lanes.values())
+    numbers += chain.from_iterable(each)
+    numbers += wanted
+    for lane in lanes.values():
+        numbers += lane.slots
+    for row in rows:
+        numbers += row.branch
+    return torch.tensor(numbers)
+
+
+def unpacked(order: Tensor) -> tuple[list[Row], list[int]]:
+    """What was packed. Lanes are new, and shared as they were."""
+    numbers = iter(order.tolist())
+
+    def take(count: int) -> list[int]:
+        return [next(numbers) for _ in range(count)]
+
+    rows, wanted, lanes = take(FIXED)
+    lengths = take(lanes)
+    each = [take(PER_ROW) for _ in range(rows)]
+    places = take(wanted)
+    tables = [Lane(take(length)) for length in lengths]
+    return [
+        Row(token, position, tables[lane], length, take(branch)) for token, position, lane, length, branch in each
+    ], places

@@ -11,8 +11,10 @@ groups of `GROUP`; another branch of the tree gets a tail of its own. Both ways 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -34,61 +36,88 @@ class Prefix:
 EMPTY_PREFIX = Prefix(torch.empty(0, dtype=torch.int64))
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One token to run. `tile` holds the slots of its path from the last tile border to itself."""
+class Row(NamedTuple):
+    """One token to run. Its path is the first `length` slots of the lane's table, then `branch`, which may be empty."""
 
     token: int
     position: int
-    prefix: Prefix
-    tile: Sequence[int]
+    lane: Lane
+    length: int
+    branch: Sequence[int] = ()
 
     @property
     def slot(self) -> int:
-        """Where its key and value go."""
-        return self.tile[-1]
+        """Where its key and value go: the last of its path."""
+        return self.branch[-1] if self.branch else self.lane.slots[self.length - 1]
+
+    def path(self, start: int = 0) -> list[int]:
+        """The slots of its path from position `start` on."""
+        below = max(0, start - self.length)
+        return [*self.lane.slots[start : self.length], *self.branch[below:]]
+
+    @property
+    def tile(self) -> list[int]:
+        """The slots of its path from the last tile border to itself."""
+        return self.path(self.position // TILE * TILE)
+
+    @property
+    def prefix(self) -> Prefix:
+        """The full tiles before."""
+        tiles = self.position // TILE
+        if tiles * TILE <= self.length:
+            return self.lane.prefix(tiles)
+        # The branch crosses into a tile of its own, so this path's prefix is its own too.
+        return Prefix(torch.tensor(self.path()[: tiles * TILE], dtype=torch.int64))
 
 
 class Lane:
-    """The slots of one request's path, by position. The owner appends, truncates and frees; rows are built here."""
+    """The slots of one request's path, by position. The owner appends, truncates and frees; rows are built here.
 
-    def __init__(self) -> None:
-        self.slots: list[int] = []
+    They are 32-bit integers side by side, so that native code reads them where they lie.
+    """
+
+    def __init__(self, slots: Iterable[int] = ()) -> None:
+        self._slots = array("i", slots)
         self._prefixes: list[Prefix] = [EMPTY_PREFIX]
 
+    @property
+    def slots(self) -> array[int]:
+        return self._slots
+
+    @slots.setter
+    def slots(self, slots: Iterable[int]) -> None:
+        self._slots = array("i", slots)
+
+    @property
+    def address(self) -> int:
+        """Of the slots. Valid until there are more of them."""
+        return self._slots.buffer_info()[0]
+
     def __len__(self) -> int:
-        return len(self.slots)
+        return len(self._slots)
 
     def clear(self) -> None:
-        self.slots.clear()
-        del self._prefixes[1:]
+        self.truncate(0)
 
     def truncate(self, length: int) -> None:
         """Only the first `length` positions remain."""
-        del self.slots[length:]
+        del self._slots[length:]
         del self._prefixes[length // TILE + 1 :]
 
     def row(self, token: int, position: int) -> Row:
         """The row of a position that has a slot here."""
-        start = position // TILE * TILE
-        return Row(token, position, self.prefix(position // TILE), self.slots[start : position + 1])
+        return Row(token, position, self, position + 1)
 
     def branch_row(self, token: int, branch: Sequence[int]) -> Row:
         """The row of a guess: `branch` holds the slots of its path below this lane, its own last."""
-        position = len(self.slots) + len(branch) - 1
-        start = position // TILE * TILE
-        below = start - len(self.slots)
-        if below <= 0:
-            return Row(token, position, self.prefix(position // TILE), [*self.slots[start:], *branch])
-        # The path crosses into a tile of its own, so its prefix is its own too.
-        whole = Prefix(torch.tensor([*self.slots, *branch[:below]], dtype=torch.int64))
-        return Row(token, position, whole, branch[below:])
+        length = len(self._slots)
+        return Row(token, length + len(branch) - 1, self, length, tuple(branch))
 
     def prefix(self, tiles: int) -> Prefix:
         """The first `tiles` tiles. Made once, so that rows share it."""
         while len(self._prefixes) <= tiles:
             end = len(self._prefixes) * TILE
-            self._prefixes.append(Prefix(torch.tensor(self.slots[:end], dtype=torch.int64)))
+            self._prefixes.append(Prefix(torch.tensor(self._slots[:end], dtype=torch.int64)))
         return self._prefixes[tiles]
 
 
@@ -126,16 +155,17 @@ def lay_out(rows: Sequence[Row], device: torch.device) -> RowBatch:
         return torch.tensor(values, device=device)
 
     padding = -len(rows) % GROUP
+    tails = [row.tile for row in rows]
     tiles: list[int] = []
     groups: list[list[int]] = []
     reach: list[list[int]] = []
-    for members in _groups(rows):
-        longest = rows[members[-1]].tile
+    for members in _groups(tails):
+        longest = tails[members[-1]]
         tiles += longest
         tiles += [SPARE_SLOT] * (TILE - len(longest))
         members = members + [members[0]] * (GROUP - len(members))
         groups.append(members)
-        reach.append([len(rows[r].tile) - 1 for r in members])
+        reach.append([len(tails[r]) - 1 for r in members])
     return RowBatch(
         count=len(rows),
         tokens=integers([r.token for r in rows] + [0] * padding),
@@ -155,17 +185,17 @@ def _by_prefix(rows: Sequence[Row]) -> dict[Prefix, list[int]]:
     """Indices of the rows that share each prefix; rows without one are left out."""
     members: dict[Prefix, list[int]] = {}
     for r, row in enumerate(rows):
-        if row.prefix is not EMPTY_PREFIX:
-            members.setdefault(row.prefix, []).append(r)
+        prefix = row.prefix
+        if prefix is not EMPTY_PREFIX:
+            members.setdefault(prefix, []).append(r)
     return members
 
 
-def _groups(rows: Sequence[Row]) -> list[list[int]]:
+def _groups(tails: Sequence[Sequence[int]]) -> list[list[int]]:
     """Row indices by group, shortest tail first: in a group, each tail extends the one before it."""
     full: list[list[int]] = []
     growing: dict[int, list[int]] = {}  # by the last slot of the group's longest tail
-    for r, row in enumerate(rows):
-        tile = row.tile
+    for r, tile in enumerate(tails):
         group = growing.pop(tile[-2], None) if len(tile) > 1 else None
         group = [] if group is None else group
         group.append(r)

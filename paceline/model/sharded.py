@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from paceline.model.lending import Lent, borrow
-from paceline.model.model import Output, TransformersModel, padded
+from paceline.model.model import Output, TransformersModel
 from paceline.model.packing import packed, unpacked
-from paceline.model.rows import Row, lay_out
+from paceline.model.rows import Row
 from paceline.tensor_parallel.meeting import Replica
 from paceline.tensor_parallel.ranks import Ranks
-
-CPU = torch.device("cpu")
 
 
 class LeadingModel:
@@ -31,10 +27,9 @@ class LeadingModel:
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         """Raises `RankLostError`. After any exception it is the last: some ranks may be in a pass that others left."""
-        order = packed(lay_out(rows, CPU), padded(wanted, CPU))
         try:
-            self._replica.ranks.send(order)
-            return self._part.run_laid_out(*unpacked(order, self._part.device), len(wanted), hidden_layers)
+            self._replica.ranks.send(packed(rows, wanted))
+            return self._part.run(rows, wanted, hidden_layers)
         except BaseException:
             self._replica.abandon()
             raise
@@ -47,4 +42,4 @@ class LeadingModel:
 def follow(part: TransformersModel, ranks: Ranks) -> None:
     """Run every pass that rank 0 runs, until it has no more. Raises `RankLostError`."""
     while (order := ranks.receive()).numel():
-        part.run_laid_out(*unpacked(order, part.device), 0)
+        part.run(*unpacked(order))

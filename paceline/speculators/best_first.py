@@ -55,7 +55,7 @@ class Draft(Followed):
     """The guesses that are not expanded and may be, likeliest first."""
 
     @property
-    def held(self) -> list[int]:
+    def held(self) -> Sequence[int]:
         return [*self.lane.slots, *self.slots.values()]
 
     @property
@@ -75,7 +75,7 @@ class Draft(Followed):
     def keep(self, path: Sequence[Node]) -> None:
         """The first nodes of the path keep what was computed of them, as far as it holds for tokens, too."""
         known = [self.slots.pop(node) for node in itertools.takewhile(self.slots.__contains__, path)]
-        self.lane.slots += known
+        self.lane.slots.extend(known)
         self.computed += len(known)
 
     def forgotten(self) -> list[int]:

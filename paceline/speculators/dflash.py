@@ -21,14 +21,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.model.attention import Heads, KVCache
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.layers import Linear, Norm, Rotary, Turn, turned
+from paceline.model.layers import Linear, Norm, Rotary, SwiGLU, Turn, turned
 from paceline.model.lending import Lent
+from paceline.model.llama import RotaryTables
 from paceline.sampling import History
 from paceline.speculators.at_once import Asked, AtOnce, FedDraft, Spans
 from paceline.speculators.base import Opening
 from paceline.speculators.dflash_kind import DFlashKind
 from paceline.speculators.draft_config import draft_config
-from paceline.speculators.head_layers import mlp_of
 from paceline.speculators.head_vocabulary import embedding_of, ids_of, output_of
 from paceline.speculators.weights import Weights
 from paceline.tree import TokenTree
@@ -81,9 +81,8 @@ class DFlashNetwork:
         self.ids = ids_of(weights, checkpoint, lent)
         heads = Heads.of(config)
         self._cache = KVCache(int(config.num_hidden_layers), slots + 1, heads, lent.dtype, lent.device)
-        like = torch.empty(1, dtype=lent.dtype, device=lent.device)
-        positions = lent.max_model_len + self.kind.block
-        self._rotary = Rotary(LlamaRotaryEmbedding(config).to(lent.device), positions, like)
+        tables = RotaryTables.of(LlamaRotaryEmbedding(config).to(lent.device), lent.max_model_len + self.kind.block)
+        self._rotary = Rotary(tables, torch.empty(1, dtype=lent.dtype, device=lent.device))
         self._fc = Linear(weights.take("fc.weight", h, len(self.kind.layers) * lent.hidden_size))
         self._context_norm, self._norm = (Norm(weights.take(f"{n}.weight", h), eps) for n in ("hidden_norm", "norm"))
         self._layers = [
@@ -140,7 +139,11 @@ class _Layer:
             None if norm is None else Norm(norm, eps)
             for norm in (weights.maybe(f"{name}.self_attn.{n}_norm.weight", heads.head_size) for n in ("q", "k"))
         )
-        self._after = mlp_of(weights, index, config)
+        inner = int(config.intermediate_size)
+        gate, up = (weights.take(f"{name}.mlp.{each}_proj.weight", inner, h) for each in ("gate", "up"))
+        down = weights.take(f"{name}.mlp.down_proj.weight", h, inner)
+        self._into_mlp = Norm(weights.take(f"{name}.post_attention_layernorm.weight", h), eps)
+        self._mlp = SwiGLU(Linear(gate, up), Linear(down))
 
     def remembered(self, x: Tensor, turn: Turn) -> Tensor:
         """Keys and values [n, 2 * K, D], as the cache has them."""
@@ -155,7 +158,8 @@ class _Layer:
         each = zip(query.chunk(len(paths)), own.chunk(len(paths)), paths, strict=True)
         # Without a window this is the whole path: [-0:].
         attended = [self._attend(q, torch.cat((cache[path[-self._window :]], kv))) for q, kv, path in each]
-        return self._after(x + self._out(torch.cat(attended)))
+        x = x + self._out(torch.cat(attended))
+        return x + self._mlp(self._into_mlp(x))
 
     def _attend(self, query: Tensor, kv: Tensor) -> Tensor:
         """One block [B, heads, D] to its context and itself [n + B, 2 * K, D] → [B, heads * D]."""

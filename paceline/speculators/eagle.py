@@ -21,7 +21,7 @@ from paceline.model.layers import Linear, Norm
 from paceline.model.lending import Lent
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config
-from paceline.speculators.head_layers import HeadLayer, HeadPasses, padded, picked
+from paceline.speculators.head_layers import HeadLayers, tokens_of
 from paceline.speculators.head_vocabulary import embedding_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
@@ -44,7 +44,7 @@ class Eagle:
         """Raises `CheckpointError` if this is no EAGLE-1 or -2 head for this target."""
         config = draft_config(checkpoint, rope_theta)
         weights = Weights(checkpoint, lent, _renamed)
-        h, eps, count = int(config.hidden_size), float(config.rms_norm_eps), int(config.num_hidden_layers)
+        h, eps = int(config.hidden_size), float(config.rms_norm_eps)
         if h != lent.hidden_size:
             raise CheckpointError(
                 f"{checkpoint} is a head for hidden size {h}, {lent.name} has {lent.hidden_size}: choose one for it"
@@ -55,28 +55,21 @@ class Eagle:
         self.ids: Tensor | None = None
         bias = weights.maybe("fc.bias", h)
         self._fc = Linear(weights.take("fc.weight", h, 2 * h), biases=() if bias is None else [bias])
-        self._passes = HeadPasses(config, count, slots, lent)
-        self._layers = [HeadLayer(weights, n, config, self._passes.heads) for n in range(count)]
         self._embed = embedding_of(weights, lent, h)
-        self._into, self._before_head = (
-            None if norm is None else Norm(norm, eps)
-            for norm in (weights.maybe(f"{name}_layernorm.weight", h) for name in ("embed", "lm_head"))
-        )
+        into = weights.maybe("embed_layernorm.weight", h)
+        self._into = None if into is None else Norm(into, eps)
+        self._layers = HeadLayers(weights, config, slots, lent, norm=weights.maybe("lm_head_layernorm.weight", h))
         self._output = lent.output
         weights.refuse_others("EAGLE heads", but=("lm_head.weight", "token_map"))
 
     def encode(self, states: Tensor) -> Tensor:
-        return self._passes.here(states[:, 0])
+        return self._layers.here(states[:, 0])
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        this, turn = self._passes.begin(rows)
-        tokens = self._embed(this.batch.tokens)
+        tokens = self._embed(tokens_of(rows, features))
         tokens = tokens if self._into is None else self._into(tokens)
-        x = self._fc(torch.cat((tokens, padded(features)), -1))
-        for layer in self._layers:
-            x = layer(x, turn, this)
-        x = picked(x, wanted)
-        return HeadOutput(self._output(x if self._before_head is None else self._before_head(x)), x)
+        x, final = self._layers(rows, wanted, self._fc(torch.cat((tokens, features), -1)))
+        return HeadOutput(self._output(final), x)
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:

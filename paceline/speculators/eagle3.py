@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.model.attention import Pass
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.layers import Linear, Norm, Turn
+from paceline.model.layers import Linear, Norm
 from paceline.model.lending import Lent
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config, is_of_the_speculators_library
-from paceline.speculators.head_layers import HeadLayer, HeadPasses, attention_of, mlp_of, padded, picked
+from paceline.speculators.head_layers import HeadLayers, tokens_of
 from paceline.speculators.head_vocabulary import embedding_of, ids_of, output_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
@@ -70,7 +69,7 @@ class Eagle3:
         config = draft_config(checkpoint, rope_theta)
         weights = Weights(checkpoint, lent, bare)
         kind = Eagle3Kind.of(checkpoint, lent, layers)
-        h, eps, count = int(config.hidden_size), float(config.rms_norm_eps), int(config.num_hidden_layers)
+        h, eps = int(config.hidden_size), float(config.rms_norm_eps)
         _refuse_other_sizes(checkpoint, lent, h)
         self.model = checkpoint.folder.name
         self.hidden_state_layers: Sequence[int] = kind.layers
@@ -78,25 +77,23 @@ class Eagle3:
         self.ids = ids_of(weights, checkpoint, lent)
         self._scale = kind.logit_scale
         self._encode = _Encoder(weights, len(kind.layers), lent.hidden_size, h, eps)
-        self._passes = HeadPasses(config, count, slots, lent)
-        self._first = _FirstLayer(weights, config, self._passes, norm_before_residual=kind.norm_before_residual)
-        self._others = [HeadLayer(weights, n, config, self._passes.heads) for n in range(1, count)]
-        self._norm = Norm(weights.take("norm.weight", h), eps)
+        self._token_norm = Norm(weights.take("layers.0.input_layernorm.weight", h), eps)
+        self._feature_norm = Norm(weights.take("layers.0.hidden_norm.weight", h), eps)
+        self._norm_before_residual = kind.norm_before_residual
+        norm = weights.take("norm.weight", h)
+        self._layers = HeadLayers(weights, config, slots, lent, norm=norm, first_width=2 * h)
         self._embed = embedding_of(weights, lent, h)
         self._output = output_of(weights, lent, h, self.ids)
         self._feeds_back_normed = kind.norm_output
         weights.refuse_others("EAGLE-3 heads", but=("t2d", "mask_hidden"))  # P-EAGLE's, see there
 
     def encode(self, states: Tensor) -> Tensor:
-        return self._encode(self._passes.here(states))
+        return self._encode(self._layers.here(states))
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        this, turn = self._passes.begin(rows)
-        x = self._first(self._embed(this.batch.tokens), padded(features), turn, this)
-        for layer in self._others:
-            x = layer(x, turn, this)
-        x = picked(x, wanted)
-        final = self._norm(x)
+        normed = self._feature_norm(features)
+        both = torch.cat((self._token_norm(self._embed(tokens_of(rows, features))), normed), -1)
+        x, final = self._layers(rows, wanted, normed if self._norm_before_residual else features, both)
         logits = self._output(final)
         if self._scale != 1.0:
             logits = logits * self._scale
@@ -121,24 +118,6 @@ class _Encoder:
         joined = states.flatten(1)
         joined = joined if self._whole is None else self._whole(joined)
         return joined if self._fc is None else self._fc(joined)
-
-
-class _FirstLayer:
-    """Attends over embedding and feature side by side; the feature alone is carried on."""
-
-    def __init__(self, weights: Weights, config: Any, passes: HeadPasses, *, norm_before_residual: bool) -> None:
-        h, eps = int(config.hidden_size), float(config.rms_norm_eps)
-        self._token_norm = Norm(weights.take("layers.0.input_layernorm.weight", h), eps)
-        self._feature_norm = Norm(weights.take("layers.0.hidden_norm.weight", h), eps)
-        self._attention = attention_of(weights, 0, config, passes.heads, 2 * h)
-        self._after = mlp_of(weights, 0, config)
-        self._norm_before_residual = norm_before_residual
-
-    def __call__(self, tokens: Tensor, features: Tensor, turn: Turn, this: Pass) -> Tensor:
-        normed = self._feature_norm(features)
-        x = normed if self._norm_before_residual else features
-        both = torch.cat((self._token_norm(tokens), normed), -1)
-        return self._after(x + self._attention(both, turn, this))
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:

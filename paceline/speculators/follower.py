@@ -89,7 +89,7 @@ class Followed:
         return self.missing
 
     @property
-    def held(self) -> list[int]:
+    def held(self) -> Sequence[int]:
         """All its slots."""
         return self.lane.slots
 
@@ -143,7 +143,7 @@ class Follower(Speculator, Generic[F]):
         tree = TokenTree(len(tokens) - 1, tokens[-1])
         draft = self.begin(opening, tree, history, self._floor(opening.least_path_probability))
         self._check_length(len(draft.tokens))
-        draft.lane.slots += self._take(len(draft.tokens))
+        draft.lane.slots.extend(self._take(len(draft.tokens)))
         self._drafts[opening.request_id] = draft
 
     def context(self, context: Context) -> None:
@@ -163,7 +163,7 @@ class Follower(Speculator, Generic[F]):
         draft.tokens += written
         draft.history.extend(commit.tokens)
         self._free += draft.forgotten()
-        draft.lane.slots += self._take(len(draft.tokens) - len(draft.lane))
+        draft.lane.slots.extend(self._take(len(draft.tokens) - len(draft.lane)))
         if commit.hidden_states is not None:
             draft.states.hear(commit.base_position, commit.hidden_states)
         self._moved(draft, len(commit.tokens))

@@ -1,4 +1,4 @@
-"""What heads made of decoder layers share: their own keys and values, and layers read from a checkpoint."""
+"""What heads made of decoder layers share: layers read from a checkpoint, over keys and values of their own."""
 
 from __future__ import annotations
 
@@ -6,98 +6,90 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from paceline.model.attention import Heads, KVCache, Pass
-from paceline.model.layers import Attention, Linear, Norm, Rotary, SwiGLU, Turn, joined_head_norms
+from paceline.model.attention import Heads
 from paceline.model.lending import Lent
-from paceline.model.rows import GROUP, Row, lay_out
+from paceline.model.llama import Layer, RotaryTables
+from paceline.model.network import make_network
+from paceline.model.rows import Row
 from paceline.speculators.weights import Weights
 
 
-class HeadPasses:
-    """Passes of a head over rows, with keys and values in slots 1 to `slots`."""
+class HeadLayers:
+    """The layers of a head and the norm after them, if it has one. Keys and values are in slots 1 to `slots`."""
 
-    def __init__(self, config: Any, layers: int, slots: int, lent: Lent) -> None:
-        """Positions go as far as the target's, whatever `config` says: the rotary tables are made for that."""
-        self.heads = Heads.of(config)
-        self._cache = KVCache(layers, slots + 1, self.heads, lent.dtype, lent.device)
-        like = torch.empty(1, dtype=lent.dtype, device=lent.device)
-        self._rotary = Rotary(LlamaRotaryEmbedding(config).to(lent.device), lent.max_model_len, like)
+    def __init__(
+        self,
+        weights: Weights,
+        config: Any,
+        slots: int,
+        lent: Lent,
+        *,
+        norm: Tensor | None = None,
+        first_width: int | None = None,
+    ) -> None:
+        """`first_width`: of what the first layer's attention is given, if that is not its norm of the states.
+
+        Positions go as far as the target's, whatever `config` says: the rotary tables are made for that.
+        """
+        heads, h, count = Heads.of(config), int(config.hidden_size), int(config.num_hidden_layers)
+        layers = [_layer(weights, n, config, heads, first_width if n == 0 else None) for n in range(count)]
+        self._network, self._cache = make_network(
+            layers,
+            heads,
+            slots + 1,
+            RotaryTables.of(LlamaRotaryEmbedding(config).to(lent.device), lent.max_model_len),
+            hidden=h,
+            eps=float(config.rms_norm_eps),
+            scale=heads.head_size**-0.5,
+            norm=norm,
+        )
+        self._outputs = (count, count + 1)
 
     def here(self, states: Tensor) -> Tensor:
         """The target's states in the head's dtype and on its device; they may have come over a network."""
         return states.to(self._cache.data)
 
-    def begin(self, rows: Sequence[Row]) -> tuple[Pass, Turn]:
-        batch = lay_out(rows, self._cache.device)
-        return Pass.of(self._cache, batch), self._rotary(batch.positions)
+    def __call__(
+        self, rows: Sequence[Row], wanted: Sequence[int], states: Tensor, first_input: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Outputs of the last layer and of the norm, both [wanted, h]. `states` [rows, h] go into the first layer."""
+        _, outputs = self._network.run(rows, (), self._outputs, states=states, first_input=first_input)
+        assert outputs is not None
+        last, final = outputs.index_select(0, torch.tensor(wanted, device=outputs.device, dtype=torch.int64)).unbind(1)
+        return last, final
 
 
-def padded(features: Tensor) -> Tensor:
-    """With rows of zeros up to as many as a pass has."""
-    return F.pad(features, (0, 0, 0, -len(features) % GROUP))
-
-
-def picked(states: Tensor, wanted: Sequence[int]) -> Tensor:
-    """These rows [wanted, h]."""
-    return states.index_select(0, torch.tensor(wanted, device=states.device, dtype=torch.int64))
-
-
-class HeadLayer:
-    """A decoder layer of the Llama kind. The first layer of a head has other inputs, and may have no norm before it."""
-
-    def __init__(self, weights: Weights, index: int, config: Any, heads: Heads) -> None:
-        name, h, eps = f"layers.{index}", int(config.hidden_size), float(config.rms_norm_eps)
-        before = weights.maybe(f"{name}.input_layernorm.weight", h)
-        self._before = None if before is None else Norm(before, eps)
-        self._attention = attention_of(weights, index, config, heads, h)
-        self._after = mlp_of(weights, index, config)
-
-    def __call__(self, x: Tensor, turn: Turn, this: Pass) -> Tensor:
-        x = x + self._attention(x if self._before is None else self._before(x), turn, this)
-        return self._after(x)
-
-
-class _NormedMlp:
-    """`x + mlp(norm(x))`."""
-
-    def __init__(self, norm: Norm, mlp: SwiGLU) -> None:
-        self._norm, self._mlp = norm, mlp
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return x + self._mlp(self._norm(x))
-
-
-def attention_of(weights: Weights, index: int, config: Any, heads: Heads, width: int) -> Attention:
-    """Attention of layer `index`, over inputs of `width`. Biases and head norms are there if their tensors are."""
-    name, h = f"layers.{index}.self_attn", int(config.hidden_size)
+def _layer(weights: Weights, index: int, config: Any, heads: Heads, first_width: int | None) -> Layer:
+    """Layer `index`. Biases and norms of heads are there if their tensors are. A first layer may have no norm."""
+    name, h, inner = f"layers.{index}", int(config.hidden_size), int(config.intermediate_size)
+    attention, width = f"{name}.self_attn", first_width or h
     queries = heads.kv_heads * heads.queries_per_kv * heads.head_size
     keys = heads.kv_heads * heads.head_size
-    sizes = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
-    biased = any(f"{name}.{each}.bias" in weights for each in sizes)
-    biases = [weights.take(f"{name}.{each}.bias", n) for each, n in sizes.items()] if biased else []
-    out_bias = weights.maybe(f"{name}.o_proj.bias", h)
-    query_norm = weights.maybe(f"{name}.q_norm.weight", heads.head_size)
-    norms = None
-    if query_norm is not None:
-        key_norm = weights.take(f"{name}.k_norm.weight", heads.head_size)
-        norms = joined_head_norms(heads, query_norm, key_norm, float(config.rms_norm_eps))
-    return Attention(
-        index,
-        heads,
-        Linear(*(weights.take(f"{name}.{each}.weight", n, width) for each, n in sizes.items()), biases=biases),
-        Linear(weights.take(f"{name}.o_proj.weight", h, queries), biases=[] if out_bias is None else [out_bias]),
-        scale=heads.head_size**-0.5,
-        head_norms=norms,
+    sizes = {"query": queries, "key": keys, "value": keys}
+    query_norm = weights.maybe(f"{attention}.q_norm.weight", heads.head_size)
+    biased = any(f"{attention}.{each[0]}_proj.bias" in weights for each in sizes)
+    tensors: dict[str, Any] = {}
+    for each, size in sizes.items():
+        tensors[each] = weights.take(f"{attention}.{each[0]}_proj.weight", size, width)
+        if biased:
+            tensors[f"{each}_bias"] = weights.take(f"{attention}.{each[0]}_proj.bias", size)
+    return Layer(
+        **tensors,
+        output=weights.take(f"{attention}.o_proj.weight", h, queries),
+        output_bias=weights.maybe(f"{attention}.o_proj.bias", h),
+        query_norm=query_norm,
+        key_norm=None if query_norm is None else weights.take(f"{attention}.k_norm.weight", heads.head_size),
+        input_norm=None if first_width else weights.maybe(f"{name}.input_layernorm.weight", h),
+        inner_norm=weights.take(f"{name}.post_attention_layernorm.weight", h),
+        gate=weights.take(f"{name}.mlp.gate_proj.weight", inner, h),
+        up=weights.take(f"{name}.mlp.up_proj.weight", inner, h),
+        down=weights.take(f"{name}.mlp.down_proj.weight", h, inner),
     )
 
 
-def mlp_of(weights: Weights, index: int, config: Any) -> _NormedMlp:
-    """The second half of layer `index`, its norm and residual included."""
-    name, h, inner = f"layers.{index}", int(config.hidden_size), int(config.intermediate_size)
-    norm = Norm(weights.take(f"{name}.post_attention_layernorm.weight", h), float(config.rms_norm_eps))
-    gate, up = (weights.take(f"{name}.mlp.{each}_proj.weight", inner, h) for each in ("gate", "up"))
-    return _NormedMlp(norm, SwiGLU(Linear(gate, up), Linear(weights.take(f"{name}.mlp.down_proj.weight", h, inner))))
+def tokens_of(rows: Sequence[Row], like: Tensor) -> Tensor:
+    """int64 [rows], on the device of `like`."""
+    return torch.tensor([row.token for row in rows], device=like.device)

@@ -21,13 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import Heads, KVCache, Pass
+from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
 from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.layers import padded
 from paceline.model.lending import Lent
-from paceline.model.loading import ATTENTION
 from paceline.model.rows import SPARE_SLOT, Row, lay_out
 from paceline.speculators.draft_config import is_of_the_speculators_library
-from paceline.speculators.head_layers import padded, picked
 from paceline.speculators.mtp_layouts import SPECULATORS, Family, Layout, family_of
 from paceline.speculators.mtp_weights import LayerWeights
 from paceline.speculators.network import HeadOutput
@@ -131,5 +130,5 @@ class MultiTokenPrediction:
             position_ids=positions,
             paceline_pass=this,
         )[0]
-        final = picked(y, wanted)
+        final = y[list(wanted)]
         return HeadOutput(self._lent.output(final), final)

@@ -168,11 +168,14 @@ def test_mutants_are_caught(mutant: str) -> None:
 
 
 def shuffled(row: Row) -> Row:
-    return Row(row.token, row.position, row.prefix, [*row.tile[:-1][::-1], row.tile[-1]])
+    """Its path with all slots of the last tile but its own in reverse."""
+    border = row.position // TILE * TILE
+    *tile, own = row.path(border)
+    return Lane([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
 
 
 def repositioned(row: Row, depth: int) -> Row:
-    return Row(row.token, depth, row.prefix, row.tile)
+    return row._replace(position=depth)
 
 
 def random_trees(
@@ -194,7 +197,7 @@ def random_trees(
             wanted.append(len(rows))
             rows.append(make(lane, token, path.copy()))
         logits += model.run(rows, wanted).logits.unbind()
-        lane.slots += path
+        lane.slots.extend(path)
         free = decoys + free
     return logits
 
@@ -205,7 +208,7 @@ def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[tor
     slots, lane.slots = lane.slots, []
     for start in range(0, len(sequence), size):
         part = sequence[start : start + size]
-        lane.slots += slots[start : start + size]
+        lane.slots.extend(slots[start : start + size])
         rows = [lane.row(token, start + i) for i, token in enumerate(part)]
         logits += model.run(rows, range(len(rows))).logits.unbind()
     return logits

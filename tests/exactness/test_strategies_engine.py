@@ -37,7 +37,7 @@ def _favourites(begin: Sequence[int], count: int) -> list[int]:
 
 def _logits(model: Model, tokens: Sequence[int]) -> list[float]:
     lane = Lane()
-    lane.slots += range(1, len(tokens) + 1)
+    lane.slots.extend(range(1, len(tokens) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, [len(rows) - 1]).logits[0].float().tolist()  # type: ignore[no-any-return]
 

@@ -172,7 +172,7 @@ def opened(
 def likeliest(model: Model, tokens: Sequence[int], law: SamplingParams, position: int) -> list[int]:
     """What a target would draw with the draft's logits after these tokens, if it had none of the strangers."""
     lane, written = Lane(), [each for token in tokens for each in STRANGERS.get(token, (token,))]
-    lane.slots += range(1, len(written) + 1)
+    lane.slots.extend(range(1, len(written) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(written)]
     logits = model.run(rows, [len(rows) - 1]).logits.clone()
     logits[:, list(STRANGERS)] = -1e9

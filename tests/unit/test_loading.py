@@ -55,7 +55,7 @@ def test_dtype_and_length_are_as_configured(checkpoint: Path) -> None:
     model = load(str(checkpoint), EngineConfig(slots=256, dtype="bfloat16", max_model_len=100))
     lane = Lane()
     lane.slots = [1]
-    assert model.run([lane.row(1, 0)], [0]).logits.dtype is torch.bfloat16
+    assert model.dtype is torch.bfloat16
     assert model.max_model_len == 100
 
 

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-
-import torch
-
-from paceline.model.model import padded
 from paceline.model.packing import packed, unpacked
-from paceline.model.rows import TILE, Lane, lay_out
-
-CPU = torch.device("cpu")
+from paceline.model.rows import TILE, Lane
 
 
-def test_a_pass_arrives_as_it_was_laid_out() -> None:
-    """Three prefixes, two branches, and a request without any."""
-    lanes = [Lane() for _ in range(3)]
-    for n, lane in enumerate(lanes):
-        lane.slots = list(range(1 + 300 * n, 1 + 300 * n + (TILE + 3, 2 * TILE, 5)[n]))
+def test_rows_arrive_as_they_were() -> None:
+    """Three tables, one of which two rows share, and branches."""
+    lanes = [Lane(range(1 + 300 * n, 1 + 300 * n + length)) for n, length in enumerate((TILE + 3, 2 * TILE, 5))]
     rows = [lanes[0].row(7, TILE + 1), lanes[0].row(8, TILE + 2), lanes[2].row(9, 4)]
     rows += [lanes[1].branch_row(3, [901]), lanes[1].branch_row(4, [902]), lanes[1].branch_row(5, [901, 903])]
-    batch, places = lay_out(rows, CPU), padded([1, 2, 5], CPU)
-    again, wanted = unpacked(packed(batch, places), CPU)
-    assert torch.equal(wanted, places)
-    assert len(again.segments) == len(batch.segments) == 2
-    for field in dataclasses.fields(batch):
-        ours, theirs = getattr(batch, field.name), getattr(again, field.name)
-        if isinstance(ours, torch.Tensor):
-            assert torch.equal(ours, theirs), field.name
-    assert again.count == batch.count == 6
-    for a, b in zip(again.segments, batch.segments, strict=True):
-        assert torch.equal(a.rows, b.rows)
-        assert torch.equal(a.slots, b.slots)
+    again, wanted = unpacked(packed(rows, [1, 2, 5]))
+    assert wanted == [1, 2, 5]
+    for ours, theirs in zip(rows, again, strict=True):
+        assert (ours.token, ours.position, ours.length) == (theirs.token, theirs.position, theirs.length)
+        assert ours.path() == theirs.path()
+    assert again[0].lane is again[1].lane
+    assert len({id(row.lane) for row in again}) == 3
 
 
-def test_a_pass_without_prefixes() -> None:
-    lane = Lane()
-    lane.slots = [5]
-    batch, places = lay_out([lane.row(1, 0)], CPU), padded([], CPU)
-    again, wanted = unpacked(packed(batch, places), CPU)
-    assert again.segments == []
-    assert torch.equal(again.tiles, batch.tiles)
-    assert torch.equal(wanted, places)
+def test_a_pass_of_which_nothing_is_wanted() -> None:
+    again, wanted = unpacked(packed([Lane([5]).row(1, 0)], []))
+    assert wanted == []
+    assert again[0].path() == [5]

@@ -215,7 +215,7 @@ def test_prompt_tokens_count_once() -> None:
 def test_cached_prompt_tokens_do_not_count() -> None:
     pool = SlotPool(SLOTS)
     first, second = request(1, 100), request(2, 100)
-    first.lane.slots += pool.take(100)
+    first.lane.slots.extend(pool.take(100))
     first.detach(pool)
     second.attach(pool)
     second.begin()

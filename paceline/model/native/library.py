@@ -1,0 +1,57 @@
+"""The native library and the threads that work in it; what its callers share."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.native.build import library
+
+LANES = 16
+"""Inputs and outputs of products are padded to a multiple of this."""
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of weights, keys and values. Sums are float32."""
+Pointer = ctypes.c_void_p
+
+
+class Native:
+    """The native library and the threads that work in it: one of each in a process, made when first needed."""
+
+    _instance: Native | None = None
+
+    def __init__(self) -> None:
+        lib = library()
+        for name in ("team", "network", "product"):
+            getattr(lib, f"paceline_{name}_create").restype = Pointer
+            getattr(lib, f"paceline_{name}_destroy").argtypes = [Pointer]
+        lib.paceline_network_create.argtypes = [Pointer, Pointer, Pointer]
+        lib.paceline_network_run.argtypes = [Pointer, Pointer, Pointer]
+        lib.paceline_network_output.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
+        lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
+        lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
+        self.lib = lib
+        self.team = Pointer(lib.paceline_team_create(ctypes.c_int32(torch.get_num_threads())))
+
+    @classmethod
+    def instance(cls) -> Native:
+        """Raises `NativeUnavailableError`."""
+        if cls._instance is None:
+            cls._instance = cls()
+        return cls._instance
+
+
+def address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def padded_size(numbers: int) -> int:
+    return -(-numbers // LANES) * LANES
+
+
+def padded(x: Tensor) -> Tensor:
+    """[rows, n] with zeros up to a multiple of LANES, contiguous."""
+    missing = -x.shape[-1] % LANES
+    return F.pad(x, (0, missing)) if missing else x.contiguous()

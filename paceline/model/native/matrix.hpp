@@ -1,0 +1,173 @@
+// A weight matrix, laid out once for products with few rows: y[r, column] (+)= sum over i of x[r, i] * weight[column, i].
+//
+// Columns stand in panels of up to 64, and in a panel the weights of one input word stand side by side. So a product reads
+// the weights once, in the order in which they lie in memory. Each sum runs over the input in one order, whatever the number
+// of rows, whichever thread computes it, however columns are shared out: its result depends on its own row alone.
+#pragma once
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "vectors.hpp"
+
+namespace paceline {
+
+// Memory that is given back all at once, in large pages where the kernel has them.
+class Arena {
+   public:
+    Arena() = default;
+    Arena(Arena&&) = default;
+    ~Arena() {
+        for (auto [memory, bytes] : chunks_) munmap(memory, bytes);
+    }
+    uint32_t* words(size_t count) {
+        size_t bytes = (count * sizeof(uint32_t) + 63) / 64 * 64;
+        if (used_ + bytes > size_) grow(bytes);
+        char* taken = chunk_ + used_;
+        used_ += bytes;
+        return (uint32_t*)taken;
+    }
+
+   private:
+    void grow(size_t bytes) {
+        constexpr size_t PAGE = 2 << 20, CHUNK = 16 << 20;
+        size_t mapped = (std::max(bytes + AHEAD, CHUNK) + 2 * PAGE - 1) / PAGE * PAGE;
+        void* memory = mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (memory == MAP_FAILED) throw std::bad_alloc();
+        chunks_.push_back({memory, mapped});
+        chunk_ = (char*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
+        size_ = (char*)memory + mapped - chunk_ - AHEAD;
+        used_ = 0;
+#ifdef MADV_HUGEPAGE
+        madvise(chunk_, size_, MADV_HUGEPAGE);
+#endif
+    }
+
+   public:
+    static constexpr size_t AHEAD = 2048;  // bytes that products prefetch, and may do past the end
+
+   private:
+    std::vector<std::pair<void*, size_t>> chunks_;
+    char* chunk_ = nullptr;
+    size_t size_ = 0, used_ = 0;
+};
+
+#ifdef __AVX512F__
+constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
+#else
+constexpr int MOST_BLOCKS = 1, MOST_ROWS = 4;  // a vector takes two registers of AVX2, four of NEON
+#endif
+
+template <class T>
+class Matrix {
+   public:
+    struct Source {  // columns [count, in] as PyTorch has them, and their biases [count] or null
+        const T* weights;
+        int count;
+        const T* bias;
+    };
+
+    Matrix() = default;
+    // The columns of each source start at a multiple of `unit`, and no unit is shared out to two parts. `in`: numbers of
+    // an input row, which is padded with zeros to `padded_in`. arenas[p] takes what part p multiplies with.
+    Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
+        : in_(in), words_(padded_in / Element<T>::PER_WORD), unit_(unit) {
+        std::vector<const T*> column_weights;
+        for (const Source& source : sources) {
+            for (int i = 0; i < padded(source.count, unit); i++) {
+                bool there = i < source.count;
+                column_weights.push_back(there ? source.weights + (size_t)i * in : nullptr);
+                bias_.push_back(there && source.bias ? Element<T>::widen_one(source.bias[i]) : 0.0f);
+            }
+        }
+        columns_ = (int)column_weights.size();
+        int units = columns_ / unit, parts = (int)arenas.size();
+        for (int p = 0; p < parts; p++) {
+            first_unit_.push_back((int)((int64_t)units * p / parts));
+            parts_.emplace_back();
+            int end = (int)((int64_t)units * (p + 1) / parts) * unit;
+            for (int column = first_unit_[p] * unit; column < end;) {
+                int blocks = std::min(MOST_BLOCKS, (end - column) / LANES);
+                parts_[p].push_back(pack(arenas[p], &column_weights[column], column, blocks));
+                column += blocks * LANES;
+            }
+        }
+        first_unit_.push_back(units);
+    }
+
+    int columns() const { return columns_; }
+    int first_unit(int part) const { return first_unit_[part]; }  // of its columns; `part` may be the number of parts
+
+    // The columns of one part, of all rows. x [rows, padded in]; y [rows, stride], to which sums are added if `add`.
+    void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
+        int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
+        for (const Panel& panel : parts_[part]) {
+            for (int tile = 0, row = 0; tile < tiles; tile++) {
+                int count = rows / tiles + (tile < rows % tiles);
+                const uint32_t* inputs = (const uint32_t*)x + (size_t)row * words_;
+                multiply(panel, count, inputs, y + row * stride + panel.column, stride, add);
+                row += count;
+            }
+        }
+    }
+
+   private:
+    struct Panel {  // weights [words, blocks * LANES]
+        const uint32_t* weights;
+        int column, blocks;
+    };
+
+    Panel pack(Arena& arena, const T* const* columns, int first, int blocks) const {
+        constexpr int PER = Element<T>::PER_WORD;
+        int width = blocks * LANES;
+        T* to = (T*)arena.words((size_t)words_ * width);
+        for (int i = 0; i < words_; i++)
+            for (int c = 0; c < width; c++)
+                for (int j = 0; j < PER; j++)
+                    *to++ = columns[c] && i * PER + j < in_ ? columns[c][i * PER + j] : T{};
+        return {(const uint32_t*)(to - (size_t)words_ * width * PER), first, blocks};
+    }
+
+    template <int ROWS, int BLOCKS>
+    void tile(const Panel& panel, const uint32_t* x, float* y, size_t stride, bool add) const {
+        Floats sums[ROWS][BLOCKS] = {};
+        const uint32_t* w = panel.weights;
+        for (int i = 0; i < words_; i++, w += BLOCKS * LANES) {
+            Words weights[BLOCKS];
+            for (int b = 0; b < BLOCKS; b++) {
+                weights[b] = load<Words>(w + b * LANES);
+                __builtin_prefetch((const char*)(w + b * LANES) + Arena::AHEAD);
+            }
+            for (int r = 0; r < ROWS; r++) {
+                Words input = all_words(x[(size_t)r * words_ + i]);
+                for (int b = 0; b < BLOCKS; b++)
+                    sums[r][b] = Element<T>::multiply_add(sums[r][b], weights[b], input);
+            }
+        }
+        for (int r = 0; r < ROWS; r++)
+            for (int b = 0; b < BLOCKS; b++) {
+                float* to = y + r * stride + b * LANES;
+                Floats sum = sums[r][b] + load<Floats>(&bias_[panel.column + b * LANES]);
+                store(to, add ? load<Floats>(to) + sum : sum);
+            }
+    }
+
+    // `tile` for these many rows and blocks, which are constants there.
+    template <int ROWS = MOST_ROWS, int BLOCKS = MOST_BLOCKS>
+    void multiply(const Panel& panel, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
+        if (rows == ROWS && panel.blocks == BLOCKS) return tile<ROWS, BLOCKS>(panel, x, y, stride, add);
+        if constexpr (ROWS > 1)
+            if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(panel, rows, x, y, stride, add);
+        if constexpr (BLOCKS > 1) return multiply<ROWS, BLOCKS - 1>(panel, rows, x, y, stride, add);
+    }
+
+    int in_ = 0, words_ = 0, unit_ = LANES, columns_ = 0;
+    std::vector<float> bias_;
+    std::vector<int> first_unit_;
+    std::vector<std::vector<Panel>> parts_;
+};
+
+}  // namespace paceline

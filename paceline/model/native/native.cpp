@@ -1,0 +1,61 @@
+// The C interface. Python's side of it is network.py, which mirrors these structures.
+#include "network.hpp"
+
+using namespace paceline;
+
+namespace {
+
+// A matrix by itself, for products of heads and of outputs that are lent.
+struct AnyProduct {
+    virtual ~AnyProduct() = default;
+    virtual int columns() const = 0;
+    virtual void run(Team& team, const void* x, int rows, float* y) const = 0;
+};
+
+template <class T>
+struct Product : AnyProduct {
+    std::vector<Arena> arenas;
+    Matrix<T> matrix;
+    Product(int parts, const void* weights, const void* bias, int out, int in) : arenas(parts) {
+        matrix = Matrix<T>(arenas, {{(const T*)weights, out, (const T*)bias}}, LANES, in, padded(in, LANES));
+    }
+    int columns() const override { return matrix.columns(); }
+    void run(Team& team, const void* x, int rows, float* y) const override {
+        team.run(1, [&](int, int part, int) { matrix.product(part, (const T*)x, rows, y, matrix.columns(), false); });
+    }
+};
+
+}  // namespace
+
+extern "C" {
+
+// Threads that work together, and as many parts for each phase.
+void* paceline_team_create(int32_t parts) { return new Team(parts); }
+void paceline_team_destroy(void* team) { delete (Team*)team; }
+
+// Weights are copied; tables, embedding and cache have to outlive the network.
+void* paceline_network_create(const NetworkSpec* spec, const LayerSpec* layers, void* team) {
+    int parts = ((Team*)team)->parts();
+    if (spec->is_bf16) return (AnyNetwork*)new Network<bf16>(*spec, layers, parts);
+    return (AnyNetwork*)new Network<float>(*spec, layers, parts);
+}
+void paceline_network_run(void* network, void* team, const PassSpec* pass) {
+    ((AnyNetwork*)network)->run(*(Team*)team, *pass);
+}
+void paceline_network_output(void* network, void* team, const void* final_states, int32_t rows, float* logits) {
+    ((AnyNetwork*)network)->output(*(Team*)team, final_states, rows, logits);
+}
+void paceline_network_destroy(void* network) { delete (AnyNetwork*)network; }
+
+// weights [out, in], bias [out] or null; x [rows, in padded to 16], y [rows, columns].
+void* paceline_product_create(int32_t is_bf16, const void* weights, const void* bias, int32_t out, int32_t in, void* team) {
+    int parts = ((Team*)team)->parts();
+    if (is_bf16) return (AnyProduct*)new Product<bf16>(parts, weights, bias, out, in);
+    return (AnyProduct*)new Product<float>(parts, weights, bias, out, in);
+}
+int32_t paceline_product_columns(void* product) { return ((AnyProduct*)product)->columns(); }
+void paceline_product_run(void* product, void* team, const void* x, int32_t rows, float* y) {
+    ((AnyProduct*)product)->run(*(Team*)team, x, rows, y);
+}
+void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
+}

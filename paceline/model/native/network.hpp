@@ -1,0 +1,351 @@
+// Decoder layers of the Llama kind over rows, with what stands before and after them, as one pass.
+//
+//   x  = embedding of the token, or given states
+//   x += output( attention( heads of qkv( norm(x) ) ) )        in every layer; heads may be normed, and are rotated
+//   x += down( silu(gate(norm(x))) * up(norm(x)) )
+//   logits = head( norm(x) )                                    of the wanted rows
+//
+// x is float. What is multiplied (normed x, heads, attention's result, the network's inner numbers) is rounded to T.
+// Shapes: R rows, H hidden size. Widths of buffers are padded with zeros to multiples of 16.
+#pragma once
+#include "attention.hpp"
+#include "matrix.hpp"
+#include "team.hpp"
+
+namespace paceline {
+
+struct LayerSpec {  // part of the C interface; matrices [out, in], all of type T; null where there is none
+    const void *input_norm, *query, *key, *value, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
+    const void *output, *output_bias, *inner_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
+    const float* sinks;    // [query heads]
+    int32_t window;        // 0: a row sees its whole path
+    int32_t input_width;   // of what attention multiplies: H, or more where it is given
+};
+
+struct NetworkSpec {  // part of the C interface
+    int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
+    float eps, scale, softcap;
+    const float *cosines, *sines;             // [positions, head size / 2]
+    const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null where there is none
+    void* cache;                              // [layers, slots, 2 * key-value heads, head width]
+    int64_t slots;
+    void (*sum)(float* values, int64_t count);  // over ranks that share the layers; null: nobody shares them
+};
+
+struct PassSpec {  // part of the C interface
+    Rows rows;
+    const int32_t* tokens;      // [R], or null
+    const void* states;         // [R, H] in place of tokens
+    const void* first_input;    // [R, padded input width]: what layer 0 multiplies; null: its norm of x
+    const int32_t* wanted;      // [wanted_count] rows whose logits are made
+    int32_t wanted_count;
+    float* logits;              // [wanted_count, padded vocabulary]
+    const int32_t* taps;        // [tap_count]: n is what layer n is given; layers + 1 the final norm's output
+    int32_t tap_count;
+    void* tapped;               // [R, tap_count, H]
+};
+
+class AnyNetwork {
+   public:
+    virtual ~AnyNetwork() = default;
+    virtual void run(Team& team, const PassSpec& pass) = 0;
+    // Logits [rows, padded vocabulary] of what the final norm gives, [rows, padded H].
+    virtual void output(Team& team, const void* final_states, int rows, float* logits) = 0;
+};
+
+template <class T>
+class Network : public AnyNetwork {
+   public:
+    Network(const NetworkSpec& spec, const LayerSpec* layers, int parts)
+        : spec_(spec),
+          heads_{spec.key_value_heads, spec.query_heads / spec.key_value_heads, spec.head_width, spec.scale, spec.softcap},
+          hidden_(padded(spec.hidden, LANES)),
+          inner_(padded(spec.inner, LANES)),
+          attended_(spec.query_heads * spec.head_width),
+          arenas_(parts) {
+        for (int l = 0; l < spec.layers; l++) layers_.emplace_back(*this, layers[l]);
+        final_norm_ = vector_of(spec.norm, spec.hidden, hidden_);
+        if (spec.head) head_ = matrix(spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
+        for (int t = 0; t < parts; t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions));
+    }
+
+    void run(Team& team, const PassSpec& pass) override {
+        pass_ = &pass;
+        reserve(pass.rows.count);
+        chunks_ = chunks_of(pass.rows, Attention<T>::most_rows(heads_));
+        for (auto& scratch : scratch_) scratch->normed = -1;
+        const int phases = FIRST + PER_LAYER * spec_.layers + 1;
+        if (!spec_.sum) return team.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
+        for (int phase = 0; phase < phases; phase++) {
+            team.run(1, [&](int, int part, int thread) { step(phase, part, thread); });
+            int kind = (phase - FIRST) % PER_LAYER;
+            if (phase >= FIRST && phase < phases - 1 && (kind == OUTPUT || kind == DOWN)) add_sum(phase, kind);
+        }
+    }
+
+    void output(Team& team, const void* final_states, int rows, float* logits) override {
+        team.run(1, [&](int, int part, int) {
+            head_.product(part, (const T*)final_states, rows, logits, head_.columns(), false);
+        });
+    }
+
+   private:
+    enum { FIRST = 1, PER_LAYER = 5, HEADS = 0, ATTEND = 1, OUTPUT = 2, INNER = 3, DOWN = 4 };  // phases
+
+    struct Layer {
+        Layer(Network& n, const LayerSpec& s) : window(s.window) {
+            const NetworkSpec& spec = n.spec_;
+            const int head = spec.head_size, width = spec.head_width;
+            input_norm = vector_of(s.input_norm, spec.hidden, n.hidden_);
+            inner_norm = vector_of(s.inner_norm, spec.hidden, n.hidden_);
+            query_norm = vector_of(s.query_norm, head, width);
+            key_norm = vector_of(s.key_norm, head, width);
+            if (s.sinks) sinks.assign(s.sinks, s.sinks + spec.query_heads);
+            std::vector<typename Matrix<T>::Source> sources;
+            auto add_heads = [&](const void* weights, const void* bias, int count) {
+                for (int i = 0; i < count; i++)
+                    sources.push_back({(const T*)weights + (size_t)i * head * s.input_width, head,
+                                       bias ? (const T*)bias + i * head : nullptr});
+            };
+            add_heads(s.query, s.query_bias, spec.query_heads);
+            add_heads(s.key, s.key_bias, spec.key_value_heads);
+            add_heads(s.value, s.value_bias, spec.key_value_heads);
+            qkv = Matrix<T>(n.arenas_, sources, width, s.input_width, padded(s.input_width, LANES));
+            std::vector<T> spread = n.spread_heads((const T*)s.output);
+            const void* output_bias = spec.sum ? nullptr : s.output_bias;
+            output = n.matrix(spread.data(), spec.hidden, output_bias, n.attended_, n.attended_);
+            gate = n.matrix(s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_);
+            up = n.matrix(s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_);
+            down = n.matrix(s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
+            if (spec.sum) {  // every rank adds the bias once, to the sum
+                output_bias_after = vector_of(s.output_bias, spec.hidden, n.hidden_);
+                down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
+            }
+        }
+        int window;
+        std::vector<float> input_norm, inner_norm, query_norm, key_norm, sinks, output_bias_after, down_bias_after;
+        Matrix<T> qkv, output, gate, up, down;
+    };
+
+    struct Scratch {  // of one thread
+        Scratch(Heads heads, int positions) : attention(heads, positions) {}
+        Attention<T> attention;
+        std::vector<T> input;  // normed rows
+        int normed = -1;       // in which phase
+    };
+
+    // One part of a phase.
+    void step(int phase, int part, int thread) {
+        const int l = (phase - FIRST) / PER_LAYER, rows = pass_->rows.count;
+        if (phase < FIRST) return embed(part);
+        if (l == spec_.layers) return finish(phase, part, thread);
+        const Layer& layer = layers_[l];
+        float* residual = spec_.sum ? partial_.data() : x_.data();
+        switch ((phase - FIRST) % PER_LAYER) {
+            case HEADS: {
+                tap(l, part);
+                bool given = l == 0 && pass_->first_input;
+                const T* in = given ? (const T*)pass_->first_input : normed(phase, thread, layer.input_norm);
+                layer.qkv.product(part, in, rows, projected_.data(), layer.qkv.columns(), false);
+                for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
+                    for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
+                break;
+            }
+            case ATTEND: attend(layer, l, part, thread); break;
+            case OUTPUT: layer.output.product(part, attended_rows_.data(), rows, residual, hidden_, !spec_.sum); break;
+            case INNER: {
+                const T* in = normed(phase, thread, layer.inner_norm);
+                layer.gate.product(part, in, rows, gate_.data(), inner_, false);
+                layer.up.product(part, in, rows, up_.data(), inner_, false);
+                int begin = layer.gate.first_unit(part) * LANES, end = layer.gate.first_unit(part + 1) * LANES;
+                for (int row = 0; row < rows; row++)
+                    for (size_t i = (size_t)row * inner_ + begin; i < (size_t)row * inner_ + end; i += LANES)
+                        Element<T>::narrow(&activated_[i], silu(load<Floats>(&gate_[i])) * load<Floats>(&up_[i]));
+                break;
+            }
+            case DOWN: layer.down.product(part, activated_.data(), rows, residual, hidden_, !spec_.sum); break;
+        }
+    }
+
+    void embed(int part) {
+        auto [begin, end] = rows_of(part);
+        for (int row = begin; row < end; row++) {
+            const T* from = pass_->tokens ? (const T*)spec_.embedding + (size_t)pass_->tokens[row] * spec_.hidden
+                                          : (const T*)pass_->states + (size_t)row * spec_.hidden;
+            float* x = &x_[(size_t)row * hidden_];
+            for (int i = 0; i < spec_.hidden; i++) x[i] = Element<T>::widen_one(from[i]);
+        }
+    }
+
+    // A head of a row as it is multiplied by others: normed, rotated, rounded; keys and values go to the row's slot.
+    void finish_head(const Layer& layer, int l, int unit, int row) {
+        const int queries = spec_.query_heads, key_values = spec_.key_value_heads, width = spec_.head_width;
+        float* head = &projected_[(size_t)row * layer.qkv.columns() + (size_t)unit * width];
+        T* to = &queries_[(size_t)row * attended_ + (size_t)unit * width];
+        if (unit >= queries) {
+            size_t slot = (size_t)l * spec_.slots + pass_->rows.own_slot(row);
+            to = (T*)spec_.cache + (slot * 2 * key_values + (unit - queries)) * width;
+        }
+        if (unit < queries + key_values) {
+            const std::vector<float>& norm = unit < queries ? layer.query_norm : layer.key_norm;
+            if (!norm.empty()) {
+                float factor = norm_factor(head, spec_.head_size, width);
+                for (int i = 0; i < width; i++) head[i] *= factor * norm[i];
+            }
+            rotate(head, pass_->rows.positions[row]);
+        }
+        for (int i = 0; i < width; i += LANES) Element<T>::narrow(to + i, load<Floats>(head + i));
+    }
+
+    // Rotary position embedding (Su et al. 2021), the halves of a head as real and imaginary parts.
+    void rotate(float* head, int position) {
+        const int half = spec_.head_size / 2;
+        const float *cosines = spec_.cosines + (size_t)position * half, *sines = spec_.sines + (size_t)position * half;
+        for (int i = 0; i < half; i++) {
+            float a = head[i], b = head[i + half];
+            head[i] = a * cosines[i] - b * sines[i];
+            head[i + half] = b * cosines[i] + a * sines[i];
+        }
+    }
+
+    void attend(const Layer& layer, int l, int part, int thread) {
+        const size_t slot = (size_t)2 * spec_.key_value_heads * spec_.head_width;
+        const size_t values = (size_t)spec_.key_value_heads * spec_.head_width;
+        const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * slot;
+        const float* sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
+        for (int i = part; i < (int)chunks_.size() * spec_.key_value_heads; i += (int)arenas_.size()) {
+            int head = i % spec_.key_value_heads;
+            scratch_[thread]->attention(pass_->rows, chunks_[i / spec_.key_value_heads], head, layer.window, sinks,
+                                        cache + (size_t)head * spec_.head_width, values, slot, queries_.data(),
+                                        attended_rows_.data());
+        }
+    }
+
+    // The final norm, of the wanted rows before the head, and of all rows where it is tapped.
+    void finish(int phase, int part, int thread) {
+        tap(spec_.layers, part);
+        for (int i = 0; i < pass_->tap_count; i++)
+            if (pass_->taps[i] == spec_.layers + 1) {
+                const T* all_rows = normed(phase, thread, final_norm_);
+                auto [begin, end] = rows_of(part);
+                for (int row = begin; row < end; row++)
+                    memcpy(tapped(row, i), all_rows + (size_t)row * hidden_, spec_.hidden * sizeof(T));
+            }
+        if (!spec_.head || !pass_->wanted_count) return;
+        Scratch& mine = *scratch_[thread];
+        for (int i = 0; i < pass_->wanted_count; i++)
+            norm_row(pass_->wanted[i], final_norm_, &mine.input[(size_t)i * hidden_]);
+        mine.normed = -1;
+        head_.product(part, mine.input.data(), pass_->wanted_count, pass_->logits, head_.columns(), false);
+    }
+
+    // Copies what layer n is given, where it is tapped. x does not change in the phases that call this.
+    void tap(int n, int part) {
+        for (int i = 0; i < pass_->tap_count; i++) {
+            if (pass_->taps[i] != n) continue;
+            auto [begin, end] = rows_of(part);
+            for (int row = begin; row < end; row++) {
+                T rounded[LANES];
+                for (int h = 0; h < spec_.hidden; h += LANES) {
+                    Element<T>::narrow(rounded, load<Floats>(&x_[(size_t)row * hidden_ + h]));
+                    memcpy(tapped(row, i) + h, rounded, std::min(LANES, spec_.hidden - h) * sizeof(T));
+                }
+            }
+        }
+    }
+    T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
+
+    // All rows, normed. Every thread makes its own copy: that is cheaper than one more phase.
+    const T* normed(int phase, int thread, const std::vector<float>& norm) {
+        Scratch& mine = *scratch_[thread];
+        if (mine.normed != phase)
+            for (int row = 0; row < pass_->rows.count; row++) norm_row(row, norm, &mine.input[(size_t)row * hidden_]);
+        mine.normed = phase;
+        return mine.input.data();
+    }
+    void norm_row(int row, const std::vector<float>& norm, T* to) const {
+        const float* x = &x_[(size_t)row * hidden_];
+        const float factor = norm.empty() ? 1.0f : norm_factor(x, spec_.hidden, hidden_);
+        for (int i = 0; i < hidden_; i += LANES) {
+            Floats scaled = load<Floats>(x + i) * factor;
+            Element<T>::narrow(to + i, norm.empty() ? scaled : scaled * load<Floats>(&norm[i]));
+        }
+    }
+
+    // What RMSNorm (Zhang and Sennrich 2019) multiplies a vector by, before its weight. Padding is 0.
+    float norm_factor(const float* x, int size, int padded_size) const {
+        Floats squares = {};
+        for (int i = 0; i < padded_size; i += LANES) squares += load<Floats>(x + i) * load<Floats>(x + i);
+        return 1.0f / std::sqrt(sum_of(squares) / size + spec_.eps);
+    }
+
+    // After a phase in which every rank computed a summand of what x grows by.
+    void add_sum(int phase, int kind) {
+        const size_t count = (size_t)pass_->rows.count * hidden_;
+        spec_.sum(partial_.data(), (int64_t)count);
+        const Layer& layer = layers_[(phase - FIRST) / PER_LAYER];
+        const std::vector<float>& bias = kind == OUTPUT ? layer.output_bias_after : layer.down_bias_after;
+        for (size_t i = 0; i < count; i++) x_[i] += bias.empty() ? partial_[i] : partial_[i] + bias[i % hidden_];
+    }
+
+    std::pair<int, int> rows_of(int part) const {
+        const int64_t rows = pass_->rows.count, parts = (int64_t)arenas_.size();
+        return {(int)(rows * part / parts), (int)(rows * (part + 1) / parts)};
+    }
+
+    void reserve(int rows) {
+        if (rows <= reserved_) return;
+        reserved_ = rows;
+        x_.resize((size_t)rows * hidden_);
+        if (spec_.sum) partial_.resize((size_t)rows * hidden_);
+        projected_.resize((size_t)rows * (attended_ + 2 * spec_.key_value_heads * spec_.head_width));
+        queries_.resize((size_t)rows * attended_);
+        attended_rows_.resize((size_t)rows * attended_);
+        gate_.resize((size_t)rows * inner_);
+        up_.resize((size_t)rows * inner_);
+        activated_.resize((size_t)rows * inner_);
+        for (auto& scratch : scratch_) scratch->input.resize((size_t)rows * hidden_);
+    }
+
+    Matrix<T> matrix(const void* weights, int count, const void* bias, int in, int padded_in) {
+        return Matrix<T>(arenas_, {{(const T*)weights, count, (const T*)bias}}, LANES, in, padded_in);
+    }
+
+    // A vector as floats with zeros up to `width`; empty for null.
+    static std::vector<float> vector_of(const void* from, int size, int width) {
+        if (!from) return {};
+        std::vector<float> vector(width);
+        for (int i = 0; i < size; i++) vector[i] = Element<T>::widen_one(((const T*)from)[i]);
+        return vector;
+    }
+
+    // The matrix after attention for heads that are padded to their width.
+    std::vector<T> spread_heads(const T* from) const {
+        const int size = spec_.head_size, heads = spec_.query_heads;
+        std::vector<T> spread((size_t)spec_.hidden * attended_);
+        for (size_t i = 0; i < (size_t)spec_.hidden * heads; i++)
+            memcpy(&spread[i * spec_.head_width], from + i * size, size * sizeof(T));
+        return spread;
+    }
+
+    const NetworkSpec spec_;
+    const Heads heads_;
+    const int hidden_, inner_, attended_;  // padded widths
+    std::vector<Arena> arenas_;            // by part
+    std::vector<Layer> layers_;
+    std::vector<float> final_norm_;
+    Matrix<T> head_;
+    std::vector<std::unique_ptr<Scratch>> scratch_;  // by thread
+
+    // Of the pass that runs.
+    const PassSpec* pass_ = nullptr;
+    std::vector<Chunk> chunks_;
+    int reserved_ = 0;                       // rows
+    std::vector<float> x_, partial_;         // [R, H]
+    std::vector<float> projected_;           // [R, heads of queries, keys and values]
+    std::vector<T> queries_, attended_rows_;  // [R, query heads]
+    std::vector<float> gate_, up_;           // [R, inner]
+    std::vector<T> activated_;               // [R, inner]
+};
+
+}  // namespace paceline

@@ -1,0 +1,214 @@
+"""Layers of the Llama kind as one native call for each pass.
+
+A row's result does not depend on its company, on the number of threads, nor on where keys lie in memory: every sum has
+one order (see the C++ files).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.model.attention import Heads, KVCache
+from paceline.model.llama import Layer, RotaryTables, Sums
+from paceline.model.native.library import Native, Pointer, address, padded, padded_size
+from paceline.model.rows import Row
+
+WIDTH = 32
+"""Heads in the cache are padded to a multiple of this."""
+_SUM = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
+
+
+def head_width(heads: Heads) -> int:
+    """Numbers that a head takes in the cache."""
+    return -(-heads.head_size // WIDTH) * WIDTH
+
+
+class _LayerSpec(ctypes.Structure):
+    POINTERS = (
+        *("input_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
+        *("output", "output_bias", "inner_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "sinks"),
+    )
+    _fields_ = (
+        *((name, Pointer) for name in POINTERS),
+        ("window", ctypes.c_int32),
+        ("input_width", ctypes.c_int32),
+    )
+
+
+class _NetworkSpec(ctypes.Structure):
+    INTEGERS = (
+        *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
+        *("positions", "vocabulary"),
+    )
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in INTEGERS),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+        *((name, Pointer) for name in ("cosines", "sines", "embedding", "norm", "head", "cache")),
+        ("slots", ctypes.c_int64),
+        ("sum", Pointer),
+    )
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (
+        ("count", ctypes.c_int32),
+        *((name, Pointer) for name in ("positions", "tables", "prefix_lengths", "branches", "branch_lengths")),
+    )
+
+
+class _PassSpec(ctypes.Structure):
+    _fields_ = (
+        ("rows", _Rows),
+        *((name, Pointer) for name in ("tokens", "states", "first_input", "wanted")),
+        ("wanted_count", ctypes.c_int32),
+        ("logits", Pointer),
+        ("taps", Pointer),
+        ("tap_count", ctypes.c_int32),
+        ("tapped", Pointer),
+    )
+
+
+class Network:
+    """Layers of the Llama kind, with an embedding before and a norm and an output matrix after them, if given."""
+
+    def __init__(
+        self,
+        layers: Sequence[Layer],
+        heads: Heads,
+        cache: KVCache,
+        rotary: RotaryTables,
+        *,
+        hidden: int,
+        eps: float,
+        scale: float,
+        softcap: float = 0.0,
+        embedding: Tensor | None = None,
+        norm: Tensor | None = None,
+        head: Tensor | None = None,
+        sums: Sums | None = None,
+    ) -> None:
+        """Weights are copied, but for the embedding [vocabulary, hidden]. `cache`: of `head_width`. `scale`: of scores.
+        `softcap`: scores are squashed to it; 0: they are not. `norm` [hidden], `head` [vocabulary, hidden].
+        `sums`: over the ranks that share the layers. Raises `NativeUnavailableError`.
+        """
+        self._native = Native.instance()
+        self._hidden, self._dtype = hidden, cache.dtype
+        self._vocabulary = 0 if head is None else len(head)
+        self._sums = sums
+        self._failure: Exception | None = None
+        callback = _SUM(self._add_up) if sums is not None else None
+        self._lent = (rotary, embedding, cache, callback)  # the network reads them where they lie
+        tensors = [[getattr(layer, name) for name in _LayerSpec.POINTERS] for layer in layers]
+        tensors = [[None if t is None else t.detach().contiguous() for t in each] for each in tensors]
+        specs = (_LayerSpec * len(layers))(
+            *(
+                _LayerSpec(*map(address, each), layer.window, layer.query.shape[1])
+                for layer, each in zip(layers, tensors, strict=True)
+            )
+        )
+        spec = _NetworkSpec(
+            is_bf16=cache.dtype == torch.bfloat16,
+            layers=len(layers),
+            hidden=hidden,
+            inner=len(layers[0].gate),
+            query_heads=heads.kv_heads * heads.queries_per_kv,
+            key_value_heads=heads.kv_heads,
+            head_size=heads.head_size,
+            head_width=cache.data.shape[-1],
+            positions=len(rotary.cosines),
+            vocabulary=self._vocabulary,
+            eps=eps,
+            scale=scale,
+            softcap=softcap,
+            cosines=address(rotary.cosines),
+            sines=address(rotary.sines),
+            embedding=address(embedding),
+            norm=address(norm),
+            head=address(head),
+            cache=address(cache.data),
+            slots=cache.slots,
+            sum=ctypes.cast(callback, Pointer) if callback is not None else None,
+        )
+        self._handle = Pointer(self._native.lib.paceline_network_create(ctypes.byref(spec), specs, self._native.team))
+        weakref.finalize(self, self._native.lib.paceline_network_destroy, self._handle)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        wanted: Sequence[int],
+        layers: Sequence[int] = (),
+        *,
+        states: Tensor | None = None,
+        first_input: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass: float32 logits [wanted, vocabulary]; outputs of `layers` [rows, layers, hidden] if any is named.
+
+        0 is what the first layer is given, n the output of layer n, and what comes after the last layer the output of
+        the norm. `states` [rows, hidden]: in place of embeddings. `first_input` [rows, width]: what the first layer's
+        attention multiplies in place of its norm of the states.
+        """
+        tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
+        count = len(rows)
+        integers = np.array([tokens, positions, lengths, list(map(len, branches))], np.int32)
+        tables = np.array([lane.address for lane in lanes], np.uint64)
+        branch_slots = np.fromiter(chain.from_iterable(branches), np.int32)
+        starts = np.zeros(count, np.uint64)  # addresses of branches
+        np.cumsum(integers[3, :-1], out=starts[1:])
+        starts *= branch_slots.itemsize
+        starts += branch_slots.ctypes.data
+        wanted_rows, taps = np.array(wanted, np.int32), np.array(layers, np.int32)
+        logits = torch.empty(len(wanted), padded_size(self._vocabulary))
+        tapped = torch.empty(count, len(layers), self._hidden, dtype=self._dtype)
+        states = None if states is None else states.contiguous()
+        first_input = None if first_input is None else padded(first_input)
+        token_address, position_address, length_address, branch_address = (
+            integers.ctypes.data + i * integers.strides[0] for i in range(4)
+        )
+        spec = _PassSpec(
+            _Rows(count, position_address, tables.ctypes.data, length_address, starts.ctypes.data, branch_address),
+            tokens=token_address if states is None else None,
+            states=address(states),
+            first_input=address(first_input),
+            wanted=wanted_rows.ctypes.data,
+            wanted_count=len(wanted),
+            logits=address(logits),
+            taps=taps.ctypes.data,
+            tap_count=len(layers),
+            tapped=address(tapped),
+        )
+        self._native.lib.paceline_network_run(self._handle, self._native.team, ctypes.byref(spec))
+        self._raise_failure()
+        return logits[:, : self._vocabulary], tapped if layers else None
+
+    def output(self, final: Tensor) -> Tensor:
+        """float32 logits [n, vocabulary] of what the norm gives, [n, hidden]."""
+        final = padded(final.to(self._dtype))
+        logits = torch.empty(len(final), padded_size(self._vocabulary))
+        self._native.lib.paceline_network_output(
+            self._handle, self._native.team, address(final), len(final), address(logits)
+        )
+        return logits[:, : self._vocabulary]
+
+    def _add_up(self, values: Any, count: int) -> None:
+        """Called in the middle of a pass. An exception cannot cross native code: `run` raises it."""
+        if self._sums is None or self._failure is not None:
+            return
+        numbers = (ctypes.c_float * count).from_address(ctypes.addressof(values.contents))
+        here = torch.frombuffer(numbers, dtype=torch.float32)
+        try:
+            here.copy_(self._sums(here))
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure

@@ -1,0 +1,100 @@
+// Rows of a pass, and the path of each: the slots of its keys and values by position, its own last.
+//
+// A path is a prefix of its request's slot table, and then a branch: the slots of guesses from the table's end to the row.
+// A row of a prompt has no branch. Rows of one request share the table, and so the work on tiles that lie in it.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace paceline {
+
+constexpr int TILE = 16;  // positions whose keys are multiplied together
+
+struct Rows {  // part of the C interface; see `Rows` in network.py
+    int32_t count;
+    const int32_t* positions;
+    const int32_t* const* tables;
+    const int32_t* prefix_lengths;
+    const int32_t* const* branches;
+    const int32_t* branch_lengths;
+
+    int length(int row) const { return prefix_lengths[row] + branch_lengths[row]; }
+    int slot(int row, int position) const {
+        int below = position - prefix_lengths[row];
+        return below < 0 ? tables[row][position] : branches[row][below];
+    }
+    int own_slot(int row) const { return slot(row, length(row) - 1); }
+};
+
+struct Chunk {  // neighbouring rows [first, end) of one table
+    int first, end;
+};
+
+// All rows in chunks of at most `most`.
+inline std::vector<Chunk> chunks_of(const Rows& rows, int most) {
+    std::vector<Chunk> chunks;
+    for (int r = 0; r < rows.count; r++) {
+        bool joins = r && rows.tables[r] == rows.tables[r - 1] && r - chunks.back().first < most;
+        if (!joins) chunks.push_back({r, r});
+        chunks.back().end = r + 1;
+    }
+    return chunks;
+}
+
+// Which tiles of its path a row sees: from the one that holds the first position inside the window.
+struct Sight {
+    int begin, end;              // positions
+    int first_tile, last_tile;   // tiles [first, last)
+    Sight(const Rows& rows, int row, int window) {
+        end = rows.length(row);
+        begin = window && end > window ? end - window : 0;
+        first_tile = begin / TILE;
+        last_tile = (end + TILE - 1) / TILE;
+    }
+};
+
+// Calls `load(slots)` with the slots of a tile, and then `use(row, tile)` for rows that see that tile at these slots: all
+// of the chunk that have it in the table, and each other row by itself. A place past a path's end repeats its last slot.
+// `expect(slot)` is called well before a slot of the table is loaded: slots are scattered, and memory is far.
+template <class Expect, class Load, class Use>
+void each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load load, Use use) {
+    constexpr int AHEAD = 2 * TILE;
+    int longest = chunk.first, first = INT32_MAX, last = 0;
+    for (int r = chunk.first; r < chunk.end; r++) {
+        if (rows.prefix_lengths[r] > rows.prefix_lengths[longest]) longest = r;
+        Sight sight(rows, r, window);
+        first = std::min(first, sight.first_tile);
+        last = std::max(last, sight.last_tile);
+    }
+    int32_t slots[TILE];
+    for (int tile = first; tile < last; tile++) {
+        auto sees = [&](int r) {
+            Sight sight(rows, r, window);
+            return sight.first_tile <= tile && tile < sight.last_tile;
+        };
+        auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE; };
+        bool loaded = false;
+        for (int r = chunk.first; r < chunk.end; r++) {
+            if (!sees(r) || !in_table(r)) continue;
+            if (!loaded) {
+                int end = rows.prefix_lengths[longest] - 1;
+                const int32_t* table = rows.tables[longest];
+                for (int i = 0; i < TILE; i++) slots[i] = table[std::min(tile * TILE + i, end)];
+                for (int i = 0; i < TILE; i++) expect(table[std::min(tile * TILE + AHEAD + i, end)]);
+                load(slots);
+                loaded = true;
+            }
+            use(r, tile);
+        }
+        for (int r = chunk.first; r < chunk.end; r++) {
+            if (!sees(r) || in_table(r)) continue;
+            int end = rows.length(r) - 1;
+            for (int i = 0; i < TILE; i++) slots[i] = rows.slot(r, std::min(tile * TILE + i, end));
+            load(slots);
+            use(r, tile);
+        }
+    }
+}
+
+}  // namespace paceline

@@ -1,0 +1,152 @@
+// Vectors of sixteen 32-bit lanes, by the vector extensions of GCC and Clang: one source for AVX-512, AVX2 and NEON.
+//
+// A *word* is one lane of a weight, an activation, a key or a value: one float, or two neighbouring bf16 numbers. Products
+// take words lane by lane, so the same code multiplies both types.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+namespace paceline {
+
+constexpr int LANES = 16;
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+struct bf16 {
+    uint16_t bits;
+};
+
+template <class V>
+inline V load(const void* from) {
+    V vector;
+    memcpy(&vector, from, sizeof vector);
+    return vector;
+}
+template <class V>
+inline void store(void* to, V vector) {
+    memcpy(to, &vector, sizeof vector);
+}
+inline Floats all(float x) { return x - Floats{}; }
+inline Words all_words(uint32_t x) { return x - Words{}; }
+constexpr int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
+
+// Lanes of two vectors by number: 0 to 15 are those of the first.
+#ifdef __clang__
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
+#endif
+
+// What depends on the type of weights, activations, keys and values; everything else is float.
+template <class T>
+struct Element;
+
+template <>
+struct Element<float> {
+    static constexpr int PER_WORD = 1;
+    static Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    static Floats widen(const float* from) { return load<Floats>(from); }
+    static void narrow(float* to, Floats x) { store(to, x); }
+    static float widen_one(float x) { return x; }
+};
+
+template <>
+struct Element<bf16> {
+    static constexpr int PER_WORD = 2;
+    static Floats multiply_add(Floats sum, Words a, Words b) {
+#ifdef __AVX512BF16__
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+        sum += (Floats)(a & 0xffff0000u) * (Floats)(b & 0xffff0000u);
+        return sum + (Floats)(a << 16) * (Floats)(b << 16);
+#endif
+    }
+    static Floats widen(const bf16* from) {
+        return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+    }
+    static void narrow(bf16* to, Floats x) {
+#ifdef __AVX512BF16__
+        store(to, _mm512_cvtneps_pbh((__m512)x));
+#else
+        Words bits = (Words)x;
+        Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+        Words quiet = (bits >> 16) | 0x40u;                            // rounding could turn a NaN into infinity
+        store(to, __builtin_convertvector(x == x ? rounded : quiet, Halves));
+#endif
+    }
+    static float widen_one(bf16 x) {
+        uint32_t bits = (uint32_t)x.bits << 16;
+        return load<float>(&bits);
+    }
+};
+
+// Sums and maxima over lanes, always in the same order.
+inline float sum_of(Floats x) {
+    float lanes[LANES];
+    store(lanes, x);
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    return lanes[0];
+}
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline float max_of(Floats x) {
+    float lanes[LANES], most;
+    store(lanes, x);
+    most = lanes[0];
+    for (int i = 1; i < LANES; i++) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// e^x to 2 units in the last place: x = n ln 2 + r, a polynomial of degree 6 for e^r, and n added to the exponent.
+inline Floats exp_of(Floats x) {
+    const Floats least = all(-87.0f), most = all(88.0f);
+    x = x < least ? least : x;
+    x = x > most ? most : x;
+    const float to_integer = 12582912.0f;  // 1.5 * 2^23: adding it leaves the nearest integer in the low bits
+    Floats n = x * 1.44269504f + to_integer;
+    Ints exponent = (Ints)n;
+    n -= to_integer;
+    Floats r = x - n * 0.693359375f;  // ln 2 in two parts, so that the product is exact
+    r -= n * -2.12194440e-4f;
+    Floats p = all(1.0f / 720);
+    p = p * r + 1.0f / 120;
+    p = p * r + 1.0f / 24;
+    p = p * r + 1.0f / 6;
+    p = p * r + 0.5f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (Floats)((exponent << 23) + 0x3f800000);
+}
+inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
+inline Floats tanh_of(Floats x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
+
+// A square of 16 x 16 words, its rows turned into columns.
+inline void transpose(Words (&square)[LANES]) {
+    auto exchange = [&](int distance, auto low, auto high) {
+        for (int i = 0; i < LANES; i++)
+            if (!(i & distance)) {
+                Words a = square[i], b = square[i + distance];
+                square[i] = low(a, b);
+                square[i + distance] = high(a, b);
+            }
+    };
+    exchange(
+        8, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
+        [](Words a, Words b) { return SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
+    exchange(
+        4, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
+        [](Words a, Words b) { return SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
+    exchange(
+        2, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
+        [](Words a, Words b) { return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
+    exchange(
+        1, [](Words a, Words b) { return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
+        [](Words a, Words b) { return SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
+}
+
+}  // namespace paceline
