@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,8 @@ class Native:
 
     _instance: Native | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int) -> None:
+        """Raises `NativeUnavailableError`."""
         lib = library()
         for name in ("team", "network", "product"):
             getattr(lib, f"paceline_{name}_create").restype = Pointer
@@ -33,14 +35,20 @@ class Native:
         lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         self.lib = lib
-        self.team = Pointer(lib.paceline_team_create(ctypes.c_int32(torch.get_num_threads())))
+        self.team = Pointer(lib.paceline_team_create(ctypes.c_int32(threads)))
+        weakref.finalize(self, lib.paceline_team_destroy, self.team)
 
     @classmethod
     def instance(cls) -> Native:
-        """Raises `NativeUnavailableError`."""
+        """With as many threads as torch has. Raises `NativeUnavailableError`."""
         if cls._instance is None:
-            cls._instance = cls()
+            cls._instance = cls(torch.get_num_threads())
         return cls._instance
+
+    @classmethod
+    def use(cls, instance: Native) -> None:
+        """From now on, for what is made from now on."""
+        cls._instance = instance
 
 
 def address(tensor: Tensor | None) -> int | None:

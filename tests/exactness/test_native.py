@@ -1,0 +1,329 @@
+"""The native pass: what it computes, for every kind of layer that it has; and that nothing but a row's path decides.
+
+Architectures that transformers knows are in test_rows.py. Here are what no architecture there has, odd sizes, and
+threads; the reference is the formula, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.attention import Heads, KVCache
+from paceline.model.layers import TorchNetwork
+from paceline.model.llama import Layer, RotaryTables
+from paceline.model.native import network as native
+from paceline.model.native.library import Native
+from paceline.model.native.product import Product
+from paceline.model.rows import Lane
+
+VOCABULARY, LONGEST, SLOTS, EPS = 83, 256, 512, 1e-5
+WINDOWS = (1, 8, 32, 63, 64, 65, 96)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of a network of two layers."""
+
+    hidden: int = 64
+    inner: int = 96
+    query_heads: int = 4
+    key_heads: int = 2
+    head_size: int = 32
+    windows: tuple[int, int] = (0, 0)
+    softcap: float = 0.0
+    sinks: bool = False
+    biases: bool = False
+    head_norms: bool = False
+    given_width: int = 0
+    """Of what the first layer's attention is given; 0: its norm of the states."""
+
+    @property
+    def heads(self) -> Heads:
+        return Heads(self.key_heads, self.query_heads // self.key_heads, self.head_size)
+
+
+SHAPES = {
+    "plain": Shape(),
+    "one key head": Shape(query_heads=7, key_heads=1),
+    "a key head each": Shape(query_heads=3, key_heads=3),
+    "heads of 80": Shape(head_size=80),
+    "heads of 96": Shape(head_size=96),
+    "heads of 256": Shape(head_size=256, query_heads=2),
+    "odd widths": Shape(hidden=100, inner=70, head_size=50),
+    "softcap": Shape(softcap=2.0),
+    "sinks": Shape(sinks=True),
+    "biases": Shape(biases=True),
+    "head norms": Shape(head_norms=True),
+    "everything": Shape(100, 70, 6, 2, 48, (40, 0), 3.0, sinks=True, biases=True, head_norms=True),
+    "given input": Shape(given_width=136),
+    **{f"window {n}": Shape(windows=(n, 0)) for n in WINDOWS},
+}
+
+
+@dataclass
+class Weights:
+    shape: Shape
+    dtype: torch.dtype
+    layers: list[Layer] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(3)
+        self.layers = [self._layer(n) for n in range(2)]
+        self.embedding = self._random(VOCABULARY, self.shape.hidden, scale=1.0)
+        self.norm = self._random(self.shape.hidden, scale=1.0)
+        self.head = self._random(VOCABULARY, self.shape.hidden)
+        angles = torch.outer(torch.arange(LONGEST), 100.0 ** -torch.linspace(0, 1, self.shape.head_size // 2))
+        self.rotary = RotaryTables(angles.cos(), angles.sin())
+
+    def _random(self, *sizes: int, scale: float | None = None) -> Tensor:
+        scale = sizes[-1] ** -0.5 if scale is None else scale
+        return (torch.randn(*sizes, generator=self._generator) * scale).to(self.dtype)
+
+    def _layer(self, n: int) -> Layer:
+        s = self.shape
+        width = s.given_width if n == 0 and s.given_width else s.hidden
+        queries, keys = s.query_heads * s.head_size, s.key_heads * s.head_size
+        sizes = {
+            "query": (queries, width),
+            "key": (keys, width),
+            "value": (keys, width),
+            "output": (s.hidden, queries),
+            "gate": (s.inner, s.hidden),
+            "up": (s.inner, s.hidden),
+            "down": (s.hidden, s.inner),
+        }
+        tensors = {name: self._random(*size) for name, size in sizes.items()}
+        if s.biases:
+            tensors |= {f"{name}_bias": self._random(size[0], scale=0.3) for name, size in sizes.items()}
+        if s.head_norms:
+            tensors |= {name: self._random(s.head_size, scale=1.0) for name in ("query_norm", "key_norm")}
+        tensors |= {name: self._random(s.hidden, scale=1.0) for name in ("input_norm", "inner_norm")}
+        sinks = torch.randn(s.query_heads, generator=self._generator) * 3 if s.sinks else None
+        return Layer(**tensors, sinks=sinks, window=s.windows[n])
+
+    def network(self, kind: type = native.Network) -> native.Network:
+        s = self.shape
+        width = native.head_width(s.heads) if kind is native.Network else None
+        cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width)
+        made: native.Network = kind(
+            self.layers,
+            s.heads,
+            cache,
+            self.rotary,
+            hidden=s.hidden,
+            eps=EPS,
+            scale=s.head_size**-0.5,
+            embedding=self.embedding,
+            norm=self.norm,
+            head=self.head,
+            **({"softcap": s.softcap} if s.softcap else {}),
+        )
+        return made
+
+    def given(self, count: int) -> Tensor | None:
+        if not self.shape.given_width:
+            return None
+        generator = torch.Generator().manual_seed(11)
+        return torch.randn(count, self.shape.given_width, generator=generator).to(self.dtype)
+
+    def formula(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
+        """Logits [tokens, vocabulary] and the states before each layer, after the last, and of the norm; float64."""
+        x = self.embedding.double()[tokens]
+        states, given = [x], self.given(len(tokens))
+        for n, layer in enumerate(self.layers):
+            first = given.double() if n == 0 and given is not None else _normed(x, layer.input_norm)
+            x = x + self._attention(layer, first)
+            y = _normed(x, layer.inner_norm)
+            gate, up = (_product(y, layer, name) for name in ("gate", "up"))
+            x = x + _product(F.silu(gate) * up, layer, "down")
+            states.append(x)
+        final = _normed(x, self.norm)
+        return final @ self.head.double().T, [*states, final]
+
+    def _attention(self, layer: Layer, x: Tensor) -> Tensor:
+        s, count = self.shape, len(x)
+        query, key, value = (
+            _product(x, layer, name).view(count, -1, s.head_size) for name in ("query", "key", "value")
+        )
+        if layer.query_norm is not None:
+            query, key = _normed(query, layer.query_norm), _normed(key, layer.key_norm)
+        query, key = (self._rotated(heads) for heads in (query, key))
+        key, value = (heads.repeat_interleave(s.query_heads // s.key_heads, 1) for heads in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) * s.head_size**-0.5
+        if s.softcap:
+            scores = torch.tanh(scores / s.softcap) * s.softcap
+        distance = torch.arange(count)[:, None] - torch.arange(count)
+        hidden = (distance < 0) | (distance >= (layer.window or count))
+        scores = scores.masked_fill(hidden, -math.inf)
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks.double()[:, None, None].expand(-1, count, 1)), -1)
+        weights = scores.softmax(-1)[..., :count]
+        return _product(torch.einsum("hqk,khd->qhd", weights, value).flatten(1), layer, "output")
+
+    def _rotated(self, heads: Tensor) -> Tensor:
+        cosines, sines = (table[: len(heads), None].double() for table in (self.rotary.cosines, self.rotary.sines))
+        a, b = heads.chunk(2, -1)
+        return torch.cat((a * cosines - b * sines, b * cosines + a * sines), -1)
+
+
+def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+def _product(x: Tensor, layer: Layer, name: str) -> Tensor:
+    bias = getattr(layer, f"{name}_bias")
+    y = x @ getattr(layer, name).double().T
+    return y if bias is None else y + bias.double()
+
+
+def tokens(count: int) -> list[int]:
+    return random.Random(7).choices(range(VOCABULARY), k=count)
+
+
+def one_by_one(network: native.Network, sequence: list[int], given: Tensor | None = None) -> Tensor:
+    lane, logits = Lane(), []
+    for i, token in enumerate(sequence):
+        lane.slots.append(SLOTS - 1 - i)
+        first = None if given is None else given[i : i + 1]
+        logits.append(network.run([lane.row(token, i)], [0], first_input=first)[0])
+    return torch.cat(logits)
+
+
+def in_trees(network: native.Network, sequence: list[int], given: Tensor | None = None) -> Tensor:
+    """In steps of several rows: each verifies a part of the sequence as a branch among decoys, and commits it."""
+    rng, lane, logits = random.Random(3), Lane(), []
+    free = list(range(1, SLOTS))
+    while (done := len(lane)) < len(sequence):
+        rows, wanted, inputs = [], [], []
+        branch: list[int] = []
+        for i, token in enumerate(sequence[done : done + rng.randint(1, 20)], done):
+            for slot in rng.sample(free, rng.randint(0, 2)):
+                rows.append(lane.branch_row(rng.randrange(VOCABULARY), [*branch, slot]))
+                inputs.append(i)
+            branch.append(free.pop(rng.randrange(len(free))))
+            wanted.append(len(rows))
+            rows.append(lane.branch_row(token, branch))
+            inputs.append(i)
+        logits.append(network.run(rows, wanted, first_input=None if given is None else given[inputs])[0])
+        lane.slots.extend(branch)
+    return torch.cat(logits)
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    chosen: torch.dtype = request.param
+    return chosen
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logits_are_the_formula_s(shape: str, dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES[shape], dtype), tokens(140)
+    expected, _ = weights.formula(sequence)
+    got = one_by_one(weights.network(), sequence, weights.given(len(sequence)))
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert (got - expected).abs().max() < tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_do_not_depend_on_their_company(shape: str, dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES[shape], dtype), tokens(140)
+    given = weights.given(len(sequence))
+    alone = one_by_one(weights.network(), sequence, given)
+    assert torch.equal(in_trees(weights.network(), sequence, given), alone)
+
+
+@pytest.fixture(params=[1, 2, 3, 5])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    """So many threads, and parts, whatever the machine has."""
+    before = Native.instance()
+    Native.use(Native(request.param))
+    yield request.param
+    Native.use(before)
+
+
+def test_rows_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES["everything"], dtype), tokens(90)
+    ours = in_trees(weights.network(), sequence)
+    Native.use(Native(1))
+    assert torch.equal(ours, one_by_one(weights.network(), sequence))
+
+
+def test_states_of_layers_are_the_formula_s(threads: int) -> None:
+    weights, sequence = Weights(SHAPES["everything"], torch.float32), tokens(50)
+    _, expected = weights.formula(sequence)
+    lane = Lane(range(1, 51))
+    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
+    _, states = weights.network().run(rows, [49], [3, 0, 2, 1])
+    assert states is not None
+    for got, n in zip(states.unbind(1), (3, 0, 2, 1), strict=True):
+        assert (got - expected[n]).abs().max() < 1e-5 * expected[n].abs().max()
+
+
+def test_states_may_be_given_in_place_of_tokens(dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES["odd widths"], dtype), tokens(30)
+    lane = Lane(range(1, 31))
+    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
+    whole, _ = weights.network().run(rows, range(30))
+    given, _ = weights.network().run(rows, range(30), states=weights.embedding[sequence])
+    assert torch.equal(whole, given)
+
+
+@pytest.mark.parametrize("shape", ["plain", "biases", "head norms", "given input", "window 8"])
+def test_torch_s_operators_compute_the_same(shape: str) -> None:
+    weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(140)
+    expected, _ = weights.formula(sequence)
+    with torch.inference_mode():
+        got = one_by_one(weights.network(TorchNetwork), sequence, weights.given(len(sequence)))
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("out", "into"), [(1, 1), (16, 16), (83, 50), (300, 129)])
+def test_a_product_is_the_formula_s(out: int, into: int, dtype: torch.dtype, threads: int) -> None:
+    generator = torch.Generator().manual_seed(5)
+    weight, bias, x = (torch.randn(*size, generator=generator) for size in ((out, into), (out,), (23, into)))
+    weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
+    product = Product(weight, bias)
+    together = product(x)
+    expected = x.double() @ weight.double().T + bias.double()
+    assert (together - expected).abs().max() < 1e-5 * expected.abs().max()
+    assert torch.equal(together, torch.cat([product(row[None]) for row in x]))
+
+
+def test_a_sum_over_ranks_that_fails_ends_the_pass_with_its_error() -> None:
+    weights = Weights(Shape(), torch.float32)
+
+    def lost(partial: Tensor) -> Tensor:
+        raise ConnectionError("a rank is gone")
+
+    s = weights.shape
+    cache = KVCache(2, SLOTS, s.heads, torch.float32, torch.device("cpu"))
+    network = native.Network(
+        weights.layers, s.heads, cache, weights.rotary, hidden=64, eps=EPS, scale=1.0, embedding=weights.embedding,
+        norm=weights.norm, head=weights.head, sums=lost,
+    )  # fmt: skip
+    with pytest.raises(ConnectionError, match="a rank is gone"):
+        network.run([Lane([1]).row(5, 0)], [0])
+
+
+def test_memory_comes_back_when_a_network_is_dropped() -> None:
+    big = Weights(Shape(hidden=512, inner=4096), torch.float32)
+    size = sum(getattr(layer, name).nbytes for layer in big.layers for name in ("gate", "up", "down"))
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:  # noqa: PTH123
+            return int(file.read().split()[1]) * 4096
+
+    big.network()
+    before = resident()
+    for _ in range(8):
+        big.network()
+    assert resident() - before < 2 * size
