@@ -11,7 +11,7 @@ STAMP := .venv/.stamp
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench load chaos train test lint types layers pytest chart format proto clean
+.PHONY: help setup run demo chat bench load chaos train test lint types layers pytest mutants chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z]+:.*## /  {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,9 @@ layers: setup  ## import-linter: who may import whom
 
 pytest: setup  ## the tests alone
 	@$(BIN)/pytest $(PYTEST_ARGS)
+
+mutants: setup  ## the code changed in one wrong way after another: do tests notice?
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 chart: setup  ## the Helm chart with every combination of its main values
 	@$(BIN)/python -m tests.deploy.combinations
