@@ -20,13 +20,13 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-TREE = ("unit/test_tree.py", "exactness/test_identity.py", "unit/test_simulation.py", "exactness/test_engine.py")
-VERIFY = ("exactness/test_verify.py", "exactness/test_identity.py", "exactness/test_engine.py")
+TREE = ("unit/test_tree.py", "exactness/test_identity.py", "exactness/test_strategies_engine.py")
+VERIFY = ("exactness/test_verify.py", "exactness/test_identity.py", "exactness/test_invariance.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_drawn.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
-ROWS = ("exactness/test_rows.py", "exactness/test_invariance.py", "exactness/test_engine.py")
-SCHEDULER = ("unit/test_scheduler.py", "unit/test_slots.py", "unit/test_engine.py", "exactness/test_engine.py")
+ROWS = ("exactness/test_rows.py", "exactness/test_products.py")
+SCHEDULER = ("unit/test_scheduler.py", "unit/test_slots.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_bits.py", "contract/test_frames.py")
 
 MUTANTS = (
