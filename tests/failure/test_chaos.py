@@ -31,7 +31,7 @@ from paceline.cli.deployment import Wish
 from paceline.config import EngineConfig, SpeculativeConfig
 from tests.streams import PATIENCE_S, came, client, streaming, unfinished
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TARGET = "timed:vocabulary=512,step_ms=20"
 DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step_ms=2,agreement=0.8")

@@ -24,7 +24,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from tests.llamas import VOCABULARY, peaked_llama
 from tests.streams import PATIENCE_S, Stream, client, streaming
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TOKENS = 400
 MARGIN = 100

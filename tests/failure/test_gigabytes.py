@@ -17,6 +17,8 @@ from paceline.wire.target_link import TargetLink
 from tests.failure.test_draft_links import Liar, lying, packed
 from tests.targets import collect, submission
 
+pytestmark = pytest.mark.alone
+
 MODEL = "table:1000"
 DRAFTED = '{"method": "draft_model", "model": "table:1000", "row_budget": false}'
 TOKENS = 1500

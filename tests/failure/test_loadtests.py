@@ -24,6 +24,8 @@ from tests.proxies import proxy
 from tests.targets import TargetWorker, target_worker
 from tests.workers import PATIENCE_S
 
+pytestmark = pytest.mark.alone
+
 MODEL = "timed:vocabulary=64,step_ms=10"
 SLOTS = 2**15
 ALL_KINDS = 27

@@ -32,6 +32,8 @@ from tests.checkpoints import save_checkpoint
 from tests.failure.test_supervisor_stack import Served, serving
 from tests.ranks import LOOPBACK, Followers, free_place
 
+pytestmark = pytest.mark.alone
+
 BODY = {"prompt": "1 2 3", "max_tokens": 120, "temperature": 0.8, "seed": 7}
 PATIENCE_S = 120.0
 NGRAM = '{"method": "ngram", "prompt_lookup_min": 1}'

@@ -28,6 +28,8 @@ from paceline.messages import Delta, FinishReason, Submission
 from paceline.wire.target_link import TargetLink
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
+pytestmark = pytest.mark.alone
+
 SLOTS = 384
 READY = re.compile(r"ready on (\S+)")
 START_S = 120.0

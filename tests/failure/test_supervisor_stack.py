@@ -14,6 +14,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+pytestmark = pytest.mark.alone
+
 PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PAIR = '{"method": "draft_model", "model": "table:256:0.3"}'
 BODY = {"prompt": "1 2 3", "max_tokens": 64, "temperature": 0, "speculation_stats": True}
