@@ -52,6 +52,7 @@ FAMILIES = {
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
         "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}},
     "mistral": {"sliding_window": 96},
+    "mistral-narrow": {"sliding_window": 24},  # ends within the last tile
     "qwen2": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 96},
