@@ -70,7 +70,11 @@ class Flood(Liar):
             self.closed += 1
 
 
-@pytest.mark.parametrize(("size", "all_mb"), [(10**6, 1000), (48 * 10**6, 200)], ids=["endless", "huge"])
+@pytest.mark.parametrize(
+    ("size", "all_mb"),
+    [pytest.param(10**6, 1000, marks=pytest.mark.slow), (48 * 10**6, 200)],
+    ids=["endless", "huge"],
+)
 async def test_gigabytes(size: int, all_mb: int, target: tuple[str, int]) -> None:
     """Below the limit of a frame, and far above it."""
     address, pid = target

@@ -173,6 +173,7 @@ async def test_every_draft_and_tree(
             accepted = sum(answer.speculation.accepted_tokens for answer in mixed if answer.speculation)
 
 
+@pytest.mark.parametrize("target", ["bfloat16", pytest.param("float32", marks=SLOW)], indirect=True)
 async def test_mixed_with_plain_requests_and_cancelled_ones(
     workers: dict[str, Worker], target: TargetLink, expected: list[object]
 ) -> None:
@@ -191,6 +192,7 @@ async def test_mixed_with_plain_requests_and_cancelled_ones(
     assert said(answers[1::2]) == expected
 
 
+@pytest.mark.parametrize("target", ["float32", pytest.param("bfloat16", marks=SLOW)], indirect=True)
 async def test_a_draft_killed_halfway(workers: dict[str, Worker], target: TargetLink) -> None:
     """SIGKILL: no error, the same tokens, and the request is counted on the next draft."""
     victim = start("draft", "victim", *workers["model-1"].process.args[5:])  # type: ignore[index]
