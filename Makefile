@@ -3,7 +3,7 @@
 PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
-ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train
+ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
 BIN   := .venv/bin
@@ -11,10 +11,11 @@ STAMP := .venv/.stamp
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run demo chat bench load chaos train test lint types layers pytest chart format proto clean
+.PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
+	pytest-all mutants chart format proto clean
 
 help:  ## this manual
-	@awk -F ':.*## ' '/^[a-z]+:.*## /  {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@awk -F ' *[?]= *|## ' '/^[A-Z_]+ *[?]=/ {sub(/ +$$/, "", $$2); printf "  %-14s %s%s\n", $$1, $$3, $$2 ? " (" $$2 ")" : ""}' $(MAKEFILE_LIST)
 
@@ -50,7 +51,9 @@ train: setup  ## train the demo models again
 chaos: setup  ## five minutes of random kills under load: no token lost, none changed
 	@$(BIN)/python -m loadtests.chaos $(ARGS)
 
-test: lint types layers pytest  ## everything CI checks
+test: lint types layers pytest  ## what CI checks: ten minutes of tests
+
+test-all: lint types layers pytest-all  ## everything, and what is statistical, long or repeated
 
 lint: setup  ## ruff: rules and format
 	@$(BIN)/ruff check --quiet
@@ -62,8 +65,21 @@ types: setup  ## mypy, strict
 layers: setup  ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
-pytest: setup  ## the tests alone
-	@$(BIN)/pytest $(PYTEST_ARGS)
+# Two processes share the tests; those marked `alone` run after them, one by one. Where PYTEST_ARGS names a few tests,
+# either call may find none, which pytest tells by exit code 5.
+TOGETHER := -n 2 --dist loadscope
+MAYBE_NONE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
+
+pytest: setup  ## the tests of every day, without lint and types
+	@$(BIN)/pytest -m "not alone and not slow" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not slow" $(PYTEST_ARGS) $(MAYBE_NONE)
+
+pytest-all: setup
+	@$(BIN)/pytest -m "not alone" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m alone --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+
+mutants: setup  ## the code changed in one wrong way after another: do tests notice?
+	@$(BIN)/python -m tests.mutants $(ARGS)
 
 chart: setup  ## the Helm chart with every combination of its main values
 	@$(BIN)/python -m tests.deploy.combinations

@@ -1,6 +1,13 @@
-"""What must be true before any test imports torch or transformers."""
+"""What must be true before any test imports torch or transformers, and how hard hypothesis tries."""
 
 import os
 
-os.environ["OMP_NUM_THREADS"] = "1"  # services under test share the cores; threads would fight over them
+from hypothesis import settings
+
+for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ[name] = "1"  # test processes and the services they start share two cores; threads would fight over them
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
+
+settings.register_profile("fast", max_examples=25)
+settings.register_profile("thorough", max_examples=500)
+settings.load_profile("fast")  # `make test-all` asks for the other one

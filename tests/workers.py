@@ -31,7 +31,7 @@ from tests.pipes import computing, joined
 VOCABULARY = 1000
 FINGERPRINT = "v1"
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
-PATIENCE_S = 20.0
+PATIENCE_S = 120.0
 """How long a test waits for what must happen. Only a test that fails waits that long."""
 
 

@@ -198,6 +198,8 @@ def _prefixes(
         mask = _window_mask(this.batch, segment, window, heads, query.dtype)
         kv = cache.index_select(0, segment.slots).unsqueeze(0)
         part = _partial(query[start:stop].view(1, heads.kv_heads, -1, heads.head_size), kv, mask, scale, softcap)
+        if mask is not None:
+            part = _nothing_where_hidden(*part, mask)
         out[start:stop] = part[0].reshape(-1, heads.head_size)
         weight[start:stop] = part[1].reshape(-1)
         start = stop
@@ -214,6 +216,12 @@ def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, d
     return mask.repeat_interleave(heads.queries_per_kv, 0)[None, None]
 
 
+def _nothing_where_hidden(out: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """A window of no more than a tile may hide the whole prefix from a row. Kernels then give NaN, or a weight of 0."""
+    seen = (mask > -math.inf).any(-1)
+    return out.where(seen.unsqueeze(-1), 0.0), weight.where(seen, -math.inf)
+
+
 def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
     """Softmax attention and its log-sum-exp: query [G, K, M, D], kv [G, N, 2K, D] → [G, K, M, D], [G, K, M]."""
     heads = query.shape[1]
@@ -225,9 +233,6 @@ def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float, softc
         )
     else:
         out, weight = _by_formula(query, key, value, mask, scale, softcap)
-    if mask is not None and mask.shape[-1] != TILE:
-        # A window may hide the whole prefix from a row: its weight is then -inf, and its result must be finite.
-        out, weight = torch.nan_to_num(out), torch.nan_to_num(weight, nan=-math.inf)
     return out, weight
 
 

@@ -1,15 +1,18 @@
 """Charts rendered by Helm's own engine.
 
 It is a Go library, and its runtime would stay in whatever process loads it: so it gets one of its own, which reads
-values as JSON lines and answers each with the manifests or with Helm's complaint.
+values as JSON lines and answers each with the manifests or with Helm's complaint. It starts once, when something is
+rendered for the first time, and ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -60,15 +63,27 @@ def rendered(every: Sequence[Values]) -> Iterator[list[Document]]:
         yield documents(answer["manifests"])
 
 
-def answers(every: Sequence[Values]) -> Iterator[dict[str, Any]]:
-    """Helm's answers as they come: `manifests` by template, or `error`."""
-    lines = "".join(json.dumps(values) + "\n" for values in every)
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.deploy.helm"], cwd=ROOT, input=lines, capture_output=True, text=True, check=False
-    )
-    if child.returncode:
-        raise RuntimeError(child.stderr)
-    return map(json.loads, child.stdout.splitlines())
+def answers(every: Iterable[Values]) -> Iterator[dict[str, Any]]:
+    """Helm's answers as they come: `manifests` by template, or `error`. Raises RuntimeError if its process ended."""
+    renderer = _renderer()
+    assert renderer.stdin is not None
+    assert renderer.stdout is not None
+    for values in every:
+        renderer.stdin.write(json.dumps(values) + "\n")
+        renderer.stdin.flush()
+        line = renderer.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process with Helm's engine ended with exit code {renderer.wait()}")
+        yield json.loads(line)
+
+
+@cache
+def _renderer() -> subprocess.Popen[str]:
+    """It ends when its input does."""
+    command = [sys.executable, "-m", "tests.deploy.helm"]
+    renderer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(renderer.communicate)
+    return renderer
 
 
 def documents(manifests: dict[str, str]) -> list[Document]:

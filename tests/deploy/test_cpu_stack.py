@@ -19,6 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.deploy.helm import Document, merged, on_cpus, render
 from tests.deploy.pods import command_line, environment, pod_templates
 
+pytestmark = pytest.mark.alone
+
 START_S = 240
 PASSWORD = "letters1and2digits"
 

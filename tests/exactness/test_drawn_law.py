@@ -85,7 +85,7 @@ LAWS = {
 }
 
 
-@pytest.mark.parametrize("across", ["positions", "seeds"])
+@pytest.mark.parametrize("across", ["positions", pytest.param("seeds", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("spread", "settings"), LAWS.values(), ids=LAWS)
 def test_many_draws_have_the_law(spread: float, settings: dict[str, object], across: str) -> None:
     logits = torch.randn(SMALL, generator=torch.Generator().manual_seed(9)) * spread
@@ -101,6 +101,7 @@ def test_many_draws_have_the_law(spread: float, settings: dict[str, object], acr
     assert chi_square_tail(counts, law) > SIGNIFICANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [FLAT, PEAKED])
 def test_many_draws_from_a_large_vocabulary_have_the_law(spread: float) -> None:
     logits = torch.randn(2048, generator=torch.Generator().manual_seed(9)) * spread
@@ -109,7 +110,7 @@ def test_many_draws_from_a_large_vocabulary_have_the_law(spread: float) -> None:
     assert chi_square_tail(counts, logits.double().softmax(-1).tolist()) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("across", ["positions", "seeds"])
+@pytest.mark.parametrize("across", ["positions", pytest.param("seeds", marks=pytest.mark.slow)])
 def test_draws_next_to_each_other_are_unrelated(across: str) -> None:
     logits = torch.randn(5, generator=torch.Generator().manual_seed(2))
     law = logits.double().softmax(-1)

@@ -261,11 +261,18 @@ def ends(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason |
     return {key: (answer.tokens, answer.finish_reason, answer.error) for key, answer in answers.items()}
 
 
-@pytest.mark.parametrize(("grammar", "limits", "reasons"), TIGHT.values(), ids=TIGHT)
-def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(
-    grammar: str, limits: dict[str, int], reasons: set[FinishReason]
-) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "enough states for each, not for all",
+        "too few items",
+        pytest.param("too few states", marks=pytest.mark.slow),
+        pytest.param("fuel for what is new", marks=pytest.mark.slow),
+    ],
+)
+def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(name: str) -> None:
     """Parsers of one grammar share a lexer: what guesses and other requests leave of its limits is nobody's outcome."""
+    grammar, limits, reasons = TIGHT[name]
     replays, replay = 0, Grammars.replay
 
     def counted(self: Grammars, *args: Any) -> Any:

@@ -86,7 +86,7 @@ def accepted(answers: Mapping[str, Delta]) -> int:
     return sum(sum(answer.speculation.accepted_by_depth) for answer in answers.values() if answer.speculation)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_s_own_layer_changes_no_token(family: str, dtype: str, tmp_path: Path) -> None:
     """Greedy and drawn, for a layer that guesses well: one that looks the last token up, as its target nearly does."""

@@ -260,15 +260,22 @@ def law_of_three(params: SamplingParams, spread: float) -> dict[tuple[int, ...],
 
 
 @pytest.mark.parametrize("spread", [FLAT, PEAKED], ids=["flat", "peaked"])
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_decoding_has_the_targets_law(settings: dict[str, object], spread: float) -> None:
+@pytest.mark.parametrize(
+    "name",
+    ["plain", "top_p", *(pytest.param(n, marks=pytest.mark.slow) for n in SETTINGS if n not in ("plain", "top_p"))],
+)
+def test_decoding_has_the_targets_law(name: str, spread: float) -> None:
+    settings = SETTINGS[name]
     rule = as_a_block if spread == PEAKED else one_by_one
     counts = Counter(decoded(settings, SEEDS, spread, rule, 3, 2))
     assert tail(counts, law_of_three(SamplingParams(**settings), spread)) > SIGNIFICANCE
 
 
 @pytest.mark.parametrize("rule", [one_by_one, as_a_block])
-@pytest.mark.parametrize(("guesses", "rows"), [(0, 0), (1, 0), (1, 1), (3, 3), (4, 1)])
+@pytest.mark.parametrize(
+    ("guesses", "rows"),
+    [(3, 3), (4, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0), (1, 0), (1, 1)))],
+)
 def test_decoding_has_the_targets_law_however_much_is_guessed(guesses: int, rows: int, rule: Rule) -> None:
     counts = Counter(decoded({}, SEEDS, 1.0, rule, guesses, rows))
     assert tail(counts, law_of_three(SamplingParams(), 1.0)) > SIGNIFICANCE

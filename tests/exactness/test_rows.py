@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from paceline.model.probe import rows_invariant
 from paceline.model.rows import TILE, Lane, Row
 
 VOCABULARY = 256
+LONGEST = 3 * TILE + 11
+"""Positions of the references."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -49,6 +52,7 @@ FAMILIES = {
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
         "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}},
     "mistral": {"sliding_window": 96},
+    "mistral-narrow": {"sliding_window": 24},  # ends within the last tile
     "qwen2": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 96},
@@ -86,27 +90,30 @@ def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tens
     return logits
 
 
+@cache
+def reference(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """The logits of `tokens(LONGEST)`, one row at a time. A shorter sequence of the same seed begins alike."""
+    return one_by_one(model(family, dtype), tokens(LONGEST))
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_compute_what_transformers_computes(family: str) -> None:
-    sequence = tokens(200)
     with torch.inference_mode():
-        expected = network(family, torch.float32)(torch.tensor([sequence])).logits[0]
-    ours = torch.stack(one_by_one(model(family, torch.float32), sequence))
+        expected = network(family, torch.float32)(torch.tensor([tokens(LONGEST)])).logits[0]
+    ours = torch.stack(reference(family, torch.float32))
     assert (ours - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_of_guesses_equal_one_row_at_a_time(family: str, dtype: torch.dtype) -> None:
-    sequence = tokens(3 * TILE)
-    assert_same(random_trees(model(family, dtype), sequence), one_by_one(model(family, dtype), sequence))
+    assert_same(random_trees(model(family, dtype), tokens(LONGEST)), reference(family, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [3, 8, 61, 150])
 def test_chunked_prefill_equals_one_row_at_a_time(dtype: torch.dtype, chunk: int) -> None:
-    sequence = tokens(3 * TILE + 11)
-    assert_same(chunks(model("llama", dtype), sequence, chunk), one_by_one(model("llama", dtype), sequence))
+    assert_same(chunks(model("llama", dtype), tokens(LONGEST), chunk), reference("llama", dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -161,10 +168,8 @@ MUTANTS: dict[str, Callable[[Lane, int, list[int]], Row]] = {
 
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_mutants_are_caught(mutant: str) -> None:
-    sequence = tokens(2 * TILE)
-    exact = one_by_one(model("llama", torch.float32), sequence)
-    mutated = random_trees(model("llama", torch.float32), sequence, MUTANTS[mutant])
-    assert any(not torch.equal(a, b) for a, b in zip(exact, mutated, strict=True))
+    mutated = random_trees(model("llama", torch.float32), tokens(LONGEST), MUTANTS[mutant])
+    assert any(not torch.equal(a, b) for a, b in zip(reference("llama", torch.float32), mutated, strict=True))
 
 
 def shuffled(row: Row) -> Row:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -91,9 +92,18 @@ RESIDUAL = {"rejection_sampling_strategy": "residual"}
 BLOCK = {**RESIDUAL, "block_verification": True}
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 2}], ids=["plain", "filtered"])
-@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
-@pytest.mark.parametrize("method", ["draft_model", "ngram", "both"])
+FILTERED = {"temperature": 0.7, "top_k": 2}
+EVERY_LAW = [
+    pytest.param(
+        *case,
+        marks=[] if case in (("draft_model", RESIDUAL, {}), ("both", BLOCK, FILTERED)) else pytest.mark.slow,
+        id=f"{case[0]} {'as a block' if case[1] is BLOCK else 'one by one'} {'filtered' if case[2] else 'plain'}",
+    )
+    for case in itertools.product(("draft_model", "ngram", "both"), (RESIDUAL, BLOCK), ({}, FILTERED))
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "settings"), EVERY_LAW)
 def test_residual_has_the_targets_law(method: str, keys: dict[str, object], settings: dict[str, float]) -> None:
     drafts = {"draft_model": DraftModel(table(0.5), 1), "ngram": NGram(1, 3, 1), "both": DraftModel(table(0.5), 1)}
     beside = [LocalDrafting(NGram(1, 3, 1))] if method == "both" else []
@@ -105,6 +115,7 @@ def test_residual_has_the_targets_law(method: str, keys: dict[str, object], sett
     assert accepted > 100
 
 
+@pytest.mark.slow
 def test_residual_has_a_transformers_law() -> None:
     target = engine(llama(torch.float32), LocalDrafting(DraftModel(llama(torch.float32, noise=0.02), 1)), RESIDUAL)
     answers = run(target, submissions(400, 2), together=50)

@@ -55,8 +55,15 @@ def saved(folder: Path, family: str, dtype: str = "float32", **changes: int) -> 
     return folder
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", SHAPES)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [
+        (3, "float32"),
+        (2, "bfloat16"),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, "float32"), (3, "bfloat16"))),
+        *(pytest.param(4, dtype, marks=pytest.mark.slow) for dtype in DTYPES),
+    ],
+)
 def test_rows_of_a_shared_model_do_not_depend_on_their_company(
     followers: Followers, size: int, dtype: str, tmp_path: Path
 ) -> None:
@@ -75,7 +82,9 @@ def test_rows_of_a_shared_model_do_not_depend_on_their_company(
     assert (torch.stack(alone).float() - whole).abs().max() < tolerance * whole.abs().max()
 
 
-@pytest.mark.parametrize("family", LAYERED)
+@pytest.mark.parametrize(
+    "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in LAYERED[:-1]), LAYERED[-1]]
+)
 def test_every_kind_of_plan_computes_what_the_whole_model_does(
     followers: Followers, family: str, tmp_path: Path
 ) -> None:
@@ -88,7 +97,7 @@ def test_every_kind_of_plan_computes_what_the_whole_model_does(
     assert (parts - whole).abs().max() < 2e-4 * whole.abs().max()
 
 
-@pytest.mark.parametrize("size", [3, 4])
+@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_sum_whose_order_depends_on_the_place_is_caught(followers: Followers, size: int, tmp_path: Path) -> None:
     """With two ranks there is one order only: a + b is b + a."""
     with followers.led(saved(tmp_path, "llama", **SHAPES[size]), size, sums="by place") as model:

@@ -42,6 +42,8 @@ from tests.workers import Witness, draft_worker, until
 
 TABLE_VOCABULARY = 24  # small, so that what was said before is said again, and n-grams have something to find
 SLOTS = 2048
+TEMPERATURES = [pytest.param(0.0, marks=pytest.mark.slow), 0.8]
+"""The wire is tried with one case for each method; `test_engine.py` has all of them, in one process."""
 
 
 def table(disagreement: float = 0.0) -> Model:
@@ -101,8 +103,10 @@ def speculator(method: str, width: int) -> Speculator:
     return NGram(1, 4, width) if method == "ngram" else Suffix(config("suffix", 4, width))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("depth", "width"), [(1, 1), (4, 1), (5, 3)])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize(
+    ("depth", "width"), [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (5, 3)]
+)
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 async def test_speculation_changes_nothing(method: str, depth: int, width: int, temperature: float) -> None:
     """Plain and speculative requests run mixed; each comes out as it does alone."""
@@ -115,10 +119,15 @@ async def test_speculation_changes_nothing(method: str, depth: int, width: int, 
             assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
     "methods",
-    [["suffix", "draft_model"], ["ngram", "draft_model"], ["ngram", "suffix"], ["ngram", "draft_model", "suffix"]],
+    [
+        pytest.param(["suffix", "draft_model"], marks=pytest.mark.slow),
+        pytest.param(["ngram", "draft_model"], marks=pytest.mark.slow),
+        ["ngram", "suffix"],
+        ["ngram", "draft_model", "suffix"],
+    ],
 )
 async def test_several_speculators_change_nothing(methods: Sequence[str], temperature: float) -> None:
     """One drafts in a worker, those without a model in the target, for every request and in the same tree."""
@@ -139,7 +148,7 @@ async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> Non
         assert not any(each.drafts for each in stats)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, temperature: float) -> None:
     draft = DraftModel(llama(dtype, noise=0.01), tree_width=3)
@@ -150,7 +159,7 @@ async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, 
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
 async def test_guesses_of_one_pass_change_nothing(method: str, temperature: float, tmp_path: Path) -> None:
     """Fed over the wire with the target's states, where the method needs them. The target waits for guesses, so that
@@ -165,7 +174,7 @@ async def test_guesses_of_one_pass_change_nothing(method: str, temperature: floa
         assert method != "pard" or sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
 async def test_speculation_from_one_hidden_state_changes_nothing(
     method: str, temperature: float, tmp_path: Path
@@ -184,6 +193,7 @@ async def test_speculation_from_one_hidden_state_changes_nothing(
         assert sum(each.accepted_tokens for each in stats) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"block_verification": True}], ids=["one by one", "as a block"])
 async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object]) -> None:
     """The target waits for guesses and their laws, or three tokens were over before any; many requests are counted."""
@@ -211,7 +221,7 @@ async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: float, tmp_path: Path) -> None:
     """It guesses once it was told the states of every position, and then well: the target looks at little else than
     the last token, and so does the head."""

@@ -28,6 +28,8 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(bench_overlap, name, value)
 
 
+@pytest.mark.alone
+@pytest.mark.slow
 @pytest.mark.usefixtures("shrunk")
 def test_the_whole_benchmark() -> None:
     ran = CliRunner().invoke(main, ["bench", "overlap"], catch_exceptions=False)

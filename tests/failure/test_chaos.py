@@ -31,7 +31,7 @@ from paceline.cli.deployment import Wish
 from paceline.config import EngineConfig, SpeculativeConfig
 from tests.streams import PATIENCE_S, came, client, streaming, unfinished
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TARGET = "timed:vocabulary=512,step_ms=20"
 DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step_ms=2,agreement=0.8")
@@ -124,6 +124,7 @@ async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) ->
         await scene.stack.whole()
 
 
+@pytest.mark.slow
 async def test_whoever_hangs_is_left_and_may_come_back(scene: Scene) -> None:
     """SIGSTOP, as a cut network, leaves connections open: only the unanswered ping tells.
 
@@ -168,6 +169,7 @@ async def test_redis_is_killed_and_comes_back_empty(scene: Scene) -> None:
     assert (tally.refused, tally.retries) == (0, 0)
 
 
+@pytest.mark.slow
 async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     """SIGTERM: whoever gets it finishes or hands over what it has, and leaves with exit code 0.
 
@@ -187,6 +189,7 @@ async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogC
     assert tally.requests >= 6
 
 
+@pytest.mark.slow
 async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loadtests")
     tally = await chaos.run(scene.stack, Plan(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11))

@@ -28,6 +28,7 @@ from tests.networks import Network, network, possible
 from tests.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
 
 pytestmark = [
+    pytest.mark.alone,
     pytest.mark.asyncio(loop_scope="module"),
     pytest.mark.skipif(not possible(), reason="no network namespaces here: needs root and iproute2"),
 ]

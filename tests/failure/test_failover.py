@@ -24,7 +24,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from tests.llamas import VOCABULARY, peaked_llama
 from tests.streams import PATIENCE_S, Stream, client, streaming
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TOKENS = 400
 MARGIN = 100
@@ -66,7 +66,7 @@ async def both_in_mid_answer(streams: Sequence[Stream]) -> bool:
     return False
 
 
-@pytest.mark.parametrize("half", ["service", "compute"])
+@pytest.mark.parametrize("half", [pytest.param("service", marks=pytest.mark.slow), "compute"])
 async def test_a_target_is_killed(scene: Scene, half: Half) -> None:
     """What it had begun goes on at the other one, and what waited there begins.
 

@@ -17,6 +17,8 @@ from paceline.wire.target_link import TargetLink
 from tests.failure.test_draft_links import Liar, lying, packed
 from tests.targets import collect, submission
 
+pytestmark = pytest.mark.alone
+
 MODEL = "table:1000"
 DRAFTED = '{"method": "draft_model", "model": "table:1000", "row_budget": false}'
 TOKENS = 1500
@@ -68,7 +70,11 @@ class Flood(Liar):
             self.closed += 1
 
 
-@pytest.mark.parametrize(("size", "all_mb"), [(10**6, 1000), (48 * 10**6, 200)], ids=["endless", "huge"])
+@pytest.mark.parametrize(
+    ("size", "all_mb"),
+    [pytest.param(10**6, 1000, marks=pytest.mark.slow), (48 * 10**6, 200)],
+    ids=["endless", "huge"],
+)
 async def test_gigabytes(size: int, all_mb: int, target: tuple[str, int]) -> None:
     """Below the limit of a frame, and far above it."""
     address, pid = target

@@ -24,6 +24,8 @@ from tests.proxies import proxy
 from tests.targets import TargetWorker, target_worker
 from tests.workers import PATIENCE_S
 
+pytestmark = pytest.mark.alone
+
 MODEL = "timed:vocabulary=64,step_ms=10"
 SLOTS = 2**15
 ALL_KINDS = 27
@@ -62,7 +64,7 @@ async def test_every_kind_of_user_is_served() -> None:
     assert told["memory_flat"] is None, "too short to tell"
 
 
-@pytest.mark.parametrize("mutant", ["loses", "changes"])
+@pytest.mark.parametrize("mutant", ["changes", pytest.param("loses", marks=pytest.mark.slow)])
 async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
     async with served() as (addresses, worker):
         deliver = worker.servicer.deliver
@@ -84,6 +86,7 @@ async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
     assert told["errors"] == 0, "by its counts alone the stream is as it should be"
 
 
+@pytest.mark.slow
 async def test_streams_that_are_cut_are_errors() -> None:
     async with served() as (addresses, _):
         host, _, port = addresses.http.rpartition(":")
@@ -94,6 +97,7 @@ async def test_streams_that_are_cut_are_errors() -> None:
     assert any("chat" in fault for fault in told["faults"]), told["faults"]
 
 
+@pytest.mark.slow
 async def test_streams_that_hang_until_the_run_ends_are_errors() -> None:
     async with served() as (addresses, worker):
         deliver, told_of = worker.servicer.deliver, [0]
@@ -110,6 +114,7 @@ async def test_streams_that_hang_until_the_run_ends_are_errors() -> None:
     assert {"grpc", "chat"} <= hung, told["faults"]
 
 
+@pytest.mark.slow
 async def test_users_that_crash_are_errors() -> None:
     question = TimedQuestions(MODEL, (2, 4)).short(chat=False).as_json()
     kinds = {"chats": [], "texts": [question], "longs": [question]}
@@ -121,6 +126,7 @@ async def test_users_that_crash_are_errors() -> None:
     assert told["errors"] > 1
 
 
+@pytest.mark.slow
 async def test_speculation_that_is_asked_for_and_does_not_happen_is_seen() -> None:
     async with served() as (addresses, _):
         told = await attack(replace(run_against(addresses), speculative=True), {})

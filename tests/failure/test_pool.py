@@ -23,6 +23,8 @@ from tests.checkpoints import save_checkpoint
 from tests.ranks import free_place
 from tests.targets import collect, submission
 
+pytestmark = [pytest.mark.alone, pytest.mark.slow]
+
 PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PATIENCE_S = 240.0
 """Ray takes its time."""

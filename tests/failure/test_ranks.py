@@ -32,6 +32,8 @@ from tests.checkpoints import save_checkpoint
 from tests.failure.test_supervisor_stack import Served, serving
 from tests.ranks import LOOPBACK, Followers, free_place
 
+pytestmark = pytest.mark.alone
+
 BODY = {"prompt": "1 2 3", "max_tokens": 120, "temperature": 0.8, "seed": 7}
 PATIENCE_S = 120.0
 NGRAM = '{"method": "ngram", "prompt_lookup_min": 1}'
@@ -77,6 +79,7 @@ def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest
         followers.kill()
 
 
+@pytest.mark.slow
 def test_a_pass_that_was_interrupted_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank is in the middle of it; what it is told next it would take for the rest."""
     followers = Followers(1)
@@ -117,7 +120,7 @@ def test_a_rank_that_fails_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
         follower.join()
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])
 def test_ranks_of_one_machine_listen_to_nobody_else(host: str, tmp_path: Path) -> None:
     try:
         free_place(host)
@@ -152,6 +155,7 @@ def test_what_computes_does_not_outlive_its_service(tmp_path: Path) -> None:
             time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_rendezvous_that_is_taken_may_be_free_the_next_time(tmp_path: Path) -> None:
     with Place(LOOPBACK, 0).listen() as taken:
         place = Place(LOOPBACK, int(taken.getsockname()[1]))

@@ -28,6 +28,8 @@ from paceline.messages import Delta, FinishReason, Submission
 from paceline.wire.target_link import TargetLink
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 
+pytestmark = pytest.mark.alone
+
 SLOTS = 384
 READY = re.compile(r"ready on (\S+)")
 START_S = 120.0
@@ -129,22 +131,40 @@ async def alone(link: TargetLink, requests: Sequence[Submission]) -> list[Delta]
     return [await run(link, replace(request, speculative=PLAIN)) for request in requests]
 
 
+@pytest.fixture(scope="module")
+def references() -> dict[str, list[object]]:
+    """What each target said alone to `submissions`, by its address: for `expected`, which asks once."""
+    return {}
+
+
+@pytest.fixture
+async def expected(target: TargetLink, references: dict[str, list[object]]) -> list[object]:
+    if target.address not in references:
+        references[target.address] = said(await alone(target, submissions(PLAIN)))
+    return references[target.address]
+
+
 def said(answers: Sequence[Delta]) -> list[object]:
     assert not [answer.error for answer in answers if answer.error]
     return [(answer.tokens, answer.log_probs, answer.finish_reason) for answer in answers]
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    ("depth", "nodes"), [(1, 1), (4, 4), (8, 30)], ids=["one guess", "chain or tree of 4", "tree of 30"]
+    ("depth", "nodes"),
+    [pytest.param(1, 1, marks=SLOW), pytest.param(4, 4, marks=SLOW), (8, 30)],
+    ids=["one guess", "chain or tree of 4", "tree of 30"],
 )
-@pytest.mark.parametrize("draft", ["model-1", "lookup"])
+@pytest.mark.parametrize("draft", ["model-1", pytest.param("lookup", marks=SLOW)])
 async def test_every_draft_and_tree(
-    workers: dict[str, Worker], target: TargetLink, draft: str, depth: int, nodes: int
+    workers: dict[str, Worker], target: TargetLink, expected: list[object], draft: str, depth: int, nodes: int
 ) -> None:
+    """All of them in one process, and many more, are in `exactness/test_engine.py`."""
     await drafted_by(target, workers[draft].address)
     options = SpeculativeOptions(num_speculative_tokens=depth, max_tree_nodes=nodes, report=True)
     requests = submissions(options, [workers[draft].address])
-    expected = said(await alone(target, requests))
     accepted = 0
     async with asyncio.timeout(START_S):
         while not accepted:  # a draft that the machine neglects guesses too late, and then nothing was tested
@@ -153,7 +173,10 @@ async def test_every_draft_and_tree(
             accepted = sum(answer.speculation.accepted_tokens for answer in mixed if answer.speculation)
 
 
-async def test_mixed_with_plain_requests_and_cancelled_ones(workers: dict[str, Worker], target: TargetLink) -> None:
+@pytest.mark.parametrize("target", ["bfloat16", pytest.param("float32", marks=SLOW)], indirect=True)
+async def test_mixed_with_plain_requests_and_cancelled_ones(
+    workers: dict[str, Worker], target: TargetLink, expected: list[object]
+) -> None:
     speculative = submissions(SpeculativeOptions(), [workers["model-1"].address])
     plain = [replace(s, request_id=f"plain {s.request_id}") for s in submissions(PLAIN)]
     doomed = [replace(s, request_id=f"doomed {s.request_id}") for s in speculative]
@@ -165,11 +188,11 @@ async def test_mixed_with_plain_requests_and_cancelled_ones(workers: dict[str, W
     together = asyncio.gather(*(run(target, s) for pair in zip(speculative, plain, strict=True) for s in pair))
     await asyncio.gather(*(abandon(s) for s in doomed))
     answers = await together
-    expected = said(await alone(target, speculative))
     assert said(answers[0::2]) == expected
     assert said(answers[1::2]) == expected
 
 
+@pytest.mark.parametrize("target", ["float32", pytest.param("bfloat16", marks=SLOW)], indirect=True)
 async def test_a_draft_killed_halfway(workers: dict[str, Worker], target: TargetLink) -> None:
     """SIGKILL: no error, the same tokens, and the request is counted on the next draft."""
     victim = start("draft", "victim", *workers["model-1"].process.args[5:])  # type: ignore[index]

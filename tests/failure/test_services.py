@@ -9,7 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,26 @@ import pytest
 from paceline.compute.pipe import Pipe
 from paceline.compute.process import ComputeError
 from paceline.messages import FinishReason
+from paceline.models import ModelNotFoundError
 from paceline.state import open_store
 from paceline.state.embedded import EmbeddedRedis
 from paceline.wire.errors import TargetLost
 from paceline.wire.target_link import TargetLink
 from services import compute
 from services.draft import __main__ as draft
+from services.draft import compute as draft_compute
 from services.gateway import __main__ as gateway
+from services.process import StartError
 from services.target import __main__ as target
+from services.target import compute as target_compute
 from tests.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
 from tests.targets import NEVER_ENDS, collect, submission
 from tests.workers import opening, until
 from tests.workers import target as drafted
 
 MAINS = {"target": target.main, "draft": draft.main}
+PARSERS = {"target": target.parse, "draft": draft.parse}
+COMPUTES = {"target": target_compute.serve, "draft": draft_compute.serve}
 TABLE = ("--model", "table:1000")
 LONG = 1000
 NGRAM = ("--speculative-config", '{"method": "ngram"}')
@@ -60,12 +66,30 @@ def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int
     return MAINS[service]()
 
 
+@pytest.fixture
+def pipe() -> Iterator[Pipe]:
+    """Nobody is at its other end."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Pipe(ours)
+
+
+def refusal(service: str, arguments: Sequence[str], pipe: Pipe) -> str:
+    """Why this service's compute does not begin with these arguments, in this process."""
+    with pytest.raises((StartError, ModelNotFoundError)) as refused:
+        COMPUTES[service](pipe, PARSERS[service](arguments))
+    return str(refused.value)
+
+
+NO_MODEL = ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a folder")
+NO_METHOD = ("draft", (), "a draft worker needs a method")
+
+
 @pytest.mark.parametrize(
     ("service", "arguments", "advice"),
     [
-        ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a folder"),
+        NO_MODEL,
         ("target", ("--model", "table:none"), "'table:none'"),
-        ("target", (*TABLE, "--redis-url", "redis://127.0.0.1:9"), "127.0.0.1:9"),
         (
             "target",
             (
@@ -75,7 +99,7 @@ def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int
             ),
             "table:999 and table:1000 have different vocabularies",
         ),
-        ("draft", (), "a draft worker needs a method"),
+        NO_METHOD,
         (
             "draft",
             (
@@ -99,13 +123,24 @@ def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int
         ),
     ],
 )
+def test_a_compute_that_cannot_begin_says_what_to_do(
+    service: str, arguments: Sequence[str], advice: str, pipe: Pipe
+) -> None:
+    assert advice in refusal(service, arguments, pipe)
+
+
+@pytest.mark.parametrize(
+    ("service", "arguments", "advice"),
+    [NO_MODEL, ("target", (*TABLE, "--redis-url", "redis://127.0.0.1:9"), "127.0.0.1:9"), NO_METHOD],
+)
 def test_a_service_that_cannot_start_says_what_to_do(
     service: str,
-    arguments: tuple[str, ...],
+    arguments: Sequence[str],
     advice: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """What its compute says, which is a process of its own, and what it finds out itself."""
     assert start(monkeypatch, service, *arguments) == 2
     said = capsys.readouterr().err
     assert advice in said
@@ -125,30 +160,32 @@ def test_a_service_that_cannot_start_says_what_to_do(
     ids=["named", "found out"],
 )
 def test_a_head_that_cannot_be_read(
-    service: str,
-    said: dict[str, str],
-    complaint: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    service: str, said: dict[str, str], complaint: str, tmp_path: Path, pipe: Pipe
 ) -> None:
-    """One line, and exit code 2: a target reads in the same checkpoint what its draft workers will ask for."""
+    """One line: a target reads in the same checkpoint what its draft workers will ask for."""
     target = save_target(tmp_path / "target")
     head = save_head(tmp_path / "head", eagle3_tensors(), llama_config(eagle_aux_hidden_state_layer_ids=[2, 16, 29]))
     if not said:
         (head / "model.safetensors").write_bytes(b"short")
     speculation = json.dumps({"model": str(head), **said})
     place = ("--model", str(target)) if service == "target" else ("--target-model", str(target))
-    assert start(monkeypatch, service, *place, "--speculative-config", speculation) == 2
-    [line] = [line for line in capfd.readouterr().err.splitlines() if str(head) in line]
+    [line] = refusal(service, (*place, "--speculative-config", speculation), pipe).splitlines()
+    assert str(head) in line
     assert complaint in line
     assert (
         "wants the states of layers [2, 16, 29], target has 8" if said else "model.safetensors cannot be read"
     ) in line
 
 
-@pytest.mark.parametrize("service", MAINS)
-@pytest.mark.parametrize("option", ["--port", "--metrics-port"])
+@pytest.mark.parametrize(
+    ("service", "option"),
+    [
+        ("target", "--port"),
+        ("draft", "--metrics-port"),
+        pytest.param("target", "--metrics-port", marks=pytest.mark.slow),
+        pytest.param("draft", "--port", marks=pytest.mark.slow),
+    ],
+)
 def test_a_port_that_is_taken(
     service: str,
     option: str,
@@ -322,7 +359,7 @@ async def test_sigterm_while_the_model_loads() -> None:
         *(sys.executable, "-m", "services.draft", *slow), stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         assert b"loading for ever" in await process.stderr.readline()
         process.terminate()
         assert await process.wait() == 0
@@ -340,7 +377,7 @@ async def test_compute_does_not_outlive_its_service(service: str) -> None:
     assert compute_of(f"services.{service}", process.pid)
     process.kill()
     assert process.stderr is not None
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await process.stderr.read()  # which ends when nobody is left who could write
     await process.wait()
 

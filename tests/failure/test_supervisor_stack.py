@@ -13,6 +13,11 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from typer.testing import CliRunner
+
+from paceline.cli import main
+
+pytestmark = pytest.mark.alone
 
 PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PAIR = '{"method": "draft_model", "model": "table:256:0.3"}'
@@ -101,15 +106,21 @@ def test_it_serves_mends_and_stops() -> None:
     [
         (("/nowhere",), "no model at /nowhere"),
         (("table:256", "--speculative-config", '{"method": "draft_model", "model": "table:128"}'), "vocabularies of"),
-        (("table:256", "--redis-url", "redis://127.0.0.1:1/0"), "Redis at redis://127.0.0.1:1/0 does not answer"),
         (("table:256", "--speculative-config", '{"method": "eagle3"}'), "method eagle3 needs `model`"),
         (("table:256", "--engine-config", '{"slot": 5}'), "slot: Extra inputs"),
     ],
 )
 def test_what_cannot_start_says_so_before_anything_is_started(arguments: tuple[str, ...], complaint: str) -> None:
-    done = subprocess.run([*PACELINE, "serve", "--port", "0", *arguments], capture_output=True, text=True, check=False)
+    result = CliRunner().invoke(main, ["serve", "--port", "0", *arguments])
+    assert result.exit_code == 2
+    assert complaint in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_redis_that_does_not_answer_is_found_out_before_anything_is_started() -> None:
+    command = [*PACELINE, "serve", "--port", "0", "table:256", "--redis-url", "redis://127.0.0.1:1/0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert complaint in " ".join(done.stderr.replace("│", " ").split())
+    assert "Redis at redis://127.0.0.1:1/0 does not answer" in " ".join(done.stderr.replace("│", " ").split())
     assert "Traceback" not in done.stderr
 
 

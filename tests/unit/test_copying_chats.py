@@ -17,6 +17,8 @@ from paceline.training.corpus import held_out_files, read_source, source_texts
 from paceline.training.editing import COMMENTS, EDITS, NEW_NAMES, edits
 from paceline.training.extraction import KINDS, extractions
 
+pytestmark = pytest.mark.slow
+
 EDIT = re.compile(r"([^\n]+)\n\n```python\n(.+)\n```", re.DOTALL)
 ANSWER = re.compile(r"```python\n(.+)\n```", re.DOTALL)
 KIND_OF_EDIT = {

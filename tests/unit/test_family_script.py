@@ -69,6 +69,7 @@ def test_a_stage_that_has_spent_its_budget_only_writes(space: Workspace, monkeyp
     assert [record["step"] for record in read_journal(space.folder / "shallow.jsonl")] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Workspace) -> None:
     taught, copies = family._taught(space), family._copies(space)
     assert len(copies) == 12 + 5
@@ -81,6 +82,7 @@ def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Worksp
     assert [ids.tolist() for ids in family._taught(space)] == [ids.tolist() for ids in taught]
 
 
+@pytest.mark.slow
 def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> None:
     space = replace(space, lesson_rows=8)
     for stage in ("shallow", "deep", "target", "draft", "heads"):

@@ -53,7 +53,7 @@ def planned(body: dict[str, Any]) -> list[Choice]:
     return planner.choices(tokens, planner.checked("", words))
 
 
-@settings(deadline=None, max_examples=500)
+@settings(deadline=None)
 @given(body=st.dictionaries(FIELDS, VALUES, max_size=4), with_prompt=st.booleans())
 def test_any_body_is_refused_by_name_or_can_be_sent(body: dict[str, Any], with_prompt: bool) -> None:
     if with_prompt:

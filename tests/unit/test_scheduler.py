@@ -275,6 +275,14 @@ def test_all_draw_or_a_prompt_is_computed() -> None:
     assert scheduled.drawing() == scheduled.running, "the third cannot start yet"
 
 
+def test_a_prompt_that_is_half_computed_draws_nothing_even_if_nobody_else_can_start() -> None:
+    scheduled = scheduler(rows=16, seqs=1)
+    scheduled.waiting += [request(1, 30), request(2, 3)]
+    commit(scheduled, scheduled.schedule())
+    assert [each.key for each in scheduled.running] == [1]
+    assert not scheduled.drawing()
+
+
 def test_a_request_that_ends_while_it_waits_leaves_nothing_behind() -> None:
     scheduled = scheduler(rows=16)
     first, second = request(1, 30), request(2, 3)

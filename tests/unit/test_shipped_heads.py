@@ -107,7 +107,9 @@ def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
     return serve(engine(model, NoDrafting()), prompts).tokens
 
 
-@pytest.mark.parametrize("method", family.HEADS)
+@pytest.mark.parametrize(
+    "method", [pytest.param(each, marks=[] if each == "eagle3" else pytest.mark.slow) for each in family.HEADS]
+)
 def test_a_head_foresees_far_more_than_chance_would(
     method: str, model: Model, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
@@ -136,6 +138,7 @@ class TestAcceptanceIsAsGoodAsEver:
         assert again.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert again.tokens == undisturbed.tokens
 
+    @pytest.mark.slow
     def test_across_the_borders_of_prefill_chunks(
         self, model: Model, prompts: list[list[int]], undisturbed: Served
     ) -> None:
@@ -144,6 +147,7 @@ class TestAcceptanceIsAsGoodAsEver:
         assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
+    @pytest.mark.slow
     def test_after_preemption(self, prompts: list[list[int]], undisturbed: Served) -> None:
         scarce = load(family.NAMES[0], EngineConfig(slots=512))
         served = serve(engine(scarce, LocalDrafting(head(scarce, "eagle3")), slots=512), prompts)
@@ -151,7 +155,9 @@ class TestAcceptanceIsAsGoodAsEver:
         assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
-    @pytest.mark.parametrize("losses", [[20], [40, 60, 80], [50, 51, 52, 53]])
+    @pytest.mark.parametrize(
+        "losses", [[40, 60, 80], *(pytest.param(each, marks=pytest.mark.slow) for each in ([20], [50, 51, 52, 53]))]
+    )
     def test_after_a_move_to_another_draft(
         self, losses: list[int], model: Model, prompts: list[list[int]], undisturbed: Served
     ) -> None:

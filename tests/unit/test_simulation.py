@@ -88,14 +88,14 @@ def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: Outcom
     assert forecast(STREAMED, [[1, 2, 3]], 60).answers == [foreseen.answers[0][:60]]
 
 
-@pytest.mark.parametrize("requests", [32, 64])
+@pytest.mark.parametrize("requests", [32, pytest.param(64, marks=pytest.mark.slow)])
 def test_where_rows_are_dear_drafts_grow_less(requests: int) -> None:
     """The price of a row reaches them: with twice the requests, they send less for each token."""
     some, more = (served(STREAMED, count, tokens=60).wire_bytes_per_token for count in (8, requests))
     assert more < 0.6 * some
 
 
-@pytest.mark.parametrize("requests", [1, 8, 64])
+@pytest.mark.parametrize("requests", [1, 8, pytest.param(64, marks=pytest.mark.slow)])
 def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None:
     def rate(**changes: object) -> float:
         pair = replace(STREAMED, speculation=STREAMED.speculation.model_copy(update=changes))
@@ -104,7 +104,7 @@ def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None
     assert rate() >= max(rate(row_budget=False, max_tree_nodes=nodes) for nodes in (1, 2, 4, 8))
 
 
-@pytest.mark.parametrize("k", CHAINS)
+@pytest.mark.parametrize("k", [4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
 def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None:
     """A chain that came up short would have its step wait for as long as it can."""
     requests, rtt_s = 64, 0.01

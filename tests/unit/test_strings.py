@@ -204,7 +204,7 @@ class TestTree:
 
 class TestTranscript:
     @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=NAMES)
-    @settings(deadline=None, max_examples=60)
+    @settings(deadline=None)
     @given(data=st.data())
     def test_it_is_the_text_in_the_drafts_tokens(
         self, target: Vocabulary, draft: Vocabulary, data: st.DataObject
@@ -269,7 +269,7 @@ class TestTranscript:
 
 class TestStableTokens:
     @pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer, LETTERS.tokenizer])
-    @settings(deadline=None, max_examples=100)
+    @settings(deadline=None)
     @given(data=st.data())
     def test_they_begin_the_text(self, tokenizer: Tokenizer, data: st.DataObject) -> None:
         """Each with its length; with nothing to follow they are all of it."""

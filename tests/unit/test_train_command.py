@@ -77,6 +77,7 @@ def journal(folder: Path) -> list[dict[str, Any]]:
     return read_journal(folder / "work" / "medusa.jsonl")
 
 
+@pytest.mark.slow
 def test_a_command_makes_heads_that_draft(target: Path, data: Path, tmp_path: Path) -> None:
     done = command(arguments(tmp_path, target, data, minutes=0.02))
     assert done.returncode == 0, done.stderr

@@ -97,12 +97,14 @@ def test_held_out_files_exist_and_are_not_read() -> None:
     assert set(held_out).isdisjoint(corpus.source_files())
 
 
+@pytest.mark.slow
 def test_no_chat_documents_a_held_out_module(conversations: list[Chat]) -> None:
     held_out = "|".join(path.stem for path in corpus.held_out_files())
     about = re.compile(rf"(What does|Explain|How do I call) `?({held_out})\b")
     assert not [chat for chat in conversations if about.match(chat[-2]["content"])]
 
 
+@pytest.mark.slow
 def test_no_chat_repeats_a_held_out_docstring(conversations: list[Chat]) -> None:
     told = "\n".join(message["content"] for chat in conversations for message in chat)
     trees = [ast.parse(corpus.read_source(path)) for path in corpus.held_out_files()]
@@ -115,6 +117,7 @@ def test_tests_and_foreign_packages_are_not_read() -> None:
     assert parts.isdisjoint({"test", "site-packages", "idlelib", "antigravity.py", "this.py"})
 
 
+@pytest.mark.slow
 def test_chats_know_public_names(conversations: list[Chat]) -> None:
     answers = {chat[0]["content"]: chat[1]["content"] for chat in conversations}
     assert answers["What does len do?"] == "`len(obj, /)`\n\nReturn the number of items in a container."
@@ -299,6 +302,7 @@ def test_a_deepened_model_says_what_it_said_before(layers: int) -> None:
 # The draft's lessons
 
 
+@pytest.mark.slow
 def test_every_other_question_is_about_something_that_does_not_exist(conversations: list[Chat]) -> None:
     def names(asked: str) -> set[str]:
         return {word.strip("?.`") for word in asked.split()} - common

@@ -322,7 +322,7 @@ class TestReplicas:
     Commits arrive in order, since both come from one stream, but as late as they like.
     """
 
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     @given(st.data())
     def test_replicas_converge(self, data: st.DataObject) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
@@ -388,7 +388,7 @@ class TestHostileGrowth:
     IDS = st.integers(0, 6) | st.integers(0, 2**32 - 1)
     LOG_PROBS = st.floats(allow_nan=False) | st.just(-math.inf) | st.just(1e308)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(deadline=None)
     @given(st.data())
     def test_whatever_arrives_the_tree_stays_whole(self, data: st.DataObject) -> None:
         tree, limit = TokenTree(3, 0), 12

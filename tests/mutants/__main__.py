@@ -1,0 +1,145 @@
+"""`make mutants`: changes the code in one wrong way after another, and counts the changes that tests notice.
+
+Works on temporary copies of the checkout, two at a time. First the tests are run on code without any change: they have
+to pass, or their failures would say nothing. The last line of output is JSON: how many mutants there are, how many were
+caught, which ones survived.
+
+A mutant whose old text is not in its file exactly once is stale. Stale mutants are listed, nothing is run, and the exit
+code is 2. It is 1 if a mutant survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.mutants.table import MUTANTS, Mutant
+
+HERE = Path(__file__).parents[2]
+AT_ONCE = 2
+LONGEST_S = 1800
+"""A run of tests that takes longer counts as failed: a mutant may go round in circles."""
+PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # exit codes of pytest
+
+
+def main() -> int:
+    options = _options()
+    mutants = [each for each in MUTANTS if options.only in each.name]
+    stale = [f"{each.name}: {each.file} has its text {_count(each)} times" for each in mutants if _count(each) != 1]
+    if stale:
+        print("Stale mutants, to be written anew in tests/mutants/table.py:", *stale, sep="\n  ", file=sys.stderr)
+        return 2
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(AT_ONCE) as threads:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(AT_ONCE):
+            copies.put(_copy(Path(folder, str(number))))
+        files = sorted({file for each in mutants for file in each.tests})
+        checks = list(threads.map(lambda file: _passes(file, copies, options.select), files))
+        if not all(checks):
+            return 2
+        caught = list(threads.map(lambda each: _caught(each, copies, options.select), mutants))
+    survived = [each.name for each, seen in zip(mutants, caught, strict=True) if not seen]
+    print(json.dumps({"mutants": len(mutants), "caught": sum(caught), "survived": survived}))
+    return int(bool(survived))
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--select", default="not slow", help="pytest's -m: which tests look (%(default)s)")
+    parser.add_argument("--only", default="", help="only the mutants with this in their names")
+    return parser.parse_args()
+
+
+def _count(mutant: Mutant) -> int:
+    path = HERE / mutant.file
+    return path.read_text().count(mutant.old) if path.exists() else 0
+
+
+def _copy(folder: Path) -> Path:
+    """The checkout as it is, without what git ignores."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=HERE,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    for name in filter(None, listed.stdout.split("\0")):
+        if (HERE / name).exists():  # one that git knows may have been removed
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(HERE / name, folder / name)
+    return folder
+
+
+def _passes(file: str, copies: queue.SimpleQueue[Path], select: str) -> bool:
+    with _borrowed(copies) as copy:
+        status, output = _tested(copy, [file], select)
+    if status not in (PASSED, NONE_SELECTED):
+        print(f"tests/{file} fails without any mutant: pytest ended with {status}\n{output}", flush=True)
+    return status in (PASSED, NONE_SELECTED)
+
+
+def _caught(mutant: Mutant, copies: queue.SimpleQueue[Path], select: str) -> bool:
+    """Raises RuntimeError if the tests could not be run: then nothing is known of the mutant."""
+    start = time.monotonic()
+    with _borrowed(copies) as copy:
+        changed = copy / mutant.file
+        original = changed.read_text()
+        changed.write_text(original.replace(mutant.old, mutant.new))
+        try:
+            status, output = _tested(copy, mutant.tests, select)
+        finally:
+            changed.write_text(original)
+    if status not in (PASSED, FAILED):
+        raise RuntimeError(f"{mutant.name}: pytest ended with {status}\n{output}")
+    by = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
+    verdict = f"caught: {by}" if status == FAILED else "SURVIVED"
+    print(f"{mutant.name} ({time.monotonic() - start:.0f} s)\n    {verdict}", flush=True)
+    return status == FAILED
+
+
+@contextlib.contextmanager
+def _borrowed(copies: queue.SimpleQueue[Path]) -> Iterator[Path]:
+    copy = copies.get()
+    try:
+        yield copy
+    finally:
+        copies.put(copy)
+
+
+def _tested(copy: Path, tests: Sequence[str], select: str) -> tuple[int, str]:
+    """Exit code and output of pytest, which stops at the first failure."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=line", "-p", "no:cacheprovider", "-m", select]
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(copy),  # before the checkout, which is installed
+        "PYTHONDONTWRITEBYTECODE": "1",  # a mutant of the same length, written in the same second, would not be seen
+        "OMP_NUM_THREADS": "1",
+    }
+    try:
+        run = subprocess.run(
+            [*command, *(f"tests/{file}" for file in tests)],
+            cwd=copy,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=LONGEST_S,
+        )
+    except subprocess.TimeoutExpired:
+        return FAILED, f"FAILED after {LONGEST_S} s"
+    return run.returncode, run.stdout + run.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,334 @@
+"""The mutants: small wrong changes to the code that exactness rests on, each with the tests that look at that code.
+
+A mutant is written down by its meaning, its name. When the code that it changes is rewritten, its text is to be written
+anew so that it means the same; a mutant is removed only together with what it breaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """One change. `old` occurs exactly once in `file`; `tests` are files below `tests`, the likeliest to fail first."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+TREE = ("unit/test_tree.py", "exactness/test_identity.py", "exactness/test_strategies_engine.py")
+VERIFY = ("exactness/test_verify.py", "exactness/test_identity.py", "exactness/test_invariance.py")
+SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
+RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_drawn.py", "exactness/test_strategies_engine.py")
+LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
+ROWS = ("exactness/test_rows.py", "exactness/test_products.py")
+SCHEDULER = ("unit/test_scheduler.py", "unit/test_slots.py", "unit/test_engine.py")
+CODEC = ("unit/test_wire_node_bits.py", "contract/test_frames.py")
+
+MUTANTS = (
+    # The tree: who is grafted where, what is best, what a commit leaves.
+    Mutant(
+        "growth under the committed token hangs from the root, however old it is",
+        "paceline/tree.py",
+        "self._trail.get(base_position) if id_ == ROOT_ID else",
+        "self.root if id_ == ROOT_ID else",
+        TREE,
+    ),
+    Mutant(
+        "a guess whose parent is unknown joins the root",
+        "paceline/tree.py",
+        "else self._by_id.get((source, id_))",
+        "else self._by_id.get((source, id_), self.root)",
+        TREE,
+    ),
+    Mutant(
+        "two drafts share their ids",
+        "paceline/tree.py",
+        "else self._by_id.get((source, id_))",
+        "else self._by_id.get((0, id_))",
+        TREE,
+    ),
+    Mutant(
+        "a guess that contradicts committed tokens joins the tree",
+        "paceline/tree.py",
+        "return not committed and has_room and",
+        "return has_room and",
+        TREE,
+    ),
+    Mutant(
+        "a tree takes one child too many",
+        "paceline/tree.py",
+        "len(parent.children) < self._width",
+        "len(parent.children) <= self._width",
+        TREE,
+    ),
+    Mutant(
+        "the best guesses are chosen by their own probability, not their path's",
+        "paceline/tree.py",
+        "(-child.path_log_prob, serial, child)",
+        "(-child.chance_log_prob, serial, child)",
+        TREE,
+    ),
+    Mutant(
+        "the best guesses are one level too deep",
+        "paceline/tree.py",
+        "if parent.position - self.root.position >= max_depth:",
+        "if parent.position - self.root.position > max_depth:",
+        TREE,
+    ),
+    Mutant(
+        "a choice of guesses outlives a commit",
+        "paceline/tree.py",
+        "        self._best.clear()\n        for token in tokens:",
+        "        for token in tokens:",
+        TREE,
+    ),
+    Mutant(
+        "path probabilities still count from the old root",
+        "paceline/tree.py",
+        "        self._add_up()\n        return Committed(path, missed)",
+        "        return Committed(path, missed)",
+        TREE,
+    ),
+    Mutant(
+        "what hangs below a refused guess still counts as the tree's",
+        "paceline/tree.py",
+        "            descendant.parent = None\n            self.size -= 1",
+        "            descendant.parent = None",
+        TREE,
+    ),
+    # Verification: where the walk goes.
+    Mutant(
+        "the walk follows another guess where nobody guessed the draw",
+        "paceline/verify.py",
+        "node = node.children.get(draw)",
+        "node = node.children.get(draw) or next(iter(node.children.values()), None)",
+        VERIFY,
+    ),
+    Mutant(
+        "the walk goes on from a guess without a row, by its parent's draw",
+        "paceline/verify.py",
+        "while node is not None and node in draw_after:\n        draw = draw_after[node]",
+        "draw = draws[0]\n    while node is not None:\n        draw = draw_after.get(node, draw)",
+        VERIFY,
+    ),
+    Mutant(
+        "the bonus token is left out after accepted guesses",
+        "paceline/verify.py",
+        "        node = node.children.get(draw)\n    return committed",
+        "        node = node.children.get(draw)\n    return committed[:-1] or committed",
+        VERIFY,
+    ),
+    # Sampling: rules, filters and noise.
+    Mutant(
+        "two positions share their noise",
+        "paceline/sampling.py",
+        "_splitmix64(seed) + position * _GOLDEN_GAMMA",
+        "_splitmix64(seed) + position // 2 * _GOLDEN_GAMMA",
+        SAMPLING,
+    ),
+    Mutant(
+        "noise is not kept from being infinite",
+        "paceline/sampling.py",
+        ".clamp_(min=2.0**-24 - 1)",
+        "",
+        SAMPLING,
+    ),
+    Mutant(
+        "every row has the first one's temperature",
+        "paceline/sampling.py",
+        "temperatures = [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]",
+        "temperatures = [max(rows[0].params.temperature, LOWEST_TEMPERATURE) for row in rows]",
+        SAMPLING,
+    ),
+    Mutant(
+        "logits count relative to the largest of all rows",
+        "paceline/sampling.py",
+        "logits_RV -= logits_RV.amax(-1, keepdim=True)",
+        "logits_RV -= logits_RV.amax()",
+        SAMPLING,
+    ),
+    Mutant(
+        "top_k keeps one more",
+        "paceline/sampling.py",
+        "logits_RV.topk(top_k).values[:, -1:]",
+        "logits_RV.topk(top_k + 1).values[:, -1:]",
+        SAMPLING,
+    ),
+    Mutant(
+        "top_p leaves out the token that reaches it",
+        "paceline/sampling.py",
+        "kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).clamp(",
+        "kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).sub(1).clamp(min=0, ",
+        SAMPLING,
+    ),
+    Mutant(
+        "penalties do not see the guesses on the way",
+        "paceline/sampling.py",
+        "seen_V, counts_V = self._tally(path)",
+        "seen_V, counts_V = self._tally(())",
+        SAMPLING,
+    ),
+    Mutant(
+        "min_tokens does not count the guesses on the way",
+        "paceline/sampling.py",
+        "if self.output_tokens + len(path) < self.params.min_tokens:",
+        "if self.output_tokens < self.params.min_tokens:",
+        SAMPLING,
+    ),
+    Mutant(
+        "a shortlist's noise is that of places, not of tokens",
+        "paceline/sampling.py",
+        "scores_RK = _scored(logits_RK, rows, tokens_RK)",
+        "scores_RK = _scored(logits_RK, rows, torch.arange(tokens_RK.shape[-1], device=tokens_RK.device))",
+        SAMPLING,
+    ),
+    # Strategies that depend on guesses.
+    Mutant(
+        "a guess is refused by the inverse ratio",
+        "paceline/strategies/residual.py",
+        "if not u * link.draft_probs[link.token] < link.target_probs[link.token]:",
+        "if not u * link.target_probs[link.token] < link.draft_probs[link.token]:",
+        RESIDUAL,
+    ),
+    Mutant(
+        "a refused guess is replaced by a draw from the target's whole law",
+        "paceline/strategies/residual.py",
+        "left_NV[rows, tokens] -= like(",
+        "left_NV[rows, tokens] -= 0 * like(",
+        RESIDUAL,
+    ),
+    Mutant(
+        "all guesses of a chain are tested by one uniform number",
+        "paceline/strategies/residual.py",
+        "keyed(root.params.seed, Purpose.ACCEPT, root.position, depth)",
+        "keyed(root.params.seed, Purpose.ACCEPT, root.position)",
+        RESIDUAL,
+    ),
+    Mutant(
+        "a block's running weight is not kept below 1",
+        "paceline/strategies/block.py",
+        "weight = min(1, weight * link.target_probs[link.token] / link.draft_probs[link.token])",
+        "weight = weight * link.target_probs[link.token] / link.draft_probs[link.token]",
+        RESIDUAL,
+    ),
+    Mutant(
+        "typical acceptance takes the larger of its two thresholds",
+        "paceline/strategies/typical.py",
+        ".clamp(max=self._threshold)",
+        ".clamp(min=self._threshold)",
+        LOSSY,
+    ),
+    Mutant(
+        "of admitted paths the first counts, not the most probable",
+        "paceline/strategies/lenient.py",
+        "log_prob + math.log(admitted[node])",
+        "log_prob",
+        LOSSY,
+    ),
+    # Attention and rows: what a row sees.
+    Mutant(
+        "a row sees one key too many",
+        "paceline/model/attention.py",
+        "seen = columns <= reach\n",
+        "seen = columns <= reach + 1\n",
+        ROWS,
+    ),
+    Mutant(
+        "a window in the last tile is one position too long",
+        "paceline/model/attention.py",
+        "seen &= columns > reach - window",
+        "seen &= columns >= reach - window",
+        ROWS,
+    ),
+    Mutant(
+        "a window in the prefix is one position too long",
+        "paceline/model/attention.py",
+        "<= newest_hidden",
+        "< newest_hidden",
+        ROWS,
+    ),
+    Mutant(
+        "weights of the two parts depend on how many rows there are",
+        "paceline/model/attention.py",
+        "return torch.sigmoid(F.pad(x, (0, -x.numel() % VECTORS)))[: x.numel()]",
+        "return torch.sigmoid(x)",
+        ROWS,
+    ),
+    Mutant(
+        "rows of one group see what comes after them",
+        "paceline/model/rows.py",
+        "reach.append([len(rows[r].tile) - 1 for r in members])",
+        "reach.append([len(longest) - 1 for r in members])",
+        ROWS,
+    ),
+    Mutant(
+        "a truncated path keeps a prefix of what was taken back",
+        "paceline/model/rows.py",
+        "del self._prefixes[length // TILE + 1 :]",
+        "del self._prefixes[length // TILE + 2 :]",
+        (*ROWS, "unit/test_draft_model.py", "unit/test_freshness.py"),
+    ),
+    # The scheduler and its slots.
+    Mutant(
+        "guesses take more rows than the step has left",
+        "paceline/engine/scheduler.py",
+        "most = min(rows, self.pool.free)",
+        "most = self.pool.free",
+        SCHEDULER,
+    ),
+    Mutant(
+        "the oldest request gives way, not the youngest",
+        "paceline/engine/scheduler.py",
+        "request = self.running.pop()",
+        "request = self.running.pop(0)",
+        SCHEDULER,
+    ),
+    Mutant(
+        "a step that computes prompts counts as one that only draws",
+        "paceline/engine/scheduler.py",
+        "all(request.missing == 1 for request in self.running)",
+        "all(request.missing >= 1 for request in self.running)",
+        (*SCHEDULER, "unit/test_patience.py"),
+    ),
+    Mutant(
+        "a request finds the cached blocks of requests with another salt",
+        "paceline/engine/slots.py",
+        "before: int | str = salt",
+        'before: int | str = ""',
+        ("unit/test_isolation.py", *SCHEDULER),
+    ),
+    # The node codec.
+    Mutant(
+        "a log-probability is rounded down, not to the nearest level",
+        "paceline/wire/node_bits.py",
+        "log_probability((low + high) / 2)",
+        "log_probability(high)",
+        CODEC,
+    ),
+    Mutant(
+        "a step back to the next id but one is not taken",
+        "paceline/wire/node_bits.py",
+        "distance -= zero > form",
+        "distance -= 0",
+        CODEC,
+    ),
+    Mutant(
+        "bits after the last node are not looked at",
+        "paceline/wire/node_bits.py",
+        'if "1" in digits[place:]:',
+        'if "2" in digits[place:]:',
+        CODEC,
+    ),
+    Mutant(
+        "a growth may hold one node more than it may",
+        "paceline/wire/node_bits.py",
+        "    for _ in range(most):",
+        "    for _ in range(most + 1):",
+        CODEC,
+    ),
+)
