@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.budget import FREE_ROWS, Calibration, RowCost
+from paceline.budget import FREE_ROWS, Calibration, RowCost, StepCost
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.compiling import Compiling
 from paceline.engine.drafting import Drafting
@@ -78,7 +78,8 @@ class Engine:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.caveat)
         self._clock = clock
         lockstep = speculation.draft_schedule == "lockstep"
-        waiting = waiting_for(drafting.concurrent, lockstep, cost, clock)
+        self._cost = StepCost(cost)
+        waiting = waiting_for(drafting.concurrent, lockstep, self._cost, clock)
         self._guesses = Guesses(
             drafting,
             beside,
@@ -92,7 +93,7 @@ class Engine:
         self.hidden_layers = tuple(drafting.hidden_state_layers)
         self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
         """Of full passes."""
-        budgeted = cost if speculation.row_budget else FREE_ROWS
+        budgeted = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
         self._hidden = HiddenStates(model.slots)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
         grammars = grammars or Grammars.of(model.name, model.vocabulary_size)
@@ -160,7 +161,7 @@ class Engine:
             self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
         if drawing:
-            self._guesses.stepped(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
+            self._cost.observe(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
         self._report(works, deltas, self._clock() - start)
         return deltas
 
