@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MOST_TOLD = 256
 """Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+REPORT_S = 0.1
+"""How often deltas bring statistics of requests that go on."""
 
 
 @dataclass(slots=True)
@@ -105,6 +107,9 @@ class Engine:
         self._tally = _Tally()
         self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
         """What the last step did."""
+        self.reports = False
+        """Whether the last step's deltas bring statistics, as they do now and then; a last delta always does."""
+        self._reported = -REPORT_S
 
     @property
     def busy(self) -> bool:
@@ -151,6 +156,8 @@ class Engine:
         start = self._clock()
         self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
+        self.reports = start - self._reported >= REPORT_S
+        self._reported = start if self.reports else self._reported
         drawing = list(self._scheduler.drawing())  # the scheduler's own list changes in the step
         self._guesses.gather(self._requests, drawing)
         gathered = self._clock()
@@ -275,7 +282,7 @@ class Engine:
             [i < accepted for i in range(len(tokens))],
             self._log_probs(request, logits, places, tokens),
             reason,
-            speculation=request.stats.snapshot(),
+            speculation=request.stats.snapshot() if self.reports or reason is not None else None,
             error=error,
         )
         self._guesses.count(request, pooled)

@@ -226,6 +226,8 @@ class TestDrafts:
         target.submit(submission("a", 5))
         target.step()
         script.next = News(lost=[1])
+        target.step()
+        target.cancel("a")
         [delta] = target.step()
         assert delta.speculation is not None
         assert delta.speculation.drafts == ["first", "second"]
