@@ -11,104 +11,93 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Sequence
-from itertools import chain, repeat
-
-Cost = Callable[[int], float]
-"""Rows, at least one -> seconds."""
-ROW_BUCKET = 8
-"""Rows are padded to a multiple of this, so nodes that fill the last bucket are free."""
+from collections.abc import Sequence
+from itertools import accumulate, chain, islice, repeat
 
 
 class RowCost:
-    """Seconds of a pass by its number of rows: measured points, made monotone, with straight lines between."""
+    """Seconds of a pass by its number of rows: measured points, with straight lines between.
+
+    Whatever disturbs a measurement makes it longer, and fewer rows never take longer than more. So a point counts for
+    no more than those after it: noise makes no steps that are not there.
+    """
 
     def __init__(self, rows: Sequence[int], seconds: Sequence[float]) -> None:
         """`rows` rise. Raises ValueError unless there is a time, all positive, for each of one or more counts."""
         if not rows or len(rows) != len(seconds) or min(seconds) <= 0 or sorted(set(rows)) != list(rows):
             raise ValueError("a row cost needs rising row counts, each with a positive time")
         self._rows = list(rows)
-        self._seconds: list[float] = []
-        for s in seconds:
-            self._seconds.append(max(s, self._seconds[-1]) if self._seconds else s)
+        self._seconds = [*accumulate(reversed(seconds), min)][::-1]
+        self._table: list[float] = []
 
     def __call__(self, rows: int) -> float:
-        """Seconds of a pass over `rows` rows, at least one, padding included. Beyond what was measured it is
-        proportional to rows."""
-        padded = max(-(-rows // ROW_BUCKET) * ROW_BUCKET, self._rows[0])
-        i = bisect.bisect_left(self._rows, padded)
+        """Fewer rows than were measured take as long as the fewest; beyond what was measured time is proportional."""
+        i = bisect.bisect_left(self._rows, rows)
         if i == len(self._rows):
-            return self._seconds[-1] * padded / self._rows[-1]
-        if self._rows[i] == padded or i == 0:
+            return self._seconds[-1] * rows / self._rows[-1]
+        if self._rows[i] == rows or i == 0:
             return self._seconds[i]
-        share = (padded - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
+        share = (rows - self._rows[i - 1]) / (self._rows[i] - self._rows[i - 1])
         return self._seconds[i - 1] + share * (self._seconds[i] - self._seconds[i - 1])
 
+    def table(self, rows: int) -> Sequence[float]:
+        """Of passes over 0, 1, 2, ... rows, up to `rows` or more."""
+        if rows >= len(self._table):
+            self._table += map(self, range(len(self._table), 2 * rows + 1))
+        return self._table
 
+
+ROUNDING = 1e-9
+"""What earns more by no more than this earns the same, and then fewer rows do."""
 FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 """As if another row cost nothing: every guess is worth one."""
 
 
 class StepCost:
-    """Seconds of a whole step by its number of rows: the pass, and what the rest of a step turns out to take.
+    """Seconds of a whole step by its number of rows: the pass, and what the rest of a step takes on average.
 
-    The rest is learned as `base + slope * rows`, by least squares over the latest steps. It is never negative, and a
-    single step that took much longer than expected counts only in part: machines stall now and then, whatever they do.
+    A single step that took much longer than expected counts only in part: machines stall now and then, whatever they
+    do.
     """
 
     MEMORY = 100.0
     """Steps."""
-    FIRMNESS = 16.0
-    """Variance of rows below which steps are too alike to tell a slope."""
     SURPRISE = 0.1
     """Twice the expected rest, and this share of the pass, is believed of one step."""
 
-    def __init__(self, passes: Cost) -> None:
-        self._passes = passes
-        self._steps = self._rows = self._seconds = self._rows_variance = self._covariance = 0.0
+    def __init__(self, passes: RowCost) -> None:
+        self.passes = passes
+        self.rest_s = 0.0
+        self._steps = 0.0
 
     def __call__(self, rows: int) -> float:
-        return self._passes(rows) + self._rest(rows)
-
-    @property
-    def row_s(self) -> float:
-        """What another row costs a step of usual size."""
-        usual = max(1, round(self._rows))
-        return (self(usual + ROW_BUCKET) - self(usual)) / ROW_BUCKET
+        return self.passes(rows) + self.rest_s
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step of so many rows, none of them of prompts, took so long."""
-        expected = self._passes(rows)
-        rest = min(max(seconds - expected, 0.0), 2 * self._rest(rows) + self.SURPRISE * expected)
+        expected = self.passes(rows)
+        rest = min(max(seconds - expected, 0.0), 2 * self.rest_s + self.SURPRISE * expected)
         self._steps = min(self._steps + 1, self.MEMORY)
-        weight = 1 / self._steps
-        rows_off, rest_off = rows - self._rows, rest - self._seconds
-        self._rows += weight * rows_off
-        self._seconds += weight * rest_off
-        self._rows_variance += weight * ((1 - weight) * rows_off**2 - self._rows_variance)
-        self._covariance += weight * ((1 - weight) * rows_off * rest_off - self._covariance)
-
-    def _rest(self, rows: int) -> float:
-        slope = max(0.0, self._covariance / (self._rows_variance + self.FIRMNESS))
-        return max(0.0, self._seconds + slope * (rows - self._rows))
+        self.rest_s += (rest - self.rest_s) / self._steps
 
 
-def worthwhile(probabilities: Sequence[float], requests: int, rows: int, most: int, cost: Cost) -> int:
+def worthwhile(
+    probabilities: Sequence[float], requests: int, rows: int, most: int, cost: RowCost, rest_s: float = 0.0
+) -> int:
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
     a token in this step. `rows`: rows that the step needs anyway. `most`: rows left in the step.
+    `cost`: of a pass; a step takes `rest_s` seconds more.
     """
-    offered = probabilities[:most]
-    best, best_rate = 0, requests / cost(max(rows, 1))
+    seconds = cost.table(rows + min(most, len(probabilities)))
+    best, best_rate = 0, requests / (seconds[rows] + rest_s)
     expected = float(requests)
-    for count, probability in enumerate(offered, 1):
+    for count, probability in enumerate(islice(probabilities, most), 1):
         expected += probability
-        # Within a bucket the cost is the same and more nodes are better, so only the ends can be best.
-        if (rows + count) % ROW_BUCKET == 0 or count == len(offered):
-            rate = expected / cost(rows + count)
-            if rate > best_rate:
-                best, best_rate = count, rate
+        rate = expected / (seconds[rows + count] + rest_s)
+        if rate > best_rate * (1 + ROUNDING):
+            best, best_rate = count, rate
     return best
 
 
@@ -137,30 +126,6 @@ class Price:
             return False
         self.wanted = wanted
         return True
-
-
-class Haste:
-    """What the time of a row costs: tokens that requests would have had while a draft was busy with it.
-
-    A draft that runs a row keeps all its requests waiting, and they commit so many tokens per second. A `SHARE` of
-    what they would have committed is lost, the rest hides behind the passes of targets.
-    """
-
-    SHARE = 0.25
-    MEMORY_S = 0.2
-
-    def __init__(self) -> None:
-        self._tokens_per_s = self._at = 0.0
-
-    def observe(self, tokens: int, now: float) -> None:
-        """So many tokens were committed, at this time in seconds."""
-        self._tokens_per_s *= math.exp((self._at - now) / self.MEMORY_S)
-        self._tokens_per_s += tokens / self.MEMORY_S
-        self._at = now
-
-    def price(self, row_s: float) -> float:
-        """In tokens, of a row that takes so long."""
-        return self.SHARE * row_s * self._tokens_per_s
 
 
 class Patience:

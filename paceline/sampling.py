@@ -30,7 +30,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,11 +42,17 @@ from paceline.config import SamplingParams
 from paceline.grammar.following import GrammarState
 from paceline.messages import LogProbs
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+Integers = TypeVar("Integers", Tensor, npt.NDArray[np.uint32])
+
 BARRED = -math.inf
 WHOLE = 2**40
 """What probabilities are whole numbers of, where they are summed."""
 VECTOR = 4
 """Float32 numbers that a GPU reads at once."""
+LENIENCY = 1.001
+"""By how much a token's integer may miss the limit above which it cannot win: much more than rounding can."""
 LOWEST_TEMPERATURE = 0.01
 """Lower ones, other than 0, are raised to this, as vLLM does: logits divided by less leave float32."""
 
@@ -78,13 +87,9 @@ class History:
             self._seen[self._ids(prompt)] = True
         self.extend(output)
         self.grammar = grammar
-
-    @property
-    def rules(self) -> bool:
+        barred = params.bad_words or params.min_tokens or grammar is not None
+        self.rules = bool(barred or params.logit_bias or params.penalised)
         """Whether any rule of this request can alter logits before temperature."""
-        params = self.params
-        barred = params.bad_words or params.min_tokens or self.grammar is not None
-        return bool(barred or params.logit_bias or params.penalised)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These tokens were committed."""
@@ -159,10 +164,22 @@ class Row:
 
 
 def draw(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
-    """The drawn tokens, int64 [R]. `logits_RV` may be of any float type and is left as it is."""
-    if any(row.history.rules or not row.params.greedy for row in rows):
+    """The drawn tokens, int64 [R]: where `scores` are largest. Logits of any float type are left as they are.
+
+    On CPUs noise is made only for tokens that can still win, see `_drawn`.
+    """
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    ruled = any(row.history.rules for row in rows)
+    if noisy and logits_RV.device.type != "cpu":
         return scores(logits_RV, rows).argmax(-1)
-    return logits_RV.float().argmax(-1)  # on CPUs argmax is several times faster in float32 than in bfloat16
+    logits_RV = _ruled(logits_RV, rows) if ruled else logits_RV.float()
+    if logits_RV.device.type != "cpu":
+        return logits_RV.argmax(-1)
+    logits = logits_RV.numpy()
+    largest_R = logits.argmax(-1)  # several times as fast as torch's
+    if noisy:
+        largest_R[noisy] = _drawn(logits[noisy], [rows[i] for i in noisy], largest_R[noisy])
+    return torch.from_numpy(largest_R)
 
 
 def scores(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
@@ -249,18 +266,7 @@ def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -
     """
     keys = [divmod(_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
     first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
-    # The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round. Both factors are
-    # below 2^31, so that no product leaves int64: nothing here relies on how overflow behaves.
-    x = tokens ^ first_R1
-    x ^= x >> 16
-    x *= 0x21F0AAAD
-    x &= _32_BITS
-    x ^= x >> 15
-    x ^= second_R1
-    x *= 0x735A2D97
-    x &= _32_BITS
-    x ^= x >> 15
-    return x
+    return _mixed(tokens ^ first_R1, second_R1)
 
 
 def gumbel(bits: Tensor) -> Tensor:
@@ -306,6 +312,22 @@ _GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
 def _key(seed: int, position: int) -> int:
     """64 bits for one position: that element of the splitmix64 stream which begins at the hashed seed."""
     return _splitmix64(_splitmix64(seed) + position * _GOLDEN_GAMMA)
+
+
+def _mixed(x: Integers, second: Integers) -> Integers:
+    """The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round, the first of which is in `x`.
+
+    Overwrites `x`: int64, or unsigned 32 bits. Both factors are below 2^31, so that no product leaves int64.
+    """
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= _32_BITS
+    x ^= x >> 15
+    x ^= second
+    x *= 0x735A2D97
+    x &= _32_BITS
+    x ^= x >> 15
+    return x
 
 
 def _splitmix64(state: int) -> int:
@@ -369,22 +391,54 @@ def _perturbed(logits_RV: Tensor, rows: Sequence[Row], tokens: Tensor) -> Tensor
     return logits_RV.add_(gumbel(bits_RV))
 
 
+def _drawn(x_RV: FloatArray, rows: Sequence[Row], largest_R: IntArray) -> IntArray:
+    """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU. Overwrites the logits `x_RV`
+    and `largest_R`, which says where they are largest.
+
+    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). Where the logit is largest, x is
+    0: another token wins only with E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
+    Noise is made for the two or three tokens of a row that are left, and they are compared as `scores` has them.
+    """
+    tops_R = np.arange(len(rows)), largest_R
+    x_RV -= x_RV[tops_R][:, None]
+    x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
+    _filter(torch.from_numpy(x_RV), rows)
+    keys_R2 = np.array([divmod(_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
+    bits_RV = _mixed(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
+    exponentials_R = -np.log1p((bits_RV[tops_R] + 0.5) * -(2.0**-32))
+    limits_RV = np.exp(x_RV)
+    limits_RV *= (exponentials_R * (LENIENCY * 2.0**32)).astype(np.float32)[:, None]
+    rivals_N = np.flatnonzero(bits_RV.astype(np.float32) <= limits_RV)
+    if len(rivals_N) > len(rows):
+        noise_N = gumbel(torch.from_numpy(bits_RV.reshape(-1)[rivals_N].astype(np.int64))).numpy()
+        scores_N = x_RV.reshape(-1)[rivals_N] + noise_N
+        best = [BARRED] * len(rows)
+        for rival, score in zip(rivals_N.tolist(), scores_N.tolist(), strict=True):
+            row, token = divmod(rival, x_RV.shape[1])
+            if score > best[row]:  # so that of equal ones the lowest id wins: it comes first
+                best[row], largest_R[row] = score, token
+    return largest_R
+
+
 def _warp(logits_RV: Tensor, rows: Sequence[Row]) -> None:
     """Steps 4 and 5, in place: every row relative to its largest logit. At T = 0 the result means nothing."""
-    temperatures = [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
     logits_RV -= logits_RV.amax(-1, keepdim=True)
-    logits_RV /= torch.tensor(temperatures, device=logits_RV.device)[:, None]
+    logits_RV /= torch.tensor(_temperatures(rows), device=logits_RV.device)[:, None]
     _filter(logits_RV, rows)
+
+
+def _temperatures(rows: Sequence[Row]) -> list[float]:
+    return [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
 
 
 def _filter(logits_RV: Tensor, rows: Sequence[Row]) -> None:
     """Step 5, in place, for rows whose largest logit is 0."""
     alike: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
-        alike[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
+        if row.params.filtered:
+            alike[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
     for (min_p, top_k, top_p), members in alike.items():
-        if min_p > 0 or top_k > 0 or top_p < 1:
-            logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
+        logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
 
 
 def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:

@@ -67,6 +67,11 @@ class SamplingParams(Settings):
         return self.temperature == 0.0
 
     @property
+    def filtered(self) -> bool:
+        """Whether a filter may leave tokens out."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+    @property
     def penalised(self) -> bool:
         """Whether the law of a token depends on which tokens came before, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

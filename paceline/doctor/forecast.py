@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.budget import Cost, worthwhile
+from paceline.budget import RowCost, worthwhile
 from paceline.doctor.figures import Acceptance
 
 
-def forecast(acceptance: Acceptance, requests: int, most_rows: int, cost: Cost) -> float:
+def forecast(acceptance: Acceptance, requests: int, most_rows: int, cost: RowCost) -> float:
     """Tokens per second of so many requests at once, if each step verifies the nodes that pay.
 
     `cost`: of a pass, by rows; it has no more than `most_rows`.
@@ -22,7 +22,7 @@ def forecast(acceptance: Acceptance, requests: int, most_rows: int, cost: Cost) 
     return (requests + sum(worth[:count])) / cost(requests + count)
 
 
-def answering_s(acceptance: Acceptance, sizes: Sequence[tuple[int, int]], most_rows: int, cost: Cost) -> float:
+def answering_s(acceptance: Acceptance, sizes: Sequence[tuple[int, int]], most_rows: int, cost: RowCost) -> float:
     """Seconds until requests that come at once are all answered. `sizes`: of each, the tokens of its prompt and of its
     answer.
 

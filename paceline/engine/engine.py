@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from paceline.budget import FREE_ROWS, Calibration, RowCost
+from paceline.budget import FREE_ROWS, Calibration, RowCost, StepCost
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.compiling import Compiling
 from paceline.engine.drafting import Drafting
@@ -40,6 +40,8 @@ log = logging.getLogger(__name__)
 
 MOST_TOLD = 256
 """Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+REPORT_S = 0.1
+"""How often deltas bring statistics of requests that go on."""
 
 
 @dataclass(slots=True)
@@ -78,7 +80,8 @@ class Engine:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.caveat)
         self._clock = clock
         lockstep = speculation.draft_schedule == "lockstep"
-        waiting = waiting_for(drafting.concurrent, lockstep, cost, clock)
+        self._cost = StepCost(cost)
+        waiting = waiting_for(drafting.concurrent, lockstep, self._cost, clock)
         self._guesses = Guesses(
             drafting,
             beside,
@@ -92,7 +95,7 @@ class Engine:
         self.hidden_layers = tuple(drafting.hidden_state_layers)
         self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
         """Of full passes."""
-        budgeted = cost if speculation.row_budget else FREE_ROWS
+        budgeted = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
         self._hidden = HiddenStates(model.slots)
         self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
         grammars = grammars or Grammars.of(model.name, model.vocabulary_size)
@@ -104,6 +107,9 @@ class Engine:
         self._tally = _Tally()
         self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
         """What the last step did."""
+        self.reports = False
+        """Whether the last step's deltas bring statistics, as they do now and then; a last delta always does."""
+        self._reported = -REPORT_S
 
     @property
     def busy(self) -> bool:
@@ -150,6 +156,8 @@ class Engine:
         start = self._clock()
         self._begin_compiled(idle=not (self._scheduler.running or self._scheduler.waiting))
         deltas, self._ended = self._ended, []
+        self.reports = start - self._reported >= REPORT_S
+        self._reported = start if self.reports else self._reported
         drawing = list(self._scheduler.drawing())  # the scheduler's own list changes in the step
         self._guesses.gather(self._requests, drawing)
         gathered = self._clock()
@@ -160,7 +168,7 @@ class Engine:
             self._guesses.judge(self._scheduler.refused)
         self._guesses.flush()
         if drawing:
-            self._guesses.stepped(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
+            self._cost.observe(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
         self._report(works, deltas, self._clock() - start)
         return deltas
 
@@ -274,7 +282,7 @@ class Engine:
             [i < accepted for i in range(len(tokens))],
             self._log_probs(request, logits, places, tokens),
             reason,
-            speculation=request.stats.snapshot(),
+            speculation=request.stats.snapshot() if self.reports or reason is not None else None,
             error=error,
         )
         self._guesses.count(request, pooled)

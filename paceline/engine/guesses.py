@@ -99,10 +99,6 @@ class Guesses:
         if trial := self._trial_of.get(request.key):
             trial.count(request, accepted)
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """A step of so many rows, none of them of prompts, took so long after `gather`."""
-        self._waiting.stepped(rows, seconds)
-
     def judge(self, refused: float) -> None:
         """A step has ended. Drafts that do not pay are paused for a while; all are told what nobody would verify.
 

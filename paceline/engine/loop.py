@@ -9,12 +9,14 @@ from paceline.compute.pipe import Pipe, PipeClosedError
 from paceline.engine.engine import Engine
 from paceline.engine.orders import Cancel, Hearsay, Stepped
 from paceline.messages import Submission
+from paceline.telemetry.step import StepStats
 
 
 class EngineLoop:
     """Steps an engine while it is busy and sleeps while it is not, until the pipe closes.
 
-    Every step is told as `Stepped`; a request's deltas, errors too, are in there.
+    Every step is told as `Stepped`, with its deltas, those of errors, too. Statistics go with those steps in which
+    they are due, a request ends, or nothing is left to do.
     """
 
     def __init__(self, engine: Engine, pipe: Pipe) -> None:
@@ -22,6 +24,7 @@ class EngineLoop:
         self._pipe = pipe
         # Not at once: the engine reads the pipe, for growth, in the middle of a step, too.
         self._orders: deque[Submission | Cancel | Hearsay] = deque()
+        self._untold: list[StepStats] = []
         pipe.deliver(Submission, self._orders.append)
         pipe.deliver(Cancel, self._orders.append)
         pipe.deliver(Hearsay, self._orders.append)
@@ -34,8 +37,15 @@ class EngineLoop:
                 self._pipe.receive(0.0 if self._engine.busy or self._orders else None)
                 self._follow_orders()
                 if self._engine.busy:
-                    deltas = self._engine.step()
-                    self._pipe.send(Stepped(deltas, self._engine.load, self._engine.last_step))
+                    self._pipe.send(self._step())
+
+    def _step(self) -> Stepped:
+        engine = self._engine
+        deltas = engine.step()
+        self._untold.append(engine.last_step)
+        due = engine.reports or not engine.busy or any(delta.finish_reason for delta in deltas)
+        told, self._untold = (self._untold, []) if due else ([], self._untold)
+        return Stepped(deltas, engine.load, told)
 
     def _follow_orders(self) -> None:
         while self._orders:

@@ -29,11 +29,11 @@ class Hearsay:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """One step was made."""
+    """One step was made. `stats` are those of steps since they were last told, itself the last; mostly none."""
 
     deltas: Sequence[Delta]
     load: Load
-    stats: StepStats
+    stats: Sequence[StepStats] = ()
 
 
 @dataclass(frozen=True, slots=True)

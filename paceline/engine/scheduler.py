@@ -14,7 +14,7 @@ from heapq import merge
 from itertools import islice
 from operator import itemgetter
 
-from paceline.budget import Cost, worthwhile
+from paceline.budget import StepCost, worthwhile
 from paceline.config import EngineConfig
 from paceline.engine.request import POOL, Request
 from paceline.engine.slots import OutOfSlots, SlotPool
@@ -40,7 +40,7 @@ class Work:
 class Scheduler:
     """Waiting and running requests, and the slots that they share. `running` is ordered by admission, oldest first."""
 
-    def __init__(self, config: EngineConfig, pool: SlotPool, cost: Cost) -> None:
+    def __init__(self, config: EngineConfig, pool: SlotPool, cost: StepCost) -> None:
         self.pool = pool
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -144,7 +144,7 @@ class Scheduler:
         if not offers:
             return
         probabilities = [math.exp(-offer[0]) for offer in offers]
-        count = worthwhile(probabilities, len(drawing), needed, most, self._cost)
+        count = worthwhile(probabilities, len(drawing), needed, most, self._cost.passes, self._cost.rest_s)
         self.refused = probabilities[count] if count < len(offers) else 0.0
         for (_, work, node), slot in zip(offers, self.pool.take(count), strict=False):
             work.nodes.append(node)
@@ -178,11 +178,11 @@ class Outlook:
     rows: int
 
 
-def outlook(drawing: Sequence[Request], cost: Cost) -> Outlook:
+def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     """Of a step that runs these requests, all of which draw, with the guesses they have."""
     guesses = [(request, best_guesses(request)) for request in drawing]
     probabilities = sorted((_chance(node) for _, nodes in guesses for node in nodes), reverse=True)
-    count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost)
+    count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost.passes, cost.rest_s)
     drafted = [(request, nodes) for request, nodes in guesses if request.drafted]
     heights = [height(request, nodes) for request, nodes in drafted]
     own, frontier, beyond, levels = 0.0, 0.0, defaultdict[int, float](float), 0

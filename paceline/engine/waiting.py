@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from paceline.budget import Cost, NextRound, Patience, Price, StepCost
+from paceline.budget import NextRound, Patience, Price, StepCost
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
 
@@ -32,9 +32,6 @@ class Waiting(Protocol):
     def refused(self, path_probability: float) -> bool:
         """A step had no row for a guess as probable as this, but for all that are more so; whether `wanted` changed."""
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        """A step of so many rows, none of them of prompts, took so long once it was not held back any more."""
-
 
 class LockStep:
     """What a target does that asks its draft: wait until it has drafted, verify, commit, wait again."""
@@ -57,8 +54,6 @@ class LockStep:
     def refused(self, path_probability: float) -> bool:
         return False
 
-    def stepped(self, rows: int, seconds: float) -> None: ...
-
     def _lacks(self, request: Request) -> bool:
         return request.drafted and height(request, best_guesses(request)) < request.depth_allowed()
 
@@ -66,10 +61,8 @@ class LockStep:
 class Priced:
     """What the schedules share that wait only where it pays: guesses have a price, and steps a cost."""
 
-    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
-        """`cost`: of a pass."""
+    def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         self._cost = cost
-        self._step_cost = StepCost(cost)
         self._clock = clock
         self._price = Price()
 
@@ -80,23 +73,20 @@ class Priced:
     def refused(self, path_probability: float) -> bool:
         return self._price.observe(path_probability)
 
-    def stepped(self, rows: int, seconds: float) -> None:
-        self._step_cost.observe(rows, seconds)
-
 
 class Streamed(Priced):
     """Verify what is there, and wait only where that earns more tokens per second (`Patience`)."""
 
     ahead = 2
 
-    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         super().__init__(cost, clock)
         self._patience = Patience()
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         waited_s = 0.0
         now = outlook(drawing, self._cost)
-        while wait_s := self._patience.wait_s(now.height, now.tokens, self._step_cost(now.rows) + waited_s):
+        while wait_s := self._patience.wait_s(now.height, now.tokens, self._cost(now.rows) + waited_s):
             start = self._clock()
             came = receive(wait_s)
             delay_s = self._clock() - start
@@ -114,7 +104,7 @@ class TakingTurns(Priced):
     AT_MOST_S = 1.0
     """A round that takes longer is given up."""
 
-    def __init__(self, cost: Cost, clock: Clock = time.perf_counter) -> None:
+    def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         super().__init__(cost, clock)
         self._next = NextRound()
 
@@ -134,11 +124,11 @@ class TakingTurns(Priced):
                 return
 
     def _pays(self, now: Outlook, drafting_s: float) -> bool:
-        step_s = self._step_cost(now.rows) + drafting_s
+        step_s = self._cost(now.rows) + drafting_s
         return self._next.pays(now.frontier, now.tokens, step_s, beyond=now.beyond, rounds_left=now.levels)
 
 
-def waiting_for(concurrent: bool, lockstep: bool, cost: Cost, clock: Clock) -> Waiting:
+def waiting_for(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> Waiting:
     """`concurrent`: whether drafts go on while the target computes."""
     if lockstep:
         return LockStep(clock)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from paceline.budget import ROW_BUCKET, RowCost
+from paceline.budget import RowCost
 from paceline.compute.pipe import Sorter
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.engine.drafting import Drafting, NoDrafting
@@ -153,9 +153,9 @@ class _Run:
         return self._outcome
 
     def _model(self, spec: TimedModel, most_rows: int) -> tuple[_Metered, RowCost]:
-        rows = range(ROW_BUCKET, most_rows + 1, ROW_BUCKET)
+        rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
         model = _Metered("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
-        return model, RowCost(list(rows), [max(spec.seconds(count), 1e-9) for count in rows])
+        return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
 
     def _engine_says(self, message: object) -> None:
         """Called by the engine's thread; what it takes of a CPU here is not the engine's."""

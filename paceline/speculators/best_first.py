@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from torch import Tensor
 
-from paceline.budget import ROW_BUCKET, Haste, RowCost, StepCost, worthwhile
+from paceline.budget import RowCost, StepCost, worthwhile
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.by_law import DrawnGuess, draw_guesses
@@ -37,9 +37,7 @@ from paceline.verify import STRATEGIES
 
 MOST_ROWS = 256
 """Rows of one round."""
-MOST_PRICE = 0.2
-"""Path probability of guesses that are made however slow a round is."""
-BY_THE_BUCKET = RowCost([ROW_BUCKET], [1.0])
+UNMEASURED = RowCost([8], [1.0])
 """What rows cost where nobody has measured it."""
 
 D = TypeVar("D", bound="Draft")
@@ -143,12 +141,11 @@ class BestFirst(Follower[D]):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`slots`: positions for which there is room. `tree_width`: most children per node. `cost`: of the network's
-        passes, if anybody measured it. Guesses whose path is not likelier than `least_path_probability`, or than what a
-        row costs (`Haste`), are not made; with 0 none is too unlikely or too dear."""
+        passes, if anybody measured it. Guesses whose path is not likelier than `least_path_probability`
+        are not made; with 0 none is too unlikely."""
         super().__init__(slots, least_path_probability)
         self._width = tree_width
-        self._cost = StepCost(cost or BY_THE_BUCKET)
-        self._haste = Haste() if cost and least_path_probability else None
+        self._cost = StepCost(cost or UNMEASURED)
         self._clock = clock
 
     @abstractmethod
@@ -177,15 +174,6 @@ class BestFirst(Follower[D]):
         if any(draft.slots.keys() - set(draft.tree.nodes()) for draft in self._drafts.values()):
             raise AssertionError("a guess that was forgotten holds a slot")
         super().check_integrity()
-
-    def _moved(self, draft: D, tokens: int) -> None:
-        if self._haste and draft.opening.max_nodes:
-            self._haste.observe(tokens, self._clock())
-        super()._moved(draft, tokens)
-
-    def _floor(self, wanted: float) -> float:
-        price = self._haste.price(self._cost.row_s) if self._haste else 0.0
-        return super()._floor(max(wanted, min(price, MOST_PRICE)))
 
     @property
     def _within_reach(self) -> int:
@@ -226,7 +214,7 @@ class BestFirst(Follower[D]):
         hands = [list(itertools.islice(self._likeliest(drafts), most)) for drafts in owned]
         offered = itertools.islice(heapq.merge(*hands, key=_unlikeliness_of), most)
         chances = [math.exp(node.path_log_prob) for _, node in offered]
-        count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
+        count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost.passes, self._cost.rest_s)
         self._turn += count
         chosen = itertools.islice(dealt(map(iter, hands)), count)
         for draft, node in sorted(chosen, key=_node_id):  # on the wire, parents cost least in this order

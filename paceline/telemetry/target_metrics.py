@@ -17,7 +17,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
 class TargetMetrics:
-    """Fed with one `StepStats` per engine step; its docstring has the queries."""
+    """Fed with the `StepStats` of each engine step; its docstring has the queries."""
 
     def __init__(self, registry: CollectorRegistry, model: str, slots: int) -> None:
         """`slots`: positions that the KV cache holds."""

@@ -67,9 +67,9 @@ class Bookkeeping(Periodic):
         self._steps: deque[StepStats] = deque()
         self._requests: dict[str, _Progress] = {}
 
-    def observe(self, step: StepStats) -> None:
-        """One engine step; it is counted in a moment."""
-        self._steps.append(step)
+    def observe(self, steps: Sequence[StepStats]) -> None:
+        """Engine steps; they are counted in a moment."""
+        self._steps.extend(steps)
 
     def submitted(self, engine_id: str, submission: Submission) -> None:
         committed = list(submission.committed)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline import sampling
 from paceline.config import SamplingParams
 from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores, shortlist
 
@@ -274,6 +275,46 @@ def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules
             assert torch.equal(draw(logits[order], [rows[i] for i in order]), together[order].argmax(-1))
     finally:
         torch.set_num_threads(before)
+
+
+class TestRivals:
+    """On CPUs a draw looks only at tokens whose integers are below a limit."""
+
+    def drawn_and_scored(self, spread: float, count: int = 2000, **settings: object) -> tuple[Tensor, Tensor]:
+        """Draws, and where the scores of the same rows are largest."""
+        params = SamplingParams(seed=17, **settings)
+        history = History(params, [], [], 60)
+        rows = [Row(params, position, history) for position in range(count)]
+        logits = torch.randn(count, 60, generator=torch.Generator().manual_seed(7)) * spread
+        return draw(logits, rows), scores(logits, rows).argmax(-1)
+
+    @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 9.0])
+    @pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.9}])
+    def test_nobody_who_would_win_is_left_out(self, spread: float, settings: dict[str, object]) -> None:
+        drawn, largest = self.drawn_and_scored(spread, **settings)
+        assert torch.equal(drawn, largest)
+
+    @pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
+    def test_a_limit_that_is_too_low_is_seen(self, leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sampling, "LENIENCY", leniency)
+        drawn, largest = self.drawn_and_scored(0.3, 20_000)
+        assert not torch.equal(drawn, largest)
+
+    def test_one_that_is_just_as_good_and_comes_first_wins(self) -> None:
+        """To the last bit: token 3 has a smaller logit than 7, and with its noise the same score."""
+        ties = 0
+        for position in range(300):
+            noise = gumbel(noise_bits([0], [position], torch.arange(VOCABULARY)))[0]
+            logits = torch.full((1, VOCABULARY), -60.0)
+            logits[0, 7], logits[0, 3] = 0.0, noise[7] - noise[3]
+            if logits[0, 3] < 0 and logits[0, 3] + noise[3] == noise[7]:
+                assert draw(logits, [self.row(position)]).tolist() == [3]
+                ties += 1
+        assert ties > 50
+
+    def row(self, position: int) -> Row:
+        params = SamplingParams()
+        return Row(params, position, History(params, [], [], VOCABULARY))
 
 
 class TestLogProbs:

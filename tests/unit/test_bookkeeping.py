@@ -20,8 +20,7 @@ DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True
 async def keep_books(store: Store, steps: Sequence[StepStats]) -> None:
     async with store.recorder() as recorder:
         books = Bookkeeping(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
-        for step in steps:
-            books.observe(step)
+        books.observe(steps)
         await books.once()
 
 

@@ -177,7 +177,7 @@ class TestForecast:
 
     def test_rows_that_cost_more_than_they_bring_are_left_out(self) -> None:
         chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.05))])
-        dear = RowCost([8, 16, 24, 1024], [1.0, 1.5, 3.0, 128.0])
+        dear = RowCost([8, 16, 17, 24, 1024], [1.0, 1.5, 3.0, 3.0, 128.0])
         assert forecast(chain, 8, 256, dear) == pytest.approx((8 + 8 * 0.8) / 1.5)
 
     def test_a_tree_needs_more_rows_for_the_same_tokens(self) -> None:
@@ -202,7 +202,7 @@ class TestForecast:
 
     def test_an_answer_that_is_over_leaves_a_cheaper_pass(self) -> None:
         """Nine rows take 3 seconds, eight take 2: one pass for the prompts, two for nine requests, four for eight."""
-        cost, plain = RowCost([8, 16], [2.0, 3.0]), Acceptance(0.0, [])
+        cost, plain = RowCost([8, 9, 16], [2.0, 3.0, 3.0]), Acceptance(0.0, [])
         assert answering_s(plain, [(1, 3), *[(1, 7)] * 8], 16, cost) == pytest.approx(3 + 2 * 3 + 4 * 2)
 
     def test_nothing_drafted_is_plain(self) -> None:

@@ -25,7 +25,6 @@ from paceline.model.rows import Row as ModelRow
 from paceline.model.table import TableModel
 from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.best_first import MOST_PRICE
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.follower import PREFILL_ROWS, dealt
 from paceline.tree import Growth, Node, TokenTree
@@ -184,7 +183,9 @@ class TestGuesses:
 class TestRounds:
     """How many guesses a round expands follows from what rows cost."""
 
-    @pytest.mark.parametrize(("cost", "most"), [(RowCost([8, 64], [1.0, 1.0]), 64), (RowCost([8, 64], [1.0, 8.0]), 8)])
+    @pytest.mark.parametrize(
+        ("cost", "most"), [(RowCost([8, 64, 65], [1.0, 1.0, 9.0]), 64), (RowCost([8, 64], [1.0, 8.0]), 8)]
+    )
     def test_free_rows_are_used_and_dear_ones_are_not(self, cost: RowCost, most: int) -> None:
         draft = DraftModel(table(), 3, cost, least_path_probability=0.0)
         draft.open(opening(depth=8))
@@ -207,44 +208,6 @@ class Recording(TableModel):
 def expanded(grown: dict[int, Growth]) -> dict[int, int]:
     """How many nodes of each request a round has expanded."""
     return {key: len(set(growth.parent_ids)) for key, growth in grown.items()}
-
-
-def hurried(row_s: float, commits_per_s: int, configured: float, committing: int = 1) -> list[float]:
-    """Path probabilities of what is guessed for request 1 after many commits of one of two; request 2 is paused."""
-    now = 0.0
-    draft = DraftModel(table(4000, 2000), 4, RowCost([8, 64], [8 * row_s, 64 * row_s]), configured, lambda: now)
-    draft.open(opening(depth=3, key=1))
-    draft.open(opening(depth=3, key=2))
-    draft.limit(Limit(2, 0, 0))
-    tokens = {1: [*PROMPT], 2: [*PROMPT]}
-    for key, token in [(committing, token) for token in [2, 7] * 500] + [(1, 2)]:
-        now += 1 / commits_per_s
-        draft.commit(Commit(key, len(tokens[key]) - 1, [token], 0))
-        tokens[key].append(token)
-    replica = Replica(opening(tokens[1], depth=3))
-    for grown in rounds(draft):
-        if grown:
-            replica.graft(grown[1])
-    return [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
-
-
-@pytest.mark.parametrize(
-    ("commits_per_s", "configured", "least"), [(2000, 1e-6, 0.05), (1, 1e-6, 0.0), (2000, 0.0, 0.0)]
-)
-def test_the_faster_requests_go_on_the_likelier_a_guess_has_to_be(
-    commits_per_s: int, configured: float, least: float
-) -> None:
-    """A row of 0.1 ms holds up 2,000 tokens per second, of which a quarter is lost: 0.05 tokens. To whoever wants all,
-    none is too dear."""
-    assert 0.95 * least < min(hurried(1e-4, commits_per_s, configured)) < 2 * least + 0.02
-
-
-def test_a_paused_request_is_not_held_up() -> None:
-    assert min(hurried(1e-4, 2000, 1e-6, committing=2)) < 0.02
-
-
-def test_likely_guesses_are_made_however_dear_rows_are() -> None:
-    assert min(hurried(1.0, 2000, 1e-6)) > 0.9 * MOST_PRICE
 
 
 def test_a_limit_that_is_raised_is_used_at_once() -> None:

@@ -226,6 +226,8 @@ class TestDrafts:
         target.submit(submission("a", 5))
         target.step()
         script.next = News(lost=[1])
+        target.step()
+        target.cancel("a")
         [delta] = target.step()
         assert delta.speculation is not None
         assert delta.speculation.drafts == ["first", "second"]
@@ -426,7 +428,7 @@ def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
     told: list[tuple[int, float]] = []
-    target._guesses.stepped = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
+    target._cost.observe = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
     steps: list[StepStats] = []
     served(target, submission("a", 9, output=40), steps=steps)
     assert told == [(step.rows, 0.25) for step in steps if step.rows and not step.prompt_tokens]

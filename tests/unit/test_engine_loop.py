@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import News, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import Stepped
-from paceline.messages import Submission
+from paceline.messages import SpeculationStats, Submission
+from paceline.model import Output
 from paceline.model.table import TableModel
 from tests.exactness.test_engine import FREE
 from tests.pipes import computing, joined
@@ -37,3 +40,30 @@ async def test_a_request_that_comes_during_the_last_step_of_another_is_served() 
         async with computing(connection, drafting.loop.run):
             connection.send(Submission("first", [1, 2], SamplingParams(max_tokens=1)))
             await until(lambda: ended == {"first", "second"})
+
+
+async def test_statistics_come_when_they_are_due_and_with_the_end_and_lack_no_step() -> None:
+    """The clock stands still between steps 0.03 s apart: every fourth one tells of itself and the three before."""
+    now, told = [0.0], list[Stepped]()
+    model = TableModel(8, 256, 256)
+    engine = Engine(model, EngineConfig(slots=256), SpeculativeConfig(), NoDrafting(), FREE, clock=lambda: now[0])
+
+    def hear(step: Stepped) -> None:
+        told.append(step)
+
+    run = model.run
+
+    def passing(*args: Any) -> Output:
+        now[0] += 0.03
+        return run(*args)
+
+    model.run = passing  # type: ignore[method-assign]
+    async with joined() as (connection, pipe):
+        connection.deliver(Stepped, hear)
+        async with computing(connection, EngineLoop(engine, pipe).run):
+            connection.send(Submission("r", [1, 2], SamplingParams(max_tokens=11)))
+            await until(lambda: bool(told) and told[-1].deltas[-1].finish_reason is not None)
+    assert [len(step.stats) for step in told] == [1, 0, 0, 0, 4, 0, 0, 0, 4, 0, 2]
+    assert sum(each.generation_tokens for step in told for each in step.stats) == 11
+    assert [step.deltas[0].speculation is not None for step in told] == [bool(step.stats) for step in told]
+    assert told[-1].deltas[0].speculation == SpeculationStats(steps=11)

@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 
-from paceline.budget import NextRound, Patience
+from paceline.budget import NextRound, Patience, RowCost, StepCost
 from paceline.engine.request import POOL, Request
 from paceline.engine.waiting import LockStep, waiting_for
 from paceline.tree import Growth, TokenTree
@@ -17,6 +17,7 @@ from tests.bare import bare_request
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
+PASSES = RowCost([1, 100], [STEP_S, STEP_S])
 ROOM = 100
 
 
@@ -181,7 +182,8 @@ class Turns:
     def rounds(self) -> int:
         """How many the last of them gets."""
         now = [0.0]
-        waiting = waiting_for(self.concurrent, False, lambda rows: STEP_S, lambda: now[0])
+        cost = StepCost(PASSES)
+        waiting = waiting_for(self.concurrent, False, cost, lambda: now[0])
         for turn in range(60):
             request = bare_request([1, 2, 3], draft="somebody")
             request.heard, tree = turn == 59, request.tree
@@ -197,7 +199,7 @@ class Turns:
                 return True
 
             waiting.wait([request], receive)
-            waiting.stepped(1 + tree.size, self.step_s)
+            cost.observe(1 + tree.size, self.step_s)
         return len(made)
 
 
@@ -236,7 +238,7 @@ def test_a_doubtful_chain_of_others_is_asked_about(chances: Sequence[float], tok
 def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ever() -> None:
     """It held the engine, and all requests with it, for as long as it liked."""
     now, patience = [0.0], list[float]()
-    waiting = waiting_for(True, True, lambda rows: STEP_S, lambda: now[0])
+    waiting = waiting_for(True, True, StepCost(PASSES), lambda: now[0])
     request = bare_request([1, 2, 3], draft="somebody")
 
     def receive(timeout_s: float) -> bool:

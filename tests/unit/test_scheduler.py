@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.budget import RowCost
+from paceline.budget import RowCost, StepCost
 from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, outlook
@@ -21,8 +21,8 @@ from tests.bare import bare_request
 
 SLOTS = 256
 ROOM = 100
-FREE = RowCost([8, 256], [1.0, 1.001])
-STEEP = RowCost([8, 16], [1.0, 100.0])
+FREE = StepCost(RowCost([8, 256], [1.0, 1.001]))
+STEEP = StepCost(RowCost([8, 16], [1.0, 100.0]))
 
 
 def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (4, 8), token: int = 0) -> Request:
@@ -30,7 +30,7 @@ def request(key: int, prompt: int, output: int = 10, limits: tuple[int, int] = (
     return bare_request([token] * prompt, key=key, output=output, limits=limits)
 
 
-def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: RowCost = FREE) -> Scheduler:
+def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: StepCost = FREE) -> Scheduler:
     config = EngineConfig(slots=SLOTS, max_num_batched_rows=rows, max_num_seqs=seqs)
     return Scheduler(config, SlotPool(SLOTS, caching=caching), cost)
 
