@@ -207,6 +207,31 @@ def methods(
 
 
 @bench.command()
+def peers(
+    engines: Annotated[list[str] | None, typer.Option(help="paceline, llama.cpp, vllm or transformers")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+    workloads: Annotated[list[str] | None, typer.Option(help="code, code-0.8, questions, edits or json")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each prompt is asked.")] = 3,
+    environments: Annotated[Path, typer.Option(help="Where the others are installed.")] = Path(".venv-peers"),
+    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+) -> None:
+    """This engine beside llama.cpp, vLLM and transformers, at two sizes; name several by repeating an option."""
+    from rich.console import Console
+
+    from paceline.cli import bench_peers
+
+    given = {"engines": engines, "sizes": sizes, "loads": workloads}
+    with start_errors():
+        wish = bench_peers.Wish(
+            **{name: names for name, names in given.items() if names}, repeats=repeats, folder=environments
+        )
+        result = bench_peers.run(Console(highlight=False), wish)
+    if svg is not None:
+        svg.write_text(bench_peers.picture(result))
+    typer.echo(json.dumps(result))
+
+
+@bench.command()
 def control_plane(
     streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
 ) -> None:

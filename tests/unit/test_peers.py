@@ -1,0 +1,445 @@
+"""Other engines: their processes, environments and files, and what `paceline bench peers` makes of what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from paceline import family
+from paceline.cli import bench_peers, main
+from paceline.cli.bench_peers import LOADS, METHODS, Line, Wish, models, picture, ratios
+from paceline.cli.child import StartError
+from paceline.cli.workloads import Workload
+from paceline.peers import environments
+from paceline.peers.environments import DONE, NotInstalledError, python_of
+from paceline.peers.process import EngineError, EngineProcess
+from tests.checkpoints import save_checkpoint
+
+TOY = Path(__file__).parents[1] / "toy_engine.py"
+WISH = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "seed": 7, "max_tokens": 3}
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[EngineProcess]:
+    process = toy(tmp_path)
+    yield process
+    process.close()
+
+
+def toy(folder: Path) -> EngineProcess:
+    root = str(TOY.parents[1])
+    return EngineProcess("toy", [sys.executable, str(TOY)], {"PYTHONPATH": root}, folder / "toy.log")
+
+
+def is_stopped(engine: EngineProcess) -> bool:
+    """A signal takes its time to arrive."""
+    for _ in range(500):
+        if Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class TestAProcess:
+    def test_answers_line_by_line(self, engine: EngineProcess) -> None:
+        assert engine.start({}) == ["plain", "refusing", "dying", "slow"]
+        for _ in range(2):
+            tokens, seconds = engine.ask(WISH)
+            assert tokens == [[6, 7, 8], [9, 10, 11]]
+            assert 0 < seconds < 1
+
+    def test_tells_how_long_its_own_call_took(self, engine: EngineProcess) -> None:
+        engine.start({})
+        _, seconds = engine.ask({**WISH, "method": "slow"})
+        assert 0.2 <= seconds < 2
+
+    def test_is_stopped_while_nobody_asks(self, engine: EngineProcess) -> None:
+        engine.start({})
+        assert is_stopped(engine)
+        engine.ask(WISH)
+        assert is_stopped(engine)
+
+    def test_lives_on_after_an_error(self, engine: EngineProcess) -> None:
+        engine.start({})
+        with pytest.raises(EngineError, match="toy: ValueError: it takes 1 at once"):
+            engine.ask({**WISH, "method": "refusing"})
+        assert engine.ask(WISH)[0][0] == [6, 7, 8]
+
+    def test_that_cannot_load_says_why(self, engine: EngineProcess) -> None:
+        with pytest.raises(EngineError, match="nothing to load"):
+            engine.start({"broken": True})
+
+    def test_that_died_is_gone_for_good(self, engine: EngineProcess) -> None:
+        engine.start({})
+        for _ in range(2):
+            with pytest.raises(EngineError, match=r"gone: see .*toy\.log"):
+                engine.ask({**WISH, "method": "dying"})
+
+    def test_that_says_nothing_is_not_waited_for(self, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine.start({})
+        monkeypatch.setattr("paceline.peers.process.ANSWER_S", 0.05)
+        began = time.perf_counter()
+        with pytest.raises(EngineError, match="no answer in"):
+            engine.ask({**WISH, "method": "slow"})
+        assert time.perf_counter() - began < 0.19
+
+    def test_that_was_late_is_not_asked_again(self, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its answer would be taken for that to the next question."""
+        engine.start({})
+        monkeypatch.setattr("paceline.peers.process.ANSWER_S", 0.05)
+        with pytest.raises(EngineError, match="no answer in"):
+            engine.ask({**WISH, "method": "slow", "max_tokens": 1})
+        monkeypatch.undo()
+        with pytest.raises(EngineError, match="gone"):
+            engine.ask(WISH)
+
+    def test_is_ended_though_it_is_stopped(self, tmp_path: Path) -> None:
+        process = toy(tmp_path)
+        process.start({})
+        process.close()
+        assert not Path(f"/proc/{process.pid}").exists()
+
+
+RECIPE = [["install", "one"], ["install", "two"]]
+
+
+class TestAnEnvironment:
+    @pytest.fixture(autouse=True)
+    def recipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(environments, "RECIPES", {"toy": RECIPE})
+
+    @pytest.fixture
+    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+        """What pip is told."""
+        told: list[Sequence[str]] = []
+        monkeypatch.setattr(environments, "_pip", lambda python, command: told.append(command))
+        monkeypatch.setattr(environments.venv, "create", lambda place, with_pip: self.make(place))
+        return told
+
+    def make(self, place: Path) -> None:
+        (place / "bin").mkdir(parents=True)
+        (place / "bin" / "python").touch()
+
+    def test_is_made_once(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+        python = python_of("toy", tmp_path)
+        assert python == tmp_path / "toy" / "bin" / "python"
+        assert told == RECIPE
+        assert python_of("toy", tmp_path) == python
+        assert len(told) == 2
+
+    def test_is_completed_if_it_is_of_another_recipe(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+        self.make(tmp_path / "toy")
+        (tmp_path / "toy" / DONE).write_text("install an older one")
+        python_of("toy", tmp_path)
+        assert told == RECIPE
+
+    def test_without_a_recipe_is_our_own(self, tmp_path: Path) -> None:
+        assert python_of("paceline", tmp_path) == Path(sys.executable)
+
+    def test_that_cannot_be_made_is_told_in_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.make(tmp_path / "toy")
+
+        def fails(python: Path, command: Sequence[str]) -> None:
+            raise subprocess.CalledProcessError(1, list(command), stderr="trying\nno route to the index\n")
+
+        monkeypatch.setattr(environments, "_pip", fails)
+        with pytest.raises(NotInstalledError, match=r"^toy cannot be installed: no route to the index$"):
+            python_of("toy", tmp_path)
+        assert not (tmp_path / "toy" / DONE).exists()
+
+    def test_is_tried_again_where_it_was_left_half_made(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+        self.make(tmp_path / "toy")
+        python_of("toy", tmp_path)
+        assert (tmp_path / "toy" / DONE).read_text() == "install one\ninstall two"
+
+
+class TestAModel:
+    def test_has_no_token_that_ends_a_text(self, tmp_path: Path) -> None:
+        places = models("shipped", tmp_path / "models")
+        for which in ("target", "draft"):
+            for name in ("config.json", "generation_config.json"):
+                assert json.loads((Path(places[which]) / name).read_text())["eos_token_id"] is None
+        shipped = family.path(family.NAMES[0])
+        assert (Path(places["target"]) / "model.safetensors").read_bytes() == (
+            shipped / "model.safetensors"
+        ).read_bytes()
+
+    def test_of_the_last_run_is_written_again(self, tmp_path: Path) -> None:
+        gguf = Path(models("shipped", tmp_path / "models")["gguf"])
+        gguf.write_text("of an older model")
+        models("shipped", tmp_path / "models")
+        assert not gguf.exists()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+    weights = {name: each.bfloat16() for name, each in load_file(folder / "model.safetensors").items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(checkpoint: Path) -> Mapping[str, Any]:
+    gguf = pytest.importorskip("gguf", reason="pip install gguf: `make setup` does")
+    from paceline.peers.gguf_file import write_gguf
+
+    write_gguf(checkpoint, checkpoint / "model.gguf")
+    reader = gguf.GGUFReader(checkpoint / "model.gguf")
+    assert reader.get_field("llama.attention.key_length").contents() == 16
+    assert reader.get_field("llama.attention.layer_norm_rms_epsilon").contents() == pytest.approx(1e-6)
+    return {tensor.name: tensor for tensor in reader.tensors}
+
+
+class TestAGgufFile:
+    """Read back with the package's own reader."""
+
+    def test_has_every_tensor_once(self, checkpoint: Path, tensors: Mapping[str, Any]) -> None:
+        assert len(tensors) == len(load_file(checkpoint / "model.safetensors"))
+
+    def test_keeps_every_bit_of_a_matrix(self, checkpoint: Path, tensors: Mapping[str, Any]) -> None:
+        weight = load_file(checkpoint / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]
+        assert tensors["blk.1.ffn_down.weight"].data.tobytes() == weight.view(torch.uint8).numpy().tobytes()
+        assert tensors["blk.1.ffn_down.weight"].tensor_type.name == "BF16"
+
+    def test_has_norms_in_float32(self, checkpoint: Path, tensors: Mapping[str, Any]) -> None:
+        weight = load_file(checkpoint / "model.safetensors")["model.norm.weight"]
+        assert np.array_equal(tensors["output_norm.weight"].data, weight.float().numpy())
+
+    @pytest.mark.parametrize(("ours", "theirs", "heads"), [("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)])
+    def test_turns_neighbours(
+        self, ours: str, theirs: str, heads: int, checkpoint: Path, tensors: Mapping[str, Any]
+    ) -> None:
+        """Turning number i with number i + D / 2, then dotting, is turning neighbours of the reordered rows."""
+        weight = load_file(checkpoint / "model.safetensors")[f"model.layers.0.self_attn.{ours}.weight"]
+        raw = torch.from_numpy(tensors[f"blk.0.{theirs}.weight"].data.copy())
+        x = torch.randn(64, generator=torch.Generator().manual_seed(1))
+        halves = (weight.float() @ x).view(heads, 2, -1)
+        pairs = (raw.view(torch.bfloat16).view(weight.shape).float() @ x).view(heads, -1, 2)
+        assert torch.allclose(pairs[..., 0], halves[:, 0])
+        assert torch.allclose(pairs[..., 1], halves[:, 1])
+
+    def test_is_not_written_of_other_dtypes(self, tmp_path: Path) -> None:
+        pytest.importorskip("gguf", reason="pip install gguf: `make setup` does")
+        from paceline.peers.gguf_file import write_gguf
+
+        with pytest.raises(ValueError, match="F32, not BF16"):
+            write_gguf(save_checkpoint(tmp_path / "float32"), tmp_path / "model.gguf")
+
+
+# Figures
+
+
+def rows(**speeds: float) -> list[dict[str, Any]]:
+    """Of `engine/method/load/batch` in the shipped size; `engine` alone: plain code."""
+    made = []
+    for key, speed in speeds.items():
+        engine, method, load, batch = (*key.split("/"), *["plain", "code", "1"][key.count("/") :])
+        made.append(
+            {"size": "shipped", "engine": engine, "method": method, "load": load, "batch": int(batch)}
+            | {"tokens_per_s": speed}
+        )
+    return made
+
+
+def test_the_best_method_counts() -> None:
+    told = ratios(rows(**{"paceline": 10, "paceline/ngram": 60, "llama.cpp": 20, "llama.cpp/prompt_lookup": 15}))
+    assert told["shipped: best / llama.cpp best, code"] == 3
+    assert told["shipped: speculative / plain, code"] == 6
+
+
+def test_one_figure_for_several_loads_is_their_geometric_mean() -> None:
+    told = ratios(
+        rows(
+            **{
+                "paceline": 40,
+                "paceline/plain/questions": 90,
+                "llama.cpp": 10,
+                "llama.cpp/plain/questions": 10,
+            }
+        )
+    )
+    assert told["shipped: plain / llama.cpp plain"] == 6
+
+
+def test_what_was_not_measured_has_no_ratio() -> None:
+    told = ratios(rows(**{"paceline": 40, "llama.cpp": 10}))
+    assert "shipped: plain / llama.cpp plain" not in told, "half of the loads"
+    assert told == {"shipped: best / llama.cpp best, code": 4.0}
+
+
+def test_batches_are_not_mixed() -> None:
+    speeds = {f"{engine}/plain/{load}/8": 8.0 for engine in ("paceline", "vllm") for load in ("code", "questions")}
+    assert ratios(rows(**speeds))["shipped: best / vllm best, batch 8"] == 1
+    assert "shipped: best / vllm best, batch 1" not in ratios(rows(**speeds))
+
+
+def test_the_slowest_way_to_draft_counts_where_it_does_not_pay() -> None:
+    speeds = {"paceline": 100, "paceline/ngram": 96, "paceline/eagle3": 120}
+    told = ratios(rows(**{f"{key if '/' in key else key + '/plain'}/code-0.8": speed for key, speed in speeds.items()}))
+    assert told["shipped: slowest method / plain, code-0.8"] == 0.96
+
+
+def test_an_output_is_equal_if_it_always_is() -> None:
+    plain, other = Line(), Line()
+    for _ in range(2):
+        plain.add(0, [[1, 2], [3, 4]], 1.0)
+    other.add(0, [[1, 2], [3, 4]], 1.0)
+    other.add(0, [[1, 2], [3, 5]], 1.0)
+    assert (plain.equal(plain), other.equal(plain)) == (2, 1)
+    assert Line().equal(plain) == 0
+
+
+def test_without_plain_decoding_nothing_is_equal() -> None:
+    other = Line()
+    other.add(0, [[1, 2]], 1.0)
+    assert other.equal(Line()) == 0
+
+
+def test_speed_counts_the_tokens_of_all_requests() -> None:
+    line = Line()
+    line.add(0, [[1, 2], [3, 4, 5]], 2.0)
+    assert line.speeds == [2.5]
+
+
+# A run
+
+
+PROMPTS = [[1, 2], [3, 4], [5, 6], [7, 8]]
+
+
+class Fake:
+    """In place of an engine's process: 96 tokens in 1 s, drafting in half of that"""
+
+    asked: ClassVar[list[tuple[str, str, int]]] = []
+    interrupt_at = math.inf
+
+    def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.engine = argv[-1]
+        self.threads = int(environment["OMP_NUM_THREADS"])
+
+    def start(self, setup: Mapping[str, Any]) -> list[str]:
+        if self.engine == "transformers":
+            raise EngineError("transformers, shipped is gone")
+        assert self.engine != "paceline" or setup["speculation"]["suffix + eagle3"]["model"] == "h"
+        return list(setup["methods"])
+
+    def ask(self, wish: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+        method, prompts = wish["method"], wish["prompts"]
+        if len(self.asked) >= self.interrupt_at:
+            raise KeyboardInterrupt
+        self.asked.append((self.engine, method, len(prompts)))
+        if self.engine == "llama.cpp" and method != "plain" and len(prompts) > 1:
+            raise EngineError("llama.cpp, shipped: it takes 1 at once")
+        tokens = [[prompt[0]] * wish["max_tokens"] for prompt in prompts]
+        return tokens, (1.0 if method == "plain" else 0.5) * (1.0 if self.threads == 1 else 0.8)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wish:
+    monkeypatch.setattr(bench_peers, "EngineProcess", Fake)
+    monkeypatch.setattr(bench_peers, "python_of", lambda engine, folder: Path(sys.executable))
+    monkeypatch.setattr(bench_peers, "models", lambda size, folder: {"target": size, "draft": "d", "head": "h"})
+    monkeypatch.setattr(bench_peers, "prompts_of", lambda workload: PROMPTS)
+    monkeypatch.setattr(bench_peers.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(bench_peers, "workloads", lambda: [Workload("code completion", "", [])])
+    monkeypatch.setattr(bench_peers, "repetitive_workloads", lambda: [])
+    monkeypatch.setattr(Fake, "asked", [])
+    return Wish(sizes=["shipped"], loads=["code"], repeats=2, folder=tmp_path / "peers")
+
+
+def run(wish: Wish) -> tuple[dict[str, Any], str]:
+    shown = io.StringIO()
+    return bench_peers.run(Console(file=shown, width=160), wish), shown.getvalue()
+
+
+def test_every_method_is_measured_in_turns(faked: Wish) -> None:
+    summary, shown = run(faked)
+    singles = [each for each in Fake.asked if each[2] == 1]
+    able = [(engine, method) for engine, methods in METHODS.items() for method in methods if engine != "transformers"]
+    assert [each[:2] for each in singles[-len(able) :]] == able
+    assert [each[:2] for each in singles[-2 * len(able) : -len(able)]] == able
+    speeds = {(row["engine"], row["method"], row["batch"]): row["tokens_per_s"] for row in summary["rows"]}
+    assert speeds["vllm", "plain", 1] == 96 / 0.8
+    assert speeds["vllm", "eagle3", 8] == 8 * 96 / 0.4
+    assert ("llama.cpp", "prompt_lookup", 8) not in speeds
+    assert all(row["equal"] == row["outputs"] == (4 if row["batch"] == 1 else 8) for row in summary["rows"])
+    assert summary["threads"] == {"paceline, shipped": 2, "llama.cpp, shipped": 2, "vllm, shipped": 2}
+    assert summary["ratios"]["shipped: best / llama.cpp best, code"] == 1
+    assert "120" in shown
+
+
+def test_what_is_missing_is_told_and_the_rest_measured(faked: Wish) -> None:
+    summary, shown = run(faked)
+    assert "left out: transformers, shipped is gone" in shown
+    assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp", "vllm"}
+    assert sum("takes 1 at once" in reason for reason in summary["left_out"]) == 2
+
+
+def test_an_engine_that_cannot_be_installed_is_left_out(faked: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(engine: str, folder: Path) -> Path:
+        if engine == "vllm":
+            raise NotInstalledError("vllm cannot be installed: no route")
+        return Path(sys.executable)
+
+    monkeypatch.setattr(bench_peers, "python_of", missing)
+    summary, shown = run(faked)
+    assert "left out: vllm cannot be installed: no route" in shown
+    assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp"}
+
+
+def test_after_an_interruption_there_is_what_was_measured(faked: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Fake, "interrupt_at", 60)
+    summary, shown = run(faked)
+    assert "interrupted" in shown
+    assert summary["rows"]
+    assert all(row["batch"] == 1 for row in summary["rows"])
+
+
+def test_names_that_are_none_are_refused() -> None:
+    for wrong in ({"engines": ["sglang"]}, {"sizes": ["huge"]}, {"loads": ["poems"]}):
+        with pytest.raises(StartError, match="choose of"):
+            Wish(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_command_ends_with_one_line_of_json(faked: Wish, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    svg = tmp_path / "peers.svg"
+    options = ["--sizes", "shipped", "--workloads", "code", "--repeats", "1", "--environments", str(faked.folder)]
+    result = CliRunner().invoke(main, ["bench", "peers", *options, "--svg", str(svg)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.output.splitlines()[-1])["rows"]
+    assert ElementTree.fromstring(svg.read_text()) is not None
+    assert CliRunner().invoke(main, ["bench", "peers", "--engines", "sglang"]).exit_code == 2
+
+
+def test_the_picture_shows_plain_and_best_of_every_engine(faked: Wish) -> None:
+    speeds = {
+        f"{engine}/{method}/{load}": 10.0 * (1 + len(method))
+        for engine in METHODS
+        for method in METHODS[engine]
+        for load in ("code", "questions")
+    }
+    drawn = picture({"rows": rows(**speeds)})
+    texts = [each.text for each in ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"paceline", "llama.cpp", "vllm", "transformers", "shipped family"} <= set(texts)
+    assert "160 suffix + eagle3" in texts
+    assert "widened family" not in texts
+    assert set(LOADS) >= {"code", "questions"}
