@@ -1,0 +1,1 @@
+"""The forward pass as one native function: C++ sources, and what compiles and loads them."""
