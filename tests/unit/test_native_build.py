@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -17,27 +16,15 @@ import pytest
 
 from paceline.model.native import build
 from paceline.model.native.build import Compiler, NativeUnavailableError
+from tests.compilers import ASK, Fake, real_compiler, write_sources
 
-SOURCE = '#include "answer.hpp"\nextern "C" int answer() { return ANSWER; }\n'
 V4 = build._AVX512
-CP = shutil.which("cp")
-FAKE = """\
-#!/bin/sh
-echo "$*" >> {log}
-case " $* " in *" --version "*) echo "g++ (Fake 9.9.9-1) 1.2.3"; exit;; esac
-{before}
-while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
-{write}
-"""
 
 
 @pytest.fixture(scope="module")
 def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that a real compiler made."""
-    compiler = build.find_compiler()
-    if compiler is None and not os.environ.get("CI"):
-        pytest.skip("there is no C++ compiler")
-    assert compiler is not None
+    compiler = real_compiler()
     sources = write_sources(tmp_path_factory.mktemp("sources"))
     return build.compile_library(sources, build._isa(), compiler, tmp_path_factory.mktemp("compiled"), "test")
 
@@ -57,43 +44,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     build._attempt.cache_clear()
 
 
-class Fake:
-    """A compiler that copies a library, says what it was asked, and goes wrong as one wishes."""
-
-    def __init__(self, folder: Path, answer: Path) -> None:
-        self.path = folder / "fake-c++"
-        self._log = folder / "asked"
-        self._copy = f'{CP} {answer} "$out"'
-        self.behave()
-
-    def behave(self, before: str = "", write: str | None = None) -> None:
-        """`before`: shell commands; `write`: what to do instead of writing the library to $out."""
-        write = self._copy if write is None else write
-        self.path.write_text(FAKE.format(log=self._log, before=before, write=write))
-        self.path.chmod(0o755)
-        os.utime(self.path, ns=(0, 0))  # what it does is no part of what it is
-
-    @property
-    def asked(self) -> list[str]:
-        return self._log.read_text().splitlines() if self._log.exists() else []
-
-    @property
-    def compiled(self) -> int:
-        return sum(" -c " in f" {line} " for line in self.asked)
-
-
 @pytest.fixture
 def fake(tmp_path: Path, answer: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
-    made = Fake(tmp_path, answer)
+    made = Fake(tmp_path / "fake-c++", answer)
     monkeypatch.setenv("CXX", str(made.path))
     return made
-
-
-def write_sources(folder: Path, value: int = 42) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "native.cpp").write_text(SOURCE)
-    (folder / "answer.hpp").write_text(f"#define ANSWER {value}\n")
-    return folder
 
 
 def ask(sources: Path) -> int:
@@ -102,19 +57,11 @@ def ask(sources: Path) -> int:
     return int(build.library(sources).answer())
 
 
-# Loads that file alone, as the wheel's build hook does: the package around it imports torch.
-ASK = f"""
-import importlib.util, pathlib, sys
-spec = importlib.util.spec_from_file_location("build", {build.__file__!r})
-build = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build)
-print(build.library(pathlib.Path(sys.argv[1])).answer())
-"""
-
-
 def asking(sources: Path) -> subprocess.Popen[str]:
     """The same in a process of its own."""
-    return subprocess.Popen([sys.executable, "-c", ASK, str(sources)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", ASK, str(sources), build.__file__], stdout=subprocess.PIPE, text=True
+    )
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -389,8 +336,7 @@ def test_a_library_from_another_machine(
         assert build.description(sources).startswith(f"{build._isa().name}, ")
         assert fake.compiled == times
     assert [path.name.split("--")[0] for path in libraries(cache)] == ["avx2", "avx512", "avx512_bf16"]
-    flags_of = [line for line in fake.asked if " -c " in f" {line} "]
-    assert ["-mavx512bf16" in line for line in flags_of] == [True, False, False]
+    assert ["-mavx512bf16" in line for line in fake.compiling] == [True, False, False]
 
 
 def test_two_processes_at_once(sources: Path, fake: Fake, cache: Path) -> None:
