@@ -8,6 +8,7 @@ PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
 BIN   := .venv/bin
 STAMP := .venv/.stamp
+COMPILER := $(shell command -v c++ || command -v g++ || command -v clang++)
 PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
@@ -27,7 +28,7 @@ $(STAMP): pyproject.toml
 	@echo "Installing into .venv, a few minutes the first time"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
-	@$(PIP) --editable '.[dev]'
+	@$(PIP) --editable '.[dev$(if $(COMPILER),,,native)]'
 	@touch $@
 
 run: setup  ## serve the demo model on this machine

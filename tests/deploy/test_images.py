@@ -87,6 +87,13 @@ def test_only_workers_have_torch() -> None:
     assert {service for service in SERVICES if "TORCH" in installs(every, service)} == {"target", "draft"}
 
 
+def test_workers_have_a_compiled_native_pass_and_no_compiler() -> None:
+    every = stages(TEXT)
+    for service in SERVICES:
+        assert ('CXX="/opt/compiler/bin/python -m ziglang c++"' in installs(every, service)) == (service != "gateway")
+        assert not [path for _, paths in copies(every[service]) for path in paths if path.startswith("/opt/compiler")]
+
+
 def test_a_login_shell_finds_ray() -> None:
     """Its PATH is that of Debian's profile. A script of a virtual environment runs from anywhere, by its first line."""
     ours = [arguments.split()[1:] for name, arguments in stages(TEXT)["target"] if name == "COPY"]
@@ -113,7 +120,7 @@ def test_what_is_copied_is_there() -> None:
     copied = {
         path for stage in stages(TEXT).values() for source, paths in copies(stage) if not source for path in paths
     }
-    assert {"paceline", "services", "pyproject.toml"} <= copied
+    assert {"paceline", "services", "pyproject.toml", "hatch_build.py"} <= copied
     for path in copied:
         assert (ROOT / path).exists(), path
         assert kept(path), path
