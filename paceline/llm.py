@@ -14,7 +14,7 @@ from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, Speculat
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
-from paceline.model import load
+from paceline.model import load, settle_threads
 from paceline.model.probe import row_cost
 from paceline.speculators import build, build_beside, completed
 from paceline.text import Detokenizer, StopStrings, Tokenizer
@@ -59,9 +59,12 @@ class LLM:
         Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
         self.config = EngineConfig.model_validate(engine_config or {})
+        if "threads" not in self.config.model_fields_set:  # this process has nothing else to do, unlike a service
+            self.config = self.config.model_copy(update={"threads": torch.get_num_threads()})
         speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}), model)
         torch.set_num_threads(self.config.threads)
         self.model = load(model, self.config)
+        settle_threads(self.model)
         self.tokenizer = Tokenizer.load(model)
         self.cost = row_cost(self.model, self.config.max_num_batched_rows)
         self._serial = itertools.count()

@@ -19,6 +19,7 @@ from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
 from paceline.model.layers import Linear
 from paceline.model.llama import Layer, RotaryTables
 from paceline.model.native.build import NativeUnavailableError
+from paceline.model.native.network import Network as NativeNetwork
 from paceline.model.network import Network, make_network
 from paceline.model.products import piecewise
 from paceline.model.rows import GROUP, SPARE_SLOT, Lane, Row, lay_out
@@ -31,6 +32,10 @@ class Decoder(Protocol):
     """Runs a model over rows, with a KV cache of its own."""
 
     cache: KVCache
+
+    @property
+    def native(self) -> bool:
+        """Whether passes are native code."""
 
     def __call__(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
@@ -59,6 +64,8 @@ def _route_row_by_row(model: Any) -> None:
 
 class LayeredDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
+
+    native = False
 
     def __init__(self, model: Any, heads: Heads, slots: int, sharding: Sharding | None = None) -> None:
         """`sharding`: how ranks share the model, if they do."""
@@ -159,6 +166,10 @@ class LlamaDecoder:
         assert states is not None
         logits = self._gathered(states[padded(wanted, states.device), -1])[: len(wanted)]
         return logits, states[:, :-1] if layers else None
+
+    @property
+    def native(self) -> bool:
+        return isinstance(self._network, NativeNetwork)
 
     def embed(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self._embedding)

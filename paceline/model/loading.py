@@ -56,6 +56,15 @@ def load(name: str, config: EngineConfig) -> Model:
     return model
 
 
+def settle_threads(model: Model) -> None:
+    """Leave the cores to a native model's own threads.
+
+    What is left to torch's operators is small, and a barrier between its threads costs more than they do.
+    """
+    if isinstance(model, TransformersModel) and model.native:
+        torch.set_num_threads(1)
+
+
 def load_part(name: str, config: EngineConfig, ranks: Ranks) -> TransformersModel:
     """The part that one of the ranks has of a model. Raises as `load` does."""
     return _load_part(name, config, _plan(name, config), ranks)

@@ -75,6 +75,11 @@ class TransformersModel:
     def dtype(self) -> torch.dtype:
         return self._cache.dtype
 
+    @property
+    def native(self) -> bool:
+        """Whether its passes are native code. Then torch needs no threads of its own: what is left to it is small."""
+        return self._decoder.native
+
     @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         return Output(*self._decoder(rows, wanted, hidden_layers))

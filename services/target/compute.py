@@ -17,7 +17,7 @@ from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
-from paceline.model import Model, load
+from paceline.model import Model, load, settle_threads
 from paceline.model.probe import row_cost
 from paceline.speculators import build_beside, completed, hidden_state_layers
 from paceline.wire.drafting import RemoteDrafting
@@ -62,6 +62,7 @@ def load_model(name: str, config: EngineConfig) -> Model:
         model = load(name, config)
     except (ValueError, OSError) as error:
         raise StartError(f"--model {name} cannot be loaded: {error}") from error
+    settle_threads(model)
     log.info("model loaded", extra={"seconds": time.perf_counter() - began, "slots": model.slots})
     if not model.rows_invariant:
         log.warning("rows are not invariant on this machine: tokens may depend on what else is decoded")

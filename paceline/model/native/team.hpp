@@ -8,6 +8,7 @@
 #include <sched.h>
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -64,7 +65,10 @@ class Team {
                 ended_.value.fetch_add(1, std::memory_order_acq_rel);
             }
             for (int spins = 0; ended_.value.load(std::memory_order_acquire) / parts_ == phase; spins++)
-                spins < SPINS ? pause() : std::this_thread::yield();  // another thread needs this core to end its part
+                if (spins < SPINS)
+                    pause();
+                else  // somebody else has the core of a thread that is in a part: this one may be free for it
+                    std::this_thread::sleep_for(std::chrono::microseconds(1));
         }
     }
 
