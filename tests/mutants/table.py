@@ -26,6 +26,7 @@ SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_drawn.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_products.py")
+NATIVE = ("exactness/test_native.py",)
 SCHEDULER = ("unit/test_scheduler.py", "unit/test_slots.py", "unit/test_engine.py")
 CODEC = ("unit/test_wire_node_bits.py", "contract/test_frames.py")
 
@@ -262,7 +263,7 @@ MUTANTS = (
     Mutant(
         "rows of one group see what comes after them",
         "paceline/model/rows.py",
-        "reach.append([len(rows[r].tile) - 1 for r in members])",
+        "reach.append([len(tails[r]) - 1 for r in members])",
         "reach.append([len(longest) - 1 for r in members])",
         ROWS,
     ),
@@ -272,6 +273,64 @@ MUTANTS = (
         "del self._prefixes[length // TILE + 1 :]",
         "del self._prefixes[length // TILE + 2 :]",
         (*ROWS, "unit/test_draft_model.py", "unit/test_freshness.py"),
+    ),
+    # Native code: the same questions, and what threads and memory may do.
+    Mutant(
+        "native: a row sees one key too many",
+        "paceline/model/native/attention.hpp",
+        "(position < sight.end)",
+        "(position <= sight.end)",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a window is one position too long",
+        "paceline/model/native/rows.hpp",
+        "end > window ? end - window : 0",
+        "end > window ? end - window - 1 : 0",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a branch is read from the request's table",
+        "paceline/model/native/rows.hpp",
+        "return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE;",
+        "return rows.prefix_lengths[r] > tile * TILE;",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a key goes to the slot before its own",
+        "paceline/model/native/rows.hpp",
+        "return slot(row, length(row) - 1);",
+        "return slot(row, std::max(length(row) - 2, 0));",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a part may be claimed twice",
+        "paceline/model/native/team.hpp",
+        "if (!claimed_[part].value.compare_exchange_strong(free, phase + 1, std::memory_order_acq_rel)) continue;",
+        "claimed_[part].value.store(free + 1, std::memory_order_release);",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a phase begins before the one before has ended",
+        "paceline/model/native/team.hpp",
+        "int64_t phase = ended_.value.load(std::memory_order_acquire) / parts_;",
+        "int64_t phase = (ended_.value.load(std::memory_order_acquire) + parts_ - 1) / parts_;",
+        NATIVE,
+    ),
+    Mutant(
+        "native: the order of a sum depends on how many rows there are",
+        "paceline/model/native/matrix.hpp",
+        "const uint32_t* w = panel.weights;\n        for (int i = 0; i < words_; i++, w += BLOCKS * LANES) {",
+        "for (int n = 0; n < words_; n++) {\n            int i = ROWS > 1 ? words_ - 1 - n : n;\n"
+        "            const uint32_t* w = panel.weights + (size_t)i * BLOCKS * LANES;",
+        NATIVE,
+    ),
+    Mutant(
+        "native: a sink has a value",
+        "paceline/model/native/attention.hpp",
+        "if (sink) totals_[place] += ",
+        "if (sink) totals_[place] += 0 * ",
+        NATIVE,
     ),
     # The scheduler and its slots.
     Mutant(
