@@ -13,7 +13,7 @@ from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
 Clock = Callable[[], float]
 """Seconds since whenever."""
 Receive = Callable[[float], bool]
-"""Take in what arrives within so many seconds, at least one message; whether something did."""
+"""Take in what arrives within so many seconds, at least one message; whether something did, and more may come."""
 
 
 class Waiting(Protocol):
