@@ -12,7 +12,7 @@ import bisect
 import math
 import operator
 from collections.abc import Sequence
-from itertools import accumulate, chain, islice, repeat
+from itertools import accumulate, islice
 
 
 class RowCost:
@@ -182,16 +182,12 @@ class NextRound:
     """Whether a draft that works on the target's own time gets more of it before a step.
 
     Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
-    token that the deepest guesses are expected to bring, the next ones bring `gain`; a round takes `delay`, in which
-    the step would have earned tokens: its *price*. Where others have guessed what comes next, a round first of all
-    tells whether this draft agrees. If so there may be no need for another, and if not, others are taken to be wrong,
-    and what rounds bring from there on is brought by nobody else. Rounds pay while some number of them is expected to
-    bring more than their price. Both averages start from a hopeful guess, and creep back to it with every refusal, or
-    else a draft that is refused would be for ever.
+    token that the draft's deepest guesses are expected to bring, the next ones bring `gain`, less what others have
+    guessed there; a round takes `delay`, in which the step would have earned tokens. Both averages start from a hopeful
+    guess, and creep back to it with every refusal, or else a draft that is refused would be for ever.
     """
 
     HOPE = 0.8
-    MOST_GAIN = 0.99
     LEARNING = 0.1
     """Weight of a round in the averages."""
     SURPRISE = 3.0
@@ -204,38 +200,14 @@ class NextRound:
         self._first_delay = self._delay = delay_s
         self._gain = self.HOPE
 
-    def pays(
-        self, frontier: float, expected: float, step_s: float, *, beyond: Sequence[float] = (), rounds_left: int = 1
-    ) -> bool:
-        """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses.
-        `beyond`: those that others guess one level after these, two levels, and so on. `step_s`: what all of them would
-        take, rounds so far included. `rounds_left`: so many may follow."""
-        price = expected / step_s * self._delay
-        worth, before, agreed = 0.0, frontier, 1.0  # tokens; those of the level before; chance that none disagreed
-        for rounds, guessed in zip(range(1, rounds_left + 1), chain(beyond, repeat(0.0)), strict=False):
-            guessed = min(guessed, before)
-            still = agreed * (guessed / before) ** max(before, 1.0) if before > 0 else 0.0
-            worth += self._alone(before - guessed, (agreed - still) * price, rounds_left - rounds) - agreed * price
-            if worth > 0:
-                return True
-            if not still:
-                break
-            before, agreed = guessed, still
+    def pays(self, frontier: float, expected: float, step_s: float, beyond: float = 0.0) -> bool:
+        """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses, and
+        `beyond` by what others guess right after these. `step_s`: what all would take, rounds so far included."""
+        if (frontier * self._gain - beyond) * step_s > expected * self._delay:
+            return True
         self._gain += self.FORGETTING * (self.HOPE - self._gain)
         self._delay += self.FORGETTING * (self._first_delay - self._delay)
         return False
-
-    def _alone(self, frontier: float, price: float, more: int) -> float:
-        """What a round brings that follows so many tokens, and up to so many more rounds at this price, if they pay."""
-        gain = min(self._gain, self.MOST_GAIN)
-        right = frontier * gain
-        brings = right
-        for _ in range(more):
-            right *= gain
-            if right <= price:
-                break
-            brings += right - price
-        return brings
 
     def observe(self, frontier: float, gain: float, delay_s: float) -> None:
         """A round took `delay_s` and brought the draft `gain` expected tokens. What follows unlikely guesses teaches
@@ -316,6 +288,8 @@ class Calibration:
         self.accepted = [0.0] * self.CELLS
         self._bin_drafted = [0.0] * self.BINS
         self._bin_accepted = [0.0] * self.BINS
+        self._weighed: dict[tuple[float, int, int], tuple[int, float]] = {}
+        """What `weigh` gave since the last observation: many guesses come at once, and few are not alike."""
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from what was learned elsewhere: counts by cell, of which no more than `MEMORY` are believed.
@@ -324,76 +298,48 @@ class Calibration:
         """
         if len(drafted) == len(accepted) == self.CELLS:
             self.drafted, self.accepted = self._believed(drafted, accepted)
+            self._weighed.clear()
             self._bin_drafted, self._bin_accepted = self._believed(self.by_bin(drafted), self.by_bin(accepted))
 
-    def __call__(self, cell: int, log_prob: float) -> float:
-        """The corrected probability of a guess in this cell whose parent was drawn."""
-        i, belief = cell // self.PER_BIN, self.BELIEF
-        share = (self._bin_accepted[i] + belief * math.exp(log_prob)) / (self._bin_drafted[i] + belief)
-        share = (self.accepted[cell] + belief * share) / (self.drafted[cell] + belief)
-        return min(max(share, 1e-9), 1.0)
+    def weigh(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
+        """Of a guess that was the draft's first choice at its place (rank 0) or a later one, and the root's child when
+        it came (depth 1) or further away: its cell, and the corrected log-probability, if its parent is drawn."""
+        guess = log_prob, rank, depth
+        weighed = self._weighed.get(guess)
+        if weighed is None:
+            weighed = self._weighed[guess] = self._corrected(*guess)
+        return weighed
+
+    def _corrected(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
+        probability = math.exp(log_prob)
+        i = int(probability * self.BINS)
+        # Comparing is several times as fast as `min`, and this happens to every guess.
+        i = i if i < self.BINS else self.BINS - 1
+        place = rank if rank < self.RANKS else self.RANKS - 1
+        cell = (i * self.RANKS + place) * self.DEPTHS + self.DISTANCES[depth if depth < self.FAR else self.FAR]
+        share = (self._bin_accepted[i] + self.BELIEF * probability) / (self._bin_drafted[i] + self.BELIEF)
+        share = (self.accepted[cell] + self.BELIEF * share) / (self.drafted[cell] + self.BELIEF)
+        return cell, math.log(share) if 1e-9 < share < 1.0 else math.log(min(max(share, 1e-9), 1.0))
 
     def observe(self, cell: int, accepted: bool) -> None:
         """The target drew the guess's parent, and then the guess or another token."""
-        self._count(self.drafted, self.accepted, cell, accepted)
-        self._count(self._bin_drafted, self._bin_accepted, cell // self.PER_BIN, accepted)
-
-    @classmethod
-    def cell_of(cls, log_prob: float, rank: int, depth: int) -> int:
-        """Of a guess that was the draft's first choice at its place (rank 0) or a later one, and the root's child when
-        it came (depth 1) or further away."""
-        # Comparing is several times as fast as `min`, and this happens to every guess.
-        i = int(math.exp(log_prob) * cls.BINS)
-        place = rank if rank < cls.RANKS else cls.RANKS - 1
-        distance = cls.DISTANCES[depth if depth < cls.FAR else cls.FAR]
-        return ((i if i < cls.BINS else cls.BINS - 1) * cls.RANKS + place) * cls.DEPTHS + distance
+        self._weighed.clear()
+        _count(self.drafted, self.accepted, cell, accepted, self.MEMORY)
+        _count(self._bin_drafted, self._bin_accepted, cell // self.PER_BIN, accepted, self.MEMORY)
 
     @classmethod
     def by_bin(cls, counts: Sequence[float]) -> list[float]:
         """Sums of counts by cell."""
         return [sum(counts[i : i + cls.PER_BIN]) for i in range(0, len(counts), cls.PER_BIN)]
 
-    def _count(self, drafted: list[float], accepted: list[float], i: int, hit: bool) -> None:
-        if drafted[i] > self.MEMORY - 1:
-            accepted[i] *= (self.MEMORY - 1) / drafted[i]
-            drafted[i] = self.MEMORY - 1
-        drafted[i] += 1
-        accepted[i] += hit
-
     def _believed(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
         scales = [min(1.0, self.MEMORY / tried) if tried else 0.0 for tried in drafted]
         return list(map(operator.mul, drafted, scales)), list(map(operator.mul, accepted, scales))
 
 
-class Tendency:
-    """How much likelier one request's guesses turn out to be than such guesses are with all requests.
-
-    Its odds are those of the others, multiplied by how many times more hits it had than expected, and divided by the
-    same for misses. `BELIEF` hits and misses that were as expected come first, so nothing learned is no correction.
-    Old ones fade: a request may go from prose to code.
-    """
-
-    BELIEF = 6.0
-    MEMORY = 256.0
-    """Guesses, at most."""
-
-    def __init__(self) -> None:
-        self._guesses = self._hits = self._expected = 0.0
-        self._factor = 1.0
-
-    def __call__(self, probability: float) -> float:
-        """`probability`: of a guess, with all requests."""
-        right = self._factor * probability
-        return right / (right + 1.0 - probability)
-
-    def observe(self, probability: float, hit: bool) -> None:
-        """The target decided on a guess that was as probable as this with all requests."""
-        if self._guesses > self.MEMORY - 1:
-            kept = (self.MEMORY - 1) / self._guesses
-            self._guesses, self._hits, self._expected = self.MEMORY - 1, self._hits * kept, self._expected * kept
-        self._guesses += 1
-        self._hits += hit
-        self._expected += probability
-        hits, misses = self._hits + self.BELIEF, self._guesses - self._hits + self.BELIEF
-        expected, expected_misses = self._expected + self.BELIEF, self._guesses - self._expected + self.BELIEF
-        self._factor = hits / expected * expected_misses / misses
+def _count(drafted: list[float], accepted: list[float], i: int, hit: bool, memory: float) -> None:
+    if drafted[i] > memory - 1:
+        accepted[i] *= (memory - 1) / drafted[i]
+        drafted[i] = memory - 1
+    drafted[i] += 1
+    accepted[i] += hit

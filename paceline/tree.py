@@ -10,12 +10,11 @@ sorts that out without asking back: see its docstring. What comes late, twice or
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-from paceline.witnesses import together
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter
 
 ROOT_ID = 0
 """In growth, the parent id that names the committed token at the growth's base position. On a node: no id."""
@@ -36,58 +35,53 @@ def _certain() -> Law:
     return CERTAIN
 
 
-@dataclass(slots=True, eq=False)
-class Word:
-    """What one draft says of a guess: that the target draws it with this probability, given that it drew the parent's
-    path. Natural logs."""
-
-    source: int
-    """Which of a request's drafts."""
-    log_prob: float
-    rank: int = 0
-    """How many of the guess's siblings it had guessed before."""
-    depth: int = 1
-    """How far below the root the guess was then."""
-    id: int = ROOT_ID
-    """What it calls the guess. `ROOT_ID`: nothing (yet, or any more)."""
-    chance_log_prob: float = 0.0
-    """What the tree makes of `log_prob`."""
-
-
-@dataclass(slots=True, eq=False)
 class Node:
     """One token at one position; guessed, unless it is a root.
 
-    `chance_log_prob` is what the tree makes of all words on this guess and its siblings: the natural log of the
-    probability that the target draws it, given that it drew the parent's path. `path_log_prob` is the sum of these from
-    the root down, and so falls along every path.
+    `log_prob` is the natural log of the probability that the target draws it, given that it drew the parent's path.
+    `path_log_prob` is the sum of these from the root down, and so falls along every path.
     """
 
-    token: int
-    position: int
-    parent: Node | None
-    chance_log_prob: float = 0.0
-    path_log_prob: float = 0.0
-    words: dict[int, Word] = field(default_factory=dict)
-    """Of each draft that guessed it, in the order in which they did."""
-    children: dict[int, Node] = field(default_factory=dict)
-    law: Law = field(default_factory=_certain)
-    """What it was drawn from, where the strategy wants to know."""
+    __slots__ = (
+        "cells",
+        "children",
+        "ids",
+        "law",
+        "log_prob",
+        "parent",
+        "path_log_prob",
+        "position",
+        "source",
+        "token",
+    )
 
-    @property
-    def log_prob(self) -> float:
-        """The word of the draft that guessed it first, or alone."""
-        return next(iter(self.words.values())).log_prob
+    def __init__(
+        self,
+        token: int,
+        position: int,
+        parent: Node | None,
+        law: Law = CERTAIN,
+        log_prob: float = 0.0,
+        path_log_prob: float = 0.0,
+    ) -> None:
+        self.token = token
+        self.position = position
+        self.parent = parent
+        self.children: dict[int, Node] = {}
+        self.cells: dict[int, int] = {}
+        """By draft that guessed it: with which guesses the outcome of this one is counted (`Weigh`)."""
+        self.ids: dict[int, int] = {}
+        """By draft: what it calls the guess."""
+        self.source = 0
+        """Which draft is surest of it."""
+        self.log_prob, self.path_log_prob = log_prob, path_log_prob
+        self.law = law
+        """What it was drawn from, where the strategy wants to know."""
 
     @property
     def id(self) -> int:
-        """What the first of the request's drafts, or the only one, calls it."""
-        return self.words[0].id if 0 in self.words else ROOT_ID
-
-    @property
-    def source(self) -> int:
-        """Which draft is surest of it."""
-        return max(self.words.values(), key=lambda word: word.chance_log_prob).source
+        """What the first of the request's drafts, or the only one, calls it. `ROOT_ID`: nothing (yet, or any more)."""
+        return self.ids.get(0, ROOT_ID)
 
     def path(self) -> list[Node]:
         """The nodes below the root down to this one."""
@@ -97,30 +91,23 @@ class Node:
             node = node.parent
         return nodes[::-1]
 
-    def subtree(self) -> Iterator[Node]:
-        """This node's descendants, parents first."""
-        stack = list(self.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
 
-
-Weigh = Callable[[Word], float]
-"""What the log-probability of a word counts as."""
+Weigh = Callable[[float, int, int], tuple[int, float]]
+"""What a draft's guess counts for: from the log-probability that the draft gives it, how many siblings the draft had
+guessed before, and the depth below the root. Returns the guess's cell, and a log-probability that is not positive."""
 
 
 Permit = Callable[[Node, int], bool]
 """Whether this token can come after this node."""
 
 
-def _speakers(place: Node) -> set[int]:
-    """The drafts that have guessed what follows."""
-    return set().union(*(guess.words for guess in place.children.values()))
+def believe(log_prob: float, rank: int, depth: int) -> tuple[int, float]:
+    """A guess counts for what its draft says."""
+    return 0, log_prob
 
 
-def _as_it_is(word: Word) -> float:
-    return word.log_prob
+def believe_all(source: int) -> Weigh:
+    return believe
 
 
 def permit_any(parent: Node, token: int) -> bool:
@@ -156,6 +143,17 @@ class Growth:
         for token, law in zip(self.tokens, self.laws, strict=False):
             if law and (token not in law or min(law.values()) <= 0):
                 raise ValueError(f"growth with token {token} of a law that it cannot have been drawn from")
+
+    def __reduce__(self) -> tuple[Callable[..., Growth], tuple[object, ...]]:
+        """What dataclasses have instead takes ten times as long, and growth passes through pipes all the time."""
+        return Growth, (
+            self.base_position,
+            self.first_id,
+            self.parent_ids,
+            self.tokens,
+            self.log_probs,
+            self.laws,
+        )
 
     def __len__(self) -> int:
         """How many nodes."""
@@ -196,29 +194,42 @@ class Committed:
 
 
 class TokenTree:
-    """A replica of one request's tree. Not thread-safe."""
+    """A replica of one request's tree: its guesses as one list, parents before children. Not thread-safe."""
 
     def __init__(
-        self, position: int, token: int, weigh: Weigh = _as_it_is, width: int | None = None, permit: Permit = permit_any
+        self,
+        position: int,
+        token: int,
+        weighs: Callable[[int], Weigh] = believe_all,
+        width: int | None = None,
+        permit: Permit = permit_any,
     ) -> None:
-        """`weigh` corrects a word where it counts, in the path's log-probability. It must give no positive value.
+        """`weighs`: what each draft's guesses count for in the path's log-probability. Of a guess that several drafts
+        make the surest one's word counts.
 
         `width`: most children that `graft` gives a node, the first to come; None: any number. With 1 the tree is a
         chain. `graft` drops what `permit` does not let in; the parent is the root or a node below it.
         """
         self.root = Node(token, position, None)
-        self.size = 0
-        self._weigh = weigh
+        self._nodes: list[Node] = []
+        self._best: dict[tuple[int, int], list[Node]] = {}
+        """What `best` gave since the tree last changed: a step asks twice and more."""
+        self._weighs = weighs
         self._width = width or math.inf
         self._permit = permit
-        self._sources: set[int] = set()
-        """Which drafts have ever spoken."""
         self._next_id = ROOT_ID + 1
-        self._by_id: dict[tuple[int, int], Node] = {}  # by source and id
-        # What `best` gave since the tree last changed: a step asks twice and more, and most trees stay as they were.
-        self._best: dict[tuple[int, int], list[Node]] = {}
+        self._by_id: dict[int, dict[int, Node]] = {}  # by source and id
         # Committed nodes by position, each with its successor as the only child: late growth may name them.
         self._trail: dict[int, Node] = {position: self.root}
+
+    @property
+    def size(self) -> int:
+        """How many guesses there are."""
+        return len(self._nodes)
+
+    def nodes(self) -> Sequence[Node]:
+        """All guesses, parents before children. They are the tree's own list."""
+        return self._nodes
 
     def add(self, parent: Node, token: int, log_prob: float, law: Law = CERTAIN) -> Node:
         """Draft side: guess `token` after `parent`. It gets an id when it is described (`growth`).
@@ -227,23 +238,21 @@ class TokenTree:
         """
         if token in parent.children:
             raise ValueError(f"node {parent.id} already has a child for token {token}")
-        node = self._attach(parent, token, law)
-        self._hear(node, 0, ROOT_ID, log_prob, len(parent.children) - 1)
-        return node
+        return self._attach(parent, token, 0, log_prob, law, self._weighs(0))
 
     def growth(self, nodes: Sequence[Node]) -> Growth:
         """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
-        first_id = self._next_id
-        for node in nodes:
-            self._name(node, node.words[0], self._next_id)
-            self._next_id += 1
-        laws = [n.law for n in nodes]
+        first_id, root = self._next_id, self.root
+        self._next_id += len(nodes)
+        for id_, node in enumerate(nodes, first_id):
+            node.ids[0] = id_
+        laws = [node.law for node in nodes]
         return Growth(
-            base_position=self.root.position,
+            base_position=root.position,
             first_id=first_id,
-            parent_ids=[ROOT_ID if n.parent is self.root else n.parent.id for n in nodes if n.parent],
-            tokens=[n.token for n in nodes],
-            log_probs=[n.log_prob for n in nodes],
+            parent_ids=[ROOT_ID if n.parent is root else n.parent.ids[0] for n in nodes if n.parent],
+            tokens=[node.token for node in nodes],
+            log_probs=[node.log_prob for node in nodes],
             laws=laws if any(laws) else (),
         )
 
@@ -254,48 +263,72 @@ class TokenTree:
         committed and the next committed token is the one it guessed, then the node there goes by its id from
         now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size` or `width`.
         """
-        before = self.size
-        self._sources.add(source)
-        places: dict[int, Node] = {}  # those on whose guesses there are new words
-        for id_, parent_id, token, log_prob, law in zip(
-            growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, growth.every_law(), strict=True
+        before = len(self._nodes)
+        known = self._by_id.setdefault(source, {})
+        top, weigh = self._trail.get(growth.base_position), self._weighs(source)
+        id_ = growth.first_id - 1
+        for parent_id, token, log_prob, law in zip(
+            growth.parent_ids, growth.tokens, growth.log_probs, growth.laws or repeat(CERTAIN), strict=False
         ):
-            parent = self._parent(source, parent_id, growth.base_position)
-            if parent is None or (source, id_) in self._by_id:
+            id_ += 1
+            parent = known.get(parent_id) if parent_id else top
+            if parent is None or id_ in known:
                 continue
-            rank = sum(source in sibling.words for sibling in parent.children.values())
             node = parent.children.get(token)
-            if node is None and self._takes(parent, token, max_size):
-                node = self._attach(parent, token, law)
-            if node is not None and self._hear(node, source, id_, log_prob, rank):
-                places[id(parent)] = parent
-        if len(self._sources) > 1 and self._width > 1:  # what is drawn from laws is not verified for being drawn twice
-            self._settle(places.values())
-        return self.size - before
+            if node is None:
+                committed = parent.position < self.root.position
+                full = len(self._nodes) >= max_size or len(parent.children) >= self._width
+                if committed or full or not self._permit(parent, token):
+                    continue
+                node = self._attach(parent, token, source, log_prob, law, weigh)
+            elif source not in node.cells and node.parent is not None:  # of a committed node nothing follows
+                self._agree(node, source, log_prob, weigh)
+            if source not in node.ids:  # one draft has one id of each guess: a hostile one cannot make us keep more
+                node.ids[source] = id_
+                known[id_] = node
+        return len(self._nodes) - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
         """The target drew `tokens` after the root. The last one becomes the new root."""
         path: list[Node] = []
         missed: int | None = None
-        self._best.clear()
+        root = self.root
         for token in tokens:
-            node = self.root.children.get(token)
+            node = root.children.get(token)
             if node is not None:
                 path.append(node)
-            elif missed is None:
-                missed = token
-            self._advance(node or Node(token, self.root.position + 1, None))
-        self._add_up()
+                node.parent = None
+            else:
+                node = Node(token, root.position + 1, None)
+                missed = token if missed is None else missed
+            root.children = {token: node}
+            self._trail[node.position] = root = node
+            passed = self._trail.pop(root.position - TRAIL, None)
+            if passed is not None:
+                self._forget_names(passed)
+        self.root = root
+        self._best.clear()
+        root.path_log_prob = 0.0  # from which on path probabilities count now
+        guesses, self._nodes = self._nodes, []
+        for node in guesses:
+            parent = node.parent
+            if parent is root or (parent is not None and parent.parent is not None):
+                node.path_log_prob = parent.path_log_prob + node.log_prob
+                self._nodes.append(node)
+            elif parent is not None:
+                # They let go of each other, too: what is tied in cycles stays until the garbage collector has looked
+                # at all that a busy engine holds.
+                if self._by_id:
+                    self._forget_names(node)
+                node.parent = None
         return Committed(path, missed)
 
     def forget_ids(self, source: int = 0) -> None:
         """Another draft takes over from this one: its ids start afresh. The guesses stay."""
-        for key in [key for key in self._by_id if key[0] == source]:
-            self._by_id.pop(key).words[source].id = ROOT_ID
-
-    def nodes(self) -> Iterator[Node]:
-        """All guesses, parents before children."""
-        return self.root.subtree()
+        known = self._by_id.get(source, {})
+        for node in known.values():
+            del node.ids[source]
+        known.clear()
 
     def followed(self, tokens: Sequence[int]) -> list[Node]:
         """The guesses that these tokens after the root are. Raises KeyError if one was not guessed."""
@@ -305,115 +338,52 @@ class TokenTree:
             nodes.append(node)
         return nodes
 
-    def best(self, count: int, max_depth: int) -> list[Node]:
+    def best(self, count: int, max_depth: int) -> Sequence[Node]:
         """The `count` guesses with the largest path probability, best first, none deeper than `max_depth`.
 
         Path probability falls along a path, so parents come before their children and the set is closed
         under parents.
         """
-        known = self._best.get((count, max_depth))
-        if known is None:
-            known = self._best[count, max_depth] = self._search(count, max_depth)
-        return known.copy()
-
-    def _search(self, count: int, max_depth: int) -> list[Node]:
-        chosen: list[Node] = []
-        serial = 0  # breaks ties by age, so that nodes are never compared
-        frontier: list[tuple[float, int, Node]] = []
-
-        def offer(parent: Node) -> None:
-            nonlocal serial
-            if parent.position - self.root.position >= max_depth:
-                return
-            for child in parent.children.values():
-                serial += 1
-                heapq.heappush(frontier, (-child.path_log_prob, serial, child))
-
-        offer(self.root)
-        while frontier and len(chosen) < count:
-            _, _, node = heapq.heappop(frontier)
-            chosen.append(node)
-            offer(node)
-        return chosen
-
-    def _parent(self, source: int, id_: int, base_position: int) -> Node | None:
-        return self._trail.get(base_position) if id_ == ROOT_ID else self._by_id.get((source, id_))
-
-    def _takes(self, parent: Node, token: int, max_size: int) -> bool:
-        committed = parent.position < self.root.position
-        has_room = self.size < max_size and len(parent.children) < self._width
-        return not committed and has_room and self._permit(parent, token)
-
-    def _attach(self, parent: Node, token: int, law: Law) -> Node:
-        node = parent.children[token] = Node(token, parent.position + 1, parent, law=law)
-        self.size += 1
-        return node
-
-    def _hear(self, node: Node, source: int, id_: int, log_prob: float, rank: int) -> bool:
-        """A draft guesses this. It has one word on each guess, and one id: a hostile one cannot make us keep more.
-
-        Returns whether this word counts.
-        """
-        word, depth = node.words.get(source), node.position - self.root.position
-        new = word is None
-        if word is None:
-            word = node.words[source] = Word(source, min(max(log_prob, LEAST_LOG_PROB), 0.0), rank, depth)
-        if word.id == ROOT_ID != id_:
-            self._name(node, word, id_)
-        if not new or node.parent is None or depth < 1:
-            return False
-        self._best.clear()
-        word.chance_log_prob = self._weigh(word)
-        if len(node.words) == 1:
-            node.chance_log_prob = word.chance_log_prob
-            node.path_log_prob = node.parent.path_log_prob + node.chance_log_prob
-        return True
-
-    def _settle(self, places: Iterable[Node]) -> None:
-        """What follows these is as likely as all the words on it make it. Of one draft alone it is so already."""
-        contested = [place for place in places if len(_speakers(place)) > 1]
-        for place in contested:
-            guesses = place.children.values()
-            words = [{w.source: w.chance_log_prob for w in guess.words.values()} for guess in guesses]
-            for guess, log_prob in zip(guesses, together(words), strict=True):
-                guess.chance_log_prob = log_prob
-        if contested:
-            self._add_up()
-
-    def _name(self, node: Node, word: Word, id_: int) -> None:
-        word.id = id_
-        self._by_id[word.source, id_] = node
+        best = self._best.get((count, max_depth))
+        if best is None:
+            deepest = self.root.position + max_depth
+            near = [node for node in self._nodes if node.position <= deepest]
+            near.sort(key=attrgetter("path_log_prob"), reverse=True)
+            best = self._best[count, max_depth] = near[:count]
+        return best
 
     def _forget_names(self, node: Node) -> None:
-        for word in node.words.values():
-            self._by_id.pop((word.source, word.id), None)
+        for source, id_ in node.ids.items():
+            self._by_id.get(source, {}).pop(id_, None)
 
-    def _advance(self, root: Node) -> None:
-        """Commit one token: its node becomes the root, its siblings and all below them are forgotten."""
-        for child in self.root.children.values():
-            self.size -= 1
-            if child is not root:
-                self._forget(child)
-        self.root.children = {root.token: root}
-        root.parent = None
-        self._trail[root.position] = self.root = root
-        passed = self._trail.pop(root.position - TRAIL, None)
-        if passed is not None:
-            self._forget_names(passed)
+    def _attach(self, parent: Node, token: int, source: int, log_prob: float, law: Law, weigh: Weigh) -> Node:
+        """A draft is the first to guess this."""
+        children, position = parent.children, parent.position + 1
+        rank = len(children) if len(self._by_id) < 2 else _guessed(children, source)
+        cell, log_prob = weigh(_bounded(log_prob), rank, position - self.root.position)
+        node = children[token] = Node(token, position, parent, law, log_prob, parent.path_log_prob + log_prob)
+        node.source, node.cells[source] = source, cell
+        self._nodes.append(node)
+        self._best.clear()
+        return node
 
-    def _forget(self, node: Node) -> None:
-        """They let go of each other, too: what is tied in cycles stays until the garbage collector has looked at all
-        that a busy engine holds."""
-        self._forget_names(node)
-        node.parent = None
-        for descendant in node.subtree():
-            self._forget_names(descendant)
-            descendant.parent = None
-            self.size -= 1
+    def _agree(self, node: Node, source: int, log_prob: float, weigh: Weigh) -> None:
+        """Another draft has guessed this. Guesses drawn from laws are verified whatever they are: nothing changes."""
+        assert node.parent is not None
+        rank, depth = _guessed(node.parent.children, source), node.position - self.root.position
+        node.cells[source], log_prob = weigh(_bounded(log_prob), rank, depth)
+        if log_prob > node.log_prob and self._width > 1:
+            self._best.clear()
+            node.source, node.log_prob = source, log_prob
+            for below in self._nodes:
+                if below.parent is not None:
+                    below.path_log_prob = below.parent.path_log_prob + below.log_prob
 
-    def _add_up(self) -> None:
-        """Path probabilities count from the root."""
-        self.root.path_log_prob = 0.0
-        for node in self.root.subtree():
-            assert node.parent is not None
-            node.path_log_prob = node.parent.path_log_prob + node.chance_log_prob
+
+def _bounded(log_prob: float) -> float:
+    return log_prob if LEAST_LOG_PROB <= log_prob <= 0.0 else min(max(log_prob, LEAST_LOG_PROB), 0.0)
+
+
+def _guessed(children: Mapping[int, Node], source: int) -> int:
+    """How many of these a draft has guessed."""
+    return sum(source in child.cells for child in children.values())

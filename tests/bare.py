@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from paceline.config import SamplingParams
-from paceline.engine.credit import Credit
 from paceline.engine.request import Request
 from paceline.messages import Submission
 from paceline.tree import TokenTree
@@ -20,7 +19,7 @@ def bare_request(
     """A greedy one, which counts every word for what it says. `limits`: depth and nodes of a step's guesses."""
     params = SamplingParams(temperature=0.0, max_tokens=output)
     tree = TokenTree(len(prompt) - 1, prompt[-1])
-    submission, credit = Submission(f"r{key}", list(prompt), params), Credit({}, greedy=True)
-    request = Request(key, submission, params, output, limits, CONTEXT, tree, credit, arrived=0.0)
+    submission = Submission(f"r{key}", list(prompt), params)
+    request = Request(key, submission, params, output, limits, CONTEXT, tree, {}, arrived=0.0)
     request.draft = draft
     return request

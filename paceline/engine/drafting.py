@@ -20,6 +20,8 @@ class News:
 
     grown: list[tuple[int, Growth]] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
+    more: bool = True
+    """Whether another poll may bring something before a commit does."""
 
     def __bool__(self) -> bool:
         return bool(self.grown or self.lost)
@@ -120,7 +122,7 @@ class LocalDrafting:
         grown = self._speculator.grow()
         while not grown and self._speculator.behind and time.monotonic() < deadline:
             grown = self._speculator.grow()
-        news = News(list(grown.items()), self._lost)
+        news = News(list(grown.items()), self._lost, more=self._speculator.behind)
         self._lost = []
         return news
 

@@ -312,22 +312,22 @@ class Engine:
         never hear that what it believes too little was right.
         """
         root = work.request.tree.root
-        depths = [node.position - root.position for node in work.nodes]
+        reached = max((node.position for node in work.nodes), default=root.position) - root.position
         for stats in (work.request.stats, self._tally.speculation):
-            stats.record(depths, accepted)
-        verified = set(map(id, work.nodes))
+            stats.record(len(work.nodes), reached, accepted)
+        verified = None if self._strategy.drafter_invariant else set(work.nodes)
         place: Node | None = root
         for token in tokens:
-            for guess in place.children.values() if place else ():
-                if self._strategy.drafter_invariant or id(guess) in verified:
-                    self._learn_of(work.request, guess, hit=guess.token == token)
-            place = place.children.get(token) if place else None
-
-    def _learn_of(self, request: Request, guess: Node, *, hit: bool) -> None:
-        for word in guess.words.values():
-            cell = request.credit.observe(word, hit=hit)
-            if word.source == POOL:
-                self._tally.guesses.append((cell, hit))
+            if place is None:
+                return
+            for guess in place.children.values():
+                if verified is None or guess in verified:
+                    hit = guess.token == token
+                    for source, cell in guess.cells.items():
+                        work.request.calibrations[source].observe(cell, hit)
+                        if source == POOL:
+                            self._tally.guesses.append((cell, hit))
+            place = place.children.get(token)
 
     def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
         """Guesses on the committed path keep their slots, in order; the others give theirs back.

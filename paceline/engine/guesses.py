@@ -143,7 +143,7 @@ class Guesses:
         def receive(timeout_s: float) -> bool:
             news = self._drafting.poll(timeout_s)
             self._absorb(news, requests, POOL)
-            return bool(news)
+            return bool(news) and news.more
 
         if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
             self._waiting.wait(drawing, receive)

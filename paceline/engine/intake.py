@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 from paceline.budget import Calibration
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.engine.credit import Credit
 from paceline.engine.request import Request
 from paceline.engine.waiting import Clock
 from paceline.grammar.following import Grammars, GrammarState
@@ -45,7 +44,7 @@ class Intake:
         law = self._strategy.law(submission.sampling)
         grammar = self._follow(law, submission)
         width = 1 if self._strategy.by_law else None
-        credit = Credit(self._calibrations, greedy=law.greedy)
+        calibrations = {who: each for (who, greedy), each in self._calibrations.items() if greedy is law.greedy}
         request = Request(
             next(self._serial),
             submission,
@@ -53,8 +52,10 @@ class Intake:
             min(submission.sampling.max_tokens, room),
             self._speculation.limits(submission.speculative),
             self._model.vocabulary_size,
-            TokenTree(len(tokens) - 1, tokens[-1], credit.weigh, width, self._permit(grammar)),
-            credit,
+            TokenTree(
+                len(tokens) - 1, tokens[-1], lambda source: calibrations[source].weigh, width, self._permit(grammar)
+            ),
+            calibrations,
             self._clock(),
             grammar,
         )

@@ -6,11 +6,11 @@ is the root of its tree: once every token before it is computed, running it make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from paceline.budget import Calibration
 from paceline.config import SamplingParams
-from paceline.engine.credit import Credit
 from paceline.engine.slots import BLOCK, Block, SlotPool
 from paceline.grammar.following import GrammarState
 from paceline.messages import GRAMMAR_ERROR, FinishReason, SpeculationStats, Submission, Usage
@@ -45,12 +45,12 @@ class Request:
         limits: tuple[int, int],
         vocabulary_size: int,
         tree: TokenTree,
-        credit: Credit,
+        calibrations: Mapping[int, Calibration],
         arrived: float,
         grammar: GrammarState | None = None,
     ) -> None:
         """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain.
-        `credit`: what guesses in the tree count for."""
+        `calibrations`: what guesses in the tree count for, by who makes them."""
         self.key = key
         self.id = submission.request_id
         self.submission = submission
@@ -60,7 +60,7 @@ class Request:
         self.tokens = [*submission.prompt, *submission.committed]
         self.history = History(law, submission.prompt, submission.committed, vocabulary_size, grammar)
         self.tree = tree
-        self.credit = credit
+        self.calibrations = calibrations
         self.lane = Lane()
         self.shared: list[Block] = []
         self.cached_tokens = 0
@@ -162,6 +162,12 @@ class Request:
 
     def until_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
         """The tokens up to the one that ends it, if one does, or the one after which its grammar is not known."""
+        if self.grammar is None:
+            room, stops = self.max_tokens - self.output_tokens, self.submission.sampling.stop_token_ids
+            for count, token in enumerate(tokens, 1):
+                if token in stops or count >= room:
+                    return list(tokens[:count]), FinishReason.STOP if token in stops else FinishReason.LENGTH
+            return list(tokens), None
         for count in range(1, len(tokens) + 1):
             reason = self.ending(tokens[:count])
             if reason is not None or not self.known(tokens[:count]):

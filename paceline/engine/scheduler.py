@@ -7,12 +7,9 @@ the gap within the step's rows, oldest request first. Where only the root is mis
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from heapq import merge
-from itertools import islice
-from operator import itemgetter
 
 from paceline.budget import StepCost, worthwhile
 from paceline.config import EngineConfig
@@ -137,21 +134,26 @@ class Scheduler:
         drawing = [work for work in works if work.draws]
         needed = sum(work.stop - work.start for work in works)
         most = min(rows, self.pool.free)
-        # Best first over all, and one more than there are rows for. Of equal ones, parents stay before children.
-        each = ([(-node.path_log_prob, work, node) for node in best_guesses(work.request)] for work in drawing)
-        offers = list(islice(merge(*each, key=itemgetter(0)), most + 1))
+        guesses = [(work, best_guesses(work.request)) for work in drawing]
+        paths = sorted((node.path_log_prob for _, nodes in guesses for node in nodes), reverse=True)
         self.refused = 0.0
-        if not offers:
+        if not paths:
             return
-        probabilities = [math.exp(-offer[0]) for offer in offers]
+        probabilities = list(map(math.exp, paths))
         count = worthwhile(probabilities, len(drawing), needed, most, self._cost.passes, self._cost.rest_s)
-        self.refused = probabilities[count] if count < len(offers) else 0.0
-        for (_, work, node), slot in zip(offers, self.pool.take(count), strict=False):
-            work.nodes.append(node)
-            work.slots.append(slot)
+        self.refused = probabilities[count] if count < len(paths) else 0.0
+        if not count:
+            return
+        least, slots = paths[count - 1], self.pool.take(count)
+        for work, nodes in guesses:  # each request's are sorted, too: parents before children, and so they are taken
+            for node in nodes:
+                if not slots or node.path_log_prob < least:
+                    break
+                work.nodes.append(node)
+                work.slots.append(slots.pop())
 
 
-def best_guesses(request: Request) -> list[Node]:
+def best_guesses(request: Request) -> Sequence[Node]:
     """The guesses that a request may have verified in one step, best first."""
     depth = request.depth_allowed()
     return request.tree.best(request.max_nodes, depth) if depth > 0 else []
@@ -161,62 +163,47 @@ def best_guesses(request: Request) -> list[Node]:
 class Outlook:
     """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`.
 
-    What else may be foreseen is about the requests' own drafts, which is not all that the trees hold where others
-    guess beside them.
+    Of the tokens, `own` are those that the requests' own drafts guess, which is not all where others guess beside them.
     """
 
     tokens: float
     height: int
     own: float
-    """Of the tokens, those that these drafts guess."""
     frontier: float
-    """Those at which their deepest guesses end, if these may get deeper. A root counts while it has no guesses."""
-    beyond: Sequence[float]
-    """Those that others guess one level after these, two levels, and so on."""
-    levels: int
-    """How much deeper one of these drafts may get."""
+    """Those at which these drafts' deepest guesses end, if these may get deeper. A root counts while it has none."""
+    beyond: float
+    """Those that others guess right after these."""
     rows: int
 
 
 def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     """Of a step that runs these requests, all of which draw, with the guesses they have."""
-    guesses = [(request, best_guesses(request)) for request in drawing]
-    probabilities = sorted((_chance(node) for _, nodes in guesses for node in nodes), reverse=True)
+    probabilities: list[float] = []
+    own, frontier, beyond, heights, drafted = 0.0, 0.0, 0.0, 0, 0
+    for request in drawing:
+        nodes = best_guesses(request)
+        chances = [math.exp(node.path_log_prob) for node in nodes]
+        probabilities += chances
+        if request.drafted:
+            drafted += 1
+            heights += height(request, nodes)
+            its = [(node, chance) for node, chance in zip(nodes, chances, strict=True) if POOL in node.cells]
+            own += sum(chance for _, chance in its)
+            top = max((node.position for node, _ in its), default=request.tree.root.position)
+            if top < request.tree.root.position + request.depth_allowed():
+                ends = {node: chance for node, chance in its if node.position == top} or {request.tree.root: 1.0}
+                frontier += sum(ends.values())
+                beyond += sum(chance for node, chance in zip(nodes, chances, strict=True) if node.parent in ends)
+    probabilities.sort(reverse=True)
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost.passes, cost.rest_s)
-    drafted = [(request, nodes) for request, nodes in guesses if request.drafted]
-    heights = [height(request, nodes) for request, nodes in drafted]
-    own, frontier, beyond, levels = 0.0, 0.0, defaultdict[int, float](float), 0
-    for request, nodes in drafted:
-        its = [node for node in nodes if POOL in node.words]
-        deepest = _deepest(request, its)
-        own += sum(map(_chance, its))
-        frontier += sum(map(_chance, deepest))
-        for end in deepest:
-            for node in end.subtree():
-                beyond[node.position - end.position] += _chance(node)
-        levels = max(levels, request.depth_allowed() - height(request, its))
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
-        height=sum(heights) // max(len(heights), 1),
+        height=heights // max(drafted, 1),
         own=own,
         frontier=frontier,
-        beyond=[beyond[level] for level in sorted(beyond)],
-        levels=levels,
+        beyond=beyond,
         rows=len(drawing) + count,
     )
-
-
-def _deepest(request: Request, nodes: Sequence[Node]) -> list[Node]:
-    """Those of these guesses that are deepest, or the root, if anything may follow them."""
-    top = height(request, nodes)
-    if top >= request.depth_allowed():
-        return []
-    root = request.tree.root
-    return [node for node in nodes if node.position == root.position + top] or [root]
-
-
-def _chance(node: Node) -> float:
-    return math.exp(node.path_log_prob)
 
 
 def height(request: Request, nodes: Sequence[Node]) -> int:

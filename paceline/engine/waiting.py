@@ -13,7 +13,7 @@ from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
 Clock = Callable[[], float]
 """Seconds since whenever."""
 Receive = Callable[[float], bool]
-"""Take in what arrives within so many seconds, at least one message; whether something did."""
+"""Take in what arrives within so many seconds, at least one message; whether something did, and more may come."""
 
 
 class Waiting(Protocol):
@@ -125,7 +125,7 @@ class TakingTurns(Priced):
 
     def _pays(self, now: Outlook, drafting_s: float) -> bool:
         step_s = self._cost(now.rows) + drafting_s
-        return self._next.pays(now.frontier, now.tokens, step_s, beyond=now.beyond, rounds_left=now.levels)
+        return self._next.pays(now.frontier, now.tokens, step_s, now.beyond)
 
 
 def waiting_for(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> Waiting:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import SamplingParams
+from paceline.messages import by_fields
 from paceline.tree import Growth
 
 if TYPE_CHECKING:  # links know these words, and run where nothing is computed and no torch is loaded
@@ -62,6 +63,8 @@ class Commit:
     tokens: Sequence[int]
     accepted: int
     hidden_states: torch.Tensor | None = None
+
+    __reduce__ = by_fields
 
 
 @dataclass(frozen=True, slots=True)

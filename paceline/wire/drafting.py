@@ -76,7 +76,7 @@ class RemoteDrafting:
 
     def commit(self, commit: Commit) -> None:
         if route := self._routes.get(commit.request_id):
-            if not route.session.up.wants_hidden_states:
+            if commit.hidden_states is not None and not route.session.up.wants_hidden_states:
                 commit = replace(commit, hidden_states=None)
             self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
 

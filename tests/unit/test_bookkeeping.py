@@ -26,14 +26,14 @@ async def keep_books(store: Store, steps: Sequence[StepStats]) -> None:
 
 def step(*guesses: tuple[int, bool]) -> StepStats:
     stats = SpeculationStats()
-    stats.record([1] * len(guesses), any(hit for _, hit in guesses))
+    stats.record(len(guesses), 1, any(hit for _, hit in guesses))
     return StepStats(0.01, 8, 1, 0, 256, speculation=stats, guesses=guesses)
 
 
 async def test_another_target_starts_from_what_was_learned() -> None:
     first, second, known = Calibration(), Calibration(), -0.9
     cells = [
-        (Calibration.cell_of(known, rank, depth), hit)
+        (Calibration().weigh(known, rank, depth)[0], hit)
         for rank, depth, hit in [(0, 1, True), (1, 1, False), (0, 9, False)]
     ]
     for cell, hit in cells * 20:
@@ -42,6 +42,6 @@ async def test_another_target_starts_from_what_was_learned() -> None:
         await keep_books(store, [step(*cells)] * 20)
         totals = await store.acceptance.acceptance("m", "ngram")
     second.seed(totals.cell_drafted, totals.cell_accepted)
-    for cell, _ in cells:
-        assert second(cell, known) == pytest.approx(first(cell, known))
+    for rank, depth in [(0, 1), (1, 1), (0, 9), (2, 2)]:
+        assert second.weigh(known, rank, depth) == pytest.approx(first.weigh(known, rank, depth))
     assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.budget import Calibration, Price, RowCost, StepCost, Tendency, worthwhile
+from paceline.budget import Calibration, Price, RowCost, StepCost, worthwhile
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
 FLAT = RowCost([8, 256], [1.0, 1.0])
@@ -183,12 +183,11 @@ class TestWorthwhile:
 
 
 def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
-    return Calibration.cell_of(math.log(probability), rank, depth)
+    return Calibration().weigh(math.log(probability), rank, depth)[0]
 
 
 def believed(calibration: Calibration, probability: float, rank: int = 0, depth: int = 1) -> float:
-    log_prob = math.log(probability)
-    return calibration(Calibration.cell_of(log_prob, rank, depth), log_prob)
+    return math.exp(calibration.weigh(math.log(probability), rank, depth)[1])
 
 
 PLACES = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
@@ -255,8 +254,8 @@ class TestCalibration:
     def test_it_stays_a_probability(self, log_prob: float, rank: int, depth: int, outcomes: list[bool]) -> None:
         calibration = Calibration()
         for outcome in outcomes:
-            calibration.observe(Calibration.cell_of(log_prob, rank, depth), outcome)
-        assert 0.0 < calibration(Calibration.cell_of(log_prob, rank, depth), log_prob) <= 1.0
+            calibration.observe(calibration.weigh(log_prob, rank, depth)[0], outcome)
+        assert -math.inf < calibration.weigh(log_prob, rank, depth)[1] <= 0.0
 
     @given(
         st.lists(st.tuples(st.sampled_from(PLACES), st.booleans()), max_size=60),
@@ -278,12 +277,12 @@ class TestCalibration:
     def test_cells_go_by_bin_then_rank_then_depth(self) -> None:
         """What is stored is in this order: another one needs another name there."""
         claims = [math.log(i / 20 + 0.01) for i in range(20)]
-        cells = [Calibration.cell_of(c, rank, depth) for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
+        cells = [Calibration().weigh(c, rank, depth)[0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
         assert cells == list(range(Calibration.CELLS)) == list(range(240))
 
     def test_cells_cover_everything(self) -> None:
-        assert Calibration.cell_of(0.0, 99, 999) == Calibration.CELLS - 1
-        assert Calibration.cell_of(-1e4, 0, 1) == 0
+        assert Calibration().weigh(0.0, 99, 999)[0] == Calibration.CELLS - 1
+        assert Calibration().weigh(-1e4, 0, 1)[0] == 0
         assert [cell(0.01, 0, depth) for depth in range(1, 10)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
 
     def test_hearsay_is_believed_until_something_is_seen(self) -> None:
@@ -320,49 +319,3 @@ class TestCalibration:
         calibration.seed([1.0] * 120 + [0.0] * 120, [7.0] * 240)
         assert believed(calibration, 0.3) <= 1.0
         assert believed(calibration, 0.7) == pytest.approx(0.7)
-
-
-class TestTendency:
-    """What one request's guesses are worth beside those of all."""
-
-    def test_nothing_learned_is_no_correction(self) -> None:
-        for probability in (1e-9, 0.3, 0.999, 1.0):
-            assert Tendency()(probability) == pytest.approx(probability)
-
-    @pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
-    def test_a_request_that_is_as_the_others_changes_nothing(self, share: float) -> None:
-        tendency = Tendency()
-        for i in range(1000):
-            tendency.observe(share, i % 10 < 10 * share)
-        assert tendency(0.6) == pytest.approx(0.6, abs=0.01)
-
-    @pytest.mark.parametrize(("others", "here"), [(0.8, 0.5), (0.3, 0.6)])
-    def test_it_learns_what_this_request_is_like(self, others: float, here: float) -> None:
-        tendency = Tendency()
-        for i in range(200):
-            tendency.observe(others, i % 10 < 10 * here)
-        assert tendency(others) == pytest.approx(here, abs=0.04)
-        unlike = tendency(0.5)
-        assert unlike < 0.4 if here < others else unlike > 0.6, "and so of guesses that others said something else of"
-
-    def test_one_surprise_is_not_all_that_there_is_to_know(self) -> None:
-        tendency = Tendency()
-        tendency.observe(0.9, hit=False)
-        assert 0.85 < tendency(0.9) < 0.9
-
-    def test_it_follows_a_request_that_changes(self) -> None:
-        tendency = Tendency()
-        for _ in range(10_000):
-            tendency.observe(0.5, hit=True)
-        for _ in range(1000):
-            tendency.observe(0.5, hit=False)
-        assert tendency(0.5) < 0.1
-
-    @given(st.floats(1e-9, 1.0), st.lists(st.tuples(st.floats(1e-9, 1.0), st.booleans())))
-    def test_it_stays_a_probability_and_keeps_the_order(
-        self, probability: float, outcomes: list[tuple[float, bool]]
-    ) -> None:
-        tendency = Tendency()
-        for each, hit in outcomes:
-            tendency.observe(each, hit)
-        assert 0.0 < tendency(0.9 * probability) <= tendency(probability) <= 1.0

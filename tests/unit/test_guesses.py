@@ -17,13 +17,14 @@ from tests.bare import bare_request
 class Polled(NoDrafting):
     """Drafts for whoever asks, one guess at a poll."""
 
-    def __init__(self, *, concurrent: bool) -> None:
+    def __init__(self, *, concurrent: bool, more: bool = True) -> None:
         self.concurrent = concurrent
+        self.more = more
         self.polls = 0
 
     def poll(self, timeout_s: float) -> News:
         self.polls += 1
-        return News([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))])
+        return News([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], more=self.more)
 
 
 class SoManyRounds:
@@ -38,7 +39,8 @@ class SoManyRounds:
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         self.asked.append(drawing)
         for _ in range(self._rounds):
-            receive(1.0)
+            if not receive(1.0):
+                return
 
     def refused(self, path_probability: float) -> bool:
         return False
@@ -69,3 +71,12 @@ def test_nobody_is_waited_for_who_does_not_draft() -> None:
     guesses = Guesses(Polled(concurrent=True), (), "coupled", waiting, 10, lambda: 0.0, judged=False)
     guesses.gather({1: request}, [request])
     assert not waiting.asked
+
+
+def test_who_has_said_all_it_knows_is_not_asked_again() -> None:
+    """A lookup guesses all at once; another poll would cost its time, and what it is worth would have to be weighed."""
+    request, drafting = drafted_for(), Polled(concurrent=False, more=False)
+    guesses = Guesses(drafting, (), "coupled", SoManyRounds(5), 10, lambda: 0.0, judged=False)
+    guesses.gather({1: request}, [request])
+    assert drafting.polls == 1
+    assert request.tree.size == 1

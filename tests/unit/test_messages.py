@@ -10,9 +10,9 @@ from paceline.messages import SpeculationStats
 
 def test_counts_by_depth() -> None:
     stats = SpeculationStats()
-    stats.record([1, 1, 2, 3], accepted=2)
-    stats.record([], accepted=0)
-    stats.record([1, 2], accepted=0)
+    stats.record(4, reached=3, accepted=2)
+    stats.record(0, reached=0, accepted=0)
+    stats.record(2, reached=2, accepted=0)
     assert stats.steps == 3
     assert stats.verifications == 2
     assert stats.drafted_tokens == 6
@@ -28,11 +28,18 @@ def test_nothing_verified_is_no_division_by_zero() -> None:
 
 def test_a_snapshot_stays_as_it_is() -> None:
     stats = SpeculationStats(drafts=["a"])
-    stats.record([1], accepted=1)
+    stats.record(1, reached=1, accepted=1)
     snapshot = stats.snapshot()
-    stats.record([1, 2], accepted=2)
+    stats.record(2, reached=2, accepted=2)
     stats.drafts.append("b")
     assert snapshot == SpeculationStats([1], [1], drafted_tokens=1, verifications=1, steps=1, drafts=["a"])
+
+
+def test_a_guess_without_a_row_may_be_accepted_and_is_not_counted() -> None:
+    """A rule that tests chains accepts one more guess than it has rows for."""
+    stats = SpeculationStats()
+    stats.record(2, reached=2, accepted=3)
+    assert stats.accepted_by_depth == [1, 1]
 
 
 chains = st.integers(0, 5).flatmap(lambda deepest: st.tuples(st.just(deepest), st.integers(0, deepest)))
@@ -42,7 +49,7 @@ chains = st.integers(0, 5).flatmap(lambda deepest: st.tuples(st.just(deepest), s
 def test_books_balance(steps: list[tuple[int, int]]) -> None:
     stats = SpeculationStats()
     for deepest, accepted in steps:
-        stats.record(range(1, deepest + 1), accepted)
+        stats.record(deepest, deepest, accepted)
     assert stats.accepted_tokens == sum(accepted for _, accepted in steps)
     assert stats.drafted_tokens == sum(stats.drafted_by_depth)
     assert stats.steps == len(steps)

@@ -53,7 +53,7 @@ def step(*verifications: tuple[list[int], int], **others: int) -> StepStats:
     """A step of one request per (depths verified, accepted)."""
     stats = SpeculationStats()
     for depths, accepted in verifications:
-        stats.record(depths, accepted)
+        stats.record(len(depths), max(depths, default=0), accepted)
     numbers = {"rows": 12, "running": 2, "waiting": 1, "free_slots": 750, **others}
     return StepStats(step_s=0.02, speculation=stats, **numbers)
 
