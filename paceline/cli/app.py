@@ -232,6 +232,34 @@ def peers(
 
 
 @bench.command()
+def profile(
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened; both by default")] = None,
+    requests: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; 1, 8, 32 and 100.")] = None,
+    method: Annotated[str, typer.Option(help="How to draft, as `bench methods` calls it.")] = "draft_model",
+    threads: Annotated[int | None, typer.Option(min=1, help="For the model; one per core by default.")] = None,
+    before: Annotated[Path | None, typer.Option(help="An earlier run, to draw beside this one.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+) -> None:
+    """A step taken apart: where the time goes, beside what the machine could do."""
+    from rich.console import Console
+
+    from paceline.cli import bench_profile
+
+    with start_errors():
+        earlier = bench_profile.read(before) if before else None
+        result = bench_profile.run(
+            Console(highlight=False),
+            sizes or bench_profile.SIZES,
+            requests or bench_profile.REQUESTS,
+            method,
+            threads,
+        )
+    if svg is not None:
+        svg.write_text(bench_profile.picture(result, earlier))
+    typer.echo(json.dumps(result))
+
+
+@bench.command()
 def control_plane(
     streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
 ) -> None:

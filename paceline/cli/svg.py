@@ -8,7 +8,7 @@ from xml.sax.saxutils import escape
 
 TEXT = "#7d858f"
 """A grey that stands out from white and from black alike."""
-COLOURS = ("#8a8f98", "#3d8fd1", "#d9730d", "#3fa55b", "#b3689b", "#9a8523", "#d1605e", "#4fa3a5", "#7f6fd0")
+COLOURS = ("#8a8f98", "#3d8fd1", "#d9730d", "#3fa55b", "#b3689b", "#9a8523", "#d1605e", "#3f9799", "#7f6fd0")
 WIDTH, LABELS, NOTES = 720, 130, 170
 """Of the picture, and what labels and notes have beside the bars."""
 BAR, GAP, LINE = 16, 6, 20

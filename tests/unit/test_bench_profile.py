@@ -1,0 +1,208 @@
+"""How `paceline bench profile` takes a step apart."""
+
+from __future__ import annotations
+
+import io
+import json
+import xml.etree.ElementTree as ElementTree
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from paceline import family
+from paceline.cli import bench_profile, main
+from paceline.cli.bench_methods import LIMITS
+from paceline.cli.bench_profile import ENGINE, PARTS, STEP, Case, Floor, Stopwatch, blocks, piped, read, show
+from paceline.cli.child import StartError
+from paceline.config import SpeculativeConfig
+from tests.checkpoints import save_checkpoint
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Work:
+    """Takes time on a clock of its own."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def outer(self) -> str:
+        self._clock.now += 1
+        self.inner()
+        self._clock.now += 2
+        return "done"
+
+    def inner(self) -> None:
+        self._clock.now += 10
+
+
+def case(**figures: Any) -> Case:
+    parts = dict.fromkeys(PARTS, 1.0) | {"pass": 8.0}
+    return Case(**{"size": "shipped", "requests": 8, "method": "plain", "parts_ms": parts, "floor_ms": 4.0, **figures})
+
+
+def test_what_runs_inside_another_part_counts_for_itself_alone() -> None:
+    clock = Clock()
+    stopwatch, work = Stopwatch(clock), Work(clock)
+    with stopwatch.watching(work, "outer", "outer"), stopwatch.watching(work, "inner", "inner"):
+        assert work.outer() == "done"
+    assert stopwatch.taken() == {"outer": 3, "inner": 10}
+    assert stopwatch.taken() == {}
+
+
+def test_what_runs_between_parts_counts_for_none() -> None:
+    clock = Clock()
+    stopwatch, work = Stopwatch(clock), Work(clock)
+    with stopwatch.watching(work, "inner", "inner"):
+        work.outer()
+    assert stopwatch.taken() == {"inner": 10}
+
+
+def test_nothing_is_watched_afterwards() -> None:
+    clock = Clock()
+    stopwatch, work = Stopwatch(clock), Work(clock)
+    with stopwatch.watching(work, "inner", "inner"):
+        pass
+    work.inner()
+    assert stopwatch.taken() == {}
+
+
+def test_a_part_that_fails_is_charged_all_the_same() -> None:
+    clock = Clock()
+    stopwatch = Stopwatch(clock)
+
+    def failing() -> None:
+        with stopwatch.part("outer"), stopwatch.part("inner"):
+            clock.now += 2
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        failing()
+    clock.now += 5
+    assert stopwatch.taken() == {"outer": 0, "inner": 2}
+
+
+def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
+    floor = Floor(weights=1000, weight_bytes=2000, bytes_per_s=1e6, macs_per_s=1e6)
+    assert floor.ms(1) == 2.0
+    assert floor.ms(5) == 5.0
+
+
+def test_the_floor_of_the_shipped_model_is_of_all_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_profile, "_timed", lambda work: 0.5)
+    floor = bench_profile.measured_floor(family.NAMES[0])
+    layer = 256 * (2 * 256 + 2 * 128 + 3 * 512)
+    assert floor.weights == 4096 * 256 + 26 * layer
+    assert floor.bytes_per_s == 4 * floor.weights
+    assert floor.macs_per_s == 2 * 512 * 1024 * 1024
+
+
+def test_a_pipe_gives_what_it_got() -> None:
+    assert piped({"a": [1, 2]}) == {"a": [1, 2]}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In place of the shipped family a Llama that drafts for itself, so that all it guesses is right."""
+    model = str(save_checkpoint(tmp_path / "tiny"))
+    config = SpeculativeConfig.model_validate({**LIMITS, "method": "draft_model", "model": model})
+    config = config.model_copy(update={"draft_placement": "worker"})
+    monkeypatch.setattr(bench_profile, "_models", lambda size, method, folder: (model, config))
+    monkeypatch.setattr(bench_profile, "_prompts", lambda: [[1, 2, 3], [4, 5]])
+    monkeypatch.setattr(bench_profile, "SLOTS", 1024)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_real_step_is_taken_apart() -> None:
+    """Every part takes some time of a step with a draft, and a plain step has no draft; tokens come of it."""
+    shown = io.StringIO()
+    result = bench_profile.run(Console(file=shown, width=200), ["shipped"], [2], "draft_model", threads=1)
+    plain, drafted = (Case(**each) for each in result["cases"])
+    assert (plain.method, plain.tokens, plain.rows) == ("plain", 2, 2)
+    assert plain.parts_ms["draft"] == plain.round_ms == 0
+    assert all(plain.parts_ms[part] > 0 for part in PARTS if part != "draft")
+    assert all(drafted.parts_ms[part] > 0 for part in PARTS)
+    assert drafted.tokens > 2
+    assert drafted.rows > 2
+    assert 0 < drafted.round_ms <= drafted.parts_ms["draft"] * 2
+    assert plain.engine_ms == pytest.approx(sum(plain.parts_ms[part] for part in ENGINE), abs=1e-3)
+    assert plain.floor_ms < plain.parts_ms["pass"]
+    assert "2 requests, draft_model" in shown.getvalue()
+
+
+def test_bars_are_as_long_as_their_parts() -> None:
+    """15 ms, of which the pass is 8."""
+    text = blocks(case(), width=150).plain
+    assert len(text) == 150
+    assert text.count("P") == 80
+    assert all(text.count(letter) == 10 for part, (letter, _) in STEP.items() if part != "pass")
+
+
+def test_what_takes_no_time_has_no_bar() -> None:
+    assert blocks(Case("shipped", 1, "plain", parts_ms=dict.fromkeys(PARTS, 0.0))).plain == ""
+
+
+def test_every_figure_is_shown() -> None:
+    shown = io.StringIO()
+    show(Console(file=shown, width=80), [case(), case(requests=32, engine_ms=3.25)])
+    assert "32 at once" in shown.getvalue()
+    assert "3.25" in shown.getvalue()
+
+
+def test_an_earlier_run_is_drawn_beside() -> None:
+    before = {"cases": [asdict(case(parts_ms=dict.fromkeys(PARTS, 1.0) | {"pass": 23.0}))]}
+    drawn = ElementTree.fromstring(bench_profile.picture({"cases": [asdict(case())]}, before))
+    texts = [each.text for each in drawn.iter(f"{SVG}text")]
+    assert {"before", "30.00 ms", "now", "15.00 ms", "floor", "4.00 ms"} <= set(texts)
+    passes = sorted(float(each.get("width", 0)) for each in drawn.iter(f"{SVG}rect"))
+    assert passes[-1] / passes[-2] == pytest.approx(23 / 8, abs=0.01)
+    alone = bench_profile.picture({"cases": [asdict(case(requests=1))]}, before)
+    assert "before" not in alone, "a case that was not measured before"
+
+
+def test_the_last_line_of_a_run_can_be_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "before.json"
+    path.write_text("some text\n" + json.dumps({"cases": [asdict(case())]}) + "\n")
+    assert Case(**read(path)["cases"][0]) == case()
+
+
+@pytest.mark.parametrize("content", [None, "", "no json", "{}", '{"cases": [{"requests": 1, "odd": 2}]}'])
+def test_what_is_no_earlier_run_is_refused(content: str | None, tmp_path: Path) -> None:
+    path = tmp_path / "before.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(StartError, match="no earlier run"):
+        read(path)
+
+
+def test_names_that_are_none_are_refused_before_anything_is_loaded() -> None:
+    for wrong in (["--sizes", "huge"], ["--method", "magic"], ["--before", "/nowhere.json"]):
+        assert CliRunner().invoke(main, ["bench", "profile", *wrong]).exit_code == 2
+
+
+def test_the_command_ends_with_one_line_of_json(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = {"threads": 1, "floors": {}, "cases": [asdict(case())]}
+    asked: list[Any] = []
+
+    def run(console: Console, *args: Any) -> dict[str, Any]:
+        asked.append(args)
+        return result
+
+    monkeypatch.setattr(bench_profile, "run", run)
+    svg = tmp_path / "profile.svg"
+    told = CliRunner().invoke(main, ["bench", "profile", "--sizes", "shipped", "--requests", "8", "--svg", str(svg)])
+    assert json.loads(told.output.splitlines()[-1]) == result
+    assert asked == [(["shipped"], [8], "draft_model", None)]
+    assert svg.read_text().startswith("<svg")
