@@ -13,10 +13,10 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
-	pytest-all mutants chart format proto clean
+	pytest-all native-check mutants chart format proto clean
 
 help:  ## this manual
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
 	@awk -F ' *[?]= *|## ' '/^[A-Z_]+ *[?]=/ {sub(/ +$$/, "", $$2); printf "  %-14s %s%s\n", $$1, $$3, $$2 ? " (" $$2 ")" : ""}' $(MAKEFILE_LIST)
 
@@ -78,6 +78,14 @@ pytest: setup  ## the tests of every day, without lint and types
 pytest-all: setup
 	@$(BIN)/pytest -m "not alone" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
 	@$(BIN)/pytest -m alone --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+
+# The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention.
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
+NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.py tests/unit/test_native*.py))
+
+native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
+	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest $(NATIVE_TESTS) $(PYTEST_ARGS)
 
 mutants: setup  ## the code changed in one wrong way after another: do tests notice?
 	@$(BIN)/python -m tests.mutants $(ARGS)

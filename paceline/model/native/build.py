@@ -315,6 +315,7 @@ def _run(command: Sequence[str], building: Path, folder: Path) -> str:
     """What a compiler says; it and all that it starts are gone afterwards. Raises `NativeUnavailableError`."""
     said = building / "said"
     env = {**os.environ, "LC_ALL": "C", "TMPDIR": str(building)}
+    env.pop("LD_PRELOAD", None)  # a sanitizer is for the library, not for its compiler
     env |= {"ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
     with said.open("wb") as to:
         try:
