@@ -359,11 +359,15 @@ async def test_sigterm_while_the_model_loads() -> None:
         *(sys.executable, "-m", "services.draft", *slow), stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
-    async with asyncio.timeout(120):
-        assert b"loading for ever" in await process.stderr.readline()
-        process.terminate()
-        assert await process.wait() == 0
-        assert b"Traceback" not in await process.stderr.read()
+    try:
+        async with asyncio.timeout(120):
+            assert b"loading for ever" in await process.stderr.readline()
+            process.terminate()
+            assert await process.wait() == 0
+            assert b"Traceback" not in await process.stderr.read()
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 @pytest.mark.parametrize("service", MAINS)
