@@ -303,7 +303,7 @@ def measure(llm: LLM, case: Case, config: SpeculativeConfig, floor: Floor) -> Ca
             stack.enter_context(stopwatch.watching(owner, verb, part))
         while len(steps) < STEPS:
             deltas = engine.step()
-            loopback.send(Stepped(deltas, engine.load, engine.last_step))
+            loopback.send(Stepped(deltas, engine.load, [engine.last_step]))
             taken = stopwatch.taken()
             loopback.pass_s, made, loopback.rounds = taken.get("pass", 0.0), loopback.rounds, 0
             if len(deltas) == case.requests and not engine.last_step.prompt_tokens:
