@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import pytest
@@ -255,6 +256,16 @@ def test_rows_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.
     ours = in_trees(weights.network(), sequence)
     Native.use(Native(1))
     assert torch.equal(ours, one_by_one(weights.network(), sequence))
+
+
+def test_networks_may_run_in_several_threads(threads: int) -> None:
+    """Of Python: a user may have an LLM in each. The team would mix up two passes at once."""
+    weights, sequence = Weights(SHAPES["plain"], torch.float32), tokens(60)
+    alone = one_by_one(weights.network(), sequence)
+    networks = [weights.network() for _ in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        for logits in pool.map(lambda network: one_by_one(network, sequence), networks):
+            assert torch.equal(logits, alone)
 
 
 def test_states_of_layers_are_the_formula_s(threads: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 import weakref
 
 import torch
@@ -35,6 +36,8 @@ class Native:
         lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         self.lib = lib
+        self.busy = threading.Lock()
+        """Held during a call: the team does one thing at a time, and Python's other threads go on meanwhile."""
         self.team = Pointer(lib.paceline_team_create(ctypes.c_int32(threads)))
         weakref.finalize(self, lib.paceline_team_destroy, self.team)
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from array import array
 from collections.abc import Sequence
-from itertools import chain
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -155,36 +154,46 @@ class Network:
         the norm. `states` [rows, hidden]: in place of embeddings. `first_input` [rows, width]: what the first layer's
         attention multiplies in place of its norm of the states.
         """
-        tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
-        count = len(rows)
-        integers = np.array([tokens, positions, lengths, list(map(len, branches))], np.int32)
-        tables = np.array([lane.address for lane in lanes], np.uint64)
-        branch_slots = np.fromiter(chain.from_iterable(branches), np.int32)
-        starts = np.zeros(count, np.uint64)  # addresses of branches
-        np.cumsum(integers[3, :-1], out=starts[1:])
-        starts *= branch_slots.itemsize
-        starts += branch_slots.ctypes.data
-        wanted_rows, taps = np.array(wanted, np.int32), np.array(layers, np.int32)
         logits = torch.empty(len(wanted), padded_size(self._vocabulary))
-        tapped = torch.empty(count, len(layers), self._hidden, dtype=self._dtype)
+        tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
         states = None if states is None else states.contiguous()
         first_input = None if first_input is None else padded(first_input)
-        token_address, position_address, length_address, branch_address = (
-            integers.ctypes.data + i * integers.strides[0] for i in range(4)
-        )
+        # What native code reads, in one array of integers and one of addresses: passes are short, and this is quick.
+        tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
+        sizes = [len(branch) for branch in branches]
+        integers = array("i", tokens)
+        for more in (positions, lengths, sizes, wanted, layers, *branches):
+            integers.extend(more)
+        first, count, size = integers.buffer_info()[0], len(rows), integers.itemsize
+        wanted_at = first + 4 * count * size
+        taps_at = wanted_at + len(wanted) * size
+        addresses = array("Q", [lane.address for lane in lanes])
+        branch_at = taps_at + len(layers) * size
+        for length in sizes:
+            addresses.append(branch_at)
+            branch_at += length * size
+        tables_at = addresses.buffer_info()[0]
         spec = _PassSpec(
-            _Rows(count, position_address, tables.ctypes.data, length_address, starts.ctypes.data, branch_address),
-            tokens=token_address if states is None else None,
+            _Rows(
+                count,
+                first + count * size,
+                tables_at,
+                first + 2 * count * size,
+                tables_at + count * addresses.itemsize,
+                first + 3 * count * size,
+            ),
+            tokens=first if states is None else None,
             states=address(states),
             first_input=address(first_input),
-            wanted=wanted_rows.ctypes.data,
+            wanted=wanted_at,
             wanted_count=len(wanted),
             logits=address(logits),
-            taps=taps.ctypes.data,
+            taps=taps_at,
             tap_count=len(layers),
             tapped=address(tapped),
         )
-        self._native.lib.paceline_network_run(self._handle, self._native.team, ctypes.byref(spec))
+        with self._native.busy:
+            self._native.lib.paceline_network_run(self._handle, self._native.team, ctypes.byref(spec))
         self._raise_failure()
         return logits[:, : self._vocabulary], tapped if layers else None
 
@@ -192,9 +201,9 @@ class Network:
         """float32 logits [n, vocabulary] of what the norm gives, [n, hidden]."""
         final = padded(final.to(self._dtype))
         logits = torch.empty(len(final), padded_size(self._vocabulary))
-        self._native.lib.paceline_network_output(
-            self._handle, self._native.team, address(final), len(final), address(logits)
-        )
+        place = address(final), len(final), address(logits)
+        with self._native.busy:
+            self._native.lib.paceline_network_output(self._handle, self._native.team, *place)
         return logits[:, : self._vocabulary]
 
     def _add_up(self, values: Any, count: int) -> None:

@@ -30,5 +30,6 @@ class Product:
         """x [rows, in] → float32 [rows, out]."""
         x = padded(x.to(self._dtype))
         y = torch.empty(len(x), padded_size(self._out))
-        self._native.lib.paceline_product_run(self._handle, self._native.team, x.data_ptr(), len(x), y.data_ptr())
+        with self._native.busy:
+            self._native.lib.paceline_product_run(self._handle, self._native.team, address(x), len(x), address(y))
         return y[:, : self._out]
