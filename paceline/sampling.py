@@ -28,9 +28,8 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntEnum
-from typing import TypeAlias, TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -148,8 +147,7 @@ class History:
         return torch.tensor([token for token in tokens if token < self.vocabulary_size], dtype=torch.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """What it takes to draw from one row of logits.
 
     `position` is the absolute position of the token to be drawn. `path` holds the guesses between the

@@ -271,8 +271,9 @@ class Engine:
         error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
-        pooled = sum(node.source == POOL for node in request.tree.followed(tokens[:accepted]))
-        places = self._keep_accepted(work, tokens)
+        path = request.tree.followed(tokens[:accepted])
+        pooled = sum(node.source == POOL for node in path)
+        places = self._keep_accepted(work, path[: len(tokens) - 1])
         request.tokens += tokens
         request.history.extend(tokens)
         request.tree.commit(tokens)
@@ -329,19 +330,16 @@ class Engine:
                             self._tally.guesses.append((cell, hit))
             place = place.children.get(token)
 
-    def _keep_accepted(self, work: Work, tokens: Sequence[int]) -> list[int]:
-        """Guesses on the committed path keep their slots, in order; the others give theirs back.
+    def _keep_accepted(self, work: Work, path: Sequence[Node]) -> list[int]:
+        """Guesses on the path to the last committed token keep their slots, in order; the others give theirs back.
 
         Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.
         """
-        slots = dict(zip(map(id, work.nodes), work.slots, strict=True))
-        place = {id(node): i for i, node in enumerate(work.nodes, 1)}
-        places = [0]
-        for node in work.request.tree.followed(tokens[:-1]):
-            work.request.lane.slots.append(slots.pop(id(node)))
-            places.append(place[id(node)])
-        self._scheduler.pool.give(slots.values())
-        return places
+        kept = [work.nodes.index(node) for node in path]
+        for i in kept:
+            work.request.lane.slots.append(work.slots[i])
+        self._scheduler.pool.give(slot for i, slot in enumerate(work.slots) if i not in kept)
+        return [0, *(i + 1 for i in kept)]
 
     def _log_probs(
         self, request: Request, logits: Tensor, places: Sequence[int], tokens: Sequence[int]

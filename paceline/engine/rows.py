@@ -28,11 +28,13 @@ def rows_of(works: Sequence[Work]) -> tuple[list[Row], list[int]]:
 
 def guessed(work: Work) -> Guessed:
     """What the strategy is given: among it what the target draws with after the root and after each guess."""
-    request = work.request
-    position = len(request.tokens)
-    paths: dict[int, list[int]] = {id(request.tree.root): []}
-    rows = [DrawRow(request.law, position, request.history)]
+    request, root = work.request, work.request.tree.root
+    rows = [DrawRow(request.law, root.position + 1, request.history)]
+    if not request.history.rules:  # nothing looks back
+        rows += [DrawRow(request.law, node.position + 1, request.history) for node in work.nodes]
+        return Guessed(root, work.nodes, rows, request.tokens)
+    paths: dict[int, list[int]] = {id(root): []}
     for node in work.nodes:
         path = paths[id(node)] = [*paths[id(node.parent)], node.token]
-        rows.append(DrawRow(request.law, position + len(path), request.history, path))
-    return Guessed(request.tree.root, work.nodes, rows, request.tokens)
+        rows.append(DrawRow(request.law, node.position + 1, request.history, path))
+    return Guessed(root, work.nodes, rows, request.tokens)

@@ -10,7 +10,7 @@ temperature 1. Everywhere else the target's draws decide. Lossy inside thinking 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -75,4 +75,4 @@ class RelaxedThinking(Lenient):
 def _warm(row: Row) -> Row:
     if not row.params.greedy:
         return row
-    return replace(row, params=row.params.model_copy(update={"temperature": 1.0}))
+    return row._replace(params=row.params.model_copy(update={"temperature": 1.0}))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import pytest
 import torch
@@ -111,11 +110,11 @@ def test_leaving_rows_as_they_are_is_not_caught() -> None:
 @pytest.mark.parametrize(
     "alter",
     [
-        lambda row, node: replace(row, position=len(row.path)),
-        lambda row, node: replace(row, position=row.position - len(row.path)),
-        lambda row, node: replace(row, params=row.params.model_copy(update={"seed": 22 + node.token})),
-        lambda row, node: replace(row, params=row.params.model_copy(update={"temperature": 1.3})),
-        lambda row, node: replace(row, position=row.position + 1),
+        lambda row, node: row._replace(position=len(row.path)),
+        lambda row, node: row._replace(position=row.position - len(row.path)),
+        lambda row, node: row._replace(params=row.params.model_copy(update={"seed": 22 + node.token})),
+        lambda row, node: row._replace(params=row.params.model_copy(update={"temperature": 1.3})),
+        lambda row, node: row._replace(position=row.position + 1),
     ],
     ids=["noise by depth", "the root's noise", "noise by node", "another temperature", "noise of the next position"],
 )
@@ -125,5 +124,5 @@ def test_rows_with_the_wrong_noise_are_caught(alter: Rows) -> None:
 
 @pytest.mark.parametrize("rules", ["penalties", "greedy penalties", "bars"])
 def test_rules_that_are_not_told_of_the_path_are_caught(rules: str) -> None:
-    assert caught(lambda row, node: replace(row, path=()), **PARAMS[rules])
-    assert caught(lambda row, node: replace(row, path=row.path[:-1]), **PARAMS[rules])
+    assert caught(lambda row, node: row._replace(path=()), **PARAMS[rules])
+    assert caught(lambda row, node: row._replace(path=row.path[:-1]), **PARAMS[rules])
