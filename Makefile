@@ -101,5 +101,5 @@ proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py
 
 clean:  ## remove everything that make made
-	@rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
