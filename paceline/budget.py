@@ -183,8 +183,9 @@ class NextRound:
 
     Nothing grows unless it is waited for, so the whole of what a round would bring is lost by going ahead. For each
     token that the draft's deepest guesses are expected to bring, the next ones bring `gain`, less what others have
-    guessed there; a round takes `delay`, in which the step would have earned tokens. Both averages start from a hopeful
-    guess, and creep back to it with every refusal, or else a draft that is refused would be for ever.
+    guessed there; a round takes `delay`, and its guesses take rows, in which time the step would have earned tokens.
+    Both averages start from a hopeful guess, and creep back to it with every refusal, or else a draft that is refused
+    would be for ever.
     """
 
     HOPE = 0.8
@@ -195,15 +196,16 @@ class NextRound:
     FORGETTING = 0.001
     """Weight of the first guess, with each refusal."""
 
-    def __init__(self, delay_s: float = 1e-3) -> None:
+    def __init__(self, delay_s: float = 1e-5) -> None:
         """`delay_s`: the guess at a delay to start from."""
         self._first_delay = self._delay = delay_s
         self._gain = self.HOPE
 
-    def pays(self, frontier: float, expected: float, step_s: float, beyond: float = 0.0) -> bool:
+    def pays(self, frontier: float, expected: float, step_s: float, beyond: float = 0.0, rows_s: float = 0.0) -> bool:
         """`expected`: tokens that the step would commit now, `frontier` of them by the draft's deepest guesses, and
-        `beyond` by what others guess right after these. `step_s`: what all would take, rounds so far included."""
-        if (frontier * self._gain - beyond) * step_s > expected * self._delay:
+        `beyond` by what others guess right after these. `step_s`: what all would take, rounds so far included.
+        `rows_s`: what the rows of a round's guesses would take."""
+        if (frontier * self._gain - beyond) * step_s > expected * (self._delay + rows_s):
             return True
         self._gain += self.FORGETTING * (self.HOPE - self._gain)
         self._delay += self.FORGETTING * (self._first_delay - self._delay)

@@ -111,8 +111,7 @@ class TakingTurns(Priced):
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         drafting_s = 0.0
         now = outlook(drawing, self._cost)
-        while now.height < 1 or self._pays(now, drafting_s):
-            begun = all(request.heard for request in drawing if request.drafted)
+        while not (begun := all(r.heard for r in drawing if r.drafted)) or self._pays(now, len(drawing), drafting_s):
             start = self._clock()
             came = receive(self.AT_MOST_S)
             delay_s = self._clock() - start
@@ -123,9 +122,11 @@ class TakingTurns(Priced):
             if not came or now.own <= before.own:
                 return
 
-    def _pays(self, now: Outlook, drafting_s: float) -> bool:
-        step_s = self._cost(now.rows) + drafting_s
-        return self._next.pays(now.frontier, now.tokens, step_s, now.beyond)
+    def _pays(self, now: Outlook, requests: int, drafting_s: float) -> bool:
+        """A round costs its own time, and that of a row more for each request."""
+        step_s = self._cost(now.rows)
+        rows_s = self._cost(now.rows + requests) - step_s
+        return self._next.pays(now.frontier, now.tokens, step_s + drafting_s, now.beyond, rows_s)
 
 
 def waiting_for(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> Waiting:

@@ -31,7 +31,8 @@ def pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, REPEATS_ITSELF])
 @pytest.mark.parametrize("key", ["speculator", "model"])
 def test_the_documented_speculator_drafts_and_changes_no_token(pasted: str, key: str, sampling: SamplingParams) -> None:
-    llm = LLM("table:24", {"method": "custom_class", key: pasted}, {"slots": 512})
+    settings = {"method": "custom_class", key: pasted, "row_budget": False, "draft_schedule": "lockstep"}
+    llm = LLM("table:24", settings, {"slots": 512})
     guessed = llm.generate(["1 2 3", "4 4"], sampling)
     plain = llm.generate(["1 2 3", "4 4"], sampling, speculative=False)
     assert [(each.tokens, each.log_probs) for each in guessed] == [(each.tokens, each.log_probs) for each in plain]
@@ -42,7 +43,9 @@ def test_the_documented_speculator_drafts_and_changes_no_token(pasted: str, key:
 
 
 def test_the_documented_speculator_drafts_together_with_another(pasted: str) -> None:
-    llm = LLM("table:24", {"method": ["custom_class", "suffix"], "speculator": pasted}, {"slots": 512})
+    llm = LLM(
+        "table:24", {"method": ["custom_class", "suffix"], "speculator": pasted, "row_budget": False}, {"slots": 512}
+    )
     [guessed] = llm.generate("1 2 3", REPEATS_ITSELF)
     [plain] = llm.generate("1 2 3", REPEATS_ITSELF, speculative=False)
     assert guessed.tokens == plain.tokens
@@ -50,6 +53,6 @@ def test_the_documented_speculator_drafts_together_with_another(pasted: str) -> 
 
 
 def test_a_model_beside_the_class_is_left_to_the_class(pasted: str) -> None:
-    settings = {"method": "custom_class", "speculator": pasted, "model": "no.such.checkpoint"}
+    settings = {"method": "custom_class", "speculator": pasted, "model": "no.such.checkpoint", "row_budget": False}
     [answer] = LLM("table:24", settings, {"slots": 512}).generate("1 2 3", GREEDY)
     assert answer.speculation.drafted_tokens > 0

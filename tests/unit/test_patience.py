@@ -97,6 +97,13 @@ class TestTheNextRound:
         assert not rounds.pays(frontier=0.4, expected=2.9, step_s=STEP_S)
         assert not rounds.pays(frontier=0.3, expected=2.7, step_s=STEP_S), "what follows is less likely"
 
+    def test_rows_of_its_guesses_are_part_of_what_a_round_costs(self) -> None:
+        rounds = NextRound(DELAY_S)
+        for _ in range(300):
+            rounds.observe(0.5, 0.35, DELAY_S)
+        assert rounds.pays(1.0, 1.0, STEP_S, rows_s=0.99 * (0.7 * STEP_S - DELAY_S))
+        assert not rounds.pays(1.0, 1.0, STEP_S, rows_s=1.01 * (0.7 * STEP_S - DELAY_S))
+
     def test_slow_rounds_pay_less(self) -> None:
         rounds = NextRound(DELAY_S)
         assert rounds.pays(0.5, 2.0, STEP_S)
@@ -170,9 +177,9 @@ class Turns:
         return len(made)
 
 
-@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 1), (True, 4e-3, 1)])
+@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 0), (True, 4e-3, 1)])
 def test_a_draft_on_the_target_s_time_goes_on_while_that_pays(concurrent: bool, round_s: float, rounds: int) -> None:
-    """Who goes on by itself is waited for less. A tree without guesses always gets a round."""
+    """A draft that goes on by itself is waited for less."""
     assert Turns(concurrent, round_s).rounds() == rounds
 
 
@@ -215,7 +222,7 @@ def test_a_round_that_reads_a_prompt_is_not_how_long_rounds_take() -> None:
     assert rounds.pays(0.5, 2.0, STEP_S)
 
 
-@pytest.mark.parametrize(("step_s", "rounds"), [(STEP_S, 1), (4 * STEP_S, 4)])
+@pytest.mark.parametrize(("step_s", "rounds"), [(STEP_S, 0), (4 * STEP_S, 4)])
 def test_what_steps_take_beside_their_pass_counts(step_s: float, rounds: int) -> None:
-    """A second round of 15 ms is too much beside a step of 10, not beside one of 40, whatever its pass takes."""
+    """A round of 15 ms is too much beside a step of 10, not beside one of 40, whatever its pass takes."""
     assert Turns(round_s=15e-3, step_s=step_s).rounds() == rounds
