@@ -62,8 +62,9 @@ class StepCost:
 
     MEMORY = 100.0
     """Steps."""
-    SURPRISE = 0.1
-    """Twice the expected rest, and this share of the pass, is believed of one step."""
+    SURPRISE = 1.0
+    """Twice the expected rest, and this share of the pass, is believed of one step: where a pass is short, the rest is
+    known after a few steps all the same."""
 
     def __init__(self, passes: RowCost) -> None:
         self.passes = passes

@@ -263,7 +263,8 @@ class TokenTree:
         committed and the next committed token is the one it guessed, then the node there goes by its id from
         now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size` or `width`.
         """
-        before = len(self._nodes)
+        nodes, root_position = self._nodes, self.root.position
+        before, width = len(nodes), self._width
         known = self._by_id.setdefault(source, {})
         top, weigh = self._trail.get(growth.base_position), self._weighs(source)
         id_ = growth.first_id - 1
@@ -276,8 +277,8 @@ class TokenTree:
                 continue
             node = parent.children.get(token)
             if node is None:
-                committed = parent.position < self.root.position
-                full = len(self._nodes) >= max_size or len(parent.children) >= self._width
+                committed = parent.position < root_position
+                full = len(nodes) >= max_size or len(parent.children) >= width
                 if committed or full or not self._permit(parent, token):
                     continue
                 node = self._attach(parent, token, source, log_prob, law, weigh)
@@ -286,7 +287,7 @@ class TokenTree:
             if source not in node.ids:  # one draft has one id of each guess: a hostile one cannot make us keep more
                 node.ids[source] = id_
                 known[id_] = node
-        return len(self._nodes) - before
+        return len(nodes) - before
 
     def commit(self, tokens: Sequence[int]) -> Committed:
         """The target drew `tokens` after the root. The last one becomes the new root."""
@@ -360,11 +361,14 @@ class TokenTree:
         """A draft is the first to guess this."""
         children, position = parent.children, parent.position + 1
         rank = len(children) if len(self._by_id) < 2 else _guessed(children, source)
-        cell, log_prob = weigh(_bounded(log_prob), rank, position - self.root.position)
+        if not LEAST_LOG_PROB <= log_prob <= 0.0:
+            log_prob = _bounded(log_prob)
+        cell, log_prob = weigh(log_prob, rank, position - self.root.position)
         node = children[token] = Node(token, position, parent, law, log_prob, parent.path_log_prob + log_prob)
         node.source, node.cells[source] = source, cell
         self._nodes.append(node)
-        self._best.clear()
+        if self._best:
+            self._best.clear()
         return node
 
     def _agree(self, node: Node, source: int, log_prob: float, weigh: Weigh) -> None:
@@ -381,7 +385,7 @@ class TokenTree:
 
 
 def _bounded(log_prob: float) -> float:
-    return log_prob if LEAST_LOG_PROB <= log_prob <= 0.0 else min(max(log_prob, LEAST_LOG_PROB), 0.0)
+    return min(max(log_prob, LEAST_LOG_PROB), 0.0)
 
 
 def _guessed(children: Mapping[int, Node], source: int) -> int:

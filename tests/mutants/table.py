@@ -63,8 +63,8 @@ MUTANTS = (
     Mutant(
         "a tree takes one child too many",
         "paceline/tree.py",
-        "len(parent.children) >= self._width",
-        "len(parent.children) > self._width",
+        "len(parent.children) >= width",
+        "len(parent.children) > width",
         TREE,
     ),
     Mutant(

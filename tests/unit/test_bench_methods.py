@@ -32,7 +32,7 @@ def stats(*steps: tuple[int, int]) -> SpeculationStats:
     """Of steps that verified a chain so deep and accepted so much of it."""
     made = SpeculationStats()
     for depth, accepted in steps:
-        made.record(range(1, depth + 1), accepted)
+        made.record(depth, depth, accepted)
     return made
 
 
