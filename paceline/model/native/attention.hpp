@@ -25,14 +25,14 @@ class Attention {
    public:
     // `longest`: most positions of a path.
     Attention(Heads heads, int longest) : heads_(heads), stride_(padded(longest, TILE)) {
-        most_rows_ = std::max(1, 16 / heads.queries_per_key);
-        int queries = most_rows_ * heads.queries_per_key;
+        int queries = most_rows(heads) * heads.queries_per_key;
         scores_.resize((size_t)queries * stride_);
         weights_.resize((size_t)queries * stride_);
         totals_.resize(queries);
         outputs_.resize((size_t)queries * heads.width);
         tile_.resize((size_t)TILE * heads.width / PER);
     }
+    // Of a chunk: as many as share the work on a tile.
     static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
 
     // One key-value head of the rows of a chunk. `keys`: of this head in slot 0; a slot's values stand `values` numbers
@@ -165,7 +165,6 @@ class Attention {
 
     const Heads heads_;
     const size_t stride_;  // of scores and weights: positions, in whole tiles
-    int most_rows_;
     std::vector<float> scores_, totals_, outputs_;
     std::vector<T> weights_;
     std::vector<uint32_t> tile_;

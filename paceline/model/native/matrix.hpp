@@ -18,6 +18,8 @@ namespace paceline {
 // Memory that is given back all at once, in large pages where the kernel has them.
 class Arena {
    public:
+    static constexpr size_t AHEAD = 2048;  // bytes that products prefetch, and may do past the end
+
     Arena() = default;
     Arena(Arena&&) = default;
     ~Arena() {
@@ -46,10 +48,6 @@ class Arena {
 #endif
     }
 
-   public:
-    static constexpr size_t AHEAD = 2048;  // bytes that products prefetch, and may do past the end
-
-   private:
     std::vector<std::pair<void*, size_t>> chunks_;
     char* chunk_ = nullptr;
     size_t size_ = 0, used_ = 0;
@@ -74,7 +72,7 @@ class Matrix {
     // The columns of each source start at a multiple of `unit`, and no unit is shared out to two parts. `in`: numbers of
     // an input row, which is padded with zeros to `padded_in`. arenas[p] takes what part p multiplies with.
     Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
-        : in_(in), words_(padded_in / Element<T>::PER_WORD), unit_(unit) {
+        : words_(padded_in / Element<T>::PER_WORD) {
         std::vector<const T*> column_weights;
         for (const Source& source : sources) {
             for (int i = 0; i < padded(source.count, unit); i++) {
@@ -91,7 +89,7 @@ class Matrix {
             int end = (int)((int64_t)units * (p + 1) / parts) * unit;
             for (int column = first_unit_[p] * unit; column < end;) {
                 int blocks = std::min(MOST_BLOCKS, (end - column) / LANES);
-                parts_[p].push_back(pack(arenas[p], &column_weights[column], column, blocks));
+                parts_[p].push_back(pack(arenas[p], &column_weights[column], in, column, blocks));
                 column += blocks * LANES;
             }
         }
@@ -120,14 +118,14 @@ class Matrix {
         int column, blocks;
     };
 
-    Panel pack(Arena& arena, const T* const* columns, int first, int blocks) const {
+    Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
         constexpr int PER = Element<T>::PER_WORD;
         int width = blocks * LANES;
         T* to = (T*)arena.words((size_t)words_ * width);
         for (int i = 0; i < words_; i++)
             for (int c = 0; c < width; c++)
                 for (int j = 0; j < PER; j++)
-                    *to++ = columns[c] && i * PER + j < in_ ? columns[c][i * PER + j] : T{};
+                    *to++ = columns[c] && i * PER + j < in ? columns[c][i * PER + j] : T{};
         return {(const uint32_t*)(to - (size_t)words_ * width * PER), first, blocks};
     }
 
@@ -164,7 +162,7 @@ class Matrix {
         if constexpr (BLOCKS > 1) return multiply<ROWS, BLOCKS - 1>(panel, rows, x, y, stride, add);
     }
 
-    int in_ = 0, words_ = 0, unit_ = LANES, columns_ = 0;
+    int words_ = 0, columns_ = 0;
     std::vector<float> bias_;
     std::vector<int> first_unit_;
     std::vector<std::vector<Panel>> parts_;
