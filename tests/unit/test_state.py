@@ -261,7 +261,7 @@ class TestAcceptance:
     def test_rates_are_conditional_on_all_earlier_positions(self) -> None:
         stats = SpeculationStats()
         for accepted in (0, 1, 2, 2, 2):
-            stats.record([1, 2], accepted)
+            stats.record(2, 2, accepted)
         counts = Acceptance.of(stats)
         assert counts.rates() == [4 / 5, 3 / 4]
         assert counts.acceptance_length == stats.acceptance_length == 7 / 5
@@ -270,7 +270,8 @@ class TestAcceptance:
     def test_rates_are_rates_for_any_trees(self, steps: list[tuple[list[int], int]]) -> None:
         stats = SpeculationStats()
         for depths, accepted in steps:
-            stats.record(depths, min(accepted, max(depths, default=0)))
+            deepest = max(depths, default=0)
+            stats.record(len(depths), deepest, min(accepted, deepest))
         assert all(0 <= rate <= 1 for rate in Acceptance.of(stats).rates())
 
 

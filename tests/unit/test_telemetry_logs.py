@@ -100,7 +100,7 @@ class TestAcceptanceLine:
 def verified(*steps: tuple[list[int], int]) -> SpeculationStats:
     stats = SpeculationStats()
     for depths, accepted in steps:
-        stats.record(depths, accepted)
+        stats.record(len(depths), max(depths, default=0), accepted)
     return stats
 
 
