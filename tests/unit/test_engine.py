@@ -483,7 +483,12 @@ class TestPauses:
 def test_without_the_row_budget_every_guess_is_verified(budgeted: bool, most: int) -> None:
     """Nine rows cost a hundred times what eight do; a tree of eight guesses and the root fill nine."""
     speculation = SpeculativeConfig(
-        method="ngram", num_speculative_tokens=8, max_tree_nodes=8, tree_width=1, row_budget=budgeted
+        method="ngram",
+        num_speculative_tokens=8,
+        max_tree_nodes=8,
+        tree_width=1,
+        row_budget=budgeted,
+        draft_schedule="lockstep",
     )
     draft = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
     steep = RowCost([8, 16], [1.0, 100.0])
