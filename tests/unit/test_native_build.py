@@ -116,6 +116,15 @@ def test_other_sources_make_another_library(sources: Path, answer: Path) -> None
     assert ask(sources) == 43
 
 
+def test_a_library_is_ours_alone_whatever_others_files_are(sources: Path, answer: Path, cache: Path) -> None:
+    before = os.umask(0)
+    try:
+        ask(sources)
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o777 for each in (*libraries(cache), cache)] == [0o700, 0o700]
+
+
 def test_once_per_process(sources: Path, fake: Fake) -> None:
     assert build.library(sources) is build.library(sources)
     fake.behave(before="exit 1")
@@ -381,7 +390,7 @@ def test_a_library_that_others_may_write_to(
 ) -> None:
     ask(sources)
     (library,) = libraries(cache)
-    for mode in (0o720, 0o702):
+    for mode in (0o720, 0o702, 0o1702):
         library.chmod(mode)
         before = fake.compiled
         assert ask(sources) == 42
@@ -431,6 +440,7 @@ def test_a_broken_library_is_compiled_again(sources: Path, fake: Fake, cache: Pa
     ask(sources)
     (library,) = libraries(cache)
     content = library.read_bytes()
+    library.unlink()  # this process has it mapped
     library.write_bytes(
         {
             "empty": b"",
