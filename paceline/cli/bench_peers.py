@@ -287,6 +287,7 @@ def _environment(threads: int, folder: Path) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "OMP_NUM_THREADS": str(threads),
+        "NUMBA_NUM_THREADS": str(threads),  # vLLM looks n-grams up with it, and leaves as many threads to torch
         "HF_HUB_OFFLINE": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder.absolute() / "cache" / "inductor"),
         "VLLM_CACHE_ROOT": str(folder.absolute() / "cache" / "vllm"),

@@ -306,7 +306,7 @@ def measure(llm: LLM, case: Case, config: SpeculativeConfig, floor: Floor) -> Ca
             loopback.send(Stepped(deltas, engine.load, [engine.last_step]))
             taken = stopwatch.taken()
             loopback.pass_s, made, loopback.rounds = taken.get("pass", 0.0), loopback.rounds, 0
-            if len(deltas) == case.requests and not engine.last_step.prompt_tokens:
+            if len(deltas) == case.requests:  # all prompts are in
                 steps.append(taken)
                 stats.append(engine.last_step)
                 rounds.append(made)
