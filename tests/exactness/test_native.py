@@ -7,6 +7,7 @@ threads; the reference is the formula, in float64.
 from __future__ import annotations
 
 import math
+import os
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,8 @@ from paceline.model.native import network as native
 from paceline.model.native.library import Native
 from paceline.model.native.product import Product
 from paceline.model.rows import Lane
+
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
 VOCABULARY, LONGEST, SLOTS, EPS = 83, 256, 512, 1e-5
 WINDOWS = (1, 8, 32, 63, 64, 65, 96)

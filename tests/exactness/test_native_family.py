@@ -16,6 +16,8 @@ from paceline.model import Lane, load
 from paceline.models import resolve_model
 from paceline.text import Tokenizer
 
+pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+
 PASSAGES, LENGTH = 12, 200
 """2,400 positions, of docstrings, which is what this model knows."""
 
