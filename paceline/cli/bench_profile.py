@@ -15,8 +15,9 @@ the same way. The draft makes as many rounds per step as fit into a pass, and on
 - `wire`         protobuf: deltas to the gateway, commits to the draft, growth from it
 - `draft`        rounds of the draft, and what it does with commits; not in the step's sum, for it hides behind the pass
 
-Figures are medians over steps, in milliseconds. `engine_ms` is draw, walk, guesses, schedule and bookkeeping, and
-`round_ms` one round of the draft for all requests together.
+Figures are medians over steps, in milliseconds: of the clock, or, with one thread, of that thread's CPU time, which
+other programs hardly disturb. `engine_ms` is draw, walk, guesses, schedule and bookkeeping, and `round_ms` one round of
+the draft for all requests together.
 `floor_ms` is the longer of two: reading the weights once, at the bandwidth measured for as many bytes, and
 multiplying each row with every weight, at the peak measured for matrix products. Attention is not in it.
 """
@@ -71,6 +72,8 @@ from paceline.wire.sessions import Say, SessionNews, SessionUp
 from paceline.wire.target_frames import encode_delta
 
 Answer = TypeVar("Answer")
+Clock = Callable[[], float]
+"""Seconds."""
 STEP = {
     "pass": ("P", "white"),
     "draw": ("d", "blue"),
@@ -99,8 +102,8 @@ LINK, ADDRESS = 0, "draft"
 class Stopwatch:
     """Adds up seconds by part. What runs within another part counts for itself alone."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock = time.perf_counter) -> None:
+        self.clock = clock
         self._since = clock()
         self._running: list[str] = []
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -132,7 +135,7 @@ class Stopwatch:
 
     def _turn(self) -> None:
         """Whoever ran until now is charged."""
-        now = self._clock()
+        now = self.clock()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
         self._since = now
@@ -188,11 +191,11 @@ class Loopback(Sorter):
     def _rounds(self) -> list[tuple[int, Growth]]:
         assert self._speculator is not None
         growths: list[tuple[int, Growth]] = []
-        until = time.perf_counter() + self.pass_s
+        until = self._stopwatch.clock() + self.pass_s
         while grown := self._speculator.grow():
             self.rounds += 1
             growths += grown.items()
-            if time.perf_counter() >= until:
+            if self._stopwatch.clock() >= until:
                 break
         return joined(growths)
 
@@ -265,6 +268,7 @@ def run(
     Raises `StartError` for a name that is none.
     """
     threads = threads or os.cpu_count() or 1
+    clock = time.thread_time if threads == 1 else time.perf_counter
     _refuse_unknown(sizes, SIZES)
     _refuse_unknown([method], list(methods()))
     floors, cases = {}, []
@@ -273,12 +277,12 @@ def run(
             target, speculation = _models(size, method, Path(folder))
             engine = {"threads": threads, "slots": SLOTS, "max_num_seqs": max(requests)}
             llm = LLM(target, engine_config={**engine, "enable_prefix_caching": False})
-            floors[size] = measured_floor(target)
+            floors[size] = measured_floor(target, clock)
             settle()
             for name, config in (("plain", SpeculativeConfig(method="none")), (method, speculation)):
                 for count in requests:
                     with console.status(f"{size}, {count} requests, {name}"):
-                        cases.append(measure(llm, Case(size, count, name), config, floors[size]))
+                        cases.append(measure(llm, Case(size, count, name), config, floors[size], clock))
     show(console, cases)
     return {
         "threads": threads,
@@ -287,9 +291,9 @@ def run(
     }
 
 
-def measure(llm: LLM, case: Case, config: SpeculativeConfig, floor: Floor) -> Case:
+def measure(llm: LLM, case: Case, config: SpeculativeConfig, floor: Floor, clock: Clock = time.perf_counter) -> Case:
     """`case` with its figures."""
-    stopwatch = Stopwatch()
+    stopwatch = Stopwatch(clock)
     engine, loopback = _engine(llm, config, stopwatch)
     for number in range(case.requests):
         prompt = _prompts()[number % len(_prompts())][-PROMPT:]
@@ -335,15 +339,15 @@ def verbs(engine: Engine) -> list[tuple[object, str, str]]:
     ]
 
 
-def measured_floor(target: str, repeats: int = 7) -> Floor:
+def measured_floor(target: str, clock: Clock = time.perf_counter, repeats: int = 7) -> Floor:
     """Of a checkpoint, with as many threads as torch has. The best of some tries counts."""
     checkpoint = Checkpoint(resolve_model(target))
     weights = sum(prod(checkpoint.shape(name)) for name in checkpoint.names if len(checkpoint.shape(name)) == 2)
     weight_bytes = 2 * weights
     many = torch.ones(weight_bytes // 8, dtype=torch.int64)
-    reading_s = min(_timed(many.sum) for _ in range(repeats))
+    reading_s = min(_timed(many.sum, clock) for _ in range(repeats))
     left, right = torch.ones(512, 1024, dtype=torch.bfloat16), torch.ones(1024, 1024, dtype=torch.bfloat16)
-    product_s = min(_timed(lambda: left @ right) for _ in range(5 * repeats))
+    product_s = min(_timed(lambda: left @ right, clock) for _ in range(5 * repeats))
     return Floor(weights, weight_bytes, weight_bytes / reading_s, left.numel() * right.shape[1] / product_s)
 
 
@@ -426,10 +430,10 @@ def _prompts() -> list[list[int]]:
     return [prompt for workload in workloads() for prompt in prompts_of(workload)]
 
 
-def _timed(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
+def _timed(work: Callable[[], object], clock: Clock) -> float:
+    began = clock()
     work()
-    return time.perf_counter() - began
+    return clock() - began
 
 
 def _refuse_unknown(chosen: Sequence[str], known: Sequence[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 import xml.etree.ElementTree as ElementTree
 from dataclasses import asdict
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
 
 
 def test_the_floor_of_the_shipped_model_is_of_all_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_profile, "_timed", lambda work: 0.5)
+    monkeypatch.setattr(bench_profile, "_timed", lambda work, clock: 0.5)
     floor = bench_profile.measured_floor(family.NAMES[0])
     layer = 256 * (2 * 256 + 2 * 128 + 3 * 512)
     assert floor.weights == 4096 * 256 + 26 * layer
@@ -140,6 +141,21 @@ def test_a_real_step_is_taken_apart() -> None:
     assert plain.engine_ms == pytest.approx(sum(plain.parts_ms[part] for part in ENGINE), abs=1e-3)
     assert plain.floor_ms < plain.parts_ms["pass"]
     assert "2 requests, draft_model" in shown.getvalue()
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize(("threads", "clock"), [(1, time.thread_time), (2, time.perf_counter)])
+def test_one_thread_is_timed_by_its_own_cpu(threads: int, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks: list[Any] = []
+
+    def measure(llm: Any, case: Case, config: Any, floor: Floor, clock: Any) -> Case:
+        clocks.append(clock)
+        case.parts_ms = dict.fromkeys(PARTS, 1.0)
+        return case
+
+    monkeypatch.setattr(bench_profile, "measure", measure)
+    bench_profile.run(Console(quiet=True), ["shipped"], [1], "draft_model", threads=threads)
+    assert clocks == [clock, clock]
 
 
 def test_bars_are_as_long_as_their_parts() -> None:
