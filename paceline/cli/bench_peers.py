@@ -33,6 +33,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.status import Status
 from rich.table import Table
@@ -213,19 +214,21 @@ def _ratio(own: float | None, other: float | None) -> float | None:
 
 
 def picture(summary: Mapping[str, Any]) -> str:
-    """Tokens per second by engine, plain and with its best method, as SVG."""
+    """Tokens per second by engine, plain and with its best method, as SVG: over HEADLINE, or what of it there is."""
+    measured = list(dict.fromkeys(row["load"] for row in summary["rows"]))
+    loads = [load for load in HEADLINE if load in measured] or measured[:1]
     panels = []
     for size in SIZES:
-        speeds = _Speeds([row for row in summary["rows"] if row["size"] == size])
-        bars = list(_bars(speeds))
+        bars = list(_bars(_Speeds([row for row in summary["rows"] if row["size"] == size]), loads))
         if bars:
             panels.append(Panel(f"{size} family", bars))
-    return drawing("Tokens per second, one request", panels, {PLAIN: PLAIN, "best": "with the engine's best method"})
+    title = f"Tokens per second, one request: {' and '.join(loads)}"
+    return drawing(title, panels, {PLAIN: PLAIN, "best": "with the engine's best method"})
 
 
-def _bars(speeds: _Speeds) -> Iterator[Bar]:
+def _bars(speeds: _Speeds, loads: Sequence[str]) -> Iterator[Bar]:
     for engine in METHODS:
-        plain, others = speeds.of(engine, PLAIN), speeds.all(engine, but=[PLAIN])
+        plain, others = speeds.of(engine, PLAIN, loads), speeds.all(engine, loads, but=[PLAIN])
         if plain is not None:
             yield Bar(engine, [Part(PLAIN, plain)], f"{plain:,.0f}")
         if others:
@@ -442,7 +445,8 @@ def _show(console: Console, size: str, load: str, measured: Measured) -> None:
     rows = [row for row in measured.rows() if (row["size"], row["load"]) == (size, load)]
     plain = {row["batch"]: row["tokens_per_s"] for row in rows if (row["engine"], row["method"]) == (OURS, PLAIN)}
     workload, temperature = LOADS[load]
-    table = Table("engine", "method", title=f"{size} family, {workload}, T {temperature}: tokens/s, over our plain")
+    title = f"{size} family, {workload}, T {temperature}: tokens/s, over our plain"
+    table = Table("engine", "method", title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for batch in BATCHES:
         table.add_column(f"batch {batch}", justify="right")
         table.add_column("ratio", justify="right")

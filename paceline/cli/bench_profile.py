@@ -339,15 +339,15 @@ def verbs(engine: Engine) -> list[tuple[object, str, str]]:
     ]
 
 
-def measured_floor(target: str, clock: Clock = time.perf_counter, repeats: int = 7) -> Floor:
+def measured_floor(target: str, clock: Clock = time.perf_counter, repeats: int = 50) -> Floor:
     """Of a checkpoint, with as many threads as torch has. The best of some tries counts."""
     checkpoint = Checkpoint(resolve_model(target))
     weights = sum(prod(checkpoint.shape(name)) for name in checkpoint.names if len(checkpoint.shape(name)) == 2)
     weight_bytes = 2 * weights
-    many = torch.ones(weight_bytes // 8, dtype=torch.int64)
+    many = torch.ones(weight_bytes // 8, dtype=torch.float64)
     reading_s = min(_timed(many.sum, clock) for _ in range(repeats))
     left, right = torch.ones(512, 1024, dtype=torch.bfloat16), torch.ones(1024, 1024, dtype=torch.bfloat16)
-    product_s = min(_timed(lambda: left @ right, clock) for _ in range(5 * repeats))
+    product_s = min(_timed(lambda: left @ right, clock) for _ in range(repeats))
     return Floor(weights, weight_bytes, weight_bytes / reading_s, left.numel() * right.shape[1] / product_s)
 
 

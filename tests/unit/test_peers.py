@@ -442,4 +442,12 @@ def test_the_picture_shows_plain_and_best_of_every_engine(faked: Wish) -> None:
     assert {"paceline", "llama.cpp", "vllm", "transformers", "shipped family"} <= set(texts)
     assert "160 suffix + eagle3" in texts
     assert "widened family" not in texts
+    assert "Tokens per second, one request: code and questions" in texts
+
+
+def test_the_picture_shows_what_there_is() -> None:
+    drawn = picture({"rows": rows(**{"paceline": 40, "llama.cpp": 10})})
+    assert "one request: code<" in drawn
+    assert ">40<" in drawn
+    assert "json<" in picture({"rows": rows(**{"paceline/plain/json": 40})})
     assert set(LOADS) >= {"code", "questions"}
