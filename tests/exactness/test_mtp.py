@@ -104,9 +104,13 @@ def test_a_layer_that_knows_nothing_changes_no_token(family: str, tmp_path: Path
     assert texts(serve(model, LocalDrafting(head(model)))) == texts(serve(model, NoDrafting()))
 
 
+ALWAYS = {"draft_schedule": "lockstep", "row_budget": False}
+"""Guess at every step and verify every guess, however fast this machine is."""
+
+
 def test_the_library_finds_the_layer_in_the_target_s_checkpoint(tmp_path: Path) -> None:
     folder = save_target(tmp_path, "deepseek_v3", oracle_tensors("deepseek_v3", half=TOKEN))
-    llm = LLM(str(folder), {"method": "deepseek_mtp", "num_speculative_tokens": 3}, {"slots": 512})
+    llm = LLM(str(folder), {"method": "deepseek_mtp", "num_speculative_tokens": 3, **ALWAYS}, {"slots": 512})
     for law in (GREEDY, DRAWN):
         [drafted] = llm.generate([tokens(70, 1)], law)
         [plain] = llm.generate([tokens(70, 1)], law, speculative=False)
@@ -117,7 +121,7 @@ def test_the_library_finds_the_layer_in_the_target_s_checkpoint(tmp_path: Path) 
 def test_a_layer_of_the_speculators_library_drafts_for_a_qwen3_target(tmp_path: Path) -> None:
     folder = save_target(tmp_path / "target", "qwen3", {})
     own = save_speculators(tmp_path / "own", oracle_tensors("qwen3", half=TOKEN))
-    llm = LLM(str(folder), {"method": "mtp", "model": str(own)}, {"slots": 512})
+    llm = LLM(str(folder), {"method": "mtp", "model": str(own), **ALWAYS}, {"slots": 512})
     [drafted] = llm.generate([tokens(70, 1)], DRAWN)
     [plain] = llm.generate([tokens(70, 1)], DRAWN, speculative=False)
     assert drafted.tokens == plain.tokens
