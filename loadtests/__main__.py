@@ -23,7 +23,7 @@ from loadtests.reference import recorded
 from loadtests.run import Run
 from loadtests.shapes import SHAPES
 from paceline.cli.client import open_client
-from paceline.cli.deployment import LOOPBACK, Deployment, listenable, plan
+from paceline.cli.deployment import LOOPBACK, Deployment, free_ports, plan
 from paceline.cli.options import start_errors
 from paceline.cli.stack import ready_stack
 from paceline.models import is_weightless
@@ -62,7 +62,7 @@ def changed(profile: Profile, streams: int | None, seconds: float | None, step_m
 
 async def load(console: Console, profile: Profile, shape: str) -> dict[str, dict[str, Any]]:
     """Both ways, one after the other, on one stack."""
-    deployment = replace(plan(profile.wish), grpc_port=listenable(LOOPBACK, 0))
+    deployment = replace(plan(profile.wish), grpc_port=free_ports(LOOPBACK, 0, 0)[0])
     async with ready_stack(deployment, console) as stack:
         questions: dict[str, Sequence[dict[str, Any]]] = {}
         if not is_weightless(deployment.model):

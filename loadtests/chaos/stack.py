@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.chaos.blows import REDIS, Blow, Half, Victims
 from paceline.cli.child import Backoff, Child, Program
-from paceline.cli.deployment import LOOPBACK, Deployment, Wish, listenable, plan
+from paceline.cli.deployment import LOOPBACK, Deployment, Wish, free_ports, plan
 from paceline.cli.processes import tree
 from paceline.cli.stack import KeptRedis
 from paceline.cli.supervisor import Supervisor
@@ -151,7 +151,8 @@ async def running(
     """
     deployment = plan(wish)
     modules = [GATEWAY_MODULE] * gateways + [*other_gateways]
-    fronts = {f"gateway-{n}": replace(deployment, port=listenable(LOOPBACK, 0)) for n in range(1, len(modules) + 1)}
+    first, others = free_ports(LOOPBACK, 0, len(modules) - 1)
+    fronts = {f"gateway-{n}": replace(deployment, port=port) for n, port in enumerate([first, *others], 1)}
     with EmbeddedRedis() as redis:
         programs = list(_programs(deployment, fronts, redis.url, modules))
         async with (

@@ -6,6 +6,7 @@ import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -158,8 +159,11 @@ def plan(wish: Wish) -> Deployment:
     model = _place(wish.model)
     speculation = _checked(speculation, model)
     drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
-    targets = _workers("target", wish.target_workers)
-    drafts = _workers("draft", wish.draft_workers if drafts_elsewhere else 0)
+    draft_workers = wish.draft_workers if drafts_elsewhere else 0
+    port, free = free_ports(wish.host, wish.port, 3 * (wish.target_workers + draft_workers))
+    targets = _workers("target", free[: wish.target_workers])
+    drafts = _workers("draft", free[wish.target_workers :][:draft_workers])
+    workers = (*targets, *drafts)
     shared = [*(targets if wish.engine.tensor_parallel_size > 1 else ())]
     shared += drafts if speculation.draft_tensor_parallel_size > 1 else ()
     return Deployment(
@@ -168,25 +172,32 @@ def plan(wish: Wish) -> Deployment:
         speculation=speculation,
         engine=wish.engine,
         host=wish.host,
-        port=listenable(wish.host, wish.port),
+        port=port,
         targets=targets,
         drafts=drafts,
-        metrics={worker_id: listenable(LOOPBACK, 0) for worker_id in (*targets, *drafts)},
+        metrics=dict(zip(workers, free[len(workers) :], strict=False)),
         cores=dict(zip(targets, _cores(wish, model), strict=True)),
-        meetings={worker_id: listenable(LOOPBACK, 0) for worker_id in shared},
+        meetings=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=wish.api_keys,
     )
 
 
-def listenable(host: str, port: int) -> int:
-    """The port, if it is free now; for 0 one that is. Raises `StartError`."""
-    try:
-        with socket.create_server((host, port)) as listener:
-            return int(listener.getsockname()[1])
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {host}:{port} ({error.strerror}): choose another one with --port, or 0 for any"
-        ) from error
+def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:
+    """The port, if it is free now, for 0 one that is; and so many other free ones on the loopback interface.
+
+    All are held until the last is chosen: a port that is given back may be given again. Raises `StartError`.
+    """
+    with ExitStack() as held:
+
+        def free(host: str, port: int) -> int:
+            return int(held.enter_context(socket.create_server((host, port))).getsockname()[1])
+
+        try:
+            return free(host, port), [free(LOOPBACK, 0) for _ in range(others)]
+        except OSError as error:
+            raise StartError(
+                f"cannot listen on {host}:{port} ({error.strerror}): choose another one with --port, or 0 for any"
+            ) from error
 
 
 def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
@@ -275,10 +286,10 @@ def _served_name(model: str, wanted: str | None) -> str:
         raise StartError(str(error)) from error
 
 
-def _workers(kind: str, count: int) -> dict[str, int]:
-    """Ids that no other deployment with the same Redis has."""
+def _workers(kind: str, ports: Sequence[int]) -> dict[str, int]:
+    """Ids that no other deployment with the same Redis has, and the port of each."""
     mark = secrets.token_hex(2)
-    return {f"{kind}-{number}-{mark}": listenable(LOOPBACK, 0) for number in range(1, count + 1)}
+    return {f"{kind}-{number}-{mark}": port for number, port in enumerate(ports, 1)}
 
 
 def _service(kind: str, name: str, *arguments: str, drain_s: float = 0.0) -> Program:

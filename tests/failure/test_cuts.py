@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loadtests.chaos.cases import NUMBERS, Case, ask, cases
 from loadtests.chaos.stack import REPLAYS, RUNNING
-from paceline.cli.deployment import LOOPBACK, listenable
+from paceline.cli.deployment import LOOPBACK, free_ports
 from tests.networks import Network, network, possible
 from tests.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
 
@@ -100,7 +100,7 @@ def worker(host: str, port: int, metrics: int) -> tuple[str, ...]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
-    port, near, metrics, redis_port = (listenable(LOOPBACK, 0) for _ in range(4))
+    port, [near, metrics, redis_port] = free_ports(LOOPBACK, 0, 3)
     with ExitStack() as running:
         far, drafts = (running.enter_context(network(number)) for number in range(2))
         bound = (LOOPBACK, far.outside, drafts.outside)
