@@ -13,7 +13,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
-	pytest-all native-check mutants chart format proto clean
+	pytest-all native-check native-cross mutants chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,10 @@ NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.p
 native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
 	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
 		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest $(NATIVE_TESTS) $(PYTEST_ARGS)
+
+native-cross: setup  ## the native pass compiled for every instruction set, by the ziglang wheel (411 MB)
+	@$(PIP) --editable '.[native]'
+	@$(BIN)/pytest tests/deploy/test_native_cross.py $(PYTEST_ARGS)
 
 mutants: setup  ## the code changed in one wrong way after another: do tests notice?
 	@$(BIN)/python -m tests.mutants $(ARGS)
