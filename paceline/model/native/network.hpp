@@ -29,7 +29,7 @@ struct NetworkSpec {  // part of the C interface
     const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null where there is none
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
     int64_t slots;
-    void (*sum)(float* values, int64_t count);  // over ranks that share the layers; null: nobody shares them
+    void (*sum)(float* values, int64_t count);  // over ranks that share the layers; null: one rank
 };
 
 struct PassSpec {  // part of the C interface

@@ -1,7 +1,7 @@
 // Threads that share the work of a pass.
 //
 // A pass is a row of *phases*, and each phase has as many *parts* as the team is made for. A phase begins when all parts
-// of the one before have ended. Parts are claimed: a thread takes its own part first, then any that nobody has begun. So
+// of the one before have ended. Parts are claimed: a thread takes its own part first, then any unclaimed one. So
 // a thread that the kernel keeps off its core delays at most the part that it is in, one that sleeps delays nothing, and
 // the number of threads changes no result: what a part computes depends on its number alone.
 #pragma once
