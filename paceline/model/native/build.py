@@ -71,8 +71,15 @@ class Isa(NamedTuple):
 
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+_AVX512_BF16 = _AVX512 | {"avx512_bf16"}
 _X86 = (  # the best first
-    Isa("avx512_bf16", _AVX512 | {"avx512_bf16"}, ("-march=x86-64-v4", "-mavx512bf16"), "x86_64_v4+avx512bf16"),
+    Isa(
+        "amx",
+        _AVX512_BF16 | {"amx_tile", "amx_bf16"},
+        ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
+        "x86_64_v4+avx512bf16+amx_tile+amx_bf16",
+    ),
+    Isa("avx512_bf16", _AVX512_BF16, ("-march=x86-64-v4", "-mavx512bf16"), "x86_64_v4+avx512bf16"),
     Isa("avx512", _AVX512, ("-march=x86-64-v4",), "x86_64_v4"),
     Isa("avx2", _AVX2, ("-march=x86-64-v3",), "x86_64_v3"),
 )
@@ -353,7 +360,19 @@ def _version(compiler: Compiler) -> str:
 
 
 def _isa() -> Isa:
-    return isa_of(platform.machine(), cpu_flags())
+    flags = cpu_flags()
+    if "amx_tile" in flags and not _may_use_tiles():
+        flags -= {"amx_tile", "amx_bf16"}
+    return isa_of(platform.machine(), flags)
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Ask Linux for the tile registers of AMX, which a process may use from then on."""
+    arch_prctl, request_permission, tile_data = 158, 0x1023, 18
+    with suppress(AttributeError, OSError):
+        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+    return False
 
 
 def _more_flags() -> list[str]:

@@ -12,14 +12,15 @@
 #include <vector>
 
 #include "vectors.hpp"
+#ifdef __AMX_BF16__
+#include "amx.hpp"
+#endif
 
 namespace paceline {
 
 // Memory that is given back all at once, in large pages where the kernel has them.
 class Arena {
    public:
-    static constexpr size_t AHEAD = 2048;  // bytes that products prefetch, and may do past the end
-
     Arena() = default;
     Arena(Arena&&) = default;
     ~Arena() {
@@ -101,6 +102,12 @@ class Matrix {
 
     // The columns of one part, of all rows. x [rows, padded in]; y [rows, stride], to which sums are added if `add`.
     void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
+#ifdef __AMX_BF16__
+        if constexpr (Element<T>::PER_WORD == 2) {
+            if (rows == 1) return product_of_row(part, (const uint32_t*)x, y, add);
+            return product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add);
+        }
+#endif
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
             for (int tile = 0, row = 0; tile < tiles; tile++) {
@@ -129,6 +136,45 @@ class Matrix {
         return {(const uint32_t*)(to - (size_t)words_ * width * PER), first, blocks};
     }
 
+#ifdef __AMX_BF16__
+    void product_of_row(int part, const uint32_t* x, float* y, bool add) const {
+        alignas(64) float sums[MOST_BLOCKS * LANES];
+        for (const Panel& panel : parts_[part]) {
+            with_blocks(panel, [&]<int BLOCKS>() { multiply_row<BLOCKS>(x, panel.weights, words_, sums); });
+            finish(panel, sums, y, add);
+        }
+    }
+    void product_of_tiles(int part, const uint32_t* x, int rows, float* y, size_t stride, bool add) const {
+        const int height = std::min(rows, Tiles::ROWS);
+        const Tiles tiles(height);
+        alignas(64) float sums[Tiles::ROWS][MOST_BLOCKS * LANES];
+        for (const Panel& panel : parts_[part])
+            for (int done = 0; done < rows; done += height) {
+                int first = std::min(done, rows - height);  // the last tile has some rows of the one before again
+                const uint32_t* inputs = x + (size_t)first * words_;
+                with_blocks(panel, [&]<int BLOCKS>() { tiles.multiply<BLOCKS>(inputs, panel.weights, words_, *sums, sizeof *sums); });
+                for (int r = done; r < first + height; r++) finish(panel, sums[r - first], y + r * stride, add);
+            }
+    }
+    // Calls f for the panel's number of blocks, which is a constant there.
+    template <int BLOCKS = MOST_BLOCKS, class F>
+    static void with_blocks(const Panel& panel, F f) {
+        if (panel.blocks == BLOCKS) return f.template operator()<BLOCKS>();
+        if constexpr (BLOCKS > 1) with_blocks<BLOCKS - 1>(panel, f);
+    }
+    // A row's sums go into its columns of this panel.
+    void finish(const Panel& panel, const float* sums, float* y, bool add) const {
+        for (int b = 0; b < panel.blocks; b++) finish(panel, b, load<Floats>(sums + b * LANES), y + panel.column, add);
+    }
+#endif
+
+    // A block of a row's sums goes into the row's columns of this panel.
+    void finish(const Panel& panel, int block, Floats sum, float* y, bool add) const {
+        float* to = y + block * LANES;
+        sum += load<Floats>(&bias_[panel.column + block * LANES]);
+        store(to, add ? load<Floats>(to) + sum : sum);
+    }
+
     template <int ROWS, int BLOCKS>
     void tile(const Panel& panel, const uint32_t* x, float* y, size_t stride, bool add) const {
         Floats sums[ROWS][BLOCKS] = {};
@@ -137,7 +183,7 @@ class Matrix {
             Words weights[BLOCKS];
             for (int b = 0; b < BLOCKS; b++) {
                 weights[b] = load<Words>(w + b * LANES);
-                __builtin_prefetch((const char*)(w + b * LANES) + Arena::AHEAD);
+                prefetch(w + b * LANES);
             }
             for (int r = 0; r < ROWS; r++) {
                 Words input = all_words(x[(size_t)r * words_ + i]);
@@ -146,11 +192,7 @@ class Matrix {
             }
         }
         for (int r = 0; r < ROWS; r++)
-            for (int b = 0; b < BLOCKS; b++) {
-                float* to = y + r * stride + b * LANES;
-                Floats sum = sums[r][b] + load<Floats>(&bias_[panel.column + b * LANES]);
-                store(to, add ? load<Floats>(to) + sum : sum);
-            }
+            for (int b = 0; b < BLOCKS; b++) finish(panel, b, sums[r][b], y + r * stride, add);
     }
 
     // `tile` for these many rows and blocks, which are constants there.

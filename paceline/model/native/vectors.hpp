@@ -33,6 +33,9 @@ inline void store(void* to, V vector) {
 }
 inline Floats all(float x) { return x - Floats{}; }
 inline Words all_words(uint32_t x) { return x - Words{}; }
+// Asks for the vector that lies `AHEAD` bytes after this one: products read weights in the order of memory.
+constexpr int AHEAD = 2048;
+inline void prefetch(const uint32_t* vector) { __builtin_prefetch((const char*)vector + AHEAD); }
 constexpr int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
 // Lanes of two vectors by number: 0 to 15 are those of the first.
