@@ -21,6 +21,11 @@ struct Heads {
 template <class T>
 class Attention {
     static constexpr int PER = Element<T>::PER_WORD, TILE_WORDS = TILE / PER;
+#ifdef __AVX512F__
+    static constexpr int MOST_QUERIES = 8;  // 16 of 32 registers hold sums
+#else
+    static constexpr int MOST_QUERIES = 2;
+#endif
 
    public:
     // `longest`: most positions of a path.
@@ -31,6 +36,7 @@ class Attention {
         totals_.resize(queries);
         outputs_.resize((size_t)queries * heads.width);
         tile_.resize((size_t)TILE * heads.width / PER);
+        queries_.resize(queries);
     }
     // Of a chunk: as many as share the work on a tile.
     static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
@@ -50,8 +56,12 @@ class Attention {
         };
         each_tile(
             rows, chunk, window, expect(keys), [&](const int32_t* slots) { load_keys(keys, slot, slots); },
-            [&](int row, int tile) {
-                score(head_of(queries, row), place(chunk, row), tile, Sight(rows, row, window));
+            [&](const int* these, int count, int tile) {
+                for (int i = 0; i < count * per; i++) {
+                    int row = these[i / per], q = i % per;
+                    queries_[i] = {head_of(queries, row) + q * width, place(chunk, row) + q, Sight(rows, row, window)};
+                }
+                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
@@ -60,7 +70,10 @@ class Attention {
         each_tile(
             rows, chunk, window, expect(keys + values),
             [&](const int32_t* slots) { load_values(keys + values, slot, slots); },
-            [&](int row, int tile) { mix(place(chunk, row), tile); });
+            [&](const int* these, int count, int tile) {
+                for (int i = 0; i < count * per; i++) queries_[i].place = place(chunk, these[i / per]) + i % per;
+                in_groups(count * per, [&]<int COUNT>(int first) { mix<COUNT>(&queries_[first], tile); });
+            });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++) {
                 int i = place(chunk, r) + q;
@@ -100,30 +113,36 @@ class Attention {
             }
     }
 
-    void score(const T* queries, int place, int tile, Sight sight) {
-        static const Ints count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-        Ints position = count + tile * TILE;
-        Ints seen = (position >= sight.begin) & (position < sight.end);
-        int q = 0, per = heads_.queries_per_key;
-        for (; q + 4 <= per; q += 4) score_some<4>(queries + q * heads_.width, place + q, tile, seen);
-        for (; q + 2 <= per; q += 2) score_some<2>(queries + q * heads_.width, place + q, tile, seen);
-        for (; q < per; q++) score_some<1>(queries + q * heads_.width, place + q, tile, seen);
+    struct Query {
+        const T* numbers;
+        int place;  // among the chunk's queries
+        Sight sight;
+    };
+
+    // Calls f with a number of queries that is a constant there, and the first of them: sums of several queries hide each
+    // other's latency.
+    template <int COUNT = MOST_QUERIES, class F>
+    static void in_groups(int count, F f, int first = 0) {
+        for (; first + COUNT <= count; first += COUNT) f.template operator()<COUNT>(first);
+        if constexpr (COUNT > 1) in_groups<COUNT / 2>(count, f, first);
     }
 
     template <int COUNT>
-    void score_some(const T* queries, int place, int tile, Ints seen) {
-        const int words = heads_.width / PER;
-        const uint32_t *q = (const uint32_t*)queries, *keys = tile_.data();
+    void score(const Query* queries, int tile) {
+        static const Ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        const Ints position = numbers + tile * TILE;
+        const uint32_t* keys = tile_.data();
         Floats sums[COUNT] = {};
-        for (int w = 0; w < words; w++) {
+        for (int w = 0, words = heads_.width / PER; w < words; w++) {
             Words key = load<Words>(keys + w * TILE);
             for (int i = 0; i < COUNT; i++)
-                sums[i] = Element<T>::multiply_add(sums[i], key, all_words(q[(size_t)i * words + w]));
+                sums[i] = Element<T>::multiply_add(sums[i], key, all_words(((const uint32_t*)queries[i].numbers)[w]));
         }
         for (int i = 0; i < COUNT; i++) {
             Floats s = sums[i] * heads_.scale;
             if (heads_.softcap > 0) s = tanh_of(s / heads_.softcap) * heads_.softcap;
-            store(&scores_[(place + i) * stride_ + tile * TILE], seen ? s : all(-INFINITY));
+            Ints seen = (position >= queries[i].sight.begin) & (position < queries[i].sight.end);
+            store(&scores_[queries[i].place * stride_ + tile * TILE], seen ? s : all(-INFINITY));
         }
     }
 
@@ -144,22 +163,28 @@ class Attention {
         if (sink) totals_[place] += sum_of(exp_of(all(*sink) - largest)) / LANES;
     }
 
-    void mix(int place, int tile) {
-        for (int q = 0; q < heads_.queries_per_key; q++) {
-            const uint32_t* weights = (const uint32_t*)&weights_[(place + q) * stride_ + tile * TILE];
-            float* out = &outputs_[(size_t)(place + q) * heads_.width];
-            const int width = heads_.width;
-            for (int d = 0; d < width; d += 2 * LANES) {  // widths are multiples of 32
-                const uint32_t* values = tile_.data() + d;
-                Floats low = load<Floats>(out + d), high = load<Floats>(out + d + LANES);
-                for (int i = 0; i < TILE_WORDS; i++, values += width) {
-                    Words weight = all_words(weights[i]);
-                    low = Element<T>::multiply_add(low, load<Words>(values), weight);
-                    high = Element<T>::multiply_add(high, load<Words>(values + LANES), weight);
+    template <int COUNT>
+    void mix(const Query* queries, int tile) {
+        const int width = heads_.width;
+        const uint32_t* weights[COUNT];
+        float* out[COUNT];
+        for (int i = 0; i < COUNT; i++) {
+            weights[i] = (const uint32_t*)&weights_[queries[i].place * stride_ + tile * TILE];
+            out[i] = &outputs_[(size_t)queries[i].place * width];
+        }
+        for (int d = 0; d < width; d += 2 * LANES) {  // widths are multiples of 32
+            const uint32_t* values = tile_.data() + d;
+            Floats low[COUNT], high[COUNT];
+            for (int i = 0; i < COUNT; i++) low[i] = load<Floats>(out[i] + d), high[i] = load<Floats>(out[i] + d + LANES);
+            for (int w = 0; w < TILE_WORDS; w++, values += width) {
+                const Words first = load<Words>(values), second = load<Words>(values + LANES);
+                for (int i = 0; i < COUNT; i++) {
+                    Words weight = all_words(weights[i][w]);
+                    low[i] = Element<T>::multiply_add(low[i], first, weight);
+                    high[i] = Element<T>::multiply_add(high[i], second, weight);
                 }
-                store(out + d, low);
-                store(out + d + LANES, high);
             }
+            for (int i = 0; i < COUNT; i++) store(out[i] + d, low[i]), store(out[i] + d + LANES, high[i]);
         }
     }
 
@@ -168,6 +193,7 @@ class Attention {
     std::vector<float> scores_, totals_, outputs_;
     std::vector<T> weights_;
     std::vector<uint32_t> tile_;
+    std::vector<Query> queries_;  // of the rows that share a tile
 };
 
 }  // namespace paceline

@@ -46,6 +46,7 @@ inline std::vector<Chunk> chunks_of(const Rows& rows, int most) {
 struct Sight {
     int begin, end;              // positions
     int first_tile, last_tile;   // tiles [first, last)
+    Sight() = default;
     Sight(const Rows& rows, int row, int window) {
         end = rows.length(row);
         begin = window && end > window ? end - window : 0;
@@ -54,12 +55,12 @@ struct Sight {
     }
 };
 
-// Calls `load(slots)` with the slots of a tile, and then `use(row, tile)` for rows that see that tile at these slots: all
-// of the chunk that have it in the table, and each other row by itself. A place past a path's end repeats its last slot.
-// `expect(slot)` is called well before a slot of the table is loaded: slots are scattered, and memory is far.
+// Calls `load(slots)` with the slots of a tile, and then `use(rows, count, tile)` for the rows that see that tile at these
+// slots: all of the chunk that have it in the table, and each other row by itself. A place past a path's end repeats its
+// last slot. `expect(slot)` is called well before a slot of the table is loaded: slots are scattered, and memory is far.
 template <class Expect, class Load, class Use>
 void each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load load, Use use) {
-    constexpr int AHEAD = 2 * TILE;
+    constexpr int EXPECTED = 2 * TILE;
     int longest = chunk.first, first = INT32_MAX, last = 0;
     for (int r = chunk.first; r < chunk.end; r++) {
         if (rows.prefix_lengths[r] > rows.prefix_lengths[longest]) longest = r;
@@ -68,31 +69,30 @@ void each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load lo
         last = std::max(last, sight.last_tile);
     }
     int32_t slots[TILE];
+    std::vector<int> together;
     for (int tile = first; tile < last; tile++) {
         auto sees = [&](int r) {
             Sight sight(rows, r, window);
             return sight.first_tile <= tile && tile < sight.last_tile;
         };
         auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE; };
-        bool loaded = false;
-        for (int r = chunk.first; r < chunk.end; r++) {
-            if (!sees(r) || !in_table(r)) continue;
-            if (!loaded) {
-                int end = rows.prefix_lengths[longest] - 1;
-                const int32_t* table = rows.tables[longest];
-                for (int i = 0; i < TILE; i++) slots[i] = table[std::min(tile * TILE + i, end)];
-                for (int i = 0; i < TILE; i++) expect(table[std::min(tile * TILE + AHEAD + i, end)]);
-                load(slots);
-                loaded = true;
-            }
-            use(r, tile);
+        together.clear();
+        for (int r = chunk.first; r < chunk.end; r++)
+            if (sees(r) && in_table(r)) together.push_back(r);
+        if (!together.empty()) {
+            int end = rows.prefix_lengths[longest] - 1;
+            const int32_t* table = rows.tables[longest];
+            for (int i = 0; i < TILE; i++) slots[i] = table[std::min(tile * TILE + i, end)];
+            for (int i = 0; i < TILE; i++) expect(table[std::min(tile * TILE + EXPECTED + i, end)]);
+            load(slots);
+            use(together.data(), (int)together.size(), tile);
         }
         for (int r = chunk.first; r < chunk.end; r++) {
             if (!sees(r) || in_table(r)) continue;
             int end = rows.length(r) - 1;
             for (int i = 0; i < TILE; i++) slots[i] = rows.slot(r, std::min(tile * TILE + i, end));
             load(slots);
-            use(r, tile);
+            use(&r, 1, tile);
         }
     }
 }
