@@ -105,7 +105,7 @@ class Matrix {
 #ifdef __AMX_BF16__
         if constexpr (Element<T>::PER_WORD == 2) {
             if (rows == 1) return product_of_row(part, (const uint32_t*)x, y, add);
-            return product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add);
+            return rows ? product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add) : void();
         }
 #endif
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
