@@ -14,6 +14,8 @@ from paceline.model.rows import TILE, Lane, Row
 
 PROBE_CONTEXT = 2 * TILE - 5
 """Committed positions of the probe: two tiles, the second of which is about to fill."""
+PROBE_DEPTH = 8
+"""Depth of the chains of guesses that `row_cost` measures."""
 
 COUNTED_ROWS = (1, 2, 3, 4, 6, 8, 9, 12, 16, 17, 24, 25, 32, 33, 48, 64, 96, 128, 192, 256)
 
@@ -62,7 +64,7 @@ class Runs(Protocol):
 
 
 def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
-    """Measure seconds per pass for 1, 2, ... `most` rows on top of a context of a tile or two.
+    """Measure seconds per pass for 1, 2, ... `most` rows, chains of guesses on top of a context of a tile or two.
 
     Some paths pad rows to multiples of eight, so that the ninth costs as much as the sixteenth.
     """
@@ -71,10 +73,11 @@ def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
     lane.slots = list(range(1, context + 1))
     model.run([lane.row(0, i) for i in range(context)], [])
     counts = [n for n in COUNTED_ROWS if n <= min(most, model.slots // 4)]
-    passes = [[lane.branch_row(0, [context + 1 + i]) for i in range(count)] for count in counts]
-    # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve.
-    rounds = [[_timed(model, rows) for rows in passes] for _ in range(repeats)]
-    return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)])
+    guesses = [lane.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))]
+    # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve. From the longest to
+    # the shortest: a long pass leaves the caches without the weights, and it takes several short ones to bring them back.
+    rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
+    return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)][::-1])
 
 
 def _timed(model: Runs, rows: Sequence[Row]) -> float:
