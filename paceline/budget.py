@@ -56,8 +56,9 @@ FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 class StepCost:
     """Seconds of a whole step by its number of rows: the pass, and what the rest of a step takes on average.
 
-    A single step that took much longer than expected counts only in part: machines stall now and then, whatever they
-    do.
+    Steps without any draft are averaged apart, so that what drafting costs is known: its rows, its waits, its
+    bookkeeping. A single step that took much longer than expected counts only in part: machines stall now and then,
+    whatever they do.
     """
 
     MEMORY = 100.0
@@ -65,21 +66,40 @@ class StepCost:
     SURPRISE = 1.0
     """Twice the expected rest, and this share of the pass, is believed of one step: where a pass is short, the rest is
     known after a few steps all the same."""
+    LEARNING = 0.1
+    """Weight of a plain step in their average."""
+    MOST_LOST = 4.0
+    """Plain steps that one step is believed to have cost."""
 
     def __init__(self, passes: RowCost) -> None:
         self.passes = passes
         self.rest_s = 0.0
         self._steps = 0.0
+        self._plain_rest_s: float | None = None
 
     def __call__(self, rows: int) -> float:
         return self.passes(rows) + self.rest_s
 
     def observe(self, rows: int, seconds: float) -> None:
         """A step of so many rows, none of them of prompts, took so long."""
-        expected = self.passes(rows)
-        rest = min(max(seconds - expected, 0.0), 2 * self.rest_s + self.SURPRISE * expected)
         self._steps = min(self._steps + 1, self.MEMORY)
-        self.rest_s += (rest - self.rest_s) / self._steps
+        self.rest_s += (self._rest(rows, seconds, self.rest_s) - self.rest_s) / self._steps
+
+    def observe_plain(self, requests: int, seconds: float) -> None:
+        """A step that drew one token for each of these requests took so long, and no draft drafts for any of them."""
+        if self._plain_rest_s is None:
+            self._plain_rest_s = max(seconds - self.passes(requests), 0.0)
+        rest = self._rest(requests, seconds, self._plain_rest_s)
+        self._plain_rest_s += self.LEARNING * (rest - self._plain_rest_s)
+
+    def lost(self, requests: int, seconds: float) -> float:
+        """Tokens that these requests would have drawn without drafts in the time by which a step took longer."""
+        rest_s = self.rest_s if self._plain_rest_s is None else self._plain_rest_s
+        return requests * min(max(seconds / (self.passes(requests) + rest_s) - 1, 0.0), self.MOST_LOST)
+
+    def _rest(self, rows: int, seconds: float, usual_s: float) -> float:
+        expected = self.passes(rows)
+        return min(max(seconds - expected, 0.0), 2 * usual_s + self.SURPRISE * expected)
 
 
 def worthwhile(

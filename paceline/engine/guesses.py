@@ -99,13 +99,14 @@ class Guesses:
         if trial := self._trial_of.get(request.key):
             trial.count(request, accepted)
 
-    def judge(self, refused: float) -> None:
+    def judge(self, refused: float, lost: float) -> None:
         """A step has ended. Drafts that do not pay are paused for a while; all are told what nobody would verify.
 
-        `refused`: path probability of the likeliest guess that had no row.
+        `refused`: path probability of the likeliest guess that had no row. `lost`: tokens that drafting cost each
+        request that has a draft.
         """
         for trial in self._trials.values():
-            trial.judge()
+            trial.judge(lost)
         if self._judged and self._waiting.refused(refused):
             for trial in self._trials.values():
                 for request in trial.requests.values():

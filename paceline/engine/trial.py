@@ -22,8 +22,7 @@ class Trial:
         self._tell = tell
         self._worth = Worth()
         self._scout: Request | None = None
-        self._brought: list[int] = []
-        self._stepped = False
+        self._counted: list[tuple[Request, int]] = []
 
     def join(self, request: Request) -> None:
         """The draft has been opened for this request, unpaused."""
@@ -36,21 +35,21 @@ class Trial:
         self.requests.pop(key, None)
 
     def count(self, request: Request, accepted: int) -> None:
-        """In this step, one of its requests committed so many of its guesses.
+        """In this step, one of its requests committed so many of its guesses."""
+        self._counted.append((request, accepted))
+
+    def judge(self, lost: float = 0.0) -> None:
+        """A step has ended. `lost`: tokens that drafting cost each request that is drafted for.
 
         Guesses that come too late are as good as wrong ones; but before the first comes, there is nothing to judge.
         """
-        self._stepped = True
-        if request.heard:
-            request.brings += Worth.LEARNING * (accepted - request.brings)
-            if self._scout in (None, request):
-                self._brought.append(accepted)
-
-    def judge(self) -> None:
-        """A step has ended."""
-        if self._stepped and (self._brought or self._worth.paused):
-            self._worth.observe(sum(self._brought) / max(len(self._brought), 1))
-        self._stepped, self._brought = False, []
+        counted, self._counted = self._counted, []
+        heard = [(request, accepted - lost) for request, accepted in counted if request.heard]
+        for request, brought in heard:
+            request.brings += Worth.LEARNING * (brought - request.brings)
+        scouted = [brought for request, brought in heard if self._scout in (None, request)]
+        if scouted or (counted and self._worth.paused):
+            self._worth.observe(sum(scouted) / max(len(scouted), 1))
         if not self._worth.tried:
             self._scout = None
         elif self._scout is None or self._scout.key not in self.requests:

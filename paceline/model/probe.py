@@ -73,7 +73,9 @@ def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
     lane.slots = list(range(1, context + 1))
     model.run([lane.row(0, i) for i in range(context)], [])
     counts = [n for n in COUNTED_ROWS if n <= min(most, model.slots // 4)]
-    guesses = [lane.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))]
+    guesses = [
+        lane.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))
+    ]
     # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve. From the longest to
     # the shortest: a long pass leaves the caches without the weights, and it takes several short ones to bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
