@@ -47,6 +47,7 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
 
 @pytest.mark.alone
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_both_acts_through_the_command(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from paceline.cli import main; main()", "demo"]
     ran = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
