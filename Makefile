@@ -79,13 +79,15 @@ pytest-all: setup
 	@$(BIN)/pytest -m "not alone" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
 	@$(BIN)/pytest -m alone --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
 
-# The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention.
+# The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention. Their
+# reports go to stderr's file descriptor, which pytest must not capture: the process ends right after.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
 NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.py tests/unit/test_native*.py))
 
 native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
 	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
-		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest $(NATIVE_TESTS) $(PYTEST_ARGS)
+		ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(BIN)/pytest --capture=sys $(NATIVE_TESTS) \
+		$(PYTEST_ARGS)
 
 native-cross: setup  ## the native pass compiled for every instruction set, by the ziglang wheel (411 MB)
 	@$(PIP) --editable '.[native]'

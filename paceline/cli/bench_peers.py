@@ -12,7 +12,8 @@ whatever else the machine does hits all alike.
 
 Two sizes: the shipped family, and the same widened to 188 million parameters (`paceline.training.widened`), which
 drafts foresee as well and which costs what a larger model costs. Both are given no token that ends a text, so every
-engine computes the same MAX_TOKENS. Batch 8 is the four prompts of a workload twice: nobody may reuse keys and values.
+engine computes the same MAX_TOKENS. Batch 8 is the four prompts of a workload twice. Prefix caches are off: an engine
+that reused the keys and values of the repeated prompts would compute less.
 
 Speeds are medians over prompts and repetitions of new tokens per second of the whole call, prompt included. `equal`
 counts the outputs that are, every time, those of the engine's own plain decoding; at temperature 0.8 both draw with

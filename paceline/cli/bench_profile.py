@@ -134,7 +134,7 @@ class Stopwatch:
         return taken
 
     def _turn(self) -> None:
-        """Whoever ran until now is charged."""
+        """Add the time since the last turn to the innermost part that is running."""
         now = self.clock()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since

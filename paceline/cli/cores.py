@@ -7,8 +7,8 @@ a draft that grows, delays every token; so each target gets cores of its own, as
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 
 from paceline.cli.processes import PROC, tree
 
@@ -36,7 +36,23 @@ def keep_free(taken: Sequence[int]) -> None:
         return
     for process in tree(os.getpid()):
         with suppress(OSError):  # it ended meanwhile
-            threads = [int(entry.name) for entry in (PROC / str(process) / "task").iterdir()]
             if os.sched_getaffinity(process) == everywhere:
-                for thread in threads:
-                    os.sched_setaffinity(thread, left)
+                _bind(process, left)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Give this process its cores back in the end, should `keep_free` take some meanwhile."""
+    before = available()
+    try:
+        yield
+    finally:
+        if before != available():
+            _bind(os.getpid(), before)
+
+
+def _bind(process: int, cores: Collection[int]) -> None:
+    """All threads of a process. Raises OSError if it has ended."""
+    for thread in list((PROC / str(process) / "task").iterdir()):
+        with suppress(ProcessLookupError):  # this thread ended meanwhile
+            os.sched_setaffinity(int(thread.name), cores)

@@ -1,16 +1,28 @@
-"""`paceline demo`: the same tokens, sooner.
+"""`paceline demo`: the same tokens, sooner, in two acts.
 
-Starts the whole stack with the shipped models and asks it for code and for answers, one request at a time, greedy
-and at temperature 0.8; each with speculation and without it, on one engine, in turns, so that whatever else the
-machine does hits both alike. Tokens must be equal. Speeds are medians over requests:
+Act one serves the shipped model at its own speed. Act two serves the *widened* family: the same model padded with zeros
+to 188 million parameters (`paceline.training.widened`), made into a temporary folder for this run. The shipped model is
+so small that a draft has little to save; the widened one costs what a larger model costs.
+
+Each act starts the whole stack, as `paceline serve` does for the shipped model, and asks it for code, act one for
+answers to questions as well; one request at a time, greedy and at temperature 0.8. Each prompt is asked with
+speculation and without it, on one engine, in turns, so that other load on the machine slows both alike. Tokens must be
+equal. Speeds are medians over requests:
 
 - `*_tokens_per_s` on the target's own clock, from a request's arrival to its last token, prompt included;
 - `*_tokens_per_s_http` on the client's clock, which adds gateway, HTTP and event streams;
-- `speedup` is the ratio of the two medians.
+- `speedup` is the ratio of the two medians, `speedup_http` that of the other two;
+- `acceptance_length` is the number of accepted tokens per verification, without the bonus token.
 
-Each prompt is asked once before anything is measured, so both find it in the prefix cache. `ready_s` runs from the
-start of the command to the first moment at which requests are served. `rss_mb` is the proportional set size of the
-whole process tree after the measurements: memory that processes share is counted once.
+Each prompt is asked once before anything is measured, so both find it in the prefix cache.
+
+The last line is one JSON document. At its top are the figures of act one, under `widened` the same of act two:
+
+- `workloads`: the speeds above;
+- `identical`: whether plain and speculative tokens were equal for every prompt; at the top, of both acts;
+- `ready_s`: until requests are served, from the start of the command, in act two from when the weights are written;
+- `rss_mb`: the proportional set size of the whole process tree after the act's measurements, in MB (10^6 bytes); memory
+  that processes share is counted once. In act two that includes torch in this process, which made the weights.
 """
 
 from __future__ import annotations
@@ -19,15 +31,19 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 
+from paceline import family
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
-from paceline.cli.deployment import Wish, plan
+from paceline.cli.deployment import TARGET, Wish, default_speculation, plan
 from paceline.cli.processes import tree_pss_mb
 from paceline.cli.stack import ready_stack
 from paceline.cli.workloads import Workload, workloads
@@ -35,7 +51,17 @@ from paceline.cli.workloads import Workload, workloads
 TEMPERATURES = (0.0, 0.8)
 SEED = 7
 MAX_TOKENS = 96
-REPETITIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One stack and what it is asked. `repetitions`: of each prompt, plain and speculative each."""
+
+    title: str
+    intro: str
+    wish: Wish
+    workloads: Sequence[Workload]
+    repetitions: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +80,20 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Figures:
+    """One act. The units are in the module's docstring."""
+
     identical: bool
     workloads: Sequence[Measured]
     ready_s: float
     rss_mb: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Result(Figures):
+    """Act one, with act two below it. `identical` is about both."""
+
+    widened: Figures
 
 
 @dataclass(slots=True)
@@ -97,21 +132,58 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
 
 
 async def demo(console: Console, began: float) -> Result:
-    """Start, show, measure and stop everything. `began`: when the command did. Raises `StartError`, `StateError`."""
-    async with ready_stack(plan(Wish()), console) as stack, open_client(stack.deployment.url) as client:
+    """Play both acts. `began`: when the command did, in seconds. Raises `StartError`, `StateError`."""
+    one = await play(console, _act_one(), began)
+    with TemporaryDirectory(prefix="paceline-demo-") as folder:
+        target = _widened_target(console, Path(folder))
+        two = await play(console, _act_two(target), time.monotonic())
+    return Result(one.identical and two.identical, one.workloads, one.ready_s, one.rss_mb, two)
+
+
+def _act_one() -> Act:
+    return Act(
+        "Act one: the shipped model",
+        "The shipped model at its own speed: a pass takes so little time that guesses can save hardly any of it.",
+        Wish(),
+        workloads(),
+        repetitions=3,
+    )
+
+
+def _act_two(target: Path) -> Act:
+    """Code alone, and each prompt once: an answer takes several times as long as in act one."""
+    return Act(
+        "Act two: the widened model",
+        "The same model, padded with zeros to 188 million parameters in a temporary folder: the same words at the cost "
+        "of a larger model, whose passes are worth saving.",
+        Wish(str(target), default_speculation(TARGET)),
+        workloads()[:1],
+        repetitions=1,
+    )
+
+
+def _widened_target(console: Console, folder: Path) -> Path:
+    with console.status("making the widened model: 188 million parameters"):
+        from paceline.training.widened import write_target  # loads torch, which act one does without
+
+        write_target(family.path(TARGET), target := folder / f"{TARGET}-wide")
+    return target
+
+
+async def play(console: Console, act: Act, began: float) -> Figures:
+    """Start, show, measure and stop one stack. `began`: from when on `ready_s` counts."""
+    console.print(Rule(f"[bold]{act.title}[/bold]", characters="═"))
+    console.print(act.intro)
+    async with ready_stack(plan(act.wish), console) as stack, open_client(stack.deployment.url) as client:
         ready_s = time.monotonic() - began
         console.print(f"ready after {ready_s:.1f} s ·", LEGEND)
-        runs = [await _run(client, console, *case) for case in _cases()]
+        runs = [await _run(client, console, act, *case) for case in product(act.workloads, TEMPERATURES)]
         rss_mb = tree_pss_mb()
     identical = all(run.identical for run in runs)
-    return Result(identical, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
+    return Figures(identical, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
 
 
-def _cases() -> list[tuple[Workload, float]]:
-    return [(workload, temperature) for workload in workloads() for temperature in TEMPERATURES]
-
-
-async def _run(client: Client, console: Console, workload: Workload, temperature: float) -> Runs:
+async def _run(client: Client, console: Console, act: Act, workload: Workload, temperature: float) -> Runs:
     """Show the first prompt's answer, then measure all of them."""
     console.print(Rule(f"{workload.name}, temperature {temperature:g}"))
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
@@ -119,18 +191,19 @@ async def _run(client: Client, console: Console, workload: Workload, temperature
     shown = await client.stream(workload.path, bodies[0], Painter(console))
     console.print(f"\n\n[dim]{summary(shown)}[/dim]")
     runs = Runs(workload, temperature)
-    with console.status("measuring"):
-        for body in bodies:
-            await _measure(client, runs, body)
+    with console.status("measuring") as status:
+        for number, body in enumerate(bodies, 1):
+            status.update(f"measuring prompt {number} of {len(bodies)}, plain and speculative in turns")
+            await _measure(client, runs, body, act.repetitions)
     _print(console, runs)
     return runs
 
 
-async def _measure(client: Client, runs: Runs, body: dict[str, Any]) -> None:
+async def _measure(client: Client, runs: Runs, body: dict[str, Any], repetitions: int) -> None:
     """Ask one prompt in turns, with speculation and without it."""
     plain, speculative = [], []
     await client.stream(runs.workload.path, body)
-    for _ in range(REPETITIONS):
+    for _ in range(repetitions):
         plain.append(await client.collect(runs.workload.path, body | {"speculative": False}))
         speculative.append(await client.collect(runs.workload.path, body))
     runs.plain.append(plain)
@@ -144,7 +217,8 @@ def _print(console: Console, runs: Runs) -> None:
         f"[bold]{measured.speedup:.2f} ×[/bold] (over HTTP {measured.speedup_http:.2f} ×)"
     )
     if runs.identical:
-        console.print(f"identical output: {len(runs.plain)} prompts, {2 * REPETITIONS} answers each", style="green")
+        each = len(runs.plain[0]) + len(runs.speculative[0])
+        console.print(f"identical output: {len(runs.plain)} prompts, {each} answers each", style="green")
     else:
         console.print("OUTPUT DIFFERS between plain and speculative decoding", style="bold red")
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import httpx
 from rich.console import Console
 
-from paceline.cli.cores import keep_free
+from paceline.cli.cores import keep_free, restored
 from paceline.cli.deployment import Deployment
 from paceline.cli.supervisor import Supervisor
 from paceline.state import StateError, Store, Watcher, open_store
@@ -81,7 +81,8 @@ async def running(
         open_store(url) as store,
         Supervisor(deployment.programs(url), say) as supervisor,
     ):
-        yield Stack(deployment, supervisor, url, store)
+        with restored():  # for what this process starts next
+            yield Stack(deployment, supervisor, url, store)
 
 
 @asynccontextmanager

@@ -163,16 +163,18 @@ def best_guesses(request: Request) -> Sequence[Node]:
 class Outlook:
     """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`.
 
-    Of the tokens, `own` are those that the requests' own drafts guess, which is not all where others guess beside them.
+    `own`, `frontier` and `beyond` count expected tokens, too. They tell what the requests' own drafts guessed from what
+    lookups guessed beside them.
     """
 
     tokens: float
     height: int
     own: float
+    """Guessed by the drafts, whether or not a lookup guessed the same."""
     frontier: float
-    """Those at which these drafts' deepest guesses end, if these may get deeper. A root counts while it has none."""
+    """Guessed by the drafts at their deepest level, if they may go deeper. A root without their guesses counts as 1."""
     beyond: float
-    """Those that others guess right after these."""
+    """Guessed by lookups right after that level."""
     rows: int
 
 

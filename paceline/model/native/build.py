@@ -187,7 +187,7 @@ def find_compiler() -> Compiler | None:
 
 
 def _ready(sources: Path) -> _Loaded | None:
-    """What the wheel carries. Who can write there can write this file as well, so nobody asks who wrote it."""
+    """The library inside the wheel. Its owner is not checked: whoever can replace it can replace this file too."""
     return _kept(sources / "ready", f"{_isa().name}--*--{source_hash(sources)}--ready--*.so")
 
 

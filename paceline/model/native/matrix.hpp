@@ -16,6 +16,16 @@
 #include "amx.hpp"
 #endif
 
+#ifndef __has_feature  // a macro of Clang
+#define __has_feature(name) 0
+#endif
+#if defined(__SANITIZE_ADDRESS__) || __has_feature(address_sanitizer)
+#include <sanitizer/asan_interface.h>
+#else
+#define ASAN_POISON_MEMORY_REGION(begin, bytes)
+#define ASAN_UNPOISON_MEMORY_REGION(begin, bytes)
+#endif
+
 namespace paceline {
 
 // Memory that is given back all at once, in large pages where the kernel has them.
@@ -24,13 +34,17 @@ class Arena {
     Arena() = default;
     Arena(Arena&&) = default;
     ~Arena() {
-        for (auto [memory, bytes] : chunks_) munmap(memory, bytes);
+        for (auto [memory, bytes] : chunks_) {
+            ASAN_UNPOISON_MEMORY_REGION(memory, bytes);
+            munmap(memory, bytes);
+        }
     }
     uint32_t* words(size_t count) {
-        size_t bytes = (count * sizeof(uint32_t) + 63) / 64 * 64;
+        size_t bytes = (count * sizeof(uint32_t) / 64 + 1) * 64;  // a gap at the end, where AddressSanitizer sees overruns
         if (used_ + bytes > size_) grow(bytes);
         char* taken = chunk_ + used_;
         used_ += bytes;
+        ASAN_UNPOISON_MEMORY_REGION(taken, count * sizeof(uint32_t));
         return (uint32_t*)taken;
     }
 
@@ -44,6 +58,7 @@ class Arena {
         chunk_ = (char*)(((uintptr_t)memory + PAGE - 1) / PAGE * PAGE);
         size_ = (char*)memory + mapped - chunk_ - AHEAD;
         used_ = 0;
+        ASAN_POISON_MEMORY_REGION(chunk_, size_ + AHEAD);
 #ifdef MADV_HUGEPAGE
         madvise(chunk_, size_, MADV_HUGEPAGE);
 #endif

@@ -1,0 +1,71 @@
+"""`paceline demo`: one act on a stack without weights, and the whole command with its last line."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from paceline.cli.cores import available
+from paceline.cli.demo import TEMPERATURES, Act, play
+from paceline.cli.deployment import Wish
+from paceline.cli.workloads import Workload, workloads
+from paceline.config import EngineConfig, SpeculativeConfig
+
+SPEEDS = ("plain_tokens_per_s", "speculative_tokens_per_s", "plain_tokens_per_s_http", "speculative_tokens_per_s_http")
+MEASURED = {"name", "temperature", *SPEEDS, "speedup", "speedup_http", "acceptance_length"}
+FIGURES = {"identical", "workloads", "ready_s", "rss_mb"}
+
+
+async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
+    """The next act's target would have no core of its own if the command stayed off the last one's."""
+    before = available()
+    act = Act(
+        "Title",
+        "What it shows.",
+        Wish("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=tuple(before[:1]))),
+        [Workload("counting", "/v1/completions", [{"prompt": "1 2 3"}])],
+        repetitions=1,
+    )
+    figures = await play(Console(file=(shown := io.StringIO())), act, time.monotonic())
+    assert figures.identical
+    assert figures.ready_s > 0
+    assert [(each.name, each.temperature) for each in figures.workloads] == [("counting", t) for t in TEMPERATURES]
+    assert all(getattr(each, speed) > 0 for each in figures.workloads for speed in SPEEDS)
+    assert "Title" in shown.getvalue()
+    assert "What it shows." in shown.getvalue()
+    assert shown.getvalue().count("identical output: 1 prompts, 2 answers each") == len(TEMPERATURES)
+    assert available() == before
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_both_acts_through_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "from paceline.cli import main; main()", "demo"]
+    ran = subprocess.run(command, env={**os.environ, "TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
+    assert ran.returncode == 0
+    shown, last = ran.stdout.strip().rsplit("\n", 1)
+    assert shown.index("Act one: the shipped model") < shown.index("Act two: the widened model")
+    assert "188 million parameters in a temporary folder" in " ".join(shown.split())
+    told = json.loads(last)
+    widened = told.pop("widened")
+    assert set(told) == set(widened) == FIGURES
+    assert told["identical"] is widened["identical"] is True
+    assert _cases(told) == [(each.name, temperature) for each in workloads() for temperature in TEMPERATURES]
+    assert _cases(widened) == [("code completion", temperature) for temperature in TEMPERATURES]
+    for measured in (*told["workloads"], *widened["workloads"]):
+        assert set(measured) == MEASURED
+        assert min(measured[speed] for speed in SPEEDS) > 0
+    assert not list(tmp_path.glob("paceline-demo-*"))
+
+
+def _cases(figures: dict[str, list[dict[str, object]]]) -> list[tuple[object, object]]:
+    return [(each["name"], each["temperature"]) for each in figures["workloads"]]
