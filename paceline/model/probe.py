@@ -76,8 +76,8 @@ def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
     guesses = [
         lane.branch_row(0, range(context + 1 + i - i % PROBE_DEPTH, context + 2 + i)) for i in range(max(counts))
     ]
-    # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve. From the longest to
-    # the shortest: a long pass leaves the caches without the weights, and it takes several short ones to bring them back.
+    # In turns, and the fastest of each: what else runs on this machine then hardly bends the curve. The longest first:
+    # a long pass drives the weights out of the caches, and it takes several short ones to bring them back.
     rounds = [[_timed(model, guesses[:count]) for count in reversed(counts)] for _ in range(repeats)]
     return RowCost(counts, [min(times) for times in zip(*rounds, strict=True)][::-1])
 
