@@ -40,6 +40,7 @@ from torch import Tensor
 from paceline.config import SamplingParams
 from paceline.grammar.following import GrammarState
 from paceline.messages import LogProbs
+from paceline.model.native.rivals import rivals
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 FloatArray: TypeAlias = npt.NDArray[np.float32]
@@ -393,29 +394,39 @@ def _drawn(x_RV: FloatArray, rows: Sequence[Row], largest_R: IntArray) -> IntArr
     """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU. Overwrites the logits `x_RV`
     and `largest_R`, which says where they are largest.
 
-    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). Where the logit is largest, x is
-    0: another token wins only with E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
-    Noise is made for the two or three tokens of a row that are left, and they are compared as `scores` has them.
+    Two or three tokens of a row can win; these are compared as `scores` has them.
     """
-    tops_R = np.arange(len(rows)), largest_R
-    x_RV -= x_RV[tops_R][:, None]
+    x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
     _filter(torch.from_numpy(x_RV), rows)
     keys_R2 = np.array([divmod(_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
+    rivals_N, bits_N = rivals(x_RV, keys_R2, largest_R, LENIENCY) or _rivals(x_RV, keys_R2, largest_R)
+    if len(rivals_N) > len(rows):
+        scores_N = x_RV.reshape(-1)[rivals_N] + gumbel(torch.from_numpy(bits_N.astype(np.int64))).numpy()
+        rows_N, tokens_N = np.divmod(rivals_N, x_RV.shape[1])
+        firsts = np.flatnonzero(np.diff(rows_N, prepend=-1))
+        best_R = np.full(len(rows), BARRED, dtype=np.float32)
+        best_R[rows_N[firsts]] = np.maximum.reduceat(scores_N, firsts)
+        winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]  # of equal ones the lowest id is set last
+        largest_R[rows_N[winners]] = tokens_N[winners]
+    return largest_R
+
+
+def _rivals(
+    x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: IntArray
+) -> tuple[IntArray, npt.NDArray[np.uint32]]:
+    """As `paceline.model.native.rivals`, without native code.
+
+    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). Where the logit is largest, x is
+    0: another token wins only with E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
+    """
+    tops_R = np.arange(len(x_RV)), largest_R
     bits_RV = _mixed(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
     exponentials_R = -np.log1p((bits_RV[tops_R] + 0.5) * -(2.0**-32))
     limits_RV = np.exp(x_RV)
     limits_RV *= (exponentials_R * (LENIENCY * 2.0**32)).astype(np.float32)[:, None]
     rivals_N = np.flatnonzero(bits_RV.astype(np.float32) <= limits_RV)
-    if len(rivals_N) > len(rows):
-        noise_N = gumbel(torch.from_numpy(bits_RV.reshape(-1)[rivals_N].astype(np.int64))).numpy()
-        scores_N = x_RV.reshape(-1)[rivals_N] + noise_N
-        best = [BARRED] * len(rows)
-        for rival, score in zip(rivals_N.tolist(), scores_N.tolist(), strict=True):
-            row, token = divmod(rival, x_RV.shape[1])
-            if score > best[row]:  # so that of equal ones the lowest id wins: it comes first
-                best[row], largest_R[row] = score, token
-    return largest_R
+    return rivals_N, bits_RV.reshape(-1)[rivals_N]
 
 
 def _warp(logits_RV: Tensor, rows: Sequence[Row]) -> None:

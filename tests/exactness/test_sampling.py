@@ -6,12 +6,14 @@ import math
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from paceline import sampling
 from paceline.config import SamplingParams
+from paceline.model.native.rivals import rivals
 from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores, shortlist
 
 VOCABULARY = 24
@@ -371,3 +373,22 @@ def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
 def test_nobody_draws_nothing() -> None:
     assert scores(torch.zeros(0, VOCABULARY), []).shape == (0, VOCABULARY)
     assert draw(torch.zeros(0, VOCABULARY), []).shape == (0,)
+
+
+@pytest.mark.parametrize("vocabulary", [3, 16, 61, 4096])
+def test_native_code_and_numpy_find_the_same_rivals(vocabulary: int) -> None:
+    """Up to rounding at the limit, which is lenient: both have the winner, and no token that is far from winning."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    for spread in (0.0, 0.5, 3.0, 30.0):
+        x = (spread * torch.randn(9, vocabulary, generator=generator)).numpy()
+        x[:, 1] = -math.inf
+        largest = x.argmax(-1)
+        x -= x.max(-1, keepdims=True)
+        keys = np.random.default_rng(vocabulary).integers(2**32, size=(9, 2), dtype=np.uint32)
+        found = rivals(x, keys, largest, sampling.LENIENCY)
+        assert found is not None
+        native = dict(zip(*(each.tolist() for each in found), strict=True))
+        indices, integers = sampling._rivals(x, keys, largest)
+        expected = dict(zip(indices.tolist(), integers.tolist(), strict=True))
+        assert len(native.keys() ^ expected.keys()) <= 1
+        assert all(native[index] == expected[index] for index in native.keys() & expected.keys())

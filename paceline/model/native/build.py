@@ -371,7 +371,7 @@ def _may_use_tiles() -> bool:
     """Ask Linux for the tile registers of AMX, which a process may use from then on."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     with suppress(AttributeError, OSError):
-        return ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0
+        return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
     return False
 
 

@@ -35,6 +35,8 @@ class Native:
         lib.paceline_network_output.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
+        lib.paceline_rivals.argtypes = [Pointer, *[ctypes.c_int32] * 2, *[Pointer] * 2, ctypes.c_double, *[Pointer] * 2]
+        lib.paceline_rivals.restype = ctypes.c_int64
         self.lib = lib
         self.busy = threading.Lock()
         """Held during a call: the team does one thing at a time, and Python's other threads go on meanwhile."""

@@ -1,5 +1,6 @@
 // The C interface. Python's side of it is network.py, which mirrors these structures.
 #include "network.hpp"
+#include "rivals.hpp"
 
 using namespace paceline;
 
@@ -58,4 +59,17 @@ void paceline_product_run(void* product, void* team, const void* x, int32_t rows
     ((AnyProduct*)product)->run(*(Team*)team, x, rows, y);
 }
 void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
+
+// Tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns how many. keys
+// [rows, 2]; indices and integers [rows * vocabulary].
+int64_t paceline_rivals(const float* x, int32_t rows, int32_t vocabulary, const uint32_t* keys, const int64_t* largest,
+                        double leniency, int64_t* indices, uint32_t* integers) {
+    int64_t count = 0;
+    for (int64_t row = 0; row < rows; row++) {
+        int64_t more = rivals_of(x + row * vocabulary, vocabulary, (int)largest[row], keys[2 * row], keys[2 * row + 1],
+                                 leniency, indices + count, integers + count);
+        for (; more; more--) indices[count++] += row * vocabulary;
+    }
+    return count;
+}
 }
