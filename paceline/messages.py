@@ -157,3 +157,5 @@ class TargetDescription:
     rows_invariant: bool
     eos_token_ids: Sequence[int]
     method: str
+    numerics: str = ""
+    """What its numbers depend on, see `paceline.model.Model`. Empty: an older worker, which does not say."""

@@ -103,6 +103,7 @@ class Reciter:
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = vocabulary.tokenizer.fingerprint
         self.rows_invariant = True
+        self.numerics = "no weights"
         self.ran: list[Row] = []
         self._tokenizer = vocabulary.tokenizer
         self._text = text.encode()

@@ -110,7 +110,11 @@ ROWS: dict[str, list[Panel]] = {
         Panel(
             "Preemptions and replays per second",
             "none",
-            {"preemptions": rate("paceline_num_preemptions_total"), "replays": rate("paceline_replays_total")},
+            {
+                "preemptions": rate("paceline_num_preemptions_total"),
+                "replays": rate("paceline_replays_total"),
+                "replays with other numerics": rate("paceline_replays_other_numerics_total"),
+            },
         ),
     ],
     "Drafts": [

@@ -49,5 +49,6 @@ class ModelFacts:
     hidden_state_layers: Sequence[int]
     method: str
     """Empty without speculation."""
+    numerics: str
     rows_per_s: float = 0.0
     """Of full passes, as measured at the start; 0: unknown."""

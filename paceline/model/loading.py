@@ -18,6 +18,7 @@ from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.decoder import make_decoder
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, TransformersModel
+from paceline.model.numerics import numerics_of
 from paceline.model.probe import rows_invariant
 from paceline.model.table import LONGEST, TableModel
 from paceline.model.timed import SimulatedModel
@@ -99,7 +100,7 @@ def _load_part(name: str, config: EngineConfig, plan: Plan, ranks: Ranks) -> Tra
     from paceline.model.sharding import Sharding
 
     part = _load(name, config, Sharding(plan, ranks))
-    ranks.wait()
+    ranks.wait(part.numerics)
     return part
 
 
@@ -132,13 +133,15 @@ def build(
     longest = int(settings.max_position_embeddings)
     if config.max_model_len is not None and config.max_model_len > longest:
         raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
+    decoder = make_decoder(network, heads, config.slots, longest, sharding)
     return TransformersModel(
         name,
-        make_decoder(network, heads, config.slots, longest, sharding),
+        decoder,
         vocabulary_size=head.out_features,
         max_model_len=config.max_model_len or longest,
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
+        numerics=numerics_of(decoder, network.config),
         folder=Path(name if folder is None else folder),
         config=settings,
     )

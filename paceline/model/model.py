@@ -34,6 +34,8 @@ class Model(Protocol):
     eos_token_ids: Sequence[int]
     fingerprint: str
     rows_invariant: bool
+    numerics: str
+    """One line that names all that its numbers depend on, beside its weights."""
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
         """One forward pass over `rows`. Logits are those of the rows indexed by `wanted`, in that order."""
@@ -54,6 +56,7 @@ class TransformersModel:
         max_model_len: int,
         eos_token_ids: Sequence[int],
         fingerprint: str,
+        numerics: str,
         folder: Path,
         config: Any,
     ) -> None:
@@ -63,6 +66,7 @@ class TransformersModel:
         self.slots = decoder.cache.slots - 1
         self.eos_token_ids: Sequence[int] = tuple(eos_token_ids)
         self.fingerprint = fingerprint
+        self.numerics = numerics
         self.rows_invariant = False
         self._decoder, self._cache = decoder, decoder.cache
         self._folder, self._config = folder, config

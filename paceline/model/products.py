@@ -35,7 +35,7 @@ def piecewise(network: nn.Module) -> None:
 def _forward(module: nn.Linear, x: Tensor) -> Tensor:
     rows = x.flatten(0, -2)
     product = in_pieces(lambda piece: F.linear(piece, module.weight, module.bias), rows)
-    return product.view(*x.shape[:-1], module.out_features)
+    return product.view(*x.shape[:-1], product.shape[-1])
 
 
 def _depends_on_rows(device: torch.device) -> bool:

@@ -22,6 +22,7 @@ class LeadingModel:
         self.slots = part.slots
         self.eos_token_ids = part.eos_token_ids
         self.fingerprint = part.fingerprint
+        self.numerics = f"{part.numerics}; {replica.ranks.size} ranks"
         self.rows_invariant = False
         self._part, self._replica = part, replica
 

@@ -51,6 +51,7 @@ class SimulatedModel:
         self.slots = slots
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = spec.fingerprint
+        self.numerics = "no weights"
         self.rows_invariant = True
         self._spec = spec
         self._clock, self._sleep = clock, sleep

@@ -15,7 +15,8 @@ class WorkerRecord:
 
     `address` is host:port as others reach it. `model` and `method` are empty where they mean nothing (a
     gateway has no model). `fingerprint` is the vocabulary's: workers whose fingerprints differ never work
-    together; empty for workers that know only ids. `started_at`: seconds since the epoch.
+    together; empty for workers that know only ids. `started_at`: seconds since the epoch. `numerics`: what a target's
+    numbers depend on; empty for other workers, and for those of versions that do not say.
     """
 
     kind: Kind
@@ -25,6 +26,7 @@ class WorkerRecord:
     method: str
     fingerprint: str
     started_at: float
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

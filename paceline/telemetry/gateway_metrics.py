@@ -73,6 +73,9 @@ class GatewayMetrics:
         self._breakers = BreakerStates()
         registry.register(self._breakers)
         self.replays = make.counter("replays", "Requests resumed on another target after a loss", model)
+        self.replays_other_numerics = make.counter(
+            "replays_other_numerics", "Requests with tokens, resumed on a target with other numerics", model
+        )
 
     def answered(self, endpoint: str, status: int | str) -> None:
         """`endpoint`: the route and not the path: their number is bounded. `status`: HTTP's or gRPC's."""
@@ -148,6 +151,10 @@ class RequestMetrics:
     def replayed(self) -> None:
         """The target was lost; another one takes over."""
         self._metrics.replays.labels(self._model).inc()
+
+    def replayed_by_other_numerics(self) -> None:
+        """The target that takes over may draw other tokens than the lost one would have."""
+        self._metrics.replays_other_numerics.labels(self._model).inc()
 
     def finished(self, reason: FinishReason, usage: Usage) -> None:
         """A request that ends with an error is not a success, and is not reported here."""

@@ -11,12 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.tensor_parallel.errors import RankLostError
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
 
 IDLE = timedelta(days=365)
 """Between two orders may lie a quiet night. That rank 0 is gone is known otherwise, see `lifeline`."""
 LENGTH = 1
 """Numbers that go ahead of an order."""
+NUMERICS_BYTES = 512
+"""What ranks compare of what their numbers depend on."""
 
 
 @dataclass(slots=True)
@@ -43,13 +45,31 @@ class Ranks:
         orders = dist.new_group(backend="gloo", timeout=timeout if dist.get_rank() == 0 else IDLE)
         return cls(dist.get_rank(), dist.get_world_size(), orders, passes)
 
-    def wait(self) -> None:
-        """Until all ranks are here: as long as they may take to load, which the default group's timeout says."""
+    def wait(self, numerics: str) -> None:
+        """Until all ranks are here: as long as they may take to load, which the default group's timeout says.
+
+        `numerics`: what this rank's numbers depend on. Raises `MeetingError` unless it is the same on all ranks.
+
+        Every rank computes norms and chooses experts for itself. Ranks whose bits differ may choose different experts
+        for a row, and then add parts that do not belong together. Native code and torch's operators also differ in how
+        many rows they add up at once: such ranks cannot exchange their sums.
+        """
+        own = torch.zeros(NUMERICS_BYTES, dtype=torch.uint8)
+        said = torch.frombuffer(bytearray(numerics.encode()[:NUMERICS_BYTES]), dtype=torch.uint8)
+        own[: len(said)] = said
+        parts = own.new_empty(self.size, NUMERICS_BYTES)
         try:
-            dist.barrier()
+            dist.all_gather(list(parts), own)
         except RuntimeError as error:
             self.lost = True
             raise RankLostError(f"rank {self.rank} lost its replica before all had loaded: {error}") from error
+        first, *others = (bytes(part.tolist()).rstrip(b"\0").decode(errors="replace") for part in parts)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                raise MeetingError(
+                    f"ranks must compute alike, but rank 0 has ({first}) and rank {rank} ({other}): "
+                    "start all of them on machines and environments of one kind"
+                )
 
     def sum(self, partial: Tensor) -> Tensor:
         """The sum of what all ranks give, the same bits on every rank, in the dtype given.

@@ -12,7 +12,7 @@ class TargetServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceDescribeResponse(_message.Message):
-    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method")
+    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -22,6 +22,7 @@ class TargetServiceDescribeResponse(_message.Message):
     ROWS_INVARIANT_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     vocabulary_fingerprint: str
@@ -31,7 +32,8 @@ class TargetServiceDescribeResponse(_message.Message):
     rows_invariant: bool
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     method: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ...) -> None: ...
+    numerics: str
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
 
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")

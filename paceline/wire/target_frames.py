@@ -112,6 +112,7 @@ def encode_description(description: TargetDescription) -> pb.TargetServiceDescri
         rows_invariant=description.rows_invariant,
         eos_token_ids=description.eos_token_ids,
         method=description.method,
+        numerics=description.numerics,
     )
 
 
@@ -126,6 +127,7 @@ def decode_description(message: pb.TargetServiceDescribeResponse) -> TargetDescr
         rows_invariant=message.rows_invariant,
         eos_token_ids=tuple(message.eos_token_ids),
         method=message.method,
+        numerics=message.numerics,
     )
 
 

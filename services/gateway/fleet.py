@@ -115,9 +115,16 @@ class Fleet:
         ahead = sum(target.unstarted_rows for target in self.targets.values())
         return retry_after_s(max(ahead, self.habits.rows.value), self.pace.rows_per_s)
 
-    def choose(self, text: Text, session: str = "", but: Collection[Target] = ()) -> Chosen | None:
-        """The target for a request, none of `but`; None if there is none to choose from now."""
+    def choose(
+        self, text: Text, session: str = "", but: Collection[Target] = (), numerics: str | None = None
+    ) -> Chosen | None:
+        """The target for a request, none of `but`; None if there is none to choose from now.
+
+        `numerics`: of the target that drew the request's tokens so far. Targets with the same, however busy, are
+        preferred to all others.
+        """
         usable = {key: target for key, target in self._usable().items() if target not in but}
+        usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         place = self._sessions.place(session)
         candidates = {
             key: target.candidate(text.blocks, self.habits, session=key == place) for key, target in usable.items()

@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.telemetry.gateway_metrics import RequestMetrics
@@ -18,6 +19,7 @@ log = logging.getLogger(__name__)
 
 MOST_LOSSES = 4
 """A request that was on more targets than these when they were lost may be what kills them; it ends."""
+UNKNOWN = "a worker that does not say"
 
 
 class Refused(Exception):
@@ -27,7 +29,8 @@ class Refused(Exception):
 class Run:
     """Yields the deltas of one submission. Losing a target is a pause: another one takes over.
 
-    Same seed, same prompt, same committed tokens: it draws exactly what the lost one would have drawn.
+    Same seed, same prompt, same committed tokens, same numerics: it draws exactly what the lost one would have drawn.
+    Once there are tokens, a target with other numerics takes over only if none has the same, and a warning says so.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Run:
         self._resume_s = resume_s
         self._session = session and f"{submission.cache_salt}:{session}"
         self._committed: list[int] = list(submission.committed)
+        self._numerics: str | None = None  # of the target that drew the latest token
         self._target: Target | None = None
         self._stay: Stay | None = None
         self._refused: Target | None = None
@@ -90,12 +94,21 @@ class Run:
             if not await self._fleet.wait_for_target(self._resume_s):
                 raise NoTargetError(f"the target was lost and no other came within {self._resume_s:g} s")
         self._progress.routed(chosen.seen.cached, session=chosen.seen.session)
+        if self._numerics not in (None, chosen.target.numerics):
+            log.warning(
+                "request %s continues where its tokens may differ: drawn by (%s) so far, by (%s) from now on",
+                self._submission.request_id,
+                self._numerics or UNKNOWN,
+                chosen.target.numerics or UNKNOWN,
+            )
+            self._progress.replayed_by_other_numerics()
         return chosen.target
 
     def _choice(self, text: Text) -> Chosen | None:
         """Who refused it is asked again only if nobody else is left."""
         but = (self._refused,) if self._refused else ()
-        return self._fleet.choose(text, self._session, but) or self._fleet.choose(text, self._session)
+        choose = partial(self._fleet.choose, text, self._session, numerics=self._numerics)
+        return choose(but) or choose()
 
     def _may_ask_another(self) -> bool:
         """A second opinion is had once: if it is the same, the request is at fault and no target is blamed."""
@@ -122,6 +135,7 @@ class Run:
                         if delta.finish_reason is not None:
                             stay.ended()
                         if delta.tokens:
+                            self._numerics = target.numerics
                             self._settle(target)
                         yield delta
         finally:

@@ -51,6 +51,11 @@ class Target:
         self.told.by_delta(self.link.load, self.in_flight)
 
     @property
+    def numerics(self) -> str:
+        """As the worker at the other end of the link says: a record in the registry may be that of its predecessor."""
+        return self.link.description.numerics
+
+    @property
     def up(self) -> bool:
         """It takes requests, by its own account."""
         return not (self.link.lost or self.link.draining or self.heartbeat.get("draining"))

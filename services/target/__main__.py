@@ -77,7 +77,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         record = registered_as(description, options.advertise or address)
         speed = {"rows_per_s": facts.rows_per_s}
         async with store.registration(record, lambda: {**speed, **servicer.load_by_name()}) as registration:
-            log.info("target ready on %s", address)
+            log.info("target ready on %s", address, extra={"numerics": facts.numerics})
             await either(stop, compute.ended)
             await server.drain()
             servicer.refuse()
@@ -152,6 +152,7 @@ def describe(facts: ModelFacts, options: argparse.Namespace) -> TargetDescriptio
         rows_invariant=facts.rows_invariant,
         eos_token_ids=facts.eos_token_ids,
         method=facts.method,
+        numerics=facts.numerics,
     )
 
 
@@ -172,6 +173,7 @@ def registered_as(description: TargetDescription, address: str) -> WorkerRecord:
         method=description.method,
         fingerprint=description.vocabulary_fingerprint,
         started_at=time.time(),
+        numerics=description.numerics,
     )
 
 

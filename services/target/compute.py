@@ -99,6 +99,7 @@ def facts(engine: Engine, speculation: SpeculativeConfig) -> ModelFacts:
         eos_token_ids=tuple(model.eos_token_ids),
         hidden_state_layers=engine.hidden_layers,
         method=speculation.method if speculation.enabled else "",
+        numerics=model.numerics,
         rows_per_s=engine.rows_per_s,
     )
 

@@ -189,11 +189,11 @@ class Stack:
         return self.targets[0].decoder
 
     async def add_target(
-        self, script: Script, *, burst: int = 3, worker_id: str | None = None, model: str = MODEL
+        self, script: Script, *, burst: int = 3, worker_id: str | None = None, model: str = MODEL, numerics: str = ""
     ) -> RunningTarget:
         """Start a target, and wait until the gateway uses it."""
         worker_id = worker_id or f"target-{len(self.targets)}"
-        target = await start_target(script, burst, worker_id, model=model)
+        target = await start_target(script, burst, worker_id, model=model, numerics=numerics)
         self._exits.push_async_callback(target.die)
         self.targets.append(target)
         await self.store.registry.register(target.record)
@@ -211,16 +211,17 @@ async def start_target(
     model: str = MODEL,
     tls: Certificates | None = None,
     port: int = 0,
+    numerics: str = "",
 ) -> RunningTarget:
     eos = (EOS,)
-    description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram")
+    description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics)
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
     server = Server("127.0.0.1", port, tls=tls, peer=GATEWAY)
     service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
     address = await server.start()
-    record = WorkerRecord("target", worker_id, address, model, "ngram", fingerprint, time.time())
+    record = WorkerRecord("target", worker_id, address, model, "ngram", fingerprint, time.time(), numerics)
     return RunningTarget(record, decoder, server, servicer)
 
 

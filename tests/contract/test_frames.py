@@ -164,7 +164,7 @@ def test_load(load: Load) -> None:
 
 
 def test_target_description() -> None:
-    description = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram")
+    description = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
     assert target_frames.decode_description(target_frames.encode_description(description)) == description
 
 

@@ -93,6 +93,63 @@ async def test_a_lost_target_is_a_pause_and_no_more() -> None:
         assert 'paceline_replays_total{model_name="pydoc"} 1.0' in metrics
 
 
+@pytest.mark.parametrize("begun", [True, False])
+async def test_what_has_tokens_goes_on_where_numerics_are_the_same_however_busy(
+    begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with open_stack(burst=2) as stack:
+        first = await stack.add_target(counts, numerics="avx512")
+        asking = await held(stack, begun=begun)
+        idle_one = await stack.add_target(counts, numerics="avx2")
+        busy_one = await stack.add_target(counts, numerics="avx512")
+        await stack.store.registry.heartbeat(busy_one.record, {"running": 1000.0, "beat": 1.0})
+        while not any(target.told.others for target in stack.gateway.fleet.targets.values()):
+            await asyncio.sleep(0.01)
+        await first.die()
+        assert len((await asking).text)
+        chosen = busy_one if begun else idle_one
+        assert [len(each.decoder.submissions) for each in (idle_one, busy_one)] == [not begun, begun]
+        assert bool(chosen.decoder.submissions[0].committed) == begun
+        assert "tokens may differ" not in caplog.text
+        assert "paceline_replays_other_numerics_total{" not in (await stack.http.get("/metrics")).text
+
+
+@pytest.mark.parametrize("begun", [True, False])
+async def test_what_has_tokens_goes_on_with_other_numerics_rather_than_not_at_all(
+    begun: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And says so. What has none goes anywhere, and nobody is told."""
+    async with open_stack(burst=2) as stack:
+        first = await stack.add_target(counts, numerics="avx512")
+        expected = await whole_text(stack)
+        asking = await held(stack, begun=begun)
+        older = await stack.add_target(counts)  # which does not say
+        await first.die()
+        assert (await asking).json()["choices"][0]["text"] == expected
+        [resumed] = older.decoder.submissions
+        told = [each.getMessage() for each in caplog.records if "tokens may differ" in each.getMessage()]
+        counted = (await stack.http.get("/metrics")).text.count(
+            'paceline_replays_other_numerics_total{model_name="pydoc"} 1.0'
+        )
+        assert (len(told), counted) == (begun, begun)
+        for line in told:
+            assert resumed.request_id.partition("/")[2] in line
+            assert line.endswith("drawn by (avx512) so far, by (a worker that does not say) from now on")
+
+
+async def held(stack: Stack, *, begun: bool) -> asyncio.Task[httpx.Response]:
+    """A completion that its target holds, after some tokens or before any."""
+    decoder, before = stack.decoder, len(stack.decoder.submissions)
+    if begun:
+        decoder.hold_after = 4
+    else:
+        decoder.gate.clear()
+    asking = asyncio.create_task(stack.http.post("/v1/completions", json=LONG))
+    while len(decoder.submissions) == before or (begun and decoder.gate.is_set()):
+        await asyncio.sleep(0.01)
+    return asking
+
+
 async def test_a_draining_target_hands_its_requests_over() -> None:
     async with open_stack(counts, counts, burst=2) as stack:
         expected = await whole_text(stack)

@@ -77,7 +77,9 @@ def test_rows_of_a_shared_model_do_not_depend_on_their_company(
         others = lockstep(model, [sequence[:n] for n in (20, TILE + 1, 40, 7, 33)])
         for logits in others:
             assert_same(logits, alone[: len(logits)])
-    whole = torch.stack(one_by_one(load(str(folder), EngineConfig(slots=2048)), sequence)).float()
+    unshared = load(str(folder), EngineConfig(slots=2048))
+    assert model.numerics == f"{unshared.numerics}; {size} ranks"
+    whole = torch.stack(one_by_one(unshared, sequence)).float()
     tolerance = 2e-4 if dtype == "float32" else 0.05
     assert (torch.stack(alone).float() - whole).abs().max() < tolerance * whole.abs().max()
 

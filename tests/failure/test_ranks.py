@@ -22,7 +22,7 @@ from torch import Tensor
 from paceline.config import EngineConfig
 from paceline.model.rows import Lane
 from paceline.tensor_parallel import meeting
-from paceline.tensor_parallel.errors import RankLostError
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
 from paceline.tensor_parallel.meeting import following
 from paceline.tensor_parallel.place import Place
 from paceline.tensor_parallel.ranks import Ranks
@@ -118,6 +118,22 @@ def test_a_rank_that_fails_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         follower.kill()
         follower.join()
+
+
+@pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+def test_ranks_that_compute_in_different_ways_do_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setenv("PACELINE_NATIVE", "0")
+        followers = Followers(1)
+    try:
+        refused = pytest.raises(
+            MeetingError, match=r"rank 0 has \(native .*\) and rank 1 \(torch operators, .*\): start"
+        )
+        with refused, followers.led(save_checkpoint(tmp_path), 2):
+            pass
+        assert followers.exit_code(1) == FAILED
+    finally:
+        followers.kill()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("::1", marks=pytest.mark.slow)])

@@ -37,7 +37,7 @@ def started(kind: str, *arguments: str) -> Iterator[str]:
         try:
             while f"{kind} ready on " not in (line := process.stderr.readline()):
                 assert line, f"the {kind} did not start"
-            yield line.split("ready on ")[1].strip()
+            yield line.split("ready on ")[1].split()[0]
         finally:
             process.terminate()
             process.stderr.read()

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 
@@ -81,13 +82,14 @@ def request_state(request_id: str, committed: tuple[int, ...] = (5, 6)) -> Reque
 
 class TestRegistry:
     async def test_lists_the_workers_of_a_kind_oldest_first(self, store: Store) -> None:
-        target = dataclasses.replace(draft("t"), kind="target")
+        target = dataclasses.replace(draft("t"), kind="target", numerics="native avx2; float32")
         for record in (draft("young", 2.0), target, draft("old", 1.0)):
             await store.registry.register(record)
         assert [worker.record for worker in await store.registry.workers("draft")] == [
             draft("old", 1.0),
             draft("young", 2.0),
         ]
+        assert [worker.record for worker in await store.registry.workers("target")] == [target]
 
     async def test_a_heartbeat_brings_the_load_and_announces_a_worker_unheard_of(self, store: Store) -> None:
         await store.registry.heartbeat(draft("a"), {"running": 1})
@@ -113,6 +115,16 @@ class TestRegistry:
 
     async def test_the_epoch_lasts_as_long_as_the_memory(self, store: Store) -> None:
         assert await store.registry.epoch() == await store.registry.epoch() != ""
+
+    async def test_a_record_of_an_older_worker_is_read(self, redis_url: str, redis: Redis) -> None:
+        """It says nothing of its numerics."""
+        record = dataclasses.asdict(draft("old"))
+        del record["numerics"]
+        async with open_store(redis_url) as store:
+            await redis.sadd(keys.workers("draft"), "old")
+            await redis.set(keys.worker("draft", "old"), json.dumps({"record": record, "load": {}}))
+            assert [worker.record for worker in await store.registry.workers("draft")] == [draft("old")]
+            assert draft("old").numerics == ""
 
     async def test_a_record_nobody_can_read_hides_no_other(self, redis_url: str, redis: Redis) -> None:
         async with open_store(redis_url) as store:

@@ -172,10 +172,12 @@ class TestGateway:
         with suppress(ConnectionError), metrics.track("family/target") as request:
             assert scrape(registry)("paceline_requests_running", MODEL) == 1
             request.replayed()
+            request.replayed_by_other_numerics()
             raise ConnectionError
         seen = scrape(registry)
         assert seen("paceline_requests_running", MODEL) == 0
         assert seen("paceline_replays_total", MODEL) == 1
+        assert seen("paceline_replays_other_numerics_total", MODEL) == 1
         assert "vllm:request_success_total" not in {name for name, _ in seen.values}
 
     def test_counts_answers(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:

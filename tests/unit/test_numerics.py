@@ -1,0 +1,90 @@
+"""What a target says its numbers depend on: every cause is in it, and it arrives where gateways read it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import LlamaConfig
+
+from paceline import __version__
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.engine.drafting import NoDrafting
+from paceline.engine.engine import Engine
+from paceline.model import load
+from paceline.model.loading import build
+from paceline.model.native.build import description
+from paceline.model.native.library import Native
+from paceline.model.numerics import numerics_of
+from paceline.v1 import target_pb2
+from paceline.wire.target_frames import decode_description, encode_description
+from services.target.__main__ import describe, registered_as
+from services.target.compute import facts
+from tests.checkpoints import save_checkpoint
+from tests.llamas import peaked_llama
+from tests.targets import FREE
+
+CONFIG = EngineConfig(slots=512)
+
+
+VERSIONS = f"transformers {transformers.__version__}; paceline {__version__}"
+needs_native = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+
+
+def numerics(folder: Path, threads: int, dtype: str = "auto") -> str:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return load(str(folder), EngineConfig.model_validate({"slots": 512, "dtype": dtype})).numerics
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_native
+def test_a_native_model_names_library_dtype_and_versions_whatever_its_threads(tmp_path: Path) -> None:
+    folder = save_checkpoint(tmp_path)
+    said = numerics(folder, 1)
+    assert said.startswith(f"native {description()}; float32; cpu; torch {torch.__version__} ")
+    assert said.endswith(VERSIONS)
+    assert numerics(folder, 2) == said
+    assert numerics(folder, 1, "bfloat16") == said.replace("float32", "bfloat16")
+
+
+def test_torch_s_operators_depend_on_cpu_and_threads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_NATIVE", "0")
+    monkeypatch.setattr(Native, "_instance", None)
+    folder = save_checkpoint(tmp_path)
+    said = numerics(folder, 1)
+    assert said.startswith(f"torch operators, threads=1, MKL_CBWR={os.environ['MKL_CBWR']}; float32; cpu ")
+    assert ", instructions " in said
+    assert said.endswith(VERSIONS)
+    assert numerics(folder, 2) == said.replace("threads=1", "threads=2")
+    monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
+    assert ", MKL_CBWR=COMPATIBLE; " in numerics(folder, 1)
+
+
+def test_quantisation_is_named_with_its_parameters() -> None:
+    decoder = build(peaked_llama(), "peaked", CONFIG, "", [])._decoder
+
+    def quantised(block: int) -> str:
+        given = {"quant_method": "fp8", "weight_block_size": [block, block]}
+        return numerics_of(decoder, LlamaConfig(quantization_config=given))
+
+    assert "; float32 fp8 " in quantised(128)
+    assert quantised(64) != quantised(128) == quantised(128)
+    assert "; float32; " in numerics_of(decoder, LlamaConfig())
+
+
+def test_it_arrives_at_gateways_and_in_the_registry(tmp_path: Path) -> None:
+    model, speculation = load(str(save_checkpoint(tmp_path)), CONFIG), SpeculativeConfig()
+    engine = Engine(model, CONFIG, speculation, NoDrafting(), FREE)
+    options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name)
+    told = describe(facts(engine, speculation), options)
+    wire = encode_description(told).SerializeToString()
+    heard = decode_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))
+    assert heard == told
+    assert heard.numerics == registered_as(told, "h:1").numerics == model.numerics != ""
