@@ -15,6 +15,8 @@ the same way. The draft makes as many rounds per step as fit into a pass, and on
 - `wire`         protobuf: deltas to the gateway, commits to the draft, growth from it
 - `draft`        rounds of the draft, and what it does with commits; not in the step's sum, for it hides behind the pass
 
+The draft is not paused where it does not pay, as it would be in a deployment.
+
 Figures are medians over steps, in milliseconds: of the clock, or, with one thread, of that thread's CPU time, which
 other programs hardly disturb. `engine_ms` is draw, walk, guesses, schedule and bookkeeping, and `round_ms` one round of
 the draft for all requests together.
@@ -411,7 +413,9 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
         drafting = RemoteDrafting(loopback, speculator.hidden_state_layers)  # type: ignore[arg-type]
         loopback.connect()
     beside = [LocalDrafting(each) for each in build_beside(config)]
-    return Engine(llm.model, llm.config, config, drafting, llm.cost, beside=beside), loopback
+    engine = Engine(llm.model, llm.config, config, drafting, llm.cost, beside=beside)
+    engine._guesses._judged = False  # a draft that does not pay would be paused, and its part of a step not seen
+    return engine, loopback
 
 
 def _models(size: str, method: str, folder: Path) -> tuple[str, SpeculativeConfig]:

@@ -57,11 +57,12 @@ def test_the_same_simulation_gives_the_same_times() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rtt_s", "over_lockstep", "over_plain"), [(0.0, 1.4, 3.0), (0.01, 1.6, 2.2), (0.04, 1.9, 1.4)]
+    ("rtt_s", "over_lockstep", "over_plain"), [(0.0, 1.4, 3.0), (0.01, 1.6, 2.2), (0.04, 1.5, 1.4)]
 )
 def test_overlapping_hides_draft_and_network(
     plain: Outcome, rtt_s: float, over_lockstep: float, over_plain: float
 ) -> None:
+    """In lock-step over a slow network the draft does not pay, and is paused: that is plain decoding, nearly."""
     streamed = served(replace(STREAMED, rtt_s=rtt_s))
     waiting = [served(lockstep(k, rtt_s)) for k in CHAINS]
     assert all(outcome.tokens == plain.tokens for outcome in (streamed, *waiting))
