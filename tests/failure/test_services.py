@@ -479,4 +479,4 @@ async def ready(process: asyncio.subprocess.Process) -> str:
     assert process.stderr is not None
     while b"ready on" not in (line := await process.stderr.readline()):
         assert line, "the service ended before it was ready"
-    return line.decode().split()[-1]
+    return line.decode().split("ready on ")[1].split()[0]
