@@ -4,6 +4,9 @@ A request's tree hangs from its *root*, the last committed token. Every other no
 *grows* the tree with `add`, the target side takes growth in with `graft`; both *commit* the tokens that the
 target drew: the path through them survives, every other branch is forgotten.
 
+A node is a number: its index in the tree's lists (`tokens`, `parents`, `depths`, ...). The root is node 0, and parents
+come before their children. A commit numbers the survivors anew, and says how (`Committed`).
+
 A draft grows ahead of the target, so growth may name parents that a commit has meanwhile passed. `graft`
 sorts that out without asking back: see its docstring. What comes late, twice or as nonsense is dropped.
 """
@@ -11,13 +14,14 @@ sorts that out without asking back: see its docstring. What comes late, twice or
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from operator import attrgetter
 
+ROOT = 0
+"""The root's node."""
 ROOT_ID = 0
-"""In growth, the parent id that names the committed token at the growth's base position. On a node: no id."""
+"""In growth, the parent id that names the committed token at the growth's base position."""
 
 TRAIL = 512
 """How many committed positions growth may still name. Older growth is too late to be of use."""
@@ -30,99 +34,19 @@ Law = Mapping[int, int]
 stands for certainty: nothing but this guess could have come."""
 CERTAIN: Law = {}
 
+Weigh = Mapping[tuple[float, int, int], tuple[int, float]]
+"""What a draft's guess counts for: by the log-probability that the draft gives it, how many siblings the draft had
+guessed before, and the depth below the root. The guess's cell, and a log-probability that is not positive."""
 
-def _certain() -> Law:
-    return CERTAIN
-
-
-class Node:
-    """One token at one position; guessed, unless it is a root.
-
-    `log_prob` is the natural log of the probability that the target draws it, given that it drew the parent's path.
-    `path_log_prob` is the sum of these from the root down, and so falls along every path.
-    """
-
-    __slots__ = (
-        "cells",
-        "children",
-        "ids",
-        "law",
-        "log_prob",
-        "parent",
-        "path_log_prob",
-        "position",
-        "source",
-        "token",
-    )
-
-    def __init__(
-        self,
-        token: int,
-        position: int,
-        parent: Node | None,
-        law: Law = CERTAIN,
-        log_prob: float = 0.0,
-        path_log_prob: float = 0.0,
-    ) -> None:
-        self.token = token
-        self.position = position
-        self.parent = parent
-        self.children: dict[int, Node] = {}
-        self.cells: dict[int, int] = {}
-        """By draft that guessed it: with which guesses the outcome of this one is counted (`Weigh`)."""
-        self.ids: dict[int, int] = {}
-        """By draft: what it calls the guess."""
-        self.source = 0
-        """Which draft is surest of it."""
-        self.log_prob, self.path_log_prob = log_prob, path_log_prob
-        self.law = law
-        """What it was drawn from, where the strategy wants to know."""
-
-    @property
-    def id(self) -> int:
-        """What the first of the request's drafts, or the only one, calls it. `ROOT_ID`: nothing (yet, or any more)."""
-        return self.ids.get(0, ROOT_ID)
-
-    def path(self) -> list[Node]:
-        """The nodes below the root down to this one."""
-        nodes, node = [], self
-        while node.parent is not None:
-            nodes.append(node)
-            node = node.parent
-        return nodes[::-1]
+Permit = Callable[[Sequence[int], int], bool]
+"""Whether a token can come after these tokens below the root."""
 
 
-Weigh = Callable[[float, int, int], tuple[int, float]]
-"""What a draft's guess counts for: from the log-probability that the draft gives it, how many siblings the draft had
-guessed before, and the depth below the root. Returns the guess's cell, and a log-probability that is not positive."""
-
-
-Permit = Callable[[Node, int], bool]
-"""Whether this token can come after this node."""
-
-
-def believe(log_prob: float, rank: int, depth: int) -> tuple[int, float]:
-    """A guess counts for what its draft says."""
-    return 0, log_prob
-
-
-def believe_all(source: int) -> Weigh:
-    return believe
-
-
-def permit_any(parent: Node, token: int) -> bool:
-    return True
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Growth:
     """New nodes as they travel from draft to target: parallel sequences, parents before children.
 
     Their ids count up from `first_id`. `laws` are those that the nodes were drawn from, or none at all.
-
-    Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node cannot have
-    come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error: `TokenTree.graft`
-    drops it.
     """
 
     base_position: int
@@ -132,7 +56,37 @@ class Growth:
     log_probs: Sequence[float]
     laws: Sequence[Law] = ()
 
-    def __post_init__(self) -> None:
+    def __len__(self) -> int:
+        """How many nodes."""
+        return len(self.tokens)
+
+    @property
+    def node_ids(self) -> range:
+        return range(self.first_id, self.first_id + len(self.tokens))
+
+    def is_followed_by(self, other: Growth) -> bool:
+        """Whether the two can be added: the other goes on where this one stops, under the same root."""
+        return other.base_position == self.base_position and other.first_id == self.first_id + len(self)
+
+    def __add__(self, other: Growth) -> Growth:
+        laws = self.laws or other.laws
+        return Growth(
+            self.base_position,
+            self.first_id,
+            [*self.parent_ids, *other.parent_ids],
+            [*self.tokens, *other.tokens],
+            [*self.log_probs, *other.log_probs],
+            [*self.every_law(), *other.every_law()] if laws else (),
+        )
+
+    def every_law(self) -> Sequence[Law]:
+        """One for each node."""
+        return self.laws or [CERTAIN] * len(self)
+
+    def check(self) -> Growth:
+        """Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node
+        cannot have come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error:
+        `TokenTree.graft` drops it."""
         lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs), len(self.laws or self.tokens)}
         if len(lengths) > 1:
             raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
@@ -143,203 +97,109 @@ class Growth:
         for token, law in zip(self.tokens, self.laws, strict=False):
             if law and (token not in law or min(law.values()) <= 0):
                 raise ValueError(f"growth with token {token} of a law that it cannot have been drawn from")
-
-    def __reduce__(self) -> tuple[Callable[..., Growth], tuple[object, ...]]:
-        """What dataclasses have instead takes ten times as long, and growth passes through pipes all the time."""
-        return Growth, (
-            self.base_position,
-            self.first_id,
-            self.parent_ids,
-            self.tokens,
-            self.log_probs,
-            self.laws,
-        )
-
-    def __len__(self) -> int:
-        """How many nodes."""
-        return len(self.tokens)
-
-    def is_followed_by(self, other: Growth) -> bool:
-        """Whether the two can be added: the other goes on where this one stops, under the same root."""
-        return other.base_position == self.base_position and other.first_id == self.first_id + len(self)
-
-    def __add__(self, other: Growth) -> Growth:
-        return Growth(
-            self.base_position,
-            self.first_id,
-            [*self.parent_ids, *other.parent_ids],
-            [*self.tokens, *other.tokens],
-            [*self.log_probs, *other.log_probs],
-            [*self.every_law(), *other.every_law()] if self.laws or other.laws else (),
-        )
-
-    def every_law(self) -> Sequence[Law]:
-        """One for each node."""
-        return self.laws or [CERTAIN] * len(self)
-
-    @property
-    def node_ids(self) -> range:
-        return range(self.first_id, self.first_id + len(self))
+        return self
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """What a commit did to the tree. `path` holds the surviving guesses, now committed, in order.
+    """What a commit did to the tree. `path` and `kept` are nodes as they were numbered before.
 
-    `missed` is the first drawn token that no node had guessed, or None if all were.
+    `path`: the guesses that are committed now, in order. `kept`: those that are still guesses; the one at index i is
+    node i + 1 from now on. `missed`: the first drawn token that no node had guessed, or None if all were.
     """
 
-    path: list[Node]
+    path: Sequence[int]
+    kept: Sequence[int]
     missed: int | None
 
 
 class TokenTree:
-    """A replica of one request's tree: its guesses as one list, parents before children. Not thread-safe."""
+    """A replica of one request's tree. Not thread-safe."""
 
     def __init__(
         self,
         position: int,
         token: int,
-        weighs: Callable[[int], Weigh] = believe_all,
-        width: int | None = None,
-        permit: Permit = permit_any,
+        weighs: Mapping[int, Weigh] | None = None,
+        permit: Permit | None = None,
+        *,
+        chain: bool = False,
     ) -> None:
-        """`weighs`: what each draft's guesses count for in the path's log-probability. Of a guess that several drafts
-        make the surest one's word counts.
+        """`weighs`: by draft, what its guesses count for in the path's log-probability; without one, what it says. Of a
+        guess that several drafts make the surest one's word counts.
 
-        `width`: most children that `graft` gives a node, the first to come; None: any number. With 1 the tree is a
-        chain. `graft` drops what `permit` does not let in; the parent is the root or a node below it.
+        `graft` drops what `permit` does not let in, and in a `chain` every child of a node but the first.
         """
-        self.root = Node(token, position, None)
-        self._nodes: list[Node] = []
-        self._best: dict[tuple[int, int], list[Node]] = {}
-        """What `best` gave since the tree last changed: a step asks twice and more."""
-        self._weighs = weighs
-        self._width = width or math.inf
+        self.position = position
+        """The root's. A node's is as much larger as it is deep."""
+        self._weighs = weighs or {}
         self._permit = permit
+        self._chain = chain
+        self._names: dict[int, _Names] = {}  # by draft
+        self._trail = {~position: token}  # committed tokens by place, the root's among them
         self._next_id = ROOT_ID + 1
-        self._by_id: dict[int, dict[int, Node]] = {}  # by source and id
-        # Committed nodes by position, each with its successor as the only child: late growth may name them.
-        self._trail: dict[int, Node] = {position: self.root}
+        self._clear(token)
+
+    def _clear(self, token: int) -> None:
+        """There is nothing but the root."""
+        self.tokens = [token]
+        self.parents = [-1]
+        self.depths = [0]
+        self.log_probs = [0.0]
+        """Natural log of the probability that the target draws the guess, given that it drew its parent's path."""
+        self.path_log_probs = [0.0]
+        """Sums of these from the root down. They fall along every path."""
+        self.sources = [0]
+        """Which draft is surest of the guess."""
+        self.cells = [0]
+        """With which of this draft's guesses the outcome is counted (`Weigh`)."""
+        self.laws: dict[int, Law] = {}
+        """What guesses were drawn from, where the strategy wants to know. Those that are not here are certain."""
+        self._agreed: dict[int, dict[int, int]] = {}  # by node and draft: the cells of drafts that are less sure
+        self._ids: dict[int, int] = {}  # by node that was described
+        self._children: dict[tuple[int, int], int] = {}  # by parent and token
+        self._best: dict[tuple[int, int], list[int]] = {}
+        """What `best` gave since the tree last changed: a step asks twice and more."""
 
     @property
     def size(self) -> int:
         """How many guesses there are."""
-        return len(self._nodes)
+        return len(self.tokens) - 1
 
-    def nodes(self) -> Sequence[Node]:
-        """All guesses, parents before children. They are the tree's own list."""
-        return self._nodes
+    def nodes(self) -> range:
+        """All guesses, parents before children."""
+        return range(1, len(self.tokens))
 
-    def add(self, parent: Node, token: int, log_prob: float, law: Law = CERTAIN) -> Node:
-        """Draft side: guess `token` after `parent`. It gets an id when it is described (`growth`).
+    def child(self, parent: int, token: int) -> int | None:
+        return self._children.get((parent, token))
 
-        Raises ValueError if the parent has that child already.
-        """
-        if token in parent.children:
-            raise ValueError(f"node {parent.id} already has a child for token {token}")
-        return self._attach(parent, token, 0, log_prob, law, self._weighs(0))
+    def children(self, parent: int) -> list[int]:
+        """In the order in which they came. Looks through the whole tree."""
+        return [node for node, above in enumerate(self.parents) if above == parent]
 
-    def growth(self, nodes: Sequence[Node]) -> Growth:
-        """Draft side: describe nodes for the other replica, each once, parents before children. They get fresh ids."""
-        first_id, root = self._next_id, self.root
-        self._next_id += len(nodes)
-        for id_, node in enumerate(nodes, first_id):
-            node.ids[0] = id_
-        laws = [node.law for node in nodes]
-        return Growth(
-            base_position=root.position,
-            first_id=first_id,
-            parent_ids=[ROOT_ID if n.parent is root else n.parent.ids[0] for n in nodes if n.parent],
-            tokens=[node.token for node in nodes],
-            log_probs=[node.log_prob for node in nodes],
-            laws=laws if any(laws) else (),
-        )
+    def path(self, node: int) -> list[int]:
+        """The nodes below the root down to this one."""
+        nodes = []
+        while node:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
 
-    def graft(self, growth: Growth, max_size: int, source: int = 0) -> int:
-        """Target side: take in growth; return how many nodes were new. Each `source` has ids of its own.
+    def path_tokens(self, node: int) -> list[int]:
+        """The tokens below the root down to this node's."""
+        return [self.tokens[each] for each in self.path(node)]
 
-        A node whose parent is alive joins the tree. If the same guess is there already, or its parent was
-        committed and the next committed token is the one it guessed, then the node there goes by its id from
-        now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size` or `width`.
-        """
-        nodes, root_position = self._nodes, self.root.position
-        before, width = len(nodes), self._width
-        known = self._by_id.setdefault(source, {})
-        top, weigh = self._trail.get(growth.base_position), self._weighs(source)
-        id_ = growth.first_id - 1
-        for parent_id, token, log_prob, law in zip(
-            growth.parent_ids, growth.tokens, growth.log_probs, growth.laws or repeat(CERTAIN), strict=False
-        ):
-            id_ += 1
-            parent = known.get(parent_id) if parent_id else top
-            if parent is None or id_ in known:
-                continue
-            node = parent.children.get(token)
-            if node is None:
-                committed = parent.position < root_position
-                full = len(nodes) >= max_size or len(parent.children) >= width
-                if committed or full or not self._permit(parent, token):
-                    continue
-                node = self._attach(parent, token, source, log_prob, law, weigh)
-            elif source not in node.cells and node.parent is not None:  # of a committed node nothing follows
-                self._agree(node, source, log_prob, weigh)
-            if source not in node.ids:  # one draft has one id of each guess: a hostile one cannot make us keep more
-                node.ids[source] = id_
-                known[id_] = node
-        return len(nodes) - before
-
-    def commit(self, tokens: Sequence[int]) -> Committed:
-        """The target drew `tokens` after the root. The last one becomes the new root."""
-        path: list[Node] = []
-        missed: int | None = None
-        root = self.root
+    def match(self, tokens: Sequence[int]) -> list[int]:
+        """The guesses that the first of these tokens after the root are, as far as they were guessed."""
+        nodes: list[int] = []
+        node: int | None = ROOT
         for token in tokens:
-            node = root.children.get(token)
-            if node is not None:
-                path.append(node)
-                node.parent = None
-            else:
-                node = Node(token, root.position + 1, None)
-                missed = token if missed is None else missed
-            root.children = {token: node}
-            self._trail[node.position] = root = node
-            passed = self._trail.pop(root.position - TRAIL, None)
-            if passed is not None:
-                self._forget_names(passed)
-        self.root = root
-        self._best.clear()
-        root.path_log_prob = 0.0  # from which on path probabilities count now
-        guesses, self._nodes = self._nodes, []
-        for node in guesses:
-            parent = node.parent
-            if parent is root or (parent is not None and parent.parent is not None):
-                node.path_log_prob = parent.path_log_prob + node.log_prob
-                self._nodes.append(node)
-            elif parent is not None:
-                # They let go of each other, too: what is tied in cycles stays until the garbage collector has looked
-                # at all that a busy engine holds.
-                if self._by_id:
-                    self._forget_names(node)
-                node.parent = None
-        return Committed(path, missed)
-
-    def forget_ids(self, source: int = 0) -> None:
-        """Another draft takes over from this one: its ids start afresh. The guesses stay."""
-        known = self._by_id.get(source, {})
-        for node in known.values():
-            del node.ids[source]
-        known.clear()
-
-    def followed(self, tokens: Sequence[int]) -> list[Node]:
-        """The guesses that these tokens after the root are. Raises KeyError if one was not guessed."""
-        nodes, node = [], self.root
-        for token in tokens:
-            node = node.children[token]
+            if node is None or (node := self._children.get((node, token))) is None:
+                break
             nodes.append(node)
         return nodes
 
-    def best(self, count: int, max_depth: int) -> Sequence[Node]:
+    def best(self, count: int, max_depth: int) -> Sequence[int]:
         """The `count` guesses with the largest path probability, best first, none deeper than `max_depth`.
 
         Path probability falls along a path, so parents come before their children and the set is closed
@@ -347,47 +207,238 @@ class TokenTree:
         """
         best = self._best.get((count, max_depth))
         if best is None:
-            deepest = self.root.position + max_depth
-            near = [node for node in self._nodes if node.position <= deepest]
-            near.sort(key=attrgetter("path_log_prob"), reverse=True)
+            near = [node for node in self.nodes() if self.depths[node] <= max_depth]
+            near.sort(key=self.path_log_probs.__getitem__, reverse=True)
             best = self._best[count, max_depth] = near[:count]
         return best
 
-    def _forget_names(self, node: Node) -> None:
-        for source, id_ in node.ids.items():
-            self._by_id.get(source, {}).pop(id_, None)
+    def decided(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, int, bool]]:
+        """What it decides that the target draws `tokens` after the root: node, draft, cell, and whether the guess was
+        drawn, of every guess at a place that they reach; once for each draft that made it."""
+        drawn = dict(zip((ROOT, *self.match(tokens)), tokens, strict=False))
+        for node, parent in enumerate(self.parents):
+            if parent in drawn:
+                hit = drawn[parent] == self.tokens[node]
+                yield node, self.sources[node], self.cells[node], hit
+                for source, cell in self._agreed.get(node, {}).items():
+                    yield node, source, cell, hit
 
-    def _attach(self, parent: Node, token: int, source: int, log_prob: float, law: Law, weigh: Weigh) -> Node:
-        """A draft is the first to guess this."""
-        children, position = parent.children, parent.position + 1
-        rank = len(children) if len(self._by_id) < 2 else _guessed(children, source)
-        if not LEAST_LOG_PROB <= log_prob <= 0.0:
-            log_prob = _bounded(log_prob)
-        cell, log_prob = weigh(log_prob, rank, position - self.root.position)
-        node = children[token] = Node(token, position, parent, law, log_prob, parent.path_log_prob + log_prob)
-        node.source, node.cells[source] = source, cell
-        self._nodes.append(node)
-        if self._best:
-            self._best.clear()
+    def is_by(self, source: int, node: int) -> bool:
+        """Whether this draft has made the guess, be it as one of several."""
+        return self.sources[node] == source or source in self._agreed.get(node, ())
+
+    # The draft's side: growing, and describing what grew.
+
+    def add(self, parent: int, token: int, log_prob: float, law: Law = CERTAIN) -> int:
+        """Guess `token` after `parent`. It gets an id when it is described (`growth`).
+
+        Raises ValueError if the parent has that child already.
+        """
+        if (parent, token) in self._children:
+            raise ValueError(f"node {parent} already has a child for token {token}")
+        self._best.clear()
+        return self._attach(parent, token, bounded(log_prob), law)
+
+    def growth(self, nodes: Sequence[int]) -> Growth:
+        """Describe nodes for the other replica, each once. They get fresh ids, in the order of their parents' ids: so
+        they are cheapest on the wire (`paceline.wire.node_bits`)."""
+        ids, first_id = self._ids, self._next_id
+        self._next_id += len(nodes)
+        nodes = self._by_parents(nodes)
+        ids.update(zip(nodes, range(first_id, self._next_id), strict=True))
+        laws = [self.laws.get(node, CERTAIN) for node in nodes] if self.laws else []
+        return Growth(
+            base_position=self.position,
+            first_id=first_id,
+            parent_ids=[ids.get(self.parents[node], ROOT_ID) for node in nodes],
+            tokens=[self.tokens[node] for node in nodes],
+            log_probs=[self.log_probs[node] for node in nodes],
+            laws=laws if any(laws) else (),
+        )
+
+    def _by_parents(self, nodes: Sequence[int]) -> list[int]:
+        below: dict[int, list[int]] = {}
+        for node in nodes:
+            below.setdefault(self.parents[node], []).append(node)
+        described = sorted(below.keys() - set(nodes), key=lambda node: self._ids.get(node, ROOT_ID))
+        ordered = [node for parent in described for node in below[parent]]
+        for node in ordered:  # it grows meanwhile
+            ordered += below.get(node, ())
+        return ordered
+
+    # The target's side: taking growth in.
+
+    def graft(self, growth: Growth, max_size: int, source: int = 0) -> int:
+        """Take in growth; return how many nodes were new. Each `source` has ids of its own.
+
+        A node whose parent is alive joins the tree. If the same guess is there already, or its parent was
+        committed and the next committed token is the one it guessed, then the node there goes by its id from
+        now on, unless it has one. Everything else is dropped, as is what would outgrow `max_size`.
+        """
+        names = self._names.get(source) or self._names.setdefault(source, _Names(self._weighs.get(source)))
+        known, children, before = names.nodes, self._children, len(self.tokens)
+        top = ROOT if growth.base_position == self.position else None
+        laws = growth.laws or repeat(CERTAIN)
+        self._best.clear()
+        for id_, parent_id, token, log_prob, law in zip(
+            growth.node_ids, growth.parent_ids, growth.tokens, growth.log_probs, laws, strict=False
+        ):
+            parent = known.get(parent_id) if parent_id else top
+            if parent is None:
+                parent = self._late(names, id_, parent_id, growth.base_position, token)
+            if parent is None or id_ in known:
+                continue
+            node = children.get((parent, token))
+            if node is None:
+                if len(self.tokens) <= max_size and self._admits(parent, token):
+                    cell, log_prob = names.weighed(parent, self.depths[parent] + 1, log_prob)
+                    known[id_] = self._attach(parent, token, log_prob, law, source, cell)
+            elif node not in known.values():  # one id each: a hostile draft cannot make us keep more
+                known[id_] = node
+                if not self.is_by(source, node):
+                    self._agree(names, node, log_prob, source)
+        return len(self.tokens) - before
+
+    def forget_ids(self, source: int = 0) -> None:
+        """Another draft takes over from this one: its ids start afresh. The guesses stay."""
+        self._names.pop(source, None)
+
+    def _attach(self, parent: int, token: int, log_prob: float, law: Law, source: int = 0, cell: int = 0) -> int:
+        node = self._children[parent, token] = len(self.tokens)
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.depths.append(self.depths[parent] + 1)
+        self.log_probs.append(log_prob)
+        self.path_log_probs.append(self.path_log_probs[parent] + log_prob)
+        self.sources.append(source)
+        self.cells.append(cell)
+        if law:
+            self.laws[node] = law
         return node
 
-    def _agree(self, node: Node, source: int, log_prob: float, weigh: Weigh) -> None:
+    def _admits(self, parent: int, token: int) -> bool:
+        if self._chain and parent != self.size:
+            return False
+        return self._permit is None or self._permit(self.path_tokens(parent), token)
+
+    def _agree(self, names: _Names, node: int, log_prob: float, source: int) -> None:
         """Another draft has guessed this. Guesses drawn from laws are verified whatever they are: nothing changes."""
-        assert node.parent is not None
-        rank, depth = _guessed(node.parent.children, source), node.position - self.root.position
-        node.cells[source], log_prob = weigh(_bounded(log_prob), rank, depth)
-        if log_prob > node.log_prob and self._width > 1:
-            self._best.clear()
-            node.source, node.log_prob = source, log_prob
-            for below in self._nodes:
-                if below.parent is not None:
-                    below.path_log_prob = below.parent.path_log_prob + below.log_prob
+        cell, log_prob = names.weighed(self.parents[node], self.depths[node], log_prob)
+        if log_prob > self.log_probs[node] and not self._chain:
+            source, self.sources[node] = self.sources[node], source
+            cell, self.cells[node] = self.cells[node], cell
+            self.log_probs[node] = log_prob
+            self._sum_paths()
+        self._agreed.setdefault(node, {})[source] = cell
+
+    def _late(self, names: _Names, id_: int, parent_id: int, base_position: int, token: int) -> int | None:
+        """The parent is no guess. The root, if it is that; if it was committed before, so may the guess have been."""
+        place = names.places.get(parent_id) if parent_id else ~base_position
+        if place == ~self.position:
+            return ROOT
+        if place is not None and self._trail.get(place - 1) == token:
+            names.pass_by(id_, place - 1)
+        return None
+
+    def _sum_paths(self) -> None:
+        for node in self.nodes():
+            self.path_log_probs[node] = self.path_log_probs[self.parents[node]] + self.log_probs[node]
+
+    # Both sides.
+
+    def commit(self, tokens: Sequence[int]) -> Committed:
+        """The target drew `tokens` after the root. The last one becomes the new root."""
+        path = self.match(tokens)
+        missed = tokens[len(path)] if len(path) < len(tokens) else None
+        kept = self._below(path[-1]) if missed is None else []
+        moved = dict(zip((path[-1], *kept), range(len(self.tokens)), strict=False)) if kept else {}
+        places = range(~self.position - 1, ~self.position - 1 - len(tokens), -1)
+        for names in self._names.values():
+            names.move(moved, dict(zip(path, places, strict=False)))
+        for place, token in zip(places, tokens, strict=True):
+            self._trail[place] = token
+            self._forget(place + TRAIL)
+        self.position += len(tokens)
+        self._keep(tokens[-1], kept, moved, len(tokens))
+        return Committed(path, kept, missed)
+
+    def _below(self, top: int) -> list[int]:
+        below = {top}
+        for node in range(top + 1, len(self.parents)):
+            if self.parents[node] in below:
+                below.add(node)
+        return sorted(below)[1:]
+
+    def _forget(self, place: int) -> None:
+        """Nothing may name it any more."""
+        if self._trail.pop(place, None) is not None:
+            for names in self._names.values():
+                names.forget(place)
+
+    def _keep(self, token: int, kept: Sequence[int], moved: Mapping[int, int], risen: int) -> None:
+        """Nothing is left but this root and these guesses, which are less deep than they were."""
+        if not kept:
+            return self._clear(token)
+        parents = self.parents
+        self.tokens = [token, *map(self.tokens.__getitem__, kept)]
+        self.parents = [-1, *(moved[parents[node]] for node in kept)]
+        self.depths = [0, *(self.depths[node] - risen for node in kept)]
+        self.log_probs = [0.0, *map(self.log_probs.__getitem__, kept)]
+        self.sources = [0, *map(self.sources.__getitem__, kept)]
+        self.cells = [0, *map(self.cells.__getitem__, kept)]
+        self.laws = {moved[node]: law for node, law in self.laws.items() if moved.get(node)}
+        self._agreed = {moved[node]: cells for node, cells in self._agreed.items() if moved.get(node)}
+        self._ids = {moved[node]: id_ for node, id_ in self._ids.items() if moved.get(node)}
+        self._children = {(self.parents[node], self.tokens[node]): node for node in self.nodes()}
+        self._best.clear()
+        self.path_log_probs = [0.0] * len(self.tokens)
+        self._sum_paths()
 
 
-def _bounded(log_prob: float) -> float:
-    return min(max(log_prob, LEAST_LOG_PROB), 0.0)
+class _Names:
+    """What one draft calls the nodes of a tree, target side, and what its guesses count for.
+
+    A *place* is that of a committed token: `~position`.
+    """
+
+    __slots__ = ("choices", "ids", "nodes", "places", "weigh")
+
+    def __init__(self, weigh: Weigh | None) -> None:
+        self.weigh = weigh
+        self.choices: dict[int, int] = {}
+        """By node: how many of its children the draft has guessed."""
+        self.nodes: dict[int, int] = {}
+        """Guesses by id."""
+        self.places: dict[int, int] = {}
+        """By id: what was committed since."""
+        self.ids: dict[int, int] = {}
+        """Their ids by place."""
+
+    def weighed(self, parent: int, depth: int, log_prob: float) -> tuple[int, float]:
+        """The draft guesses a child of this node: its cell, and the log-probability that counts."""
+        if not LEAST_LOG_PROB <= log_prob <= 0.0:
+            log_prob = bounded(log_prob)
+        choice = self.choices.get(parent, 0)
+        self.choices[parent] = choice + 1
+        return (0, log_prob) if self.weigh is None else self.weigh[log_prob, choice, depth]
+
+    def move(self, moved: Mapping[int, int], passed: Mapping[int, int]) -> None:
+        """After a commit. `moved`: what the root and its guesses were, and are. `passed`: places of what it took."""
+        for id_, node in self.nodes.items():
+            if node in passed:
+                self.pass_by(id_, passed[node])
+        self.nodes = {id_: moved[node] for id_, node in self.nodes.items() if moved.get(node)} if moved else {}
+        self.choices = {moved[node]: count for node, count in self.choices.items() if node in moved} if moved else {}
+
+    def pass_by(self, id_: int, place: int) -> None:
+        if place not in self.ids:
+            self.ids[place], self.places[id_] = id_, place
+
+    def forget(self, place: int) -> None:
+        if id_ := self.ids.pop(place, 0):
+            del self.places[id_]
 
 
-def _guessed(children: Mapping[int, Node], source: int) -> int:
-    """How many of these a draft has guessed."""
-    return sum(source in child.cells for child in children.values())
+def bounded(log_prob: float) -> float:
+    """Of what is too small, or no number, the least."""
+    return 0.0 if log_prob > 0.0 else log_prob if log_prob > LEAST_LOG_PROB else LEAST_LOG_PROB

@@ -17,22 +17,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.tree import Node
+from paceline.tree import ROOT, TokenTree
 
 
-def walk(root: Node, verified: Sequence[Node], draws: Sequence[int]) -> list[int]:
+def walk(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """The tokens to commit: the accepted ones, then the bonus token. Never empty.
 
-    `draws[0]` is the target's draw after `root`, `draws[i + 1]` its draw after `verified[i]`. A verified node
-    whose parent was not verified is never reached. Raises ValueError unless there is one draw for each.
+    `draws[0]` is the target's draw after the root, `draws[i + 1]` its draw after the node `verified[i]`. A verified
+    node whose parent was not verified is never reached. Raises ValueError unless there is one draw for each.
     """
-    draw_after = dict(zip([root, *verified], draws, strict=True))
+    draw_after = dict(zip((ROOT, *verified), draws, strict=True))
     committed: list[int] = []
-    node: Node | None = root
+    node: int | None = ROOT
     while node is not None and node in draw_after:
         draw = draw_after[node]
         committed.append(draw)
-        node = node.children.get(draw)
+        node = tree.child(node, draw)
     return committed
 
 

@@ -63,10 +63,10 @@ class Feeding:
         guesses: list[Guess] = []
         while (grown := self._speculator.grow()) or self._speculator.behind:
             if growth := grown.get(self._key):
-                known = set(self.tree.nodes())
+                known = self.tree.size
                 assert self.tree.graft(growth, 10_000) == len(growth), "every node is new and has its parent"
-                new = [node for node in self.tree.nodes() if node not in known]
-                guesses += [(tuple(n.token for n in node.path()), node.log_prob) for node in new]
+                new = self.tree.nodes()[known:]
+                guesses += [(tuple(self.tree.path_tokens(node)), self.tree.log_probs[node]) for node in new]
         return guesses
 
     @torch.no_grad()

@@ -152,7 +152,7 @@ def accepted(
         grow(speculator, tree)
         path = longest(tree, rest)
         new = rest[: len(path) + 1]
-        speculator.commit(Commit(1, tree.root.position, new, len(path)))
+        speculator.commit(Commit(1, tree.position, new, len(path)))
         tree.commit(new)
         rest, steps, right = rest[len(new) :], steps + 1, right + len(path)
     return right, steps
@@ -167,13 +167,7 @@ def grow(speculator: Speculator, tree: TokenTree, key: int = 1) -> None:
 
 def longest(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
     """As many of these tokens as were guessed one after another."""
-    path, node = [], tree.root
-    for token in tokens:
-        if token not in node.children:
-            break
-        node = node.children[token]
-        path.append(token)
-    return path
+    return list(tokens[: len(tree.match(tokens))])
 
 
 def save(folder: Path, network: LlamaForCausalLM, tokenizer: Vocabulary) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from paceline.config import SamplingParams
 from paceline.sampling import History, Row
 from paceline.strategies.base import Guessed
-from paceline.tree import CERTAIN, Law, Node, TokenTree
+from paceline.tree import CERTAIN, ROOT, Law, TokenTree
 
 
 def guessed(
@@ -25,15 +25,16 @@ def guessed(
     """
     history = history or History(params, prompt, (), vocabulary)
     tree = TokenTree(len(prompt) - 1, prompt[-1])
-    nodes: list[Node] = []
+    nodes: list[int] = []
     for path in paths:
-        node = tree.root
+        node = ROOT
         for depth, token in enumerate(path, 1):
-            if token not in node.children:
-                nodes.append(tree.add(node, token, -0.1, (laws or {}).get(depth, CERTAIN)))
-            node = node.children[token]
+            child = tree.child(node, token)
+            if child is None:
+                nodes.append(child := tree.add(node, token, -0.1, (laws or {}).get(depth, CERTAIN)))
+            node = child
     verified = nodes[: len(nodes) - unverified]
-    rows = [Row(params, tree.root.position + 1, history)]
+    rows = [Row(params, tree.position + 1, history)]
     for node in verified:
-        rows.append(Row(params, node.position + 1, history, [above.token for above in node.path()]))
-    return Guessed(tree.root, verified, rows, prompt)
+        rows.append(Row(params, tree.position + tree.depths[node] + 1, history, tree.path_tokens(node)))
+    return Guessed(tree, verified, rows, prompt)

@@ -56,8 +56,8 @@ class Counting(Speculator):
 
     def commit(self, commit: Commit) -> None:
         tree = self._trees[commit.request_id]
-        if tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {tree.root.position}, the commit at {commit.base_position}")
+        if tree.position != commit.base_position:
+            raise DraftError(f"the root is at {tree.position}, the commit at {commit.base_position}")
         tree.commit(commit.tokens)
 
     def close(self, request_id: int) -> None:
@@ -67,11 +67,9 @@ class Counting(Speculator):
     def grow(self) -> dict[int, Growth]:
         grown = {}
         for request_id, tree in self._trees.items():
-            leaf = tree.root
-            while leaf.children:
-                leaf = next(iter(leaf.children.values()))
-            if leaf.position - tree.root.position < self._openings[request_id].max_depth:
-                node = tree.add(leaf, (leaf.token + 1) % self.vocabulary_size, -0.25)
+            leaf = tree.size  # it is a chain
+            if leaf < self._openings[request_id].max_depth:
+                node = tree.add(leaf, (tree.tokens[leaf] + 1) % self.vocabulary_size, -0.25)
                 grown[request_id] = tree.growth([node])
         return grown
 
@@ -104,7 +102,7 @@ class Witness(Counting):
         super().commit(commit)
 
     def grow(self) -> dict[int, Growth]:
-        complete = {key for key, tree in self._trees.items() if len(self.seen[key]) == tree.root.position}
+        complete = {key for key, tree in self._trees.items() if len(self.seen[key]) == tree.position}
         return {key: growth for key, growth in super().grow().items() if key in complete}
 
     def _take(self, request_id: int, base_position: int, states: torch.Tensor) -> None:

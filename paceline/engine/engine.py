@@ -23,7 +23,7 @@ from paceline.engine.hidden import HiddenStates
 from paceline.engine.intake import Intake
 from paceline.engine.request import POOL, Request
 from paceline.engine.rows import guessed, rows_of
-from paceline.engine.scheduler import Scheduler, Work
+from paceline.engine.scheduler import Scheduler, Work, height
 from paceline.engine.slots import SlotPool
 from paceline.engine.waiting import Clock, waiting_for
 from paceline.grammar.following import Grammars
@@ -33,7 +33,6 @@ from paceline.sampling import log_probs
 from paceline.speculators.base import Commit, Context
 from paceline.strategies import verifier
 from paceline.telemetry.step import StepStats
-from paceline.tree import Node
 from paceline.verify import strategy_of
 
 log = logging.getLogger(__name__)
@@ -280,8 +279,8 @@ class Engine:
         error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
-        path = request.tree.followed(tokens[:accepted])
-        pooled = sum(node.source == POOL for node in path)
+        path = request.tree.match(tokens[:accepted])
+        pooled = sum(request.tree.sources[node] == POOL for node in path)
         places = self._keep_accepted(work, path[: len(tokens) - 1])
         request.tokens += tokens
         request.history.extend(tokens)
@@ -321,25 +320,17 @@ class Engine:
         Where tokens do not depend on guesses, they tell of those without a row, too. Learning from rows alone would
         never hear that what it believes too little was right.
         """
-        root = work.request.tree.root
-        reached = max((node.position for node in work.nodes), default=root.position) - root.position
+        reached = height(work.request, work.nodes)
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(len(work.nodes), reached, accepted)
         verified = None if self._strategy.drafter_invariant else set(work.nodes)
-        place: Node | None = root
-        for token in tokens:
-            if place is None:
-                return
-            for guess in place.children.values():
-                if verified is None or guess in verified:
-                    hit = guess.token == token
-                    for source, cell in guess.cells.items():
-                        work.request.calibrations[source].observe(cell, hit)
-                        if source == POOL:
-                            self._tally.guesses.append((cell, hit))
-            place = place.children.get(token)
+        for node, source, cell, hit in work.request.tree.decided(tokens):
+            if verified is None or node in verified:
+                work.request.calibrations[source].observe(cell, hit)
+                if source == POOL:
+                    self._tally.guesses.append((cell, hit))
 
-    def _keep_accepted(self, work: Work, path: Sequence[Node]) -> list[int]:
+    def _keep_accepted(self, work: Work, path: Sequence[int]) -> list[int]:
         """Guesses on the path to the last committed token keep their slots, in order; the others give theirs back.
 
         Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.

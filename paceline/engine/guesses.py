@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain
 
 from paceline.engine.drafting import Drafting, News
@@ -155,7 +154,7 @@ class Guesses:
             request = requests.get(key)
             if request is not None and (source != POOL or not request.paused) and self._knows(growth):
                 if self._by_law:  # from a guess itself nothing may follow for whether it is verified
-                    growth = replace(growth, log_probs=[WORD] * len(growth))
+                    growth.log_probs = [WORD] * len(growth)
                 request.heard |= source == POOL
                 self.grafted += request.tree.graft(growth, request.most_held, source)
         for key in news.lost:

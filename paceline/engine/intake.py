@@ -12,7 +12,7 @@ from paceline.engine.waiting import Clock
 from paceline.grammar.following import Grammars, GrammarState
 from paceline.messages import Submission
 from paceline.model.model import Model
-from paceline.tree import Permit, TokenTree, permit_any
+from paceline.tree import Permit, TokenTree
 from paceline.verify import Strategy
 
 
@@ -43,7 +43,6 @@ class Intake:
         room = self._room(submission, tokens)
         law = self._strategy.law(submission.sampling)
         grammar = self._follow(law, submission)
-        width = 1 if self._strategy.by_law else None
         calibrations = {who: each for (who, greedy), each in self._calibrations.items() if greedy is law.greedy}
         request = Request(
             next(self._serial),
@@ -53,7 +52,11 @@ class Intake:
             self._speculation.limits(submission.speculative),
             self._model.vocabulary_size,
             TokenTree(
-                len(tokens) - 1, tokens[-1], lambda source: calibrations[source].weigh, width, self._permit(grammar)
+                len(tokens) - 1,
+                tokens[-1],
+                {source: each.weighed for source, each in calibrations.items()},
+                self._permit(grammar),
+                chain=self._strategy.by_law,
             ),
             calibrations,
             self._clock(),
@@ -81,8 +84,8 @@ class Intake:
             return None
         return self._grammars.follow(law.grammar, law.stop_token_ids, submission.committed)
 
-    def _permit(self, grammar: GrammarState | None) -> Permit:
+    def _permit(self, grammar: GrammarState | None) -> Permit | None:
         """Guesses outside the grammar would cost rows for nothing; but those drawn from a law have to be tested."""
         if grammar is None or self._strategy.by_law:
-            return permit_any
-        return lambda parent, token: grammar.permits([node.token for node in parent.path()], token)
+            return None
+        return grammar.permits

@@ -8,6 +8,7 @@ from paceline.engine.scheduler import Work
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
 from paceline.strategies import Guessed
+from paceline.tree import ROOT
 
 
 def rows_of(works: Sequence[Work]) -> tuple[list[Row], list[int]]:
@@ -19,22 +20,21 @@ def rows_of(works: Sequence[Work]) -> tuple[list[Row], list[int]]:
         rows += [request.lane.row(request.tokens[i], i) for i in range(work.start, work.stop)]
         if work.draws:
             wanted += range(len(rows) - 1, len(rows) + len(work.nodes))
-        branches: dict[int, list[int]] = {id(request.tree.root): []}
-        for node, slot in zip(work.nodes, work.slots, strict=True):
-            branches[id(node)] = [*branches[id(node.parent)], slot]
-            rows.append(request.lane.branch_row(node.token, branches[id(node)]))
+        if work.nodes:
+            tokens, parents = request.tree.tokens, request.tree.parents
+            branches: dict[int, list[int]] = {ROOT: []}
+            for node, slot in zip(work.nodes, work.slots, strict=True):
+                branch = branches[node] = [*branches[parents[node]], slot]
+                rows.append(request.lane.branch_row(tokens[node], branch))
     return rows, wanted
 
 
 def guessed(work: Work) -> Guessed:
     """What the strategy is given: among it what the target draws with after the root and after each guess."""
-    request, root = work.request, work.request.tree.root
-    rows = [DrawRow(request.law, root.position + 1, request.history)]
-    if not request.history.rules:  # nothing looks back
-        rows += [DrawRow(request.law, node.position + 1, request.history) for node in work.nodes]
-        return Guessed(root, work.nodes, rows, request.tokens)
-    paths: dict[int, list[int]] = {id(root): []}
+    request, tree = work.request, work.request.tree
+    following = tree.position + 1
+    rows = [DrawRow(request.law, following, request.history)]
     for node in work.nodes:
-        path = paths[id(node)] = [*paths[id(node.parent)], node.token]
-        rows.append(DrawRow(request.law, node.position + 1, request.history, path))
-    return Guessed(root, work.nodes, rows, request.tokens)
+        path = tree.path_tokens(node) if request.history.rules else ()  # else nothing looks back
+        rows.append(DrawRow(request.law, following + tree.depths[node], request.history, path))
+    return Guessed(tree, work.nodes, rows, request.tokens)

@@ -15,7 +15,7 @@ from paceline.budget import StepCost, worthwhile
 from paceline.config import EngineConfig
 from paceline.engine.request import POOL, Request
 from paceline.engine.slots import OutOfSlots, SlotPool
-from paceline.tree import Node
+from paceline.tree import ROOT
 
 
 @dataclass(slots=True)
@@ -25,7 +25,7 @@ class Work:
     request: Request
     start: int
     stop: int
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
 
     @property
@@ -135,7 +135,8 @@ class Scheduler:
         needed = sum(work.stop - work.start for work in works)
         most = min(rows, self.pool.free)
         guesses = [(work, best_guesses(work.request)) for work in drawing]
-        paths = sorted((node.path_log_prob for _, nodes in guesses for node in nodes), reverse=True)
+        paths = [path for work, nodes in guesses for path in map(work.request.tree.path_log_probs.__getitem__, nodes)]
+        paths.sort(reverse=True)
         self.refused = 0.0
         if not paths:
             return
@@ -146,14 +147,15 @@ class Scheduler:
             return
         least, slots = paths[count - 1], self.pool.take(count)
         for work, nodes in guesses:  # each request's are sorted, too: parents before children, and so they are taken
+            path_log_probs = work.request.tree.path_log_probs
             for node in nodes:
-                if not slots or node.path_log_prob < least:
+                if not slots or path_log_probs[node] < least:
                     break
                 work.nodes.append(node)
                 work.slots.append(slots.pop())
 
 
-def best_guesses(request: Request) -> Sequence[Node]:
+def best_guesses(request: Request) -> Sequence[int]:
     """The guesses that a request may have verified in one step, best first."""
     depth = request.depth_allowed()
     return request.tree.best(request.max_nodes, depth) if depth > 0 else []
@@ -183,19 +185,19 @@ def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     probabilities: list[float] = []
     own, frontier, beyond, heights, drafted = 0.0, 0.0, 0.0, 0, 0
     for request in drawing:
-        nodes = best_guesses(request)
-        chances = [math.exp(node.path_log_prob) for node in nodes]
+        nodes, tree = best_guesses(request), request.tree
+        chances = [math.exp(tree.path_log_probs[node]) for node in nodes]
         probabilities += chances
         if request.drafted:
             drafted += 1
             heights += height(request, nodes)
-            its = [(node, chance) for node, chance in zip(nodes, chances, strict=True) if POOL in node.cells]
-            own += sum(chance for _, chance in its)
-            top = max((node.position for node, _ in its), default=request.tree.root.position)
-            if top < request.tree.root.position + request.depth_allowed():
-                ends = {node: chance for node, chance in its if node.position == top} or {request.tree.root: 1.0}
+            its = {node: chance for node, chance in zip(nodes, chances, strict=True) if tree.is_by(POOL, node)}
+            own += sum(its.values())
+            top = max(map(tree.depths.__getitem__, its), default=0)
+            if top < request.depth_allowed():
+                ends = {node: chance for node, chance in its.items() if tree.depths[node] == top} or {ROOT: 1.0}
                 frontier += sum(ends.values())
-                beyond += sum(chance for node, chance in zip(nodes, chances, strict=True) if node.parent in ends)
+                beyond += sum(chance for node, chance in zip(nodes, chances, strict=True) if tree.parents[node] in ends)
     probabilities.sort(reverse=True)
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost.passes, cost.rest_s)
     return Outlook(
@@ -208,7 +210,6 @@ def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     )
 
 
-def height(request: Request, nodes: Sequence[Node]) -> int:
+def height(request: Request, nodes: Sequence[int]) -> int:
     """Of the deepest of these guesses above the root."""
-    root = request.tree.root.position
-    return max((node.position for node in nodes), default=root) - root
+    return max(map(request.tree.depths.__getitem__, nodes), default=0)

@@ -24,7 +24,7 @@ from paceline.speculators import product_tree
 from paceline.speculators.follower import Followed, Follower, dealt
 from paceline.speculators.predicted import Law, predicted
 from paceline.speculators.product_tree import draws
-from paceline.tree import Growth, Node
+from paceline.tree import Committed, Growth
 
 MOST_ROWS = 256
 """Rows of guesses in one round."""
@@ -51,21 +51,22 @@ class AtOnceDraft(Followed):
     @property
     def depth(self) -> int:
         """How far below the root guesses may stand."""
-        return max(0, min(self.opening.max_depth, self.limit - 1 - self.tree.root.position))
+        return max(0, min(self.opening.max_depth, self.limit - 1 - self.tree.position))
 
     @property
     def asks(self) -> bool:
         """Whether the root's pass is wanted, and can be made."""
         return self.laws is None and self.ready and self.depth > 0 and self.room > 0
 
-    def keep(self, path: Sequence[Node]) -> None:
-        """Nothing; and the laws were another root's."""
+    def move(self, committed: Committed) -> list[int]:
+        """Nothing is kept, and the laws were another root's."""
         self.laws = None
+        return []
 
     def survey(self) -> None:
         self.due = True
 
-    def guess(self) -> list[Node]:
+    def guess(self) -> list[int]:
         """New nodes by the laws there are."""
         self.due = False
         return product_tree.grow(self.tree, (self.laws or ())[: self.depth], self.room, self.floor)
@@ -81,7 +82,7 @@ class FedDraft(AtOnceDraft):
 
     @property
     def ready(self) -> bool:
-        return self.missing == 1 and self.states.known >= self.tree.root.position
+        return self.missing == 1 and self.states.known >= self.tree.position
 
 
 D = TypeVar("D", bound=AtOnceDraft)
@@ -132,7 +133,7 @@ class AtOnce(Follower[D]):
         """Every request its laws."""
         if not asked:
             return
-        rows = [row for draft, count in asked for row in draws(draft.history, draft.tree.root.position + 1, count)]
+        rows = [row for draft, count in asked for row in draws(draft.history, draft.tree.position + 1, count)]
         laws = iter(predicted(logits, rows, self._width, ids))
         for draft, count in asked:
             draft.laws = list(itertools.islice(laws, count))

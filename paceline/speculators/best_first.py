@@ -14,13 +14,12 @@ Guesses live on the slots that committed tokens leave (`Follower`), and give way
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
 import time
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -32,7 +31,7 @@ from paceline.sampling import Row as DrawRow
 from paceline.speculators.by_law import DrawnGuess, draw_guesses
 from paceline.speculators.follower import Followed, Follower, dealt
 from paceline.speculators.predicted import predicted
-from paceline.tree import Growth, Node
+from paceline.tree import ROOT, Committed, Growth
 from paceline.verify import STRATEGIES
 
 MOST_ROWS = 256
@@ -41,15 +40,17 @@ UNMEASURED = RowCost([8], [1.0])
 """What rows cost where nobody has measured it."""
 
 D = TypeVar("D", bound="Draft")
+Offer = tuple[float, D, int]
+"""A node that can be expanded: its path's log-probability, its request, its number there."""
 
 
 @dataclass(slots=True, eq=False)
 class Draft(Followed):
     """Its guesses are computed, too, so that they can have children."""
 
-    slots: dict[Node, int] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
     """Slots of expanded guesses. There are none while tokens are missing."""
-    frontier: list[Node] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=list)
     """The guesses that are not expanded and may be, likeliest first."""
 
     @property
@@ -64,46 +65,38 @@ class Draft(Followed):
     @property
     def wanted(self) -> int:
         """How many tokens are to be computed. The root is not while its children are not: they come of its pass."""
-        return self.missing if self.may_expand(self.tree.root) else max(0, self.missing - 1)
+        return self.missing if self.reach > 0 and self.floor < 0.0 else max(0, self.missing - 1)
 
     @property
     def computable(self) -> int:
         return self.wanted
 
-    def keep(self, path: Sequence[Node]) -> None:
+    @property
+    def reach(self) -> int:
+        """The depth of nodes from which on children are not wanted."""
+        return min(self.opening.max_depth, self.limit - 1 - self.tree.position)
+
+    def move(self, committed: Committed) -> list[int]:
         """The first nodes of the path keep what was computed of them, as far as it holds for tokens, too."""
-        known = [self.slots.pop(node) for node in itertools.takewhile(self.slots.__contains__, path)]
+        known = [self.slots.pop(node) for node in itertools.takewhile(self.slots.__contains__, committed.path)]
         self.lane.slots.extend(known)
         self.computed += len(known)
-
-    def forgotten(self) -> list[int]:
-        alive = set(self.tree.nodes())
-        return [self.slots.pop(node) for node in list(self.slots) if node not in alive]
-
-    def may_expand(self, node: Node) -> bool:
-        """Whether children of this node are wanted."""
-        depth = node.position - self.tree.root.position
-        return node.path_log_prob > self.floor and depth < self.opening.max_depth and node.position + 1 < self.limit
+        slots, self.slots = self.slots, {}
+        self.slots = {node: slots.pop(old) for node, old in enumerate(committed.kept, 1) if old in slots}
+        return list(slots.values())
 
     def survey(self) -> None:
         """Find the frontier."""
-        self.frontier.clear()
-        reached = [self.tree.root]
-        while reached:
-            for child in filter(self.may_expand, reached.pop().children.values()):
-                (reached if child in self.slots else self.frontier).append(child)
-        self.frontier.sort(key=_unlikeliness)
+        tree, slots, reach, floor = self.tree, self.slots, self.reach, self.floor
+        places = zip(tree.parents, tree.depths, tree.path_log_probs, strict=True)
+        self.frontier = [
+            node
+            for node, (parent, depth, path_log_prob) in enumerate(places)
+            if path_log_prob > floor and depth < reach and (parent == ROOT or parent in slots) and node not in slots
+        ]
+        self.frontier.sort(key=tree.path_log_probs.__getitem__, reverse=True)
 
-    def advance(self, expanded: Sequence[Node]) -> None:
-        """After growth: the root has been expanded, or the first nodes of the frontier. Some had children before."""
-        if self.tree.root in expanded:
-            return self.survey()
-        del self.frontier[: len(expanded)]
-        for node in expanded:
-            self.frontier += filter(self.may_expand, node.children.values())
-        self.frontier.sort(key=_unlikeliness)
-
-    def expandable(self, width: int) -> Sequence[Node]:
+    def expandable(self, width: int) -> Sequence[int]:
         """As many of the frontier as the tree has room for a child of, if all but the last get `width` of them."""
         room = 0 if self.missing else self.room
         return self.frontier[: -(-room // width)]
@@ -114,16 +107,16 @@ class Round(Generic[D]):
     """The rows of one pass, and the nodes that are expanded by it: each by the row of its index in `wanted`."""
 
     rows: list[Row] = field(default_factory=list)
-    of: list[tuple[D, Node | None]] = field(default_factory=list)
+    of: list[tuple[D, int | None]] = field(default_factory=list)
     """Whose each row is; None: it is that of a committed token."""
     wanted: list[int] = field(default_factory=list)
-    expanded: list[tuple[D, Node]] = field(default_factory=list)
+    expanded: list[tuple[D, int]] = field(default_factory=list)
 
-    def add(self, draft: D, node: Node | None, row: Row) -> None:
+    def add(self, draft: D, node: int | None, row: Row) -> None:
         self.rows.append(row)
         self.of.append((draft, node))
 
-    def expand_last(self, draft: D, node: Node) -> None:
+    def expand_last(self, draft: D, node: int) -> None:
         """The last row is that of `node`."""
         self.wanted.append(len(self.rows) - 1)
         self.expanded.append((draft, node))
@@ -193,7 +186,8 @@ class BestFirst(Follower[D]):
             held[draft.opening.owner] += len(draft.lane) + len(draft.slots)
         guessing = [draft for draft in self._drafts.values() if draft.slots]
         most = max(guessing, key=lambda draft: (held[draft.opening.owner], len(draft.slots)))
-        for node in sorted(most.slots, key=lambda node: (node.path_log_prob, -node.position))[:count]:
+        tree = most.tree
+        for node in sorted(most.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))[:count]:
             self._free.append(most.slots.pop(node))
         most.survey()
 
@@ -203,7 +197,7 @@ class BestFirst(Follower[D]):
             for i in span:
                 this.add(draft, None, draft.lane.row(draft.tokens[i], i))
             if not draft.missing:
-                this.expand_last(draft, draft.tree.root)
+                this.expand_last(draft, ROOT)
 
     def _add_guesses(self, this: Round[D], owned: Sequence[Sequence[D]]) -> None:
         """Rows for the likeliest guesses of requests whose context is complete or in this pass.
@@ -211,47 +205,45 @@ class BestFirst(Follower[D]):
         As many as make the most of the pass if the likeliest had it: the chance that children are wanted, per second.
         """
         most = min(MOST_ROWS, len(self._free))
-        hands = [list(itertools.islice(self._likeliest(drafts), most)) for drafts in owned]
-        offered = itertools.islice(heapq.merge(*hands, key=_unlikeliness_of), most)
-        chances = [math.exp(node.path_log_prob) for _, node in offered]
+        hands = [self._likeliest(drafts)[:most] for drafts in owned]
+        offered = sorted(itertools.chain(*hands), key=_unlikeliness)[:most]
+        chances = [math.exp(path_log_prob) for path_log_prob, _, _ in offered]
         count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost.passes, self._cost.rest_s)
         self._turn += count
-        chosen = itertools.islice(dealt(map(iter, hands)), count)
-        for draft, node in sorted(chosen, key=_node_id):  # on the wire, parents cost least in this order
-            branch = [draft.slots[above] for above in node.path()[:-1]]
+        for _, draft, node in itertools.islice(dealt(map(iter, hands)), count):
+            branch = [draft.slots[above] for above in draft.tree.path(node)[:-1]]
             draft.slots[node] = self._free.pop()
-            [token] = draft.write([node.token])
+            [token] = draft.write([draft.tree.tokens[node]])
             this.add(draft, node, draft.lane.branch_row(token, [*branch, draft.slots[node]]))
             this.expand_last(draft, node)
 
-    def _likeliest(self, drafts: Iterable[D]) -> Iterator[tuple[D, Node]]:
+    def _likeliest(self, drafts: Iterable[D]) -> list[Offer[D]]:
         """What these requests could have expanded, best first."""
-        offers = (
-            zip(itertools.repeat(draft), draft.expandable(1 if draft.by_law else self._width)) for draft in drafts
-        )
-        return heapq.merge(*offers, key=_unlikeliness_of)
+        offers = [
+            (draft.tree.path_log_probs[node], draft, node)
+            for draft in drafts
+            if draft.frontier
+            for node in draft.expandable(1 if draft.by_law else self._width)
+        ]
+        return sorted(offers, key=_unlikeliness)
 
-    def _add_children(
-        self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
-    ) -> dict[int, Growth]:
-        new: dict[int, list[Node]] = {}
-        ran: dict[int, list[Node]] = {}
+    def _add_children(self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None) -> dict[int, Growth]:
+        new: dict[int, list[int]] = {}
         for (draft, node), guesses in zip(expanded, self._guesses(expanded, logits, ids), strict=True):
-            nodes = [draft.tree.add(node, *guess) for guess in guesses[: draft.room]]
-            new.setdefault(draft.opening.request_id, []).extend(nodes)
-            ran.setdefault(draft.opening.request_id, []).append(node)
-        for key, nodes in ran.items():
-            self._drafts[key].advance(nodes)
+            nodes = new.setdefault(draft.opening.request_id, [])
+            nodes += [draft.tree.add(node, *guess) for guess in guesses[: draft.room]]
+        for key in new:
+            self._drafts[key].survey()
         return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
 
     def _guesses(
-        self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
+        self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None
     ) -> list[Sequence[tuple[int, float] | DrawnGuess]]:
         """New children of each node, likeliest first. A node whose slot was taken back is expanded again, and has its
         children already."""
         guesses: list[Sequence[tuple[int, float] | DrawnGuess]] = [()] * len(expanded)
         foreseen = [i for i, (draft, _) in enumerate(expanded) if not draft.by_law]
-        drawn = [i for i, (draft, node) in enumerate(expanded) if draft.by_law and not node.children]
+        drawn = [i for i, (draft, node) in enumerate(expanded) if draft.by_law and node not in draft.tree.parents]
         if foreseen:
             for i, some in zip(foreseen, self._predicted(*_of(foreseen, expanded, logits), ids), strict=True):
                 guesses[i] = some
@@ -262,7 +254,7 @@ class BestFirst(Follower[D]):
         return guesses
 
     def _predicted(
-        self, expanded: Sequence[tuple[D, Node]], logits: Tensor, ids: Tensor | None
+        self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None
     ) -> list[list[tuple[int, float]]]:
         """The likeliest draws of the target, if they are likely enough."""
         laws = predicted(logits, [_draw_row(draft, node) for draft, node in expanded], self._width, ids)
@@ -270,34 +262,27 @@ class BestFirst(Follower[D]):
             [
                 (token, log_prob)
                 for token, log_prob in law
-                if node.path_log_prob + log_prob > draft.floor and token not in node.children
+                if draft.tree.path_log_probs[node] + log_prob > draft.floor and draft.tree.child(node, token) is None
             ]
             for (draft, node), law in zip(expanded, laws, strict=True)
         ]
 
 
-def _unlikeliness(node: Node) -> float:
-    return -node.path_log_prob
-
-
-def _unlikeliness_of(guess: tuple[Draft, Node]) -> float:
-    return -guess[1].path_log_prob
-
-
-def _node_id(guess: tuple[Draft, Node]) -> int:
-    return guess[1].id
+def _unlikeliness(offer: Offer[Draft]) -> float:
+    return -offer[0]
 
 
 def _of(
-    these: Sequence[int], expanded: Sequence[tuple[D, Node]], logits: Tensor
-) -> tuple[Sequence[tuple[D, Node]], Tensor]:
+    these: Sequence[int], expanded: Sequence[tuple[D, int]], logits: Tensor
+) -> tuple[Sequence[tuple[D, int]], Tensor]:
     """Those nodes and their logits; all are the usual case."""
     if len(these) == len(expanded):
         return expanded, logits
     return [expanded[i] for i in these], logits[list(these)]
 
 
-def _draw_row(draft: Draft, node: Node) -> DrawRow:
+def _draw_row(draft: Draft, node: int) -> DrawRow:
     """The draw after `node` that the target will make."""
-    path = [n.token for n in node.path()]
-    return DrawRow(draft.history.params, node.position + 1, draft.history, path)
+    tree = draft.tree
+    position = tree.position + tree.depths[node] + 1
+    return DrawRow(draft.history.params, position, draft.history, tree.path_tokens(node))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -25,7 +25,7 @@ from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
 from paceline.speculators.predicted import Law, history_of
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import Committed, Growth, TokenTree
 
 MOST_ROWS = 256
 """Rows of logits computed in one round."""
@@ -52,7 +52,7 @@ class StateDraft:
     @property
     def ready(self) -> Tensor | None:
         """The state that the root was drawn from, once it has come."""
-        return self.state if self.heard == self.tree.root.position else None
+        return self.state if self.heard == self.tree.position else None
 
     @property
     def room(self) -> int:
@@ -68,27 +68,26 @@ class StateDraft:
             self.heard += len(new)
             self.state = new[-1, 0].to(like.device, like.dtype, copy=True)  # or else all of them would stay
 
-    def depth(self, node: Node) -> int:
-        """How far below the root."""
-        return node.position - self.tree.root.position
-
-    def may_expand(self, node: Node) -> bool:
+    def may_expand(self, node: int) -> bool:
         """Whether children of this node are wanted."""
         deepest = min(self.opening.max_depth, self.longest)
-        return node.path_log_prob > self.floor and self.depth(node) < deepest
+        return self.tree.path_log_probs[node] > self.floor and self.tree.depths[node] < deepest
 
-    def wanted(self, node: Node, law: Law) -> Law:
+    def wanted(self, node: int, law: Law) -> Law:
         """Those of the guesses after this node that are likely enough, and not in the tree yet."""
         return [
             (token, log_prob)
             for token, log_prob in law
-            if node.path_log_prob + log_prob > self.floor and token not in node.children
+            if self.tree.path_log_probs[node] + log_prob > self.floor and self.tree.child(node, token) is None
         ]
 
-    def draw_row(self, node: Node) -> DrawRow:
+    def draw_row(self, node: int) -> DrawRow:
         """The draw after `node` that the target will make."""
-        path = [each.token for each in node.path()]
-        return DrawRow(self.history.params, node.position + 1, self.history, path)
+        position = self.tree.position + self.tree.depths[node] + 1
+        return DrawRow(self.history.params, position, self.history, self.tree.path_tokens(node))
+
+    def move(self, committed: Committed) -> None:
+        """The tree has another root; `restart` follows."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -117,7 +116,7 @@ class Cacheless(Speculator, Generic[D]):
         """A draft of this request, which has heard nothing."""
 
     @abstractmethod
-    def guess(self) -> Iterator[tuple[D, list[Node]]]:
+    def guess(self) -> Iterator[tuple[D, list[int]]]:
         """One round: requests and nodes that are new in their trees. It sets `_ran`."""
 
     @property
@@ -139,9 +138,9 @@ class Cacheless(Speculator, Generic[D]):
         draft = self._drafts.get(commit.request_id)
         if draft is None:
             return
-        if draft.tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
-        draft.tree.commit(commit.tokens)
+        if draft.tree.position != commit.base_position:
+            raise DraftError(f"the root is at {draft.tree.position}, the commit at {commit.base_position}")
+        draft.move(draft.tree.commit(commit.tokens))
         draft.history.extend(commit.tokens)
         if commit.hidden_states is not None:
             draft.hear(commit.base_position, commit.hidden_states, self._lent)
@@ -164,21 +163,11 @@ class Cacheless(Speculator, Generic[D]):
 
     @torch.inference_mode()
     def grow(self) -> dict[int, Growth]:
-        new: dict[int, list[Node]] = {}
+        new: dict[int, list[int]] = {}
         for draft, nodes in self.guess():
             new.setdefault(draft.opening.request_id, []).extend(nodes)
-        return {key: self._drafts[key].tree.growth(by_parents(nodes)) for key, nodes in new.items() if nodes}
+        return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
 
     def _floor(self, wanted: float) -> float:
         least = max(wanted, self._least)
         return math.log(least) if least else -math.inf
-
-
-def by_parents(new: Sequence[Node]) -> list[Node]:
-    """New nodes in the order of their parents, in which they are cheapest on the wire (`paceline.wire.node_bits`)."""
-    fresh = set(new)
-    ordered = [node for node in new if node.parent not in fresh]
-    ordered.sort(key=lambda node: node.parent.id if node.parent and node.parent.parent else 0)
-    for node in ordered:  # it grows meanwhile
-        ordered += filter(fresh.__contains__, node.children.values())
-    return ordered

@@ -24,7 +24,7 @@ from paceline.model.rows import Lane
 from paceline.sampling import History
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
 from paceline.speculators.predicted import history_of
-from paceline.tree import Node, TokenTree
+from paceline.tree import Committed, TokenTree
 
 PREFILL_ROWS = 256
 """Context tokens computed per round."""
@@ -102,11 +102,9 @@ class Followed:
         """What the network is run over for these of the target's tokens: one token for each that it can guess."""
         return list(tokens)
 
-    def keep(self, path: Sequence[Node]) -> None:
-        """These guesses were committed; their slots may become those of the tokens."""
-
-    def forgotten(self) -> list[int]:
-        """After a commit: the slots of guesses that are of no use any more, taken from them."""
+    def move(self, committed: Committed) -> list[int]:
+        """The tree has another root. Slots of guesses that were committed may become those of the tokens; returned are
+        those of guesses that are of no use any more."""
         return []
 
     def survey(self) -> None:
@@ -154,15 +152,14 @@ class Follower(Speculator, Generic[F]):
         draft = self._drafts.get(commit.request_id)
         if draft is None:
             return
-        if draft.tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {draft.tree.root.position}, the commit at {commit.base_position}")
+        if draft.tree.position != commit.base_position:
+            raise DraftError(f"the root is at {draft.tree.position}, the commit at {commit.base_position}")
         self._check_known(commit.tokens)
         written = draft.write(commit.tokens)
         self._check_length(len(draft.tokens) + len(written))
-        draft.keep(draft.tree.commit(commit.tokens).path)
+        self._free += draft.move(draft.tree.commit(commit.tokens))
         draft.tokens += written
         draft.history.extend(commit.tokens)
-        self._free += draft.forgotten()
         draft.lane.slots.extend(self._take(len(draft.tokens) - len(draft.lane)))
         if commit.hidden_states is not None:
             draft.states.hear(commit.base_position, commit.hidden_states)

@@ -12,7 +12,7 @@ in its cache or moves a request here. Until all have come nothing is guessed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -23,24 +23,22 @@ from paceline.sampling import History
 from paceline.speculators.base import Opening
 from paceline.speculators.best_first import BestFirst, Draft, Round
 from paceline.speculators.network import HeadNetwork
-from paceline.tree import Node, TokenTree
+from paceline.tree import ROOT, Committed, TokenTree
 
 
 @dataclass(slots=True, eq=False)
 class HeadDraft(Draft):
     """Its tokens are all but the request's first."""
 
-    features: dict[Node, Tensor] = field(default_factory=dict)
+    features: dict[int, Tensor] = field(default_factory=dict)
     """[h] of expanded nodes, the root among them."""
 
     @property
     def computable(self) -> int:
         return min(self.wanted, len(self.states))
 
-    def keep(self, path: Sequence[Node]) -> None:
-        """Nothing: the target's states of these tokens are better than what was computed."""
-
-    def forgotten(self) -> list[int]:
+    def move(self, committed: Committed) -> list[int]:
+        """Nothing is kept: the target's states of these tokens are better than what was computed."""
         slots = list(self.slots.values())
         self.slots.clear()
         self.features.clear()
@@ -48,7 +46,7 @@ class HeadDraft(Draft):
 
     def survey(self) -> None:
         """Until the root is expanded, there is nothing to feed its children with."""
-        if self.tree.root in self.features:
+        if ROOT in self.features:
             Draft.survey(self)
         else:
             self.frontier.clear()
@@ -92,7 +90,7 @@ class Head(BestFirst[HeadDraft]):
     def _features(self, this: Round[HeadDraft]) -> Tensor:
         """[rows, h]: those of committed tokens come before those of guesses."""
         told = [state for draft, node in this.of if node is None for state in draft.states.take(1)]
-        guessed = [draft.features[node.parent] for draft, node in this.of if node is not None and node.parent]
+        guessed = [draft.features[draft.tree.parents[node]] for draft, node in this.of if node is not None]
         parts = [self._network.encode(torch.stack(told))] if told else []
         parts += [torch.stack(guessed)] if guessed else []
         return torch.cat(parts)

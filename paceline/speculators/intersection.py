@@ -21,7 +21,7 @@ from paceline.sampling import History
 from paceline.speculators.base import Opening
 from paceline.speculators.best_first import BestFirst, Draft, Round
 from paceline.speculators.vocabularies import VocabularyMapping
-from paceline.tree import Node, TokenTree
+from paceline.tree import TokenTree
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -33,10 +33,9 @@ class WrittenDraft(Draft):
     def write(self, tokens: Sequence[int]) -> list[int]:
         return self.mapping.write(tokens)
 
-    def may_expand(self, node: Node) -> bool:
-        depth = node.position - self.tree.root.position
-        room = len(self.tokens) + depth < self.limit
-        return room and node.path_log_prob > self.floor and depth < self.opening.max_depth
+    @property
+    def reach(self) -> int:
+        return min(self.opening.max_depth, self.limit - len(self.tokens))
 
 
 class IntersectionDraft(BestFirst[WrittenDraft]):

@@ -23,7 +23,7 @@ from paceline.speculators.base import Opening
 from paceline.speculators.cacheless import MOST_ROWS, Cacheless, StateDraft
 from paceline.speculators.medusa_heads import MedusaHeads
 from paceline.speculators.predicted import Law, predicted
-from paceline.tree import Node, TokenTree
+from paceline.tree import ROOT, TokenTree
 
 
 @dataclass(slots=True, eq=False)
@@ -41,13 +41,13 @@ class MedusaDraft(StateDraft):
 
     def restart(self) -> None:
         self.grown = False
-        if self.at != self.tree.root.position:
+        if self.at != self.tree.position:
             self.laws, self.logits = [], None
 
     @property
     def hungry(self) -> bool:
         """Whether there is something to do."""
-        return not self.grown and self.ready is not None and self.room > 0 and self.may_expand(self.tree.root)
+        return not self.grown and self.ready is not None and self.room > 0 and self.may_expand(ROOT)
 
 
 class Medusa(Cacheless[MedusaDraft]):
@@ -63,7 +63,7 @@ class Medusa(Cacheless[MedusaDraft]):
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MedusaDraft:
         return MedusaDraft(opening, tree, history, floor, longest=len(self._heads))
 
-    def guess(self) -> Iterator[tuple[MedusaDraft, list[Node]]]:
+    def guess(self) -> Iterator[tuple[MedusaDraft, list[int]]]:
         hungry = [draft for draft in self._drafts.values() if draft.hungry]
         asking = [draft for draft in hungry if not draft.laws][: max(1, MOST_ROWS // len(self._heads))]
         if asking:
@@ -82,34 +82,36 @@ class Medusa(Cacheless[MedusaDraft]):
         for draft, each in zip(drafts, logits, strict=True):
             draft.laws = list(itertools.islice(told, len(self._heads)))
             draft.logits = each.clone() if draft.history.rules else None
-            draft.at = draft.tree.root.position
+            draft.at = draft.tree.position
 
-    def _law(self, draft: MedusaDraft, node: Node) -> Law:
+    def _law(self, draft: MedusaDraft, node: int) -> Law:
         """What its head says about the place after this node; rules see the path to it."""
-        head = draft.depth(node)
+        head = draft.tree.depths[node]
         if draft.logits is None:
             return draft.laws[head]
         [law] = predicted(draft.logits[head : head + 1], [draft.draw_row(node)], self._width, self._heads.ids)
         return law
 
-    def _likeliest(self, draft: MedusaDraft) -> list[Node]:
+    def _likeliest(self, draft: MedusaDraft) -> list[int]:
         """The likeliest of all paths that the tree has no node for join it, as many as there is room for."""
-        serial = itertools.count()  # breaks ties by age, so that nodes are never compared
-        offers: list[tuple[float, int, Node, int, float]] = []
-        new: list[Node] = []
+        serial = itertools.count()  # breaks ties by age
+        offers: list[tuple[float, int, int, int, float]] = []
+        tree = draft.tree
+        new: list[int] = []
 
-        def offer(node: Node) -> None:
+        def offer(node: int) -> None:
             if draft.may_expand(node):
-                known = [(child.token, child.log_prob) for child in node.children.values()]
+                known = [(tree.tokens[child], tree.log_probs[child]) for child in tree.children(node)]
                 for token, log_prob in [*known, *draft.wanted(node, self._law(draft, node))]:
-                    heapq.heappush(offers, (-node.path_log_prob - log_prob, next(serial), node, token, log_prob))
+                    path_log_prob = tree.path_log_probs[node] + log_prob
+                    heapq.heappush(offers, (-path_log_prob, next(serial), node, token, log_prob))
 
-        offer(draft.tree.root)
+        offer(ROOT)
         while offers and draft.room:
             _, _, parent, token, log_prob = heapq.heappop(offers)
-            child = parent.children.get(token)
+            child = tree.child(parent, token)
             if child is None:
-                child = draft.tree.add(parent, token, log_prob)
+                child = tree.add(parent, token, log_prob)
                 new.append(child)
             offer(child)
         return new
@@ -117,5 +119,5 @@ class Medusa(Cacheless[MedusaDraft]):
 
 def _rows(draft: MedusaDraft, heads: int) -> Iterator[DrawRow]:
     """The draws at all places that the heads guess, as far as they do not depend on the path."""
-    first = draft.tree.root.position + 1
+    first = draft.tree.position + 1
     return (DrawRow(draft.history.params, first + i, draft.history) for i in range(heads))

@@ -21,9 +21,9 @@ from paceline.speculators.base import Opening
 from paceline.speculators.cacheless import MOST_ROWS, Cacheless, StateDraft
 from paceline.speculators.mlp_network import ChainNetwork
 from paceline.speculators.predicted import Law, predicted
-from paceline.tree import Node, TokenTree
+from paceline.tree import ROOT, Committed, TokenTree
 
-Guess = tuple["ChainDraft", Node]
+Guess = tuple["ChainDraft", int]
 
 
 @dataclass(slots=True, eq=False)
@@ -32,47 +32,43 @@ class ChainDraft(StateDraft):
 
     known: int = 0
     """Tokens that the network can be fed with are below this."""
-    at: int = -1
-    """The root's position when they were."""
-    states: dict[Node, Tensor] = field(default_factory=dict)
+    states: dict[int, Tensor] = field(default_factory=dict)
     """What the children of expanded nodes are fed with."""
-    frontier: list[Node] = field(default_factory=list)
+    frontier: list[int] = field(default_factory=list)
     """The nodes that are not expanded and may be, likeliest first."""
 
+    def move(self, committed: Committed) -> None:
+        """The states came of another one than the target's latest."""
+        self.states.clear()
+
     def restart(self) -> None:
-        if self.at != self.tree.root.position:
-            self.states.clear()
-        self.at = self.tree.root.position
-        self.frontier.clear()
-        reached = [self.tree.root] if self.ready is not None else []
-        while reached:
-            node = reached.pop()
-            if node in self.states:
-                reached += node.children.values()
-            elif self.may_expand(node):
-                self.frontier.append(node)
-        self.frontier.sort(key=_unlikeliness)
+        self.frontier = [
+            node
+            for node, parent in enumerate(self.tree.parents)
+            if node not in self.states and (node == ROOT or parent in self.states) and self.may_expand(node)
+        ]
+        if self.ready is None:
+            self.frontier.clear()
+        self.frontier.sort(key=self.tree.path_log_probs.__getitem__, reverse=True)
 
-    def may_expand(self, node: Node) -> bool:
-        return node.token < self.known and StateDraft.may_expand(self, node)
+    def may_expand(self, node: int) -> bool:
+        return self.tree.tokens[node] < self.known and StateDraft.may_expand(self, node)
 
-    def expandable(self, width: int) -> Sequence[Node]:
+    def expandable(self, width: int) -> Sequence[int]:
         """As many of the frontier as the tree has room for a child of, if all but the last get `width` of them."""
         return self.frontier[: -(-self.room // width)]
 
-    def fed(self, node: Node) -> Tensor:
+    def fed(self, node: int) -> Tensor:
         """What this node is expanded from, before it is the network's own: the target's state, or its parent's."""
-        state = self.state if node.parent is None else self.states[node.parent]
+        state = self.state if node == ROOT else self.states[self.tree.parents[node]]
         assert state is not None, "a node was expanded before its request's state had come"
         return state
 
-    def extend(self, node: Node, state: Tensor, law: Law) -> list[Node]:
+    def extend(self, node: int, state: Tensor, law: Law) -> list[int]:
         """It was expanded; its new children. Those that it had may be expanded now, too."""
         self.states[node] = state
         new = [self.tree.add(node, *guess) for guess in self.wanted(node, law)[: self.room]]
-        self.frontier.remove(node)
-        self.frontier += filter(self.may_expand, node.children.values())
-        self.frontier.sort(key=_unlikeliness)
+        self.restart()
         return new
 
 
@@ -91,7 +87,7 @@ class MlpSpeculator(Cacheless[ChainDraft]):
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> ChainDraft:
         return ChainDraft(opening, tree, history, floor, longest=self._network.steps, known=self._network.known)
 
-    def guess(self) -> Iterator[tuple[ChainDraft, list[Node]]]:
+    def guess(self) -> Iterator[tuple[ChainDraft, list[int]]]:
         left = MOST_ROWS
         while left and (level := list(itertools.islice(self._likeliest(), left))):
             left -= len(level)
@@ -102,12 +98,12 @@ class MlpSpeculator(Cacheless[ChainDraft]):
     def _likeliest(self) -> Iterator[Guess]:
         """What all requests could have expanded, best first."""
         offers = (zip(itertools.repeat(draft), draft.expandable(self._width)) for draft in self._drafts.values())
-        return heapq.merge(*offers, key=_unlikeliness_of)
+        return heapq.merge(*offers, key=_unlikeliness)
 
-    def _expand(self, step: int, guesses: Sequence[Guess]) -> Iterator[tuple[ChainDraft, list[Node]]]:
+    def _expand(self, step: int, guesses: Sequence[Guess]) -> Iterator[tuple[ChainDraft, list[int]]]:
         """One step of the network over nodes of one depth."""
         fed = torch.stack([draft.fed(node) for draft, node in guesses])
-        tokens = torch.tensor([node.token for _, node in guesses], device=fed.device)
+        tokens = torch.tensor([draft.tree.tokens[node] for draft, node in guesses], device=fed.device)
         logits, states = self._network.step(step, self._network.begin(fed) if step == 0 else fed, tokens)
         told = predicted(logits, [draft.draw_row(node) for draft, node in guesses], self._width, self._network.ids)
         for (draft, node), state, law in zip(guesses, states, told, strict=True):
@@ -116,12 +112,9 @@ class MlpSpeculator(Cacheless[ChainDraft]):
 
 def _step(guess: Guess) -> int:
     draft, node = guess
-    return draft.depth(node)
+    return draft.tree.depths[node]
 
 
-def _unlikeliness(node: Node) -> float:
-    return -node.path_log_prob
-
-
-def _unlikeliness_of(guess: Guess) -> float:
-    return -guess[1].path_log_prob
+def _unlikeliness(guess: Guess) -> float:
+    draft, node = guess
+    return -draft.tree.path_log_probs[node]

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 
 FIRST_GUESS = 0.6
 NEXT_GUESS = 0.85
@@ -75,8 +75,8 @@ class NGram(Speculator):
         lookup = self._lookups.get(commit.request_id)
         if lookup is None:
             return
-        if lookup.tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {lookup.tree.root.position}, the commit at {commit.base_position}")
+        if lookup.tree.position != commit.base_position:
+            raise DraftError(f"the root is at {lookup.tree.position}, the commit at {commit.base_position}")
         lookup.tree.commit(commit.tokens)
         lookup.extend(commit.tokens)
 
@@ -97,17 +97,18 @@ class NGram(Speculator):
                     grown[request_id] = lookup.tree.growth(nodes)
         return grown
 
-    def _guess(self, lookup: _Lookup) -> list[Node]:
-        nodes: list[Node] = []
+    def _guess(self, lookup: _Lookup) -> list[int]:
+        tree = lookup.tree
+        nodes: list[int] = []
         for end in lookup.occurrences(self._width):
-            node, probability = lookup.tree.root, FIRST_GUESS
+            node, probability = ROOT, FIRST_GUESS
             for token in lookup.continuation(end):
-                known = node.children.get(token)
+                known = tree.child(node, token)
                 if known is None:
-                    if lookup.tree.size >= lookup.opening.max_nodes:
+                    if tree.size >= lookup.opening.max_nodes:
                         return nodes
-                    share = probability * (1 - probability) ** len(node.children)
-                    known = lookup.tree.add(node, token, math.log(share))
+                    share = probability * (1 - probability) ** len(tree.children(node))
+                    known = tree.add(node, token, math.log(share))
                     nodes.append(known)
                 node, probability = known, NEXT_GUESS
         return nodes

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from paceline.sampling import History, Row
 from paceline.speculators.predicted import Law
-from paceline.tree import Node, TokenTree
+from paceline.tree import TokenTree
 
 
 def draws(history: History, position: int, count: int) -> list[Row]:
@@ -25,40 +25,31 @@ def draws(history: History, position: int, count: int) -> list[Row]:
     return [Row(history.params, position + depth, history, [unknown] * depth) for depth in range(count)]
 
 
-def grow(tree: TokenTree, laws: Sequence[Law], most: int, floor: float) -> list[Node]:
+def grow(tree: TokenTree, laws: Sequence[Law], most: int, floor: float) -> list[int]:
     """Add the `most` likeliest guesses, those only whose path's log-probability is above `floor`.
 
-    Every node at depth d, one that was there before, too, gets children from the law d of `laws`. The new nodes come
-    level by level, in the order of their parents: in which they are cheapest on the wire.
+    Every node at depth d, one that was there before, too, gets children from the law d of `laws`.
+    Returns the new nodes.
     """
-    serial = itertools.count()  # breaks ties by age, so that nodes are never compared
-    offers: list[tuple[float, int, Node, int]] = []
+    serial = itertools.count()  # breaks ties by age
+    offers: list[tuple[float, int, int, int]] = []
 
-    def offer(parent: Node, rank: int) -> None:
-        depth = parent.position - tree.root.position
+    def offer(parent: int, rank: int) -> None:
+        depth = tree.depths[parent]
         if depth < len(laws) and rank < len(laws[depth]):
-            chance = parent.path_log_prob + laws[depth][rank][1]
+            chance = tree.path_log_probs[parent] + laws[depth][rank][1]
             if chance > floor:
                 heapq.heappush(offers, (-chance, next(serial), parent, rank))
 
-    for node in (tree.root, *tree.nodes()):
+    for node in range(tree.size + 1):
         offer(node, 0)
-    new: set[Node] = set()
+    new: list[int] = []
     while offers and len(new) < most:
         _, _, parent, rank = heapq.heappop(offers)
         offer(parent, rank + 1)
-        token, log_prob = laws[parent.position - tree.root.position][rank]
-        if token not in parent.children:
+        token, log_prob = laws[tree.depths[parent]][rank]
+        if tree.child(parent, token) is None:
             node = tree.add(parent, token, log_prob)
-            new.add(node)
+            new.append(node)
             offer(node, 0)
-    return _by_parent(tree, new)
-
-
-def _by_parent(tree: TokenTree, new: set[Node]) -> list[Node]:
-    ordered: list[Node] = []
-    level = [tree.root]
-    while level:
-        level = [child for node in level for child in node.children.values()]
-        ordered += filter(new.__contains__, level)
-    return ordered
+    return new

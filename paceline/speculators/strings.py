@@ -19,7 +19,7 @@ from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.stable_tokens import StableTokens, common
 from paceline.speculators.transcript import Transcript
 from paceline.speculators.vocabularies import VocabularyMapping
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 
 LIKELIEST = SamplingParams(temperature=0.0)
 FINER = 2
@@ -34,8 +34,8 @@ class _Request:
     tree: TokenTree
     transcript: Transcript
     told: list[int] = field(default_factory=list)
-    read: set[Node] = field(default_factory=set)
-    """The draft's guesses that are in the tree already, as far as they can be."""
+    read: int = 0
+    """How many of the draft's guesses are in the tree already, as far as they can be."""
     fresh: bool = True
     """Whether there may be others, although the draft made none since."""
 
@@ -88,8 +88,8 @@ class StringDraft(Speculator):
         request = self._requests.get(commit.request_id)
         if request is None:
             return
-        if request.tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {request.tree.root.position}, the commit at {commit.base_position}")
+        if request.tree.position != commit.base_position:
+            raise DraftError(f"the root is at {request.tree.position}, the commit at {commit.base_position}")
         self._check_known(commit.tokens)
         request.tree.commit(commit.tokens)
         request.transcript.extend(commit.tokens)
@@ -103,7 +103,7 @@ class StringDraft(Speculator):
                 max_nodes=limit.max_nodes,
                 least_path_probability=limit.least_path_probability,
             )
-            request.read.clear()
+            request.read = 0
             request.fresh = True
             depth, nodes = _inner_limits(limit.max_depth, limit.max_nodes)
             self._inner.limit(replace(limit, max_depth=depth, max_nodes=nodes))
@@ -137,31 +137,32 @@ class StringDraft(Speculator):
         if 0 < same < len(tokens):
             self._inner.commit(Commit(key, same - 1, tokens[same:], 0))
         request.told = tokens
-        request.read.clear()
+        request.read = 0
         request.fresh = True
 
-    def _read(self, key: int, request: _Request) -> list[Node]:
+    def _read(self, key: int, request: _Request) -> list[int]:
         """Take the draft's new guesses into the tree, likeliest first; return what is new there."""
         request.fresh = False
-        new = [node for node in self._inner.tree(key).nodes() if node not in request.read]
-        request.read.update(new)
-        added: list[Node] = []
-        for node in sorted(new, key=lambda node: -node.path_log_prob):
-            if reading := self._reading(node):
+        tree = self._inner.tree(key)
+        new = tree.nodes()[request.read :]
+        request.read = tree.size
+        added: list[int] = []
+        for node in sorted(new, key=tree.path_log_probs.__getitem__, reverse=True):
+            if reading := self._reading(tree, node):
                 added += self._graft(request, reading)
         return added
 
-    def _reading(self, node: Node) -> _Reading | None:
+    def _reading(self, tree: TokenTree, node: int) -> _Reading | None:
         """None if there is a special token before it."""
-        draft, path = self._mapping.draft.tokenizer, node.path()
-        special = [guess.token in draft.special_ids for guess in path]
+        draft, path, tokens = self._mapping.draft.tokenizer, tree.path(node), tree.path_tokens(node)
+        special = [token in draft.special_ids for token in tokens]
         if any(special[:-1]):
             return None
-        pieces = [b"" if special[i] else draft.piece(guess.token) for i, guess in enumerate(path)]
-        reached = zip(itertools.accumulate(map(len, pieces)), (guess.path_log_prob for guess in path), strict=True)
-        return _Reading(b"".join(pieces), list(reached), special[-1], self._mapping.target_ids[node.token])
+        pieces = [b"" if special[i] else draft.piece(token) for i, token in enumerate(tokens)]
+        reached = zip(itertools.accumulate(map(len, pieces)), map(tree.path_log_probs.__getitem__, path), strict=True)
+        return _Reading(b"".join(pieces), list(reached), special[-1], self._mapping.target_ids[tokens[-1]])
 
-    def _graft(self, request: _Request, reading: _Reading) -> list[Node]:
+    def _graft(self, request: _Request, reading: _Reading) -> list[int]:
         """Those tokens of the target's that are new in its tree."""
         pending = request.transcript.pending
         if not reading.text.startswith(pending):
@@ -175,13 +176,13 @@ class StringDraft(Speculator):
         return _grow(request, list(known))
 
 
-def _grow(request: _Request, path: Sequence[tuple[int, float]]) -> list[Node]:
+def _grow(request: _Request, path: Sequence[tuple[int, float]]) -> list[int]:
     """Guess these tokens, one after another, each with the log-probability of the path; return those that are new."""
-    added: list[Node] = []
+    added: list[int] = []
     tree, opening = request.tree, request.opening
-    parent, before = tree.root, 0.0
+    parent, before = ROOT, 0.0
     for token, log_prob in path[: opening.max_depth]:
-        known = parent.children.get(token)
+        known = tree.child(parent, token)
         if known is None:
             if tree.size >= opening.max_nodes:
                 return added

@@ -26,7 +26,7 @@ from paceline.speculators.base import Commit, DraftError, Limit, Opening, Specul
 from paceline.speculators.suffix_automaton import SuffixAutomaton
 from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
 from paceline.speculators.suffix_outputs import OutputsBySalt
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 
 
 @dataclass(slots=True)
@@ -53,12 +53,12 @@ class _Request:
     def output(self) -> list[int]:
         return self.tokens[len(self.opening.tokens) - self.opening.output_tokens :]
 
-    def add(self, guess: Guess) -> list[Node]:
+    def add(self, guess: Guess) -> list[int]:
         """Put a guess into the tree, as far as there is room. What came true of the last one is there already."""
-        nodes: dict[int, Node] = {NO_PARENT: self.tree.root}
-        new: list[Node] = []
+        nodes = {NO_PARENT: ROOT}
+        new: list[int] = []
         for i, (parent, token) in enumerate(zip(guess.parents, guess.tokens, strict=True)):
-            known = nodes[parent].children.get(token)
+            known = self.tree.child(nodes[parent], token)
             if known is None:
                 if self.tree.size >= self.opening.max_nodes:
                     return new
@@ -88,8 +88,8 @@ class Suffix(Speculator):
         request = self._requests.get(commit.request_id)
         if request is None:
             return
-        if request.tree.root.position != commit.base_position:
-            raise DraftError(f"the root is at {request.tree.root.position}, the commit at {commit.base_position}")
+        if request.tree.position != commit.base_position:
+            raise DraftError(f"the root is at {request.tree.position}, the commit at {commit.base_position}")
         request.tree.commit(commit.tokens)
         request.extend(commit.tokens)
 

@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from paceline.sampling import Row
-from paceline.tree import Node
+from paceline.tree import TokenTree
 
 
 @dataclass(frozen=True, slots=True)
 class Guessed:
-    """One request in a step: its root, the nodes that had rows in the pass, parents before children, and what the
+    """One request in a step: its tree, the nodes that had rows in the pass, parents before children, and what the
     target draws with after the root and after each node, in this order."""
 
-    root: Node
-    verified: Sequence[Node]
+    tree: TokenTree
+    verified: Sequence[int]
     rows: Sequence[Row]
     tokens: Sequence[int]
     """Prompt and output; the last one is the root."""

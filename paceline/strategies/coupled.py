@@ -15,4 +15,4 @@ from paceline.verify import walk
 class Coupled(Verifier):
     def verify(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> list[list[int]]:
         draws = iter(draw(logits_RV, all_rows(guessed)).tolist())
-        return [walk(each.root, each.verified, list(islice(draws, len(each.rows)))) for each in guessed]
+        return [walk(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in guessed]

@@ -10,47 +10,68 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, islice
+from dataclasses import dataclass
+from itertools import accumulate, count, islice
 
 from torch import Tensor
 
 from paceline.sampling import draw
 from paceline.strategies.base import Guessed, Verifier, all_rows
-from paceline.tree import Node
+from paceline.tree import ROOT
+
+Place = tuple[int, int]
+"""A verified node: which of the step's requests it is of, and its number there."""
 
 
 class Lenient(Verifier):
     @abstractmethod
-    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Node, float]:
+    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Place, float]:
         """The verified nodes that are accepted if their parents are, each with the target's probability of it."""
 
     def verify(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> list[list[int]]:
         draws = iter(draw(logits_RV, all_rows(guessed)).tolist())
-        admitted = self.admit(logits_RV, guessed)
-        return [longest(each, list(islice(draws, len(each.rows))), admitted) for each in guessed]
+        admitted: list[dict[int, float]] = [{} for _ in guessed]
+        for (i, node), p in self.admit(logits_RV, guessed).items():
+            admitted[i][node] = p
+        return [
+            longest(each, list(islice(draws, len(each.rows))), its) for each, its in zip(guessed, admitted, strict=True)
+        ]
 
 
-def longest(guessed: Guessed, draws: Sequence[int], admitted: Mapping[Node, float]) -> list[int]:
+def longest(guessed: Guessed, draws: Sequence[int], admitted: Mapping[int, float]) -> list[int]:
     """The accepted tokens, then the bonus token."""
-    draw_after = dict(zip([guessed.root, *guessed.verified], draws, strict=True))
-    reached: dict[Node, tuple[int, float]] = {guessed.root: (0, 0.0)}
+    tree = guessed.tree
+    draw_after = dict(zip((ROOT, *guessed.verified), draws, strict=True))
+    reached: dict[int, tuple[int, float]] = {ROOT: (0, 0.0)}
     for node in guessed.verified:
-        if node.parent not in reached:
+        parent = tree.parents[node]
+        if parent not in reached:
             continue
-        depth, log_prob = reached[node.parent]
-        if draw_after[node.parent] == node.token:
+        depth, log_prob = reached[parent]
+        if draw_after[parent] == tree.tokens[node]:
             reached[node] = depth + 1, log_prob
         elif node in admitted:
             reached[node] = depth + 1, log_prob + math.log(admitted[node])
     end = max(reached, key=reached.__getitem__)
-    return [*(node.token for node in end.path()), draw_after[end]]
+    return [*tree.path_tokens(end), draw_after[end]]
 
 
-def parents(guessed: Sequence[Guessed]) -> list[tuple[int, Node]]:
-    """Each verified node, with the index of its parent's row among all rows. One without a parent there is left out."""
+@dataclass(frozen=True, slots=True)
+class Tested:
+    """A guess that a rule looks at: its place, its token, and the row of its parent among all rows."""
+
+    place: Place
+    token: int
+    row: int
+
+
+def tested(guessed: Sequence[Guessed]) -> list[Tested]:
+    """Each verified node whose parent has a row."""
     first_rows = accumulate((len(each.rows) for each in guessed[:-1]), initial=0)
     found = []
-    for each, first in zip(guessed, first_rows, strict=True):
-        place = {node: row for row, node in enumerate([each.root, *each.verified], first)}
-        found += [(place[node.parent], node) for node in each.verified if node.parent in place]
+    for i, (each, first) in enumerate(zip(guessed, first_rows, strict=True)):
+        rows = dict(zip((ROOT, *each.verified), count(first)))
+        for node in each.verified:
+            if (row := rows.get(each.tree.parents[node])) is not None:
+                found.append(Tested((i, node), each.tree.tokens[node], row))
     return found

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from paceline.sampling import probabilities
 from paceline.strategies.base import Guessed, all_rows
-from paceline.strategies.lenient import Lenient, parents
-from paceline.tree import Node
+from paceline.strategies.lenient import Lenient, Place, tested
+from paceline.tree import CERTAIN, Law
 
 
 class LogitComparison(Lenient):
@@ -23,14 +23,17 @@ class LogitComparison(Lenient):
         """`logit_comparison_eps`."""
         self._eps = eps
 
-    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Node, float]:
-        places = parents(guessed)
-        if not places:
+    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Place, float]:
+        guesses = tested(guessed)
+        if not guesses:
             return {}
         target_RV = probabilities(logits_RV, all_rows(guessed))
-        probs = target_RV[[row for row, _ in places], [node.token for _, node in places]].tolist()
-        return {node: p for (_, node), p in zip(places, probs, strict=True) if self._stands(node, p)}
+        probs = target_RV[[each.row for each in guesses], [each.token for each in guesses]].tolist()
+        laws = [guessed[i].tree.laws.get(node, CERTAIN) for i, node in (each.place for each in guesses)]
+        return {
+            each.place: p for each, law, p in zip(guesses, laws, probs, strict=True) if self._stands(each.token, law, p)
+        }
 
-    def _stands(self, node: Node, target_prob: float) -> bool:
-        draft_prob = node.law[node.token] / sum(node.law.values()) if node.law else 1.0
+    def _stands(self, token: int, law: Law, target_prob: float) -> bool:
+        draft_prob = law[token] / sum(law.values()) if law else 1.0
         return target_prob > 0 and math.log(draft_prob) - math.log(target_prob) <= self._eps

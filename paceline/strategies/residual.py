@@ -25,7 +25,7 @@ from torch import Tensor
 
 from paceline.sampling import Purpose, Row, choose, keyed, probabilities, uniform
 from paceline.strategies.base import Guessed, Verifier, all_rows
-from paceline.tree import Law, Node
+from paceline.tree import ROOT, Law
 
 Probs = Mapping[int, float]
 """By token; what is not there counts as 0."""
@@ -121,28 +121,20 @@ def remaining(target_NV: Tensor, weights: Sequence[float], taken: Sequence[Probs
 def _chains(target_RV: Tensor, guessed: Sequence[Guessed]) -> list[_Chain]:
     """Reads the target's probabilities of all laws' tokens at once."""
     first_rows = list(accumulate((len(each.rows) for each in guessed[:-1]), initial=0))
+    counts = [min(each.tree.size, len(each.rows)) for each in guessed]
     places = [
-        (first + depth, node, _probs(node.law or {node.token: 1}))
-        for each, first in zip(guessed, first_rows, strict=True)
-        for depth, node in enumerate(_guesses(each))
+        (first + depth, token, _probs(each.tree.laws.get(ROOT + 1 + depth, {token: 1})))
+        for each, first, count in zip(guessed, first_rows, counts, strict=True)
+        for depth, token in enumerate(each.tree.tokens[1 : 1 + count])
     ]
     rows = [row for row, _, law in places for _ in law]
     tokens = [token for _, _, law in places for token in law]
     values = iter(target_RV[rows, tokens].tolist() if tokens else ())
-    links = iter([Link(node.token, law, {token: next(values) for token in law}) for _, node, law in places])
+    links = iter([Link(guess, law, {token: next(values) for token in law}) for _, guess, law in places])
     return [
-        _Chain(each, first, list(islice(links, len(_guesses(each)))))
-        for each, first in zip(guessed, first_rows, strict=True)
+        _Chain(each, first, list(islice(links, count)))
+        for each, first, count in zip(guessed, first_rows, counts, strict=True)
     ]
-
-
-def _guesses(guessed: Guessed) -> list[Node]:
-    nodes: list[Node] = []
-    node = guessed.root
-    while node.children and len(nodes) < len(guessed.rows):
-        node = next(iter(node.children.values()))
-        nodes.append(node)
-    return nodes
 
 
 def _probs(law: Law) -> Probs:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.sampling import Purpose, draw, keyed, uniform
 from paceline.strategies.base import Guessed, Verifier, all_rows
-from paceline.tree import Node
+from paceline.tree import ROOT
 
 
 def rate_at_each_depth(joint_rate: float, depths: int) -> float:
@@ -39,17 +39,16 @@ class Synthetic(Verifier):
         return [self._commit(each, list(islice(draws, len(each.rows)))) for each in guessed]
 
     def _commit(self, guessed: Guessed, draws: Sequence[int]) -> list[int]:
-        row_of = {node: row for row, node in enumerate([guessed.root, *guessed.verified])}
-        committed, node = [], guessed.root
-        while (child := _first(node, row_of)) and self._accepts(guessed, row_of[node]):
-            committed.append(child.token)
+        row_of = {node: row for row, node in enumerate((ROOT, *guessed.verified))}
+        node = ROOT
+        while (child := _first(guessed, node)) and self._accepts(guessed, row_of[node]):
             node = child
-        return [*committed, draws[row_of[node]]]
+        return [*guessed.tree.path_tokens(node), draws[row_of[node]]]
 
     def _accepts(self, guessed: Guessed, row: int) -> bool:
         drawing = guessed.rows[row]
         return uniform(keyed(drawing.params.seed, Purpose.SYNTHETIC, drawing.position)) < self._rate
 
 
-def _first(node: Node, verified: dict[Node, int]) -> Node | None:
-    return next((child for child in node.children.values() if child in verified), None)
+def _first(guessed: Guessed, node: int) -> int | None:
+    return next((child for child in guessed.tree.children(node) if child in guessed.verified), None)

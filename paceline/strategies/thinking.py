@@ -16,9 +16,9 @@ from weakref import WeakKeyDictionary
 from torch import Tensor
 
 from paceline.sampling import History, Row, probabilities
-from paceline.strategies.base import Guessed
-from paceline.strategies.lenient import Lenient, parents
-from paceline.tree import Node
+from paceline.strategies.base import Guessed, all_rows
+from paceline.strategies.lenient import Lenient, Place, tested
+from paceline.tree import ROOT
 
 
 @dataclass(slots=True)
@@ -36,32 +36,31 @@ class RelaxedThinking(Lenient):
         self._delta = delta
         self._phases: WeakKeyDictionary[History, _Phase] = WeakKeyDictionary()
 
-    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Node, float]:
-        thinking = [each for each in guessed if each.verified]
-        inside = {node for each in thinking for node in self._inside(each)}
-        places = [(row, node) for row, node in parents(guessed) if node in inside]
-        if not places:
+    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Place, float]:
+        inside = {(i, node) for i, each in enumerate(guessed) if each.verified for node in self._inside(each)}
+        guesses = [each for each in tested(guessed) if each.place in inside]
+        if not guesses:
             return {}
-        rows = [row for each in guessed for row in each.rows]
-        wanted = [row for row, _ in places]
+        rows = all_rows(guessed)
+        wanted = [each.row for each in guesses]
         target_NV = probabilities(logits_RV[wanted], [_warm(rows[row]) for row in wanted])
-        probs = target_NV[range(len(places)), [node.token for _, node in places]].tolist()
+        probs = target_NV[range(len(guesses)), [each.token for each in guesses]].tolist()
         least = self._least(target_NV).tolist()
-        return {node: p for (_, node), p, enough in zip(places, probs, least, strict=True) if 0 < p >= enough}
+        return {each.place: p for each, p, enough in zip(guesses, probs, least, strict=True) if 0 < p >= enough}
 
     def _least(self, target_NV: Tensor) -> Tensor:
         """The smallest probability of a token that is accepted, [N]."""
         largest_NK = target_NV.topk(min(self._topk, target_NV.shape[-1])).values
         return largest_NK[:, -1].maximum(largest_NK[:, 0] - self._delta)
 
-    def _inside(self, guessed: Guessed) -> list[Node]:
+    def _inside(self, guessed: Guessed) -> list[int]:
         """The verified nodes whose parents are in a thinking phase."""
-        thinks = {guessed.root: self._thinks(guessed)}
+        tree, thinks = guessed.tree, {ROOT: self._thinks(guessed)}
         inside = []
         for node in guessed.verified:
-            if node.parent in thinks:
-                thinks[node] = self._turns.get(node.token, thinks[node.parent])
-                inside += [node] if thinks[node.parent] else []
+            if (parent := tree.parents[node]) in thinks:
+                thinks[node] = self._turns.get(tree.tokens[node], thinks[parent])
+                inside += [node] if thinks[parent] else []
         return inside
 
     def _thinks(self, guessed: Guessed) -> bool:

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from paceline.sampling import probabilities
 from paceline.strategies.base import Guessed, all_rows
-from paceline.strategies.lenient import Lenient, parents
-from paceline.tree import Node
+from paceline.strategies.lenient import Lenient, Place, tested
 
 
 class TypicalAcceptance(Lenient):
@@ -25,14 +24,14 @@ class TypicalAcceptance(Lenient):
         self._threshold = threshold
         self._alpha = alpha
 
-    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Node, float]:
-        places = parents(guessed)
-        if not places:
+    def admit(self, logits_RV: Tensor, guessed: Sequence[Guessed]) -> Mapping[Place, float]:
+        guesses = tested(guessed)
+        if not guesses:
             return {}
         target_RV = probabilities(logits_RV, all_rows(guessed))
-        rows, tokens = [row for row, _ in places], [node.token for _, node in places]
+        rows, tokens = [each.row for each in guesses], [each.token for each in guesses]
         probs, least = target_RV[rows, tokens].tolist(), self._least(target_RV)[rows].tolist()
-        return {node: p for (_, node), p, enough in zip(places, probs, least, strict=True) if p > enough}
+        return {each.place: p for each, p, enough in zip(guesses, probs, least, strict=True) if p > enough}
 
     def _least(self, target_RV: Tensor) -> Tensor:
         """What a token's probability has to exceed, [R]."""

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 from paceline.strategies import residual as rejection
 from paceline.strategies.residual import Link, Verdict
+from paceline.tree import ROOT, TokenTree
 from paceline.tree import Law as Weights
-from paceline.tree import Node, TokenTree
 from paceline.verify import walk
 from tests.exactness.chance import Chance, law_of
 from tests.exactness.worlds import NOISE_LEVELS, Drafter, Law, Scene, Tokens, World, drawn, nobody
@@ -42,13 +42,13 @@ def drafter_changes_output(rule: Rule, world: World, drafter: Drafter) -> bool:
     return bool(agreement.get(False))
 
 
-Draw = Callable[[Scene, Sequence[Node]], int]
-Walk = Callable[[Node, Sequence[Node], Sequence[int]], list[int]]
+Draw = Callable[[Scene, int], int]
+Walk = Callable[[TokenTree, Sequence[int], Sequence[int]], list[int]]
 
 
-def draw(scene: Scene, path: Sequence[Node]) -> int:
-    """The target's draw after the committed output and a path of guesses."""
-    prefix = (*scene.output, *(node.token for node in path))
+def draw(scene: Scene, node: int) -> int:
+    """The target's draw after a node: the committed output and a path of guesses."""
+    prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix), scene.chance.noise(len(prefix)))
 
 
@@ -65,8 +65,8 @@ class Coupled:
             scene = Scene(world, tree, output, chance)
             drafter(scene)
             verified = tree.best(ROWS, min(DEPTH, world.length - len(output) - 1))
-            draws = [self.draw(scene, node.path()) for node in (tree.root, *verified)]
-            committed = self.walk(tree.root, verified, draws)
+            draws = [self.draw(scene, node) for node in (ROOT, *verified)]
+            committed = self.walk(tree, verified, draws)
             tree.commit(committed)
             output = (*output, *committed)
         return output[: world.length]
@@ -186,7 +186,7 @@ def by_position(places: Places) -> Hashable:
     return places.position
 
 
-def everything(scene: Scene, nodes: Sequence[Node]) -> int:
+def everything(scene: Scene, nodes: Sequence[int]) -> int:
     return len(nodes)
 
 
@@ -213,13 +213,13 @@ class Rejection:
     sampled: Callable[[Law], Law] = lambda law: law
     claimed: Callable[[Law], Weights] = weights
     replace: Callable[[Law, Law, Fraction], Law] = left_over
-    rows: Callable[[Scene, Sequence[Node]], int] = everything
+    rows: Callable[[Scene, Sequence[int]], int] = everything
     sent: Callable[[Law, int], bool] = lambda law, token: True
     beyond: bool = True
     ahead: int = 2
 
     def __call__(self, world: World, drafter: Drafter, chance: Chance) -> Tokens:
-        tree, coins, output = TokenTree(0, 0, width=1), {}, ()
+        tree, coins, output = TokenTree(0, 0, chain=True), {}, ()
         while len(output) < world.length:
             scene = Scene(world, tree, output, chance)
             self._guess(scene, coins)
@@ -230,17 +230,17 @@ class Rejection:
 
     def _guess(self, scene: Scene, coins: dict[Hashable, Coin]) -> None:
         """The chain is made as deep as `ahead`; what is there already stays."""
-        node = scene.tree.root
+        node = ROOT
         for _ in range(self.ahead):
             prefix = scene.prefix(node)
-            if not node.children and scene.wants(prefix):
+            if node == scene.tree.size and scene.wants(prefix):
                 law = self.sampled(scene.world.draft(prefix))
                 places = Places(scene.output, prefix[len(scene.output) :])
                 token = coins.setdefault(("guess", self.guess_key(places)), Coin(scene.chance)).draw(law)
                 if not self.sent(law, token):
                     return
                 scene.tree.add(node, token, -0.1, self.claimed(scene.world.draft(prefix)))
-            node = next(iter(node.children.values()), node)
+            node = min(node + 1, scene.tree.size)
 
     def _step(self, scene: Scene, coins: dict[Hashable, Coin]) -> Tokens:
         nodes = list(scene.tree.nodes())
@@ -251,7 +251,7 @@ class Rejection:
         uniforms = [coins.setdefault(("accept", self.coin_key(each)), Coin(scene.chance)) for each in places]
         links = [self._link(scene, node, prefix) for node, prefix in zip(tested, before, strict=True)]
         verdict = self.rule(links, uniforms)
-        accepted = tuple(node.token for node in tested[: verdict.accepted])
+        accepted = tuple(link.token for link in links[: verdict.accepted])
         if verdict.accepted > rows:  # the last one had no row
             return accepted
         target = scene.world.target((*scene.output, *accepted))
@@ -261,10 +261,10 @@ class Rejection:
             target = self.replace(target, draft, Fraction(verdict.weight))
         return (*accepted, scene.chance.choose(target))
 
-    def _link(self, scene: Scene, node: Node, prefix: Tokens) -> Link:
-        total, target = sum(node.law.values()), scene.world.target(prefix)
+    def _link(self, scene: Scene, node: int, prefix: Tokens) -> Link:
+        law, target = scene.tree.laws[node], scene.world.target(prefix)
         return Link(
-            node.token,
-            {token: Fraction(weight) / total for token, weight in node.law.items()},
-            {token: target[token] for token in node.law},
+            scene.tree.tokens[node],
+            {token: Fraction(weight) / sum(law.values()) for token, weight in law.items()},
+            {token: target[token] for token in law},
         )

@@ -57,11 +57,11 @@ class Liar(Speculator):
     def grow(self) -> dict[int, Growth]:
         grown = {}
         for key, tree in self._trees.items():
-            parents = [tree.root, *tree.nodes()]
+            parents = range(tree.size + 1)
             nodes = []
             for parent in self._random.sample(parents, min(3, len(parents))):
                 token = self._random.randrange(VOCABULARY)
-                if token not in parent.children and tree.size < 40:
+                if tree.child(parent, token) is None and tree.size < 40:
                     nodes.append(tree.add(parent, token, -0.01))
             grown[key] = tree.growth(nodes)
         return grown

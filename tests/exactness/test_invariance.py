@@ -14,7 +14,7 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.sampling import History, Row, draw
-from paceline.tree import Node, TokenTree
+from paceline.tree import ROOT, TokenTree
 from paceline.verify import STRATEGIES, walk
 
 VOCABULARY, LENGTH = 16, 40
@@ -35,7 +35,7 @@ def plain(params: SamplingParams) -> list[int]:
     return output
 
 
-Rows = Callable[[Row, Node], Row]
+Rows = Callable[[Row], Row]
 
 
 def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | None = None) -> list[int]:
@@ -47,12 +47,12 @@ def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | No
     while len(output) < LENGTH:
         grow(tree, right[len(output) :], guesser)
         verified = tree.best(guesser.randrange(12), max_depth=guesser.randrange(7))
-        paths = [[n.token for n in node.path()] for node in (tree.root, *verified)]
+        paths = [tree.path_tokens(node) for node in (ROOT, *verified)]
         rows = [Row(params, len(PROMPT) + len(output) + len(path), history, path) for path in paths]
         if alter is not None:
-            rows[1:] = [alter(row, node) for row, node in zip(rows[1:], verified, strict=True)]
+            rows[1:] = map(alter, rows[1:])
         logits = torch.stack([table_logits([*PROMPT, *output, *path]) for path in paths])
-        committed = walk(tree.root, verified, draw(logits, rows).tolist())
+        committed = walk(tree, verified, draw(logits, rows).tolist())
         tree.commit(committed)
         history.extend(committed)
         output += committed
@@ -62,11 +62,11 @@ def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | No
 def grow(tree: TokenTree, right: Sequence[int], guesser: random.Random) -> None:
     """Some lines that follow the right continuation for a while, then guess."""
     for _ in range(guesser.randrange(4)):
-        node, astray = tree.root, False
+        node, astray = ROOT, False
         for token in right[: guesser.randrange(8)]:
             astray = astray or guesser.random() < 0.15
             guess = guesser.randrange(VOCABULARY) if astray else token
-            node = node.children.get(guess) or tree.add(node, guess, -guesser.random())
+            node = tree.child(node, guess) or tree.add(node, guess, -guesser.random())
 
 
 PARAMS = {
@@ -104,17 +104,17 @@ def caught(alter: Rows, **settings: object) -> bool:
 
 
 def test_leaving_rows_as_they_are_is_not_caught() -> None:
-    assert not any(caught(lambda row, node: row, **settings) for settings in PARAMS.values())
+    assert not any(caught(lambda row: row, **settings) for settings in PARAMS.values())
 
 
 @pytest.mark.parametrize(
     "alter",
     [
-        lambda row, node: row._replace(position=len(row.path)),
-        lambda row, node: row._replace(position=row.position - len(row.path)),
-        lambda row, node: row._replace(params=row.params.model_copy(update={"seed": 22 + node.token})),
-        lambda row, node: row._replace(params=row.params.model_copy(update={"temperature": 1.3})),
-        lambda row, node: row._replace(position=row.position + 1),
+        lambda row: row._replace(position=len(row.path)),
+        lambda row: row._replace(position=row.position - len(row.path)),
+        lambda row: row._replace(params=row.params.model_copy(update={"seed": 22 + row.path[-1]})),
+        lambda row: row._replace(params=row.params.model_copy(update={"temperature": 1.3})),
+        lambda row: row._replace(position=row.position + 1),
     ],
     ids=["noise by depth", "the root's noise", "noise by node", "another temperature", "noise of the next position"],
 )
@@ -124,5 +124,5 @@ def test_rows_with_the_wrong_noise_are_caught(alter: Rows) -> None:
 
 @pytest.mark.parametrize("rules", ["penalties", "greedy penalties", "bars"])
 def test_rules_that_are_not_told_of_the_path_are_caught(rules: str) -> None:
-    assert caught(lambda row, node: row._replace(path=()), **PARAMS[rules])
-    assert caught(lambda row, node: row._replace(path=row.path[:-1]), **PARAMS[rules])
+    assert caught(lambda row: row._replace(path=()), **PARAMS[rules])
+    assert caught(lambda row: row._replace(path=row.path[:-1]), **PARAMS[rules])

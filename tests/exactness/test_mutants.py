@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.tree import Node
+from paceline.tree import ROOT, TokenTree
 from tests.exactness.rules import (
     Chain,
     Coupled,
@@ -27,69 +27,69 @@ VISIBLE = Fraction(1, 100)
 """Errors below this would make a mutant hard to see by other means; none of ours hides that well."""
 
 
-def draw_with_one_noise(scene: Scene, path: Sequence[Node]) -> int:
-    prefix = (*scene.output, *(node.token for node in path))
+def draw_with_one_noise(scene: Scene, node: int) -> int:
+    prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix), scene.chance.noise("everywhere"))
 
 
-def draw_with_noise_by_depth(scene: Scene, path: Sequence[Node]) -> int:
-    prefix = (*scene.output, *(node.token for node in path))
-    return drawn(scene.world.target(prefix), scene.chance.noise(len(path)))
+def draw_with_noise_by_depth(scene: Scene, node: int) -> int:
+    prefix = scene.prefix(node)
+    return drawn(scene.world.target(prefix), scene.chance.noise(len(prefix) - len(scene.output)))
 
 
-def draw_with_noise_by_guess(scene: Scene, path: Sequence[Node]) -> int:
+def draw_with_noise_by_guess(scene: Scene, node: int) -> int:
     """Rows of guesses have noise of their own. The law is right, but the output depends on what was guessed."""
-    prefix = (*scene.output, *(node.token for node in path))
-    return drawn(scene.world.target(prefix), scene.chance.noise((len(prefix), bool(path))))
+    prefix = scene.prefix(node)
+    return drawn(scene.world.target(prefix), scene.chance.noise((len(prefix), node != ROOT)))
 
 
-def draw_again_on_a_miss(scene: Scene, path: Sequence[Node]) -> int:
+def draw_again_on_a_miss(scene: Scene, node: int) -> int:
     """A draw that nobody guessed is taken back once, for a better chance of acceptance."""
-    node = path[-1] if path else scene.tree.root
-    token = draw(scene, path)
-    if token in node.children or not node.children:
+    token = draw(scene, node)
+    if scene.tree.child(node, token) or not scene.tree.children(node):
         return token
     prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix), scene.chance.noise((len(prefix), "again")))
 
 
-def draw_by_committed_history(scene: Scene, path: Sequence[Node]) -> int:
+def draw_by_committed_history(scene: Scene, node: int) -> int:
     """A rule that looks back is not told of the guesses on the way."""
-    prefix = (*scene.output, *(node.token for node in path))
+    prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix, history=scene.output), scene.chance.noise(len(prefix)))
 
 
-def walk_into_unverified(root: Node, verified: Sequence[Node], draws: Sequence[int]) -> list[int]:
+def walk_into_unverified(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """An unverified child that equals the draw is followed; the draw after it is taken from its parent."""
-    draw_after = dict(zip([root, *verified], draws, strict=True))
-    committed, node, token = [], root, draws[0]
+    draw_after = dict(zip([ROOT, *verified], draws, strict=True))
+    committed, node, token = [], ROOT, draws[0]
     while True:
         token = draw_after.get(node, token)
         committed.append(token)
-        if token not in node.children:
+        child = tree.child(node, token)
+        if child is None:
             return committed
-        node = node.children[token]
+        node = child
 
 
-def walk_to_a_sibling(root: Node, verified: Sequence[Node], draws: Sequence[int]) -> list[int]:
+def walk_to_a_sibling(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """Any verified child will do."""
-    draw_after = dict(zip([root, *verified], draws, strict=True))
-    committed, node = [], root
+    draw_after = dict(zip([ROOT, *verified], draws, strict=True))
+    node = ROOT
     while True:
         draw = draw_after[node]
-        children = {t: c for t, c in node.children.items() if c in draw_after}
+        children = {tree.tokens[child]: child for child in tree.children(node) if child in draw_after}
         if not children:
-            return [*committed, draw]
+            return [*tree.path_tokens(node), draw]
         node = children.get(draw) or next(iter(children.values()))
-        committed.append(node.token)
 
 
-def walk_without_bonus_on_a_miss(root: Node, verified: Sequence[Node], draws: Sequence[int]) -> list[int]:
+def walk_without_bonus_on_a_miss(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list[int]:
     """The most praised child is committed where nothing was accepted, so that a step is never wasted."""
-    draw_after = dict(zip([root, *verified], draws, strict=True))
-    token = draw_after[root]
-    if token not in root.children and root.children:
-        return [max(root.children.values(), key=lambda child: child.log_prob).token]
+    draw_after = dict(zip([ROOT, *verified], draws, strict=True))
+    token = draw_after[ROOT]
+    children = tree.children(ROOT)
+    if tree.child(ROOT, token) is None and children:
+        return [tree.tokens[max(children, key=tree.log_probs.__getitem__)]]
     return [token]
 
 

@@ -14,7 +14,6 @@ import pytest
 
 from paceline.strategies.block import as_a_block
 from paceline.strategies.residual import Link, Verdict, one_by_one
-from paceline.tree import Node
 from tests.exactness.chance import Chance, law_of
 from tests.exactness.rules import Coin, Rejection, by_position, law_error, left_over, normalised
 from tests.exactness.test_identity import random_law
@@ -104,22 +103,22 @@ def test_a_block_accepts_at_least_as_many(seed: int) -> None:
     assert seed > 3 or mean(as_a_block, pair) > mean(one_by_one, pair)
 
 
-def rows_by_own_token(scene: Scene, nodes: Sequence[Node]) -> int:
+def rows_by_own_token(scene: Scene, nodes: Sequence[int]) -> int:
     """A guess has a row if it is token 0, and those before it are."""
-    return next((i for i, node in enumerate(nodes) if node.token), len(nodes))
+    return next((i for i, node in enumerate(nodes) if scene.tree.tokens[node]), len(nodes))
 
 
-def rows_by_the_next_token(scene: Scene, nodes: Sequence[Node]) -> int:
+def rows_by_the_next_token(scene: Scene, nodes: Sequence[int]) -> int:
     """A guess has a row if the one after it is token 0."""
     return max(0, rows_by_own_token(scene, nodes[1:]))
 
 
-def rows_by_prefix(scene: Scene, nodes: Sequence[Node]) -> int:
+def rows_by_prefix(scene: Scene, nodes: Sequence[int]) -> int:
     """A guess has a row unless a 1 stands before it."""
     return min(len(nodes), rows_by_own_token(scene, nodes) + 1)
 
 
-def nothing_has_rows(scene: Scene, nodes: Sequence[Node]) -> int:
+def nothing_has_rows(scene: Scene, nodes: Sequence[int]) -> int:
     return 0
 
 

@@ -21,7 +21,7 @@ from paceline.strategies import residual
 from paceline.strategies.base import Guessed
 from paceline.strategies.block import as_a_block
 from paceline.strategies.residual import Residual, Rule, one_by_one, remaining
-from paceline.tree import Node, TokenTree
+from paceline.tree import TokenTree
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail, plain_rows
 from tests.exactness.test_sampling import reference_law, reference_logits
 from tests.grammars import END, PIECES, grammars
@@ -197,26 +197,26 @@ class Request:
 
     params: SamplingParams
     tokens: list[int] = field(default_factory=list)
-    tree: TokenTree = field(default_factory=lambda: TokenTree(0, 0, width=1))
+    tree: TokenTree = field(default_factory=lambda: TokenTree(0, 0, chain=True))
 
     def __post_init__(self) -> None:
         self.history = History(self.params, [0], [], SIZE)
 
     @property
-    def chain(self) -> list[Node]:
-        return list(self.tree.nodes())
+    def chain(self) -> Sequence[int]:
+        """The guesses' tokens."""
+        return self.tree.tokens[1:]
 
     def row(self, depth: int) -> Row:
-        path = [node.token for node in self.chain[:depth]]
-        return Row(self.params, self.tree.root.position + 1 + depth, self.history, path)
+        return Row(self.params, self.tree.position + 1 + depth, self.history, self.chain[:depth])
 
     def logits(self, model: int, spread: float, depth: int) -> Tensor:
-        return after(model, [*self.tokens, *(node.token for node in self.chain[:depth])], spread)
+        return after(model, [*self.tokens, *self.chain[:depth]], spread)
 
     def guessed(self, rows: int) -> Guessed:
-        verified = self.chain[:rows]
+        verified = self.tree.nodes()[:rows]
         places = [self.row(depth) for depth in range(len(verified) + 1)]
-        return Guessed(self.tree.root, verified, places, [0, *self.tokens])
+        return Guessed(self.tree, verified, places, [0, *self.tokens])
 
     def commit(self, committed: Sequence[int]) -> None:
         self.tree.commit(committed)
@@ -237,7 +237,7 @@ def decoded(
             stacked = [each.logits(1, spread, end) for each, end in zip(short, ends, strict=True)]
             places = [each.row(end) for each, end in zip(short, ends, strict=True)]
             for each, guess in zip(short, draw_guesses(torch.stack(stacked), places) if short else (), strict=True):
-                each.tree.add((each.chain or [each.tree.root])[-1], *guess)
+                each.tree.add(each.tree.size, *guess)
         step = [each.guessed(rows) for each in running]
         depths = [(each, depth) for each, one in zip(running, step, strict=True) for depth in range(len(one.rows))]
         verdicts = verifier.verify(torch.stack([each.logits(0, spread, depth) for each, depth in depths]), step)
@@ -300,15 +300,15 @@ def test_requests_of_a_step_do_not_touch_each_other() -> None:
         params = SamplingParams(seed=seed, temperature=seed % 4 / 2)
         history = History(params, [0], [], SIZE)
         tree = TokenTree(0, 0)
-        node, path = tree.root, list[int]()
+        path = list[int]()
         for _ in range(seed % 4):
             [guess] = draw_guesses(after(1, path, 1.0)[None], [Row(params, len(path) + 1, history, path)])
-            node = tree.add(node, *guess)
-            path.append(node.token)
-        verified = node.path()[: max(0, seed % 4 - 1)]
+            tree.add(tree.size, *guess)
+            path.append(guess.token)
+        verified = tree.nodes()[: max(0, seed % 4 - 1)]
         rows = [Row(params, 1 + i, history, path[:i]) for i in range(len(verified) + 1)]
         logits_RV = torch.stack([after(0, row.path, 1.0) for row in rows])
-        together.append(Guessed(tree.root, verified, rows, [0]))
+        together.append(Guessed(tree, verified, rows, [0]))
         stacked.append(logits_RV)
         alone += Residual().verify(logits_RV, together[-1:])
     assert Residual().verify(torch.cat(stacked), together) == alone

@@ -19,7 +19,7 @@ from paceline.model.rows import Lane
 from paceline.model.table import TableModel
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
-from paceline.tree import Growth, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
 from tests.exactness.test_engine import FREE, Liar, llama, run
 from tests.exactness.test_sampling import reference_law
@@ -253,20 +253,20 @@ class TestChain:
     """A tree that is a chain: the first guess at a place stays the only one."""
 
     def test_a_second_child_is_dropped_and_its_descendants(self) -> None:
-        tree = TokenTree(0, 0, width=1)
+        tree = TokenTree(0, 0, chain=True)
         assert tree.graft(Growth(0, 1, [0, 0, 2], [5, 6, 7], [-0.1] * 3), 10) == 1
-        assert list(tree.root.children) == [5]
+        assert tree.tokens == [0, 5]
 
     def test_the_same_guess_of_another_goes_by_its_id_and_keeps_the_first_law(self) -> None:
-        tree = TokenTree(0, 0, width=1)
+        tree = TokenTree(0, 0, chain=True)
         tree.graft(Growth(0, 1, [0], [5], [-0.1], [{5: 1, 6: 2}]), 10)
         assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
-        assert tree.root.children[5].law == {5: 1, 6: 2}
-        assert list(tree.root.children[5].children) == [8]
+        assert tree.laws[1] == {5: 1, 6: 2}
+        assert (tree.tokens, tree.parents) == ([0, 5, 8], [-1, ROOT, 1])
 
     def test_laws_stay_with_their_nodes_in_growth(self) -> None:
         tree = TokenTree(0, 0)
-        first = tree.add(tree.root, 5, -0.1, {5: 2})
+        first = tree.add(ROOT, 5, -0.1, {5: 2})
         growth = tree.growth([first]) + tree.growth([tree.add(first, 6, -0.1)])
         assert growth.laws == [{5: 2}, {}]
         assert (tree.growth([tree.add(first, 7, -0.1)])).laws == ()
@@ -274,4 +274,4 @@ class TestChain:
     @pytest.mark.parametrize("law", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
     def test_a_law_that_a_guess_cannot_come_from_is_no_growth(self, law: dict[int, int]) -> None:
         with pytest.raises(ValueError, match="cannot have been drawn"):
-            Growth(0, 1, [0], [5], [-0.1], [law])
+            Growth(0, 1, [0], [5], [-0.1], [law]).check()

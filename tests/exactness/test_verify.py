@@ -8,7 +8,7 @@ import pytest
 
 from paceline import config
 from paceline.config import SamplingParams
-from paceline.tree import Node, TokenTree
+from paceline.tree import ROOT, TokenTree
 from paceline.verify import STRATEGIES, strategy_of, walk
 
 
@@ -22,50 +22,49 @@ def tree() -> TokenTree:
     """
     tree = TokenTree(10, 0)
     for path in ([1, 2, 3], [1, 4], [5, 6]):
-        node = tree.root
+        node = ROOT
         for token in path:
-            node = node.children.get(token) or tree.add(node, token, -0.1)
+            node = tree.child(node, token) or tree.add(node, token, -0.1)
     return tree
 
 
-def at(tree: TokenTree, *path: int) -> Node:
-    node = tree.root
-    for token in path:
-        node = node.children[token]
-    return node
+def at(tree: TokenTree, *path: int) -> int:
+    nodes = tree.match(path)
+    assert len(nodes) == len(path)
+    return nodes[-1]
 
 
 def test_plain_decoding_commits_the_draw(tree: TokenTree) -> None:
-    assert walk(tree.root, [], [7]) == [7]
+    assert walk(tree, [], [7]) == [7]
 
 
 def test_an_unverified_guess_ends_the_walk_even_if_it_is_right(tree: TokenTree) -> None:
-    assert walk(tree.root, [], [1]) == [1]
-    assert walk(tree.root, [at(tree, 1)], [1, 2]) == [1, 2]
+    assert walk(tree, [], [1]) == [1]
+    assert walk(tree, [at(tree, 1)], [1, 2]) == [1, 2]
 
 
 def test_accepted_tokens_then_the_bonus(tree: TokenTree) -> None:
     verified = [at(tree, 1), at(tree, 1, 2), at(tree, 1, 2, 3)]
-    assert walk(tree.root, verified, [1, 2, 3, 8]) == [1, 2, 3, 8]
-    assert walk(tree.root, verified, [1, 2, 9, 8]) == [1, 2, 9]
-    assert walk(tree.root, verified, [9, 2, 3, 8]) == [9]
+    assert walk(tree, verified, [1, 2, 3, 8]) == [1, 2, 3, 8]
+    assert walk(tree, verified, [1, 2, 9, 8]) == [1, 2, 9]
+    assert walk(tree, verified, [9, 2, 3, 8]) == [9]
 
 
 def test_branches_are_told_apart(tree: TokenTree) -> None:
     verified = [at(tree, 5), at(tree, 1), at(tree, 1, 4), at(tree, 1, 2)]
-    assert walk(tree.root, verified, [1, 50, 4, 40, 20]) == [1, 4, 40]
-    assert walk(tree.root, verified, [1, 50, 2, 40, 20]) == [1, 2, 20]
-    assert walk(tree.root, verified, [5, 50, 2, 40, 20]) == [5, 50]
+    assert walk(tree, verified, [1, 50, 4, 40, 20]) == [1, 4, 40]
+    assert walk(tree, verified, [1, 50, 2, 40, 20]) == [1, 2, 20]
+    assert walk(tree, verified, [5, 50, 2, 40, 20]) == [5, 50]
 
 
 def test_a_node_without_its_parent_is_not_reached(tree: TokenTree) -> None:
-    assert walk(tree.root, [at(tree, 1, 2)], [1, 3]) == [1]
+    assert walk(tree, [at(tree, 1, 2)], [1, 3]) == [1]
 
 
 @pytest.mark.parametrize("draws", [[], [1], [1, 2, 3]])
 def test_one_draw_for_the_root_and_each_verified_node(tree: TokenTree, draws: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        walk(tree.root, [at(tree, 1)], draws)
+        walk(tree, [at(tree, 1)], draws)
 
 
 def test_every_strategy_that_can_be_asked_for_exists() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 from tests.exactness.chance import NOISE_LEVELS, Chance
 
 Law = Sequence[Fraction]
@@ -80,8 +80,8 @@ class Scene:
     output: Tokens
     chance: Chance
 
-    def prefix(self, node: Node) -> Tokens:
-        return (*self.output, *(n.token for n in node.path()))
+    def prefix(self, node: int) -> Tokens:
+        return (*self.output, *self.tree.path_tokens(node))
 
     def wants(self, prefix: Tokens) -> bool:
         return len(prefix) < self.world.length
@@ -97,36 +97,36 @@ def chain(guess: Callable[[Scene, Tokens], int | None]) -> Drafter:
     """A drafter that extends the deepest line of the tree, one guess at a time."""
 
     def grow(scene: Scene) -> None:
-        node = scene.tree.root
+        node = ROOT
         while scene.wants(scene.prefix(node)):
             token = guess(scene, scene.prefix(node))
             if token is None:
                 return
-            node = node.children.get(token) or scene.tree.add(node, token, -0.1)
+            node = scene.tree.child(node, token) or scene.tree.add(node, token, -0.1)
 
     return grow
 
 
 def bushy(scene: Scene) -> None:
     """Every continuation there is; the least likely ones praised the most, so that a few are never verified."""
-    for node in (scene.tree.root, *list(scene.tree.nodes())):
+    for node in range(scene.tree.size + 1):
         prefix = scene.prefix(node)
         if scene.wants(prefix):
             law = scene.world.target(prefix)
             for token in range(scene.world.vocabulary):
-                if token not in node.children:
+                if scene.tree.child(node, token) is None:
                     scene.tree.add(node, token, -float(law[token]))
 
 
 def worst_first(scene: Scene) -> None:
     """Beside each right guess two wrong ones, which claim to be certain."""
-    node = scene.tree.root
+    node = ROOT
     while scene.wants(prefix := scene.prefix(node)):
         right = scene.true_draw(prefix)
         for token in range(scene.world.vocabulary):
-            if token not in node.children:
+            if scene.tree.child(node, token) is None:
                 scene.tree.add(node, token, -1.0 if token == right else 0.0)
-        node = node.children[right]
+        node = scene.tree.match([*scene.tree.path_tokens(node), right])[-1]
 
 
 class Laggard:
@@ -143,7 +143,8 @@ class Laggard:
         known = set(self._replica.nodes())
         bushy(Scene(scene.world, self._replica, self._output, scene.chance))
         self._under_way = [self._replica.growth([n for n in self._replica.nodes() if n not in known])]
-        self._replica.commit(scene.output[len(self._output) :])
+        if news := scene.output[len(self._output) :]:
+            self._replica.commit(news)
         self._output = scene.output
 
     def _begin(self) -> None:

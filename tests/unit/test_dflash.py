@@ -25,6 +25,7 @@ from tests.dense import HEADS, HIDDEN, KV_HEADS, SIZE, attention, heads_of, mlp,
 from tests.feeding import Feeding, Guess
 from tests.llamas import VOCABULARY, peaked_llama
 from tests.parallel import BLOCK, DFLASH, DFLASH_OF_THE_LIBRARY, MASK, dflash_tensors, save
+from tests.seen import nodes_of
 
 NETWORK = peaked_llama()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -173,7 +174,7 @@ def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant,
     for _ in range(12):
         check(request, request.grow(), laws(request, variant.weights, variant.seen, variant.first), 2, variant.ids)
         speculator.check_integrity()
-        chosen = rng.choice(list(request.tree.nodes())).path()
+        chosen = rng.choice(list(nodes_of(request.tree))).path()
         request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
 
 
@@ -232,7 +233,7 @@ def test_several_requests_share_a_pass_and_not_their_contexts(tmp_path: Path) ->
     assert grown.keys() == requests.keys()
     for key, request in requests.items():
         request.tree.graft(grown[key], 1000)
-        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in request.tree.nodes()]
+        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in nodes_of(request.tree)]
         check(request, guesses, laws(request, dflash_tensors(), {}), 2, None)
 
 

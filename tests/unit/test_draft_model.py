@@ -27,8 +27,9 @@ from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.follower import PREFILL_ROWS, dealt
-from paceline.tree import Growth, Node, TokenTree
+from paceline.tree import Growth, TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.seen import Seen, nodes_of, root_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -73,7 +74,7 @@ class Replica:
         assert self.tree.graft(growth, 10_000) == len(growth.node_ids), "every node is new and has its parent"
 
     def commit(self, tokens: Sequence[int]) -> Commit:
-        commit = Commit(self.opening.request_id, self.tree.root.position, tokens, 0)
+        commit = Commit(self.opening.request_id, self.tree.position, tokens, 0)
         self.tree.commit(tokens)
         self.tokens += tokens
         return commit
@@ -99,10 +100,10 @@ def drafted(draft: DraftModel, opening: Opening) -> Replica:
     return replica
 
 
-def chain(tree: TokenTree) -> list[Node]:
-    nodes: list[Node] = []
-    while (nodes[-1] if nodes else tree.root).children:
-        [node] = (nodes[-1] if nodes else tree.root).children.values()
+def chain(tree: TokenTree) -> list[Seen]:
+    nodes: list[Seen] = []
+    while (nodes[-1] if nodes else root_of(tree)).children:
+        [node] = (nodes[-1] if nodes else root_of(tree)).children.values()
         nodes.append(node)
     return nodes
 
@@ -130,7 +131,7 @@ class TestGuesses:
     def test_a_draft_that_is_the_target_predicts_every_draw(self, llama: Model, law: SamplingParams) -> None:
         """Noise, penalties, bars and all: the likeliest child of every node is the target's draw there."""
         expected = decoded(llama, PROMPT, law, 6)
-        node = drafted(thorough(llama, 3), opening(sampling=law)).tree.root
+        node = root_of(drafted(thorough(llama, 3), opening(sampling=law)).tree)
         depth = 0
         while node.children:
             node = max(node.children.values(), key=lambda child: child.log_prob)
@@ -140,7 +141,7 @@ class TestGuesses:
 
     def test_guesses_of_one_node_share_its_probability(self, llama: Model) -> None:
         replica = drafted(thorough(llama, 4), opening(sampling=LAWS[1]))
-        for parent in [replica.tree.root, *replica.tree.nodes()]:
+        for parent in [root_of(replica.tree), *nodes_of(replica.tree)]:
             assert sum(math.exp(child.log_prob) for child in parent.children.values()) <= 1 + 1e-5
             assert len(parent.children) in (0, 4)
 
@@ -148,8 +149,8 @@ class TestGuesses:
         [first, *_] = decoded(llama, PROMPT, GREEDY, 1)
         barred = SamplingParams(temperature=0.0, bad_words=((first,),))
         replica = drafted(thorough(llama, VOCABULARY), opening(sampling=barred, depth=1))
-        assert len(replica.tree.root.children) == VOCABULARY - 1
-        assert first not in replica.tree.root.children
+        assert len(root_of(replica.tree).children) == VOCABULARY - 1
+        assert first not in root_of(replica.tree).children
 
     def test_the_likeliest_nodes_are_expanded_first_whoever_s_they_are(self) -> None:
         draft = thorough(table(), 3)
@@ -160,8 +161,8 @@ class TestGuesses:
             leaves = [
                 (key, node)
                 for key, r in replicas.items()
-                for node in r.tree.nodes()
-                if not node.children and node.position - r.tree.root.position < 4
+                for node in nodes_of(r.tree)
+                if not node.children and node.position - r.tree.position < 4
             ]
             expanded = {(key, parent) for key, growth in grown.items() for parent in growth.parent_ids if parent}
             taken = [node.path_log_prob for key, node in leaves if (key, node.id) in expanded]
@@ -175,7 +176,7 @@ class TestGuesses:
     def test_unlikely_nodes_are_not_sent(self) -> None:
         frugal = drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50))
         generous = drafted(DraftModel(table(), 3, least_path_probability=0.01), opening(depth=50))
-        chances = [math.exp(node.path_log_prob) for node in generous.tree.nodes()]
+        chances = [math.exp(node.path_log_prob) for node in nodes_of(generous.tree)]
         assert min(chances) > 0.01
         assert frugal.tree.size == sum(chance > 0.05 for chance in chances) < len(chances)
 
@@ -223,7 +224,7 @@ def test_a_request_whose_guesses_gave_way_grows_as_if_it_were_new() -> None:
     replica = drafted(draft, opening(depth=4))
     draft.open(opening([1] * (400 - len(PROMPT)), key=9, depth=0))
     draft.close(9)
-    token = next(iter(replica.tree.root.children))
+    token = next(iter(root_of(replica.tree).children))
     draft.commit(Commit(1, len(PROMPT) - 1, [token], 1))
     replica.tree.commit([token])
     for grown in rounds(draft):
@@ -231,7 +232,7 @@ def test_a_request_whose_guesses_gave_way_grows_as_if_it_were_new() -> None:
             replica.graft(grown[1])
     draft.check_integrity()
     new = drafted(thorough(table(400), 2), opening([*PROMPT, token], depth=4))
-    known, expected = ([[n.token for n in node.path()] for node in each.tree.nodes()] for each in (replica, new))
+    known, expected = ([[n.token for n in node.path()] for node in nodes_of(each.tree)] for each in (replica, new))
     assert sorted(known) == sorted(expected)
 
 
@@ -332,7 +333,7 @@ class TestLimits:
         """Neither from the start nor after a change; the draft's own limit stays."""
         draft = DraftModel(table(), 3, least_path_probability=0.01)
         replica = drafted(draft, replace(opening(depth=50), least_path_probability=0.05))
-        chances = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+        chances = [math.exp(node.path_log_prob) for node in nodes_of(replica.tree)]
         assert len(chances) == drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50)).tree.size
         assert min(chances) > 0.05
         draft.limit(Limit(1, 50, 1000, 0.001))
@@ -340,7 +341,7 @@ class TestLimits:
         for grown in rounds(draft):
             for growth in grown.values():
                 replica.graft(growth)
-        chances = [math.exp(node.path_log_prob) for node in replica.tree.nodes()]
+        chances = [math.exp(node.path_log_prob) for node in nodes_of(replica.tree)]
         assert 0.01 < min(chances) < 0.05
 
     @pytest.mark.parametrize("depth", [0, 1, 5])
@@ -356,7 +357,7 @@ class TestLimits:
     def test_a_tree_of_few_nodes_grows_ahead_too(self) -> None:
         """Or else, with one guess asked for per step, the target would wait for a round trip after each."""
         replica = drafted(DraftModel(table(), 3), opening(nodes=4))
-        assert max(len(node.path()) for node in replica.tree.nodes()) == 2
+        assert max(len(node.path()) for node in nodes_of(replica.tree)) == 2
 
     def test_no_position_at_or_beyond_the_limit(self) -> None:
         replica = drafted(DraftModel(table(positions=10), 1), opening(PROMPT[:7], depth=20))
@@ -432,7 +433,7 @@ class TestContext:
 
 
 def children(replica: Replica) -> dict[int, float]:
-    return {token: node.log_prob for token, node in replica.tree.root.children.items()}
+    return {token: node.log_prob for token, node in root_of(replica.tree).children.items()}
 
 
 class TestCommits:
@@ -504,7 +505,7 @@ class TestRewinding:
         draft.check_integrity()
         draft.close(1)
         fresh = drafted(draft_of, opening([*tokens[:length], *rest]))
-        assert {t: n.log_prob for t, n in known.root.children.items()} == children(fresh)
+        assert {t: n.log_prob for t, n in root_of(known).children.items()} == children(fresh)
 
     def test_what_was_computed_is_kept(self) -> None:
         model = Recording(slots=300)
@@ -523,7 +524,7 @@ class TestRewinding:
         draft.rewind(1, 4)
         assert list(rounds(draft))
         fresh = drafted(thorough(table(), 3), opening([1, 2, 3, 4], sampling=law, output=1))
-        assert {t: n.log_prob for t, n in draft.tree(1).root.children.items()} == children(fresh)
+        assert {t: n.log_prob for t, n in root_of(draft.tree(1)).children.items()} == children(fresh)
 
 
 class TestSlots:
@@ -541,7 +542,7 @@ class TestSlots:
         draft.check_integrity()
         later = drafted(draft, opening([3] * 9, key=3))
         assert later.tree.size > 0
-        draft.commit(first.commit([n.token for n in first.tree.best(2, 2)][:1]))
+        draft.commit(first.commit([first.tree.tokens[n] for n in first.tree.best(2, 2)][:1]))
         draft.check_integrity()
 
     def test_who_cannot_go_on_is_let_go_and_the_others_go_on(self) -> None:
@@ -601,7 +602,7 @@ class TestSlots:
 def committed(tree: TokenTree, rng: random.Random) -> list[int]:
     """What a target may draw: some way down the tree, then often something that nobody guessed."""
     tokens: list[int] = []
-    node = tree.root
+    node = root_of(tree)
     while node.children and rng.random() < 0.7:
         node = rng.choice(list(node.children.values()))
         tokens.append(node.token)

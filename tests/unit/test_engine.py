@@ -23,6 +23,7 @@ from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
 from paceline.tree import Growth
 from services.target.compute import facts
+from tests.seen import Weighing, root_of
 
 VOCABULARY = 64
 SLOTS = 256
@@ -319,12 +320,13 @@ class Recording(Calibration):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weighed: Counter[int] = Counter()
+        self.asked: Counter[int] = Counter()
         self.learned: Counter[int] = Counter()
+        self.weighed = Weighing(self._answer)
 
-    def weigh(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
-        cell, corrected = super().weigh(log_prob, rank, depth)
-        self.weighed[cell] += 1
+    def _answer(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
+        cell, corrected = self._corrected(log_prob, rank, depth)
+        self.asked[cell] += 1
         return cell, corrected
 
     def observe(self, cell: int, accepted: bool) -> None:
@@ -344,7 +346,7 @@ class TestCalibration:
             target.step()
             target._guesses.gather(target._requests, ())
             tree = target._requests[1].tree
-            shares.append([math.exp(node.path_log_prob) for node in tree.root.children.values()])
+            shares.append([math.exp(node.path_log_prob) for node in root_of(tree).children.values()])
         assert shares[0] == pytest.approx([0.47, 0.47]), "nothing is known yet"
         first, second = shares[-1]
         assert first > 0.4
@@ -359,7 +361,7 @@ class TestCalibration:
         served(target, *(submission(name, 9, output=100) for name in "abc"), steps=steps)
         pool = recordings[POOL, True]
         assert pool.learned
-        assert pool.learned <= pool.weighed, "each once, when it came"
+        assert pool.learned <= pool.asked, "each once, when it came"
         assert pool.learned == Counter(cell for step in steps for cell, _ in step.guesses), "and told others"
         assert len({cell % Calibration.DEPTHS for cell in pool.learned}) > 2, "from near the root and far from it"
         assert len({cell // Calibration.DEPTHS % Calibration.RANKS for cell in pool.learned}) > 1, "first and others"

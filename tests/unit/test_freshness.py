@@ -26,7 +26,7 @@ from paceline.speculators.base import Commit, Context, Limit, Opening, Speculato
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.head import Head
-from paceline.tree import Growth, TokenTree
+from paceline.tree import ROOT, Growth, TokenTree
 from tests.head_checkpoints import (
     HIDDEN,
     VOCABULARY,
@@ -38,6 +38,7 @@ from tests.head_checkpoints import (
     target_model,
 )
 from tests.moving import Moving
+from tests.seen import nodes_of
 from tests.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -75,12 +76,12 @@ class Told:
 
     def grow(self) -> Guesses:
         """All nodes that are new when there are no more."""
-        known = set(self.tree.nodes())
+        known = set(nodes_of(self.tree))
         while (growth := self.head.grow()) or self.head.behind:
             if self.key in growth:
                 assert self.tree.graft(growth[self.key], 10_000) == len(growth[self.key])
         self.head.check_integrity()
-        return {tuple(n.token for n in node.path()): node.log_prob for node in self.tree.nodes() if node not in known}
+        return {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(self.tree) if node not in known}
 
 
 Make = Callable[..., Head]
@@ -311,14 +312,14 @@ class Recorder(Speculator):
     def grow(self) -> dict[int, Growth]:
         grown = {}
         for key, tree in self._trees.items():
-            nodes = [tree.add(tree.root, t, -0.2 * i - 0.1) for i, t in self._guesses(tree)]
+            nodes = [tree.add(ROOT, t, -0.2 * i - 0.1) for i, t in self._guesses(tree)]
             if nodes:
                 grown[key] = tree.growth(nodes)
         return grown
 
     def _guesses(self, tree: TokenTree) -> list[tuple[int, int]]:
-        wanted = [tree.root.token, (tree.root.token + 1) % VOCABULARY]
-        return [(i, token) for i, token in enumerate(wanted) if token not in tree.root.children]
+        wanted = [tree.tokens[ROOT], (tree.tokens[ROOT] + 1) % VOCABULARY]
+        return [(i, token) for i, token in enumerate(wanted) if tree.child(ROOT, token) is None]
 
     def _hear(self, key: int, position: int, states: Tensor) -> None:
         """Raises AssertionError unless these come next."""

@@ -43,6 +43,7 @@ from tests.head_checkpoints import (
 )
 from tests.head_formulas import Eagle1, Formula, after
 from tests.head_formulas import Eagle3 as Formula3
+from tests.seen import nodes_of
 from tests.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -67,11 +68,11 @@ def opening(tokens: list[int], depth: int = 3) -> Opening:
 
 def grown(speculator: Speculator, tree: TokenTree) -> dict[tuple[int, ...], float]:
     """By their paths, the log-probabilities of the nodes that come until no more do."""
-    known = set(tree.nodes())
+    known = set(nodes_of(tree))
     while (growth := speculator.grow()) or speculator.behind:
         for each in growth.values():
             assert tree.graft(each, 10_000) == len(each)
-    return {tuple(n.token for n in node.path()): node.log_prob for node in tree.nodes() if node not in known}
+    return {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(tree) if node not in known}
 
 
 HEADS: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], Any]] = {

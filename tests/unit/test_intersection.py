@@ -18,9 +18,10 @@ from paceline.speculators.base import Commit, DraftError, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.intersection import IntersectionDraft
 from paceline.speculators.vocabularies import VocabularyMapping
-from paceline.tree import TokenTree
+from paceline.tree import ROOT, TokenTree
 from tests.foreign import accepted, grow, longest, numbered, permuted_llama
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.seen import nodes_of, root_of
 from tests.unit.test_draft_model import PROMPT, committed, decoded
 
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
@@ -62,8 +63,8 @@ def test_tokens_outside_the_intersection_are_written_and_never_guessed(law: Samp
     tokens = [20, 3, 9, *PROMPT]
     draft, model = thorough(llama(), PARTIAL, 2), llama()
     tree = opened(draft, tokens, law)
-    assert max(len(node.path()) for node in tree.nodes()) == 4
-    for node in [tree.root, *tree.nodes()]:
+    assert max(len(node.path()) for node in nodes_of(tree)) == 4
+    for node in [root_of(tree), *nodes_of(tree)]:
         path = [each.token for each in node.path()]
         best = likeliest(model, [*tokens, *path], law, len(tokens) + len(path))
         assert list(node.children) in ([], best[:2])
@@ -77,7 +78,7 @@ def test_guesses_after_any_commits_are_those_of_a_fresh_start(seed: int) -> None
     tree = opened(draft, tokens, LAWS[seed], rounds=2)
     for _ in range(20):
         new = [rng.choice([*STRANGERS, 1, 2]), *committed(tree, rng)] if rng.random() < 0.3 else committed(tree, rng)
-        draft.commit(Commit(1, tree.root.position, new, 0))
+        draft.commit(Commit(1, tree.position, new, 0))
         tree.commit(new)
         tokens += new
         draft.check_integrity()
@@ -87,8 +88,8 @@ def test_guesses_after_any_commits_are_those_of_a_fresh_start(seed: int) -> None
     grow(draft, tree)
     draft.close(1)
     fresh = opened(draft, tokens, LAWS[seed], output=len(tokens) - len(PROMPT))
-    assert {t: n.log_prob for t, n in tree.root.children.items()} == {
-        t: n.log_prob for t, n in fresh.root.children.items()
+    assert {t: n.log_prob for t, n in root_of(tree).children.items()} == {
+        t: n.log_prob for t, n in root_of(fresh).children.items()
     }
 
 
@@ -141,7 +142,7 @@ def test_no_slot_is_lost_whatever_is_said(seed: int, slots: int, width: int) -> 
                 draft.open(Opening(key, tokens, 0, rng.choice(LAWS), 4, 30))
             elif rng.random() < 0.5 and key in trees:
                 new = [*committed(trees[key], rng), rng.choice([*STRANGERS])]
-                draft.commit(Commit(key, trees[key].root.position, new, 0))
+                draft.commit(Commit(key, trees[key].position, new, 0))
                 trees[key].commit(new)
             else:
                 for grown, growth in draft.grow().items():
@@ -182,6 +183,6 @@ def likeliest(model: Model, tokens: Sequence[int], law: SamplingParams, position
 
 def test_the_longest_path_is_what_was_guessed() -> None:
     tree = TokenTree(0, 0)
-    tree.add(tree.add(tree.root, 5, -0.1), 6, -0.1)
+    tree.add(tree.add(ROOT, 5, -0.1), 6, -0.1)
     assert longest(tree, [5, 6, 7]) == [5, 6]
     assert longest(tree, [6]) == []

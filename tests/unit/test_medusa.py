@@ -25,6 +25,7 @@ from paceline.speculators.medusa_heads import is_medusa, load_medusa
 from paceline.tree import TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.markov import HIDDEN, final_states, logits_after, markov_model, save_head, trained
+from tests.seen import nodes_of, root_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5]
@@ -306,7 +307,7 @@ def grown(medusa: Medusa, tree: TokenTree, key: int = 1) -> int:
 
 
 def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    return {tuple(each.token for each in node.path()): node.path_log_prob for node in tree.nodes()}
+    return {tuple(each.token for each in node.path()): node.path_log_prob for node in nodes_of(tree)}
 
 
 def all_paths(laws: Tensor, width: int) -> dict[tuple[int, ...], float]:
@@ -358,7 +359,7 @@ class TestTree:
         grown(medusa, tree)
         logits = expected(original(), self.STATE[None])[0]
         history = History(law, PROMPT, [], VOCABULARY)
-        parents = [node for node in [tree.root, *tree.nodes()] if node.children]
+        parents = [node for node in [root_of(tree), *nodes_of(tree)] if node.children]
         assert parents
         for parent in parents:
             depth = parent.position - ROOT
@@ -372,7 +373,7 @@ class TestTree:
         medusa.open(opening())
         told(medusa, self.STATE)
         grown(medusa, tree)
-        kept = max(tree.root.children.values(), key=lambda node: node.log_prob)
+        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob)
         state = some(1, HIDDEN, seed=6) * 8
         tree.commit([kept.token])
         survivors = paths(tree)
@@ -396,18 +397,17 @@ class TestTree:
         for _ in range(2):
             count = grown(medusa, tree)
             history = History(law, PROMPT[:2], output, VOCABULARY)
-            new = sorted(tree.nodes(), key=lambda node: node.id)[-count:]
+            new = nodes_of(tree)[-count:]
             assert any(node.token in output for node in new)
             for node in new:
                 parent = node.parent
-                assert parent is not None
                 logits = history.apply(
-                    expected(original(), state[None])[0, parent.position - tree.root.position],
+                    expected(original(), state[None])[0, parent.position - tree.position],
                     [n.token for n in parent.path()],
                 )
                 assert node.log_prob == pytest.approx(float(logits.log_softmax(-1)[node.token]), abs=1e-4)
-            root = tree.root.position
-            token = max(tree.root.children.values(), key=lambda node: node.log_prob).token
+            root = tree.position
+            token = max(root_of(tree).children.values(), key=lambda node: node.log_prob).token
             output, state = [*output, token], some(HIDDEN, seed=8) * 8
             tree.commit([token])
             medusa.commit(Commit(1, root, [token], 1, state[None, None]))
@@ -452,7 +452,7 @@ class TestTree:
         medusa.open(opening(sampling=LAWS[4]))
         told(medusa, self.STATE)
         grown(medusa, tree)
-        assert {node.token for node in tree.nodes()} == set(range(4))
+        assert {node.token for node in nodes_of(tree)} == set(range(4))
 
 
 class TestStates:
@@ -564,7 +564,7 @@ class TestStates:
         medusa.open(Opening(1, PROMPT, 0, hot, 1, 10, strategy="greedy"))
         told(medusa, self.STATE)
         grown(medusa, tree)
-        assert set(tree.root.children) == {int(expected(original(), self.STATE[None])[0, 0].argmax())}
+        assert set(root_of(tree).children) == {int(expected(original(), self.STATE[None])[0, 0].argmax())}
 
     def test_requests_that_are_not_open_are_ignored(self, folder: Path, lent: Lent) -> None:
         medusa = speculator(folder, lent)

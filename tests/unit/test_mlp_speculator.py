@@ -19,7 +19,7 @@ from paceline.speculators.base import Commit, Context, DraftError, Limit, Openin
 from paceline.speculators.cacheless import MOST_ROWS
 from paceline.speculators.mlp_network import is_mlp_speculator, load_mlp_speculator
 from paceline.speculators.mlp_speculator import MlpSpeculator
-from paceline.tree import Node, TokenTree
+from paceline.tree import TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.markov import (
     HIDDEN,
@@ -32,6 +32,7 @@ from tests.markov import (
     seeing_mlp,
     trained,
 )
+from tests.seen import Seen, nodes_of, root_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5]
@@ -294,7 +295,7 @@ def grown(mlp: MlpSpeculator, tree: TokenTree, key: int = 1) -> int:
     return count
 
 
-def logits_at(node: Node, state: Tensor, root: int = PROMPT[-1]) -> Tensor:
+def logits_at(node: Seen, state: Tensor, root: int = PROMPT[-1]) -> Tensor:
     return expected(ibm(), state, [root, *(each.token for each in node.path())], STEPS)[-1]
 
 
@@ -310,7 +311,7 @@ class TestTree:
         told(mlp, self.STATE)
         grown(mlp, tree)
         history = History(law, PROMPT, [], VOCABULARY)
-        parents = [node for node in [tree.root, *tree.nodes()] if node.children]
+        parents = [node for node in [root_of(tree), *nodes_of(tree)] if node.children]
         assert max(node.position for node in parents) == ROOT + STEPS - 1
         for parent in parents:
             path = [node.token for node in parent.path()]
@@ -324,7 +325,7 @@ class TestTree:
         mlp.open(opening(depth=depth))
         told(mlp, self.STATE)
         grown(mlp, tree)
-        nodes = [tree.root, *tree.nodes()]
+        nodes = [root_of(tree), *nodes_of(tree)]
         assert max(node.position - ROOT for node in nodes) == min(depth, STEPS)
         for node in nodes:
             if node.position - ROOT < min(depth, STEPS):
@@ -348,16 +349,15 @@ class TestTree:
         for _ in range(2):
             count = grown(mlp, tree)
             history = History(law, PROMPT[:2], output, VOCABULARY)
-            new = sorted(tree.nodes(), key=lambda node: node.id)[-count:]
+            new = nodes_of(tree)[-count:]
             assert any(node.token in output for node in new)
             for node in new:
                 parent = node.parent
-                assert parent is not None
                 path = [each.token for each in parent.path()]
-                logits = history.apply(logits_at(parent, state, tree.root.token), path)
+                logits = history.apply(logits_at(parent, state, root_of(tree).token), path)
                 assert node.log_prob == pytest.approx(float(logits.log_softmax(-1)[node.token]), abs=1e-4)
-            root = tree.root.position
-            token = max(tree.root.children.values(), key=lambda node: node.log_prob).token
+            root = tree.position
+            token = max(root_of(tree).children.values(), key=lambda node: node.log_prob).token
             output, state = [*output, token], some(HIDDEN, seed=8) * 8
             tree.commit([token])
             mlp.commit(Commit(1, root, [token], 1, state[None, None]))
@@ -389,8 +389,8 @@ class TestTree:
         assert grown(mlp, tree) == 3
         mlp.limit(Limit(1, 8, 4))
         assert grown(mlp, tree) == 1
-        [followed] = [node for node in tree.root.children.values() if node.children]
-        assert followed.log_prob == max(node.log_prob for node in tree.root.children.values())
+        [followed] = [node for node in root_of(tree).children.values() if node.children]
+        assert followed.log_prob == max(node.log_prob for node in root_of(tree).children.values())
 
     def test_a_round_is_bounded_and_takes_the_likeliest_of_all_requests(self, folder: Path, lent: Lent) -> None:
         mlp = speculator(folder, lent)
@@ -402,7 +402,7 @@ class TestTree:
         for key, growth in first.items():
             trees[key].graft(growth, 1000)
         assert set(first) == set(trees)
-        nodes = [node for tree in trees.values() for node in [tree.root, *tree.nodes()]]
+        nodes = [node for tree in trees.values() for node in [root_of(tree), *nodes_of(tree)]]
         expanded = [node for node in nodes if node.children]
         assert len(expanded) == MOST_ROWS
         level = [node for node in nodes if node.position == ROOT + 2]
@@ -422,15 +422,15 @@ class TestTree:
         mlp.open(opening())
         told(mlp, self.STATE)
         grown(mlp, tree)
-        kept = max(tree.root.children.values(), key=lambda node: node.log_prob)
+        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob)
         tree.commit([kept.token])
-        before = {node: node.path_log_prob for node in tree.nodes()}
+        before = {node: node.path_log_prob for node in nodes_of(tree)}
         state = some(HIDDEN, seed=6) * 8
         mlp.commit(Commit(1, ROOT, [kept.token], 1, state[None, None]))
         assert grown(mlp, tree) > 0
-        assert {node: node.path_log_prob for node in tree.nodes() if node in before} == before
-        for node in [tree.root, *tree.nodes()]:
-            if node.position - tree.root.position < STEPS:
+        assert {node: node.path_log_prob for node in nodes_of(tree) if node in before} == before
+        for node in [root_of(tree), *nodes_of(tree)]:
+            if node.position - tree.position < STEPS:
                 best = logits_at(node, state, root=kept.token).topk(3).indices.tolist()
                 assert set(best) <= set(node.children), "survivors are followed by what the new state says, too"
 
@@ -444,8 +444,8 @@ class TestTree:
         mlp.open(opening(root=2, sampling=law))
         told(mlp, self.STATE)
         grown(mlp, tree)
-        assert {node.token for node in tree.nodes()} == set(range(4))
-        assert {node.token for node in tree.nodes() if node.children} == set(range(3))
+        assert {node.token for node in nodes_of(tree)} == set(range(4))
+        assert {node.token for node in nodes_of(tree) if node.children} == set(range(3))
         mlp.open(opening(root=60))
         told(mlp, self.STATE)
         assert not mlp.grow()

@@ -13,6 +13,7 @@ from paceline.config import SamplingParams
 from paceline.speculators.base import Commit, DraftError, Opening
 from paceline.speculators.ngram import FIRST_GUESS, NEXT_GUESS, NGram
 from paceline.tree import Growth, TokenTree
+from tests.seen import nodes_of, root_of
 
 A, B, C, D, E, X, Y = range(7)
 
@@ -105,7 +106,7 @@ def test_guesses_that_came_true_are_not_sent_again() -> None:
     growth = ngram.grow()[1]
     assert growth.tokens == [E], "D was sent before"
     replica.graft(growth, 100)
-    assert [n.token for n in replica.nodes()] == [D, E]
+    assert [n.token for n in nodes_of(replica)] == [D, E]
 
 
 def test_confidence_falls_along_a_path_and_with_each_branch() -> None:
@@ -136,8 +137,8 @@ def test_every_guess_once_followed_the_same_run(
     tree = TokenTree(len(tokens) - 1, tokens[-1])
     tree.graft(grown[1], 100)
     found = max(n for n in range(least, least + more + 1) if tokens[-n:] in runs(tokens[:-1], n))
-    for parent in (tree.root, *tree.nodes()):
-        assert parent.position - tree.root.position <= depth
+    for parent in (root_of(tree), *nodes_of(tree)):
+        assert parent.position - tree.position <= depth
         assert len(parent.children) <= width
         assert sum(math.exp(child.log_prob) for child in parent.children.values()) <= 1
         so_far = [*tokens, *(n.token for n in parent.path())]

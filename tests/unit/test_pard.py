@@ -27,6 +27,7 @@ from paceline.speculators.pard import Pard, is_pard, mask_token_of
 from tests.checkpoints import save_checkpoint
 from tests.feeding import GREEDY, Feeding, Guess
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.seen import nodes_of, root_of
 
 MASK = VOCABULARY - 1
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -80,7 +81,7 @@ class TestLaws:
         for _ in range(40):
             check(request, request.grow(), 4, 2)
             speculator.check_integrity()
-            chosen = rng.choice(list(request.tree.nodes())).path()
+            chosen = rng.choice(list(nodes_of(request.tree))).path()
             request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
             stood += request.tree.size > 0
         assert 5 < stood < 35
@@ -92,7 +93,7 @@ class TestLaws:
         new = request.grow()
         best = [int(law.argmax()) for law in laws(request.tokens, 3)]
         told = {path for path, _ in new}
-        assert second in request.tree.root.children
+        assert second in root_of(request.tree).children
         assert any(len(path) == 3 and path[-1] == best[2] for path in told), "one deeper than before"
         assert (second,) not in told, "it is known already"
 
@@ -104,7 +105,7 @@ class TestLaws:
         history = History(law, PROMPT, [], VOCABULARY)
         rows = [Row(law, len(PROMPT) + depth, history, [1] * depth) for depth in range(3)]
         expected = draw(laws(PROMPT, 3), rows).tolist()
-        children = request.tree.root.children.values()
+        children = root_of(request.tree).children.values()
         for token in expected:
             likeliest = max(children, key=lambda node: node.log_prob)
             assert likeliest.token == token
@@ -125,7 +126,7 @@ class TestLimits:
     def test_unlikely_guesses_are_not_made(self) -> None:
         request = asked(pard(4, 3, least=0.05))
         request.grow()
-        chances = [node.path_log_prob for node in request.tree.nodes()]
+        chances = [node.path_log_prob for node in nodes_of(request.tree)]
         assert min(chances) > torch.tensor(0.05).log()
         assert len(chances) < 120
 

@@ -22,6 +22,7 @@ from tests.dense import HIDDEN, attention, heads_of, mlp, random, rms_norm
 from tests.feeding import Feeding, Guess
 from tests.llamas import VOCABULARY, peaked_llama
 from tests.parallel import MASK, PEAGLE, peagle_tensors, save
+from tests.seen import nodes_of
 
 NETWORK = peaked_llama()
 AHEAD = 4
@@ -148,7 +149,7 @@ def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant,
         expected = laws(request, variant.weights, normed_residual=variant.normed_residual)
         check(request, request.grow(), expected, variant.ids)
         speculator.check_integrity()
-        chosen = rng.choice(list(request.tree.nodes())).path()
+        chosen = rng.choice(list(nodes_of(request.tree))).path()
         request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
 
 
@@ -191,7 +192,7 @@ def test_several_requests_share_a_pass(tmp_path: Path) -> None:
     assert grown.keys() == requests.keys()
     for key, request in requests.items():
         request.tree.graft(grown[key], 1000)
-        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in request.tree.nodes()]
+        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in nodes_of(request.tree)]
         check(request, guesses, laws(request, peagle_tensors()), None)
 
 

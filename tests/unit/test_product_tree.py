@@ -14,8 +14,9 @@ from paceline.config import SamplingParams
 from paceline.sampling import History, scores
 from paceline.speculators.predicted import Law, predicted
 from paceline.speculators.product_tree import draws, grow
-from paceline.tree import TokenTree
+from paceline.tree import ROOT, TokenTree
 from tests.llamas import LAWS, VOCABULARY
+from tests.seen import nodes_of, root_of
 
 
 def random_law(rng: random.Random, tokens: int) -> Law:
@@ -25,7 +26,7 @@ def random_law(rng: random.Random, tokens: int) -> Law:
 
 
 def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    return {tuple(n.token for n in node.path()): node.path_log_prob for node in tree.nodes()}
+    return {tuple(n.token for n in node.path()): node.path_log_prob for node in nodes_of(tree)}
 
 
 def every_path(laws: Sequence[Law]) -> dict[tuple[int, ...], float]:
@@ -47,20 +48,20 @@ def test_the_likeliest_paths_of_all_are_grown(seed: int, most: int) -> None:
     likely = {path: chance for path, chance in every_path(laws).items() if chance > floor}
     best = dict(sorted(likely.items(), key=lambda item: -item[1])[:most])
     assert paths(tree) == pytest.approx(best)
-    assert set(new) == set(tree.nodes())
+    assert sorted(new) == list(tree.nodes())
 
 
 def test_nodes_that_were_there_get_children_and_are_not_counted() -> None:
     """Whether the new laws know them or not."""
     tree = TokenTree(0, 0)
-    stale, known = tree.add(tree.root, 9, math.log(0.9)), tree.add(tree.root, 1, math.log(0.1))
+    stale, known = tree.add(ROOT, 9, math.log(0.9)), tree.add(ROOT, 1, math.log(0.1))
     tree.growth([stale, known])
     new = grow(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
-    assert [tuple(n.token for n in node.path()) for node in new] == [(2,), (9, 3), (2, 3)]
-    assert stale.log_prob == pytest.approx(math.log(0.9))
-    assert not known.children
+    assert {tuple(tree.path_tokens(node)) for node in new} == {(2,), (9, 3), (2, 3)}
+    assert tree.log_probs[stale] == pytest.approx(math.log(0.9))
+    assert not tree.children(known)
     grow(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
-    assert list(known.children) == [3]
+    assert [tree.tokens[node] for node in tree.children(known)] == [3]
 
 
 def test_nodes_come_in_the_order_of_their_parents() -> None:
@@ -70,7 +71,7 @@ def test_nodes_come_in_the_order_of_their_parents() -> None:
     growth = tree.growth(new)
     assert len(new) == 60
     assert list(growth.parent_ids) == sorted(growth.parent_ids)
-    siblings = [[child.log_prob for child in node.children.values()] for node in (tree.root, *tree.nodes())]
+    siblings = [[child.log_prob for child in node.children.values()] for node in (root_of(tree), *nodes_of(tree))]
     assert all(each == sorted(each, reverse=True) for each in siblings), "the rank of a guess is its place"
     assert TokenTree(0, 0).graft(growth, 1000) == 60
 

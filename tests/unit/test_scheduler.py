@@ -16,7 +16,7 @@ from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, outlook
 from paceline.engine.slots import BLOCK, SlotPool
-from paceline.tree import Growth
+from paceline.tree import ROOT, Growth
 from tests.bare import bare_request
 
 SLOTS = 256
@@ -44,10 +44,10 @@ def check(scheduler: Scheduler, works: Sequence[Work], rows: int) -> None:
         assert work.start < work.stop == len(work.request.lane) <= len(work.request.tokens)
         assert len(work.nodes) == len(work.slots)
         assert work.draws or not work.nodes, "a guess without its root"
-        known = {id(work.request.tree.root)}
+        known = {ROOT}
         for node in work.nodes:
-            assert id(node.parent) in known, "a guess without its parent, or before it"
-            known.add(id(node))
+            assert work.request.tree.parents[node] in known, "a guess without its parent, or before it"
+            known.add(node)
     if scheduler.running:
         assert works[0].request is scheduler.running[0], "the oldest request stands still"
     everybody = list(scheduler.requests())
@@ -69,11 +69,10 @@ def commit(scheduler: Scheduler, works: Sequence[Work], token: int = 7) -> None:
 
 def grow(request: Request, width: int, rng: random.Random) -> None:
     """Some guesses; none of them is the token that `commit` commits."""
-    parents = [request.tree.root, *request.tree.nodes()]
     for _ in range(width):
-        parent, token = rng.choice(parents), rng.randrange(100, 200)
-        if token not in parent.children:
-            parents.append(request.tree.add(parent, token, -rng.random()))
+        parent, token = rng.randrange(request.tree.size + 1), rng.randrange(100, 200)
+        if request.tree.child(parent, token) is None:
+            request.tree.add(parent, token, -rng.random())
 
 
 @dataclass
@@ -230,7 +229,7 @@ def drawing(scheduled: Scheduler, requests: int, nodes: int) -> list[Work]:
         scheduled.waiting.append(request(key, 3, limits=(8, nodes), token=key))
     commit(scheduled, scheduled.schedule())
     for each in scheduled.running:
-        node = each.tree.root
+        node = ROOT
         for token in range(nodes):
             node = each.tree.add(node, token + 100, -0.1)
     return scheduled.schedule()

@@ -23,6 +23,7 @@ from paceline.tree import TokenTree
 from tests.foreign import TALE, Reciter, accepted, byte_level, grow, longest, metaspace, numbered, vocabulary
 from tests.foreign import permuted_llama as permuted
 from tests.llamas import VOCABULARY, peaked_llama
+from tests.seen import nodes_of, root_of
 from tests.unit.test_draft_model import PROMPT, committed, decoded
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -71,8 +72,8 @@ class TestAcceptance:
         mapping = VocabularyMapping.between(BYTES, SPACES)
         end = BYTES.tokenizer.token_id("<|end|>")
         tree = opened(StringDraft(DraftModel(Ending(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
-        assert list(tree.root.children) == [end]
-        assert list(tree.root.children[0].children) == [], "nothing comes after it"
+        assert list(root_of(tree).children) == [end]
+        assert list(root_of(tree).children[0].children) == [], "nothing comes after it"
 
 
 class TestTree:
@@ -95,9 +96,9 @@ class TestTree:
         draft, _ = drafting(LETTERS, SPACES, width=3)
         tree = opened(draft, tokens)
         [last] = LETTERS.tokenizer.encode_inside("京")[2:]
-        assert [said(LETTERS.tokenizer, [token]) for token in tree.root.children] == ["京".encode()[2:]]
-        known = [node for node in draft._inner.tree(1).nodes() if len(node.path()) == 3]
-        assert tree.root.children[last].log_prob == pytest.approx(max(node.path_log_prob for node in known))
+        assert [said(LETTERS.tokenizer, [token]) for token in root_of(tree).children] == ["京".encode()[2:]]
+        known = [node for node in nodes_of(draft._inner.tree(1)) if len(node.path()) == 3]
+        assert root_of(tree).children[last].log_prob == pytest.approx(max(node.path_log_prob for node in known))
 
     def test_a_guess_that_contradicts_the_half_that_is_there_is_none(self) -> None:
         """Although the target's half and the draft's other half would make a character."""
@@ -116,7 +117,7 @@ class TestTree:
         mapping = VocabularyMapping.between(BYTES, SPACES)
         tree = opened(StringDraft(DraftModel(Stuttering(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
         ends = {BYTES.tokenizer.token_id("<|end|>"), -1}
-        assert not ends.intersection(node.token for node in tree.nodes())
+        assert not ends.intersection(node.token for node in nodes_of(tree))
 
     def test_what_was_guessed_is_read_again_when_the_target_writes_it_otherwise(self) -> None:
         """Letter by letter; the draft has nothing new to say."""
@@ -125,7 +126,7 @@ class TestTree:
         letters = [BYTES.tokenizer.pieces.index(bytes([byte])) for byte in b" tra"]
         assert longest(tree, letters) == []
         draft._inner.limit(Limit(1, 9, 0))
-        draft.commit(Commit(1, tree.root.position, letters, 0))
+        draft.commit(Commit(1, tree.position, letters, 0))
         tree.commit(letters)
         grow(draft, tree)
         assert longest(tree, BYTES.tokenizer.encode_inside(" traveller")[1:]) != []
@@ -135,13 +136,13 @@ class TestTree:
         prompt = [token for token in BYTES.tokenizer.encode(TALE[:40]) if token < 300]
         tree = opened(drafting(small, LETTERS)[0], prompt)
         assert tree.size > 0
-        assert max(node.token for node in tree.nodes()) < 300
+        assert max(node.token for node in nodes_of(tree)) < 300
 
     @pytest.mark.parametrize(("depth", "nodes"), [(1, 1), (1, 50), (3, 4), (4, 50)])
     def test_it_has_what_is_wanted_and_no_more(self, depth: int, nodes: int) -> None:
         prompt = BYTES.tokenizer.encode(TALE[:30])
         tree = opened(drafting(BYTES, SPACES)[0], prompt, depth=depth, nodes=nodes)
-        assert max(len(node.path()) for node in tree.nodes()) == min(depth, nodes)
+        assert max(len(node.path()) for node in nodes_of(tree)) == min(depth, nodes)
         assert tree.size <= nodes
 
     def test_a_paused_request_follows_and_goes_on_when_it_may(self) -> None:
@@ -149,12 +150,12 @@ class TestTree:
         tree = opened(draft, prompt, depth=4, nodes=0)
         assert tree.size == 0
         new = BYTES.tokenizer.encode_inside(TALE[30:46])
-        draft.commit(Commit(1, tree.root.position, new[:-1], 0))
+        draft.commit(Commit(1, tree.position, new[:-1], 0))
         tree.commit(new[:-1])
         grow(draft, tree)
         assert tree.size == 0
         draft.limit(Limit(1, 4, 50))
-        draft.commit(Commit(1, tree.root.position, new[-1:], 0))
+        draft.commit(Commit(1, tree.position, new[-1:], 0))
         tree.commit(new[-1:])
         grow(draft, tree)
         assert len(longest(tree, BYTES.tokenizer.encode_inside(TALE[46:80]))) >= 3
@@ -164,8 +165,8 @@ class TestTree:
         tree = opened(drafting(BYTES, LETTERS)[0], BYTES.tokenizer.encode(TALE[:30]))
         path = longest(tree, BYTES.tokenizer.encode_inside(TALE[30:60]))
         assert len(path) >= 3
-        assert tree.followed(path)[-1].path_log_prob > -0.5
-        assert all(node.log_prob <= 0 for node in tree.nodes())
+        assert tree.path_log_probs[tree.match(path)[-1]] > -0.5
+        assert all(node.log_prob <= 0 for node in nodes_of(tree))
 
     @pytest.mark.parametrize(("target", "draft"), PAIRS, ids=NAMES)
     def test_guesses_after_any_commits_are_those_of_a_fresh_start(self, target: Vocabulary, draft: Vocabulary) -> None:
@@ -177,7 +178,7 @@ class TestTree:
         for _ in range(25):
             path = committed(tree, rng)
             new = [token if token < target.size else 5 for token in path]
-            drafted.commit(Commit(1, tree.root.position, new, 0))
+            drafted.commit(Commit(1, tree.position, new, 0))
             tree.commit(new)
             tokens = [*tokens, *new]
             drafted.check_integrity()
@@ -195,7 +196,7 @@ class TestTree:
         for size in range(1, 12):
             del model.ran[:]
             new = SPACES.tokenizer.encode_inside("and odd"[:size])[-1:]
-            draft.commit(Commit(1, tree.root.position, new, 0))
+            draft.commit(Commit(1, tree.position, new, 0))
             tree.commit(new)
             draft.grow()
             assert len(model.ran) < 40
@@ -364,7 +365,7 @@ def opened(
 
 
 def paths(tree: TokenTree) -> set[tuple[int, ...]]:
-    return {tuple(n.token for n in node.path()) for node in tree.nodes()}
+    return {tuple(n.token for n in node.path()) for node in nodes_of(tree)}
 
 
 def said(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:

@@ -21,6 +21,7 @@ from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
 from paceline.speculators.suffix_outputs import FinishedOutputs, OutputsBySalt
 from paceline.speculators.suffix_tree import MANY, SuffixTree
 from paceline.tree import Growth, TokenTree
+from tests.seen import nodes_of
 
 A, B, C, D, E, X, Y, Z = range(8)
 ALL = 1000
@@ -476,13 +477,13 @@ class TestSuffix:
         speculator.open(opening([A, B, C, D, E, X, Y, A, B]))
         replica = TokenTree(8, B)
         replica.graft(speculator.grow()[1], 100)
-        assert [n.token for n in replica.nodes()] == [C, D]
+        assert [n.token for n in nodes_of(replica)] == [C, D]
         replica.commit([C])
         speculator.commit(Commit(1, 8, [C], 1))
         growth = speculator.grow()[1]
         assert growth.tokens == [E, X], "D was sent before"
         replica.graft(growth, 100)
-        assert [n.token for n in replica.nodes()] == [D, E, X]
+        assert [n.token for n in nodes_of(replica)] == [D, E, X]
 
     def test_a_tree_that_is_full_takes_the_likeliest(self) -> None:
         """The room that a limit leaves is what is not taken by guesses that are still alive."""
@@ -546,6 +547,6 @@ def test_a_tree_stays_within_its_limits(
     for position, token in enumerate([*commits, 0], len(tokens) - 1):
         for growth in speculator.grow().values():
             assert replica.graft(growth, nodes) == len(growth), "no node is sent twice, or beyond the room"
-        assert all(node.position - replica.root.position <= depth for node in replica.nodes())
+        assert all(node.position - replica.position <= depth for node in nodes_of(replica))
         replica.commit([token])
         speculator.commit(Commit(1, position, [token], 0))

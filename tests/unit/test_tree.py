@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.tree import ROOT_ID, TRAIL, Growth, Node, TokenTree
+from paceline.tree import ROOT, ROOT_ID, TRAIL, Growth, TokenTree
+from tests.seen import Weighing
 
 VOCABULARY = 3
 ROOM = 1000
@@ -20,51 +21,88 @@ ROOM = 1000
 
 def guesses(tree: TokenTree) -> set[tuple[int, ...]]:
     """The tree's content: every guess as the tokens from the root down to it."""
-    return {tuple(n.token for n in node.path()) for node in tree.nodes()}
+    return {tuple(tree.path_tokens(node)) for node in tree.nodes()}
 
 
 def check_books(tree: TokenTree) -> None:
     """What must hold after any message whatsoever."""
-    nodes = list(tree.nodes())
-    assert tree.size == len(nodes) == len(set(map(id, nodes)))
-    assert tree.root.parent is None
-    for parent in (tree.root, *nodes):
-        for token, child in parent.children.items():
-            assert (child.token, child.position) == (token, parent.position + 1)
-            assert child.parent is parent
-            assert -math.inf < child.path_log_prob <= parent.path_log_prob <= 0
-            assert child.path_log_prob == pytest.approx(parent.path_log_prob + child.log_prob)
-    assert all(node.parent is tree.root or node.parent in nodes[:i] for i, node in enumerate(nodes))
-    named = [node for names in tree._by_id.values() for node in names.values()]
-    assert all(node in (tree.root, *nodes) or tree._trail[node.position] is node for node in named)
+    nodes = tree.nodes()
+    lists = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.sources, tree.cells)
+    assert {len(each) for each in lists} == {tree.size + 1} == {len(nodes) + 1}
+    assert (tree.parents[ROOT], tree.depths[ROOT], tree.path_log_probs[ROOT]) == (-1, 0, 0.0)
+    assert tree._children == {(tree.parents[node], tree.tokens[node]): node for node in nodes}, "each guess once"
+    for node in nodes:
+        parent = tree.parents[node]
+        assert ROOT <= parent < node
+        assert tree.child(parent, tree.tokens[node]) == node
+        assert tree.depths[node] == tree.depths[parent] + 1
+        assert -math.inf < tree.path_log_probs[node] <= tree.path_log_probs[parent] <= 0
+        assert tree.path_log_probs[node] == pytest.approx(tree.path_log_probs[parent] + tree.log_probs[node])
+    for names in tree._names.values():
+        assert set(names.nodes.values()) <= set(nodes)
+        assert len(set(names.nodes.values())) == len(names.nodes), "one id each"
+        assert set(names.places.values()) <= tree._trail.keys()
+        assert names.places == {id_: place for place, id_ in names.ids.items()}
+        assert set(names.choices) <= {ROOT, *nodes}
+    assert tree.laws.keys() | tree._agreed.keys() | tree._ids.keys() <= set(nodes)
 
 
 def chances(tree: TokenTree) -> dict[int, float]:
     """By token, where all differ: the probability of the path down to it."""
-    return {node.token: math.exp(node.path_log_prob) for node in tree.best(99, 99)}
+    return {tree.tokens[node]: math.exp(tree.path_log_probs[node]) for node in tree.best(99, 99)}
 
 
-def chain(tree: TokenTree, tokens: Sequence[int]) -> list[Node]:
-    nodes: list[Node] = []
+def chain(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
+    nodes: list[int] = []
     for token in tokens:
-        nodes.append(tree.add(nodes[-1] if nodes else tree.root, token, -0.5))
+        nodes.append(tree.add(nodes[-1] if nodes else ROOT, token, -0.5))
     return nodes
+
+
+def best_tokens(tree: TokenTree) -> list[int]:
+    return [tree.tokens[node] for node in tree.best(9, 9)]
+
+
+def cells(tree: TokenTree) -> dict[int, dict[int, int]]:
+    """By token, where all differ, and draft: with which guesses the outcome is counted."""
+    found: dict[int, dict[int, int]] = {token: {} for token in tree.tokens[1:]}
+    for node in (ROOT, *tree.nodes()):
+        for guess, source, cell, _ in tree.decided([*tree.path_tokens(node), -1]):
+            found[tree.tokens[guess]][source] = cell
+    return found
 
 
 class TestExamples:
     def test_the_committed_path_survives_and_its_siblings_do_not(self) -> None:
         tree = TokenTree(9, 0)
         first, second, third = chain(tree, [1, 2, 3])
-        tree.add(tree.root, 4, -1.0)
+        tree.add(ROOT, 4, -1.0)
         tree.add(first, 5, -1.0)
 
         committed = tree.commit([1, 2])
 
         assert committed.path == [first, second]
+        assert committed.kept == [third]
         assert committed.missed is None
-        assert (tree.root, tree.root.position) == (second, 11)
+        assert (tree.tokens[ROOT], tree.position) == (2, 11)
         assert guesses(tree) == {(3,)}
-        assert third.path_log_prob == third.log_prob
+        assert tree.path_log_probs[1] == tree.log_probs[1] == -0.5
+        check_books(tree)
+
+    def test_a_commit_tells_what_each_survivor_was(self) -> None:
+        tree = TokenTree(9, 0)
+        first = tree.add(ROOT, 1, -0.1)
+        other = tree.add(ROOT, 2, -0.2)
+        tree.add(first, 3, -0.3)
+        below, beside = tree.add(other, 4, -0.4), tree.add(other, 5, -0.5)
+        last = tree.add(below, 6, -0.6)
+        kept_beside_the_tree = {node: tree.tokens[node] for node in tree.nodes()}
+
+        committed = tree.commit([2])
+
+        assert (committed.path, committed.kept) == ([other], [below, beside, last])
+        assert [kept_beside_the_tree[old] for old in committed.kept] == tree.tokens[1:] == [4, 5, 6]
+        assert (tree.parents, tree.depths) == ([-1, ROOT, ROOT, 1], [0, 1, 1, 2])
         check_books(tree)
 
     def test_a_miss_leaves_an_empty_tree_at_the_drawn_token(self) -> None:
@@ -73,9 +111,9 @@ class TestExamples:
 
         committed = tree.commit([1, 7])
 
-        assert committed.path == [first]
+        assert (committed.path, committed.kept) == ([first], [])
         assert committed.missed == 7
-        assert (tree.root.token, tree.root.position, tree.size) == (7, 11, 0)
+        assert (tree.tokens[ROOT], tree.position, tree.size) == (7, 11, 0)
 
     def test_growth_that_names_committed_parents_finds_its_place(self) -> None:
         """The draft guessed 1 2 3 4 while the target drew 1 2 by itself: 3 and 4 are still good guesses."""
@@ -131,7 +169,8 @@ class TestExamples:
         for _ in range(3):
             target.commit([1])
         assert target.graft(late, ROOM) == 0
-        assert len(target._by_id[0]) <= TRAIL
+        names = target._names[0]
+        assert len(names.nodes) + len(names.places) <= TRAIL
 
     def test_a_full_tree_takes_no_more(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
@@ -143,18 +182,17 @@ class TestExamples:
 
     def test_a_second_child_for_a_token_is_refused(self) -> None:
         tree = TokenTree(9, 0)
-        tree.add(tree.root, 1, -0.5)
+        tree.add(ROOT, 1, -0.5)
         with pytest.raises(ValueError, match="already has a child"):
-            tree.add(tree.root, 1, -0.5)
+            tree.add(ROOT, 1, -0.5)
 
     def test_a_weighed_tree_ranks_by_the_corrected_value(self) -> None:
-        tree = TokenTree(9, 0, lambda source: lambda log_prob, rank, depth: (0, 2 * log_prob))
-        first = tree.add(tree.root, 1, -0.5)
-        second = tree.add(first, 2, -0.25)
-        assert (second.log_prob, second.path_log_prob) == (-0.5, -1.5)
+        tree = TokenTree(9, 0, {0: Weighing(lambda log_prob, rank, depth: (0, 2 * log_prob))})
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [-0.5, -0.25]), ROOM)
+        assert (tree.log_probs[2], tree.path_log_probs[2]) == (-0.5, -1.5)
 
         tree.commit([1])
-        assert second.path_log_prob == -0.5
+        assert tree.path_log_probs[1] == -0.5
 
     def test_a_guess_remembers_which_choice_it_was_and_how_far_ahead(self) -> None:
         weighed: list[tuple[float, int, int]] = []
@@ -163,22 +201,21 @@ class TestExamples:
             weighed.append((log_prob, rank, depth))
             return len(weighed), log_prob
 
-        tree = TokenTree(9, 0, lambda source: weigh)
+        tree = TokenTree(9, 0, {0: Weighing(weigh)})
         tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.1, -0.2, -0.3]), ROOM)
         tree.commit([1])
         tree.graft(Growth(9, 4, [2], [4], [-0.4]), ROOM)
         assert weighed == [(-0.1, 0, 1), (-0.2, 0, 2), (-0.3, 1, 2), (-0.4, 0, 2)]
         tree.commit([2])
-        [node] = tree.nodes()
-        assert (node.token, node.cells) == (4, {0: 4}), "as when it came"
+        assert cells(tree) == {4: {0: 4}}, "as when it came"
 
     def test_each_draft_has_first_choices_of_its_own(self) -> None:
         """One that guesses what another has guessed made that choice all the same."""
-        tree = TokenTree(9, 0, lambda source: lambda log_prob, rank, depth: (rank, log_prob))
+        ranks = Weighing(lambda log_prob, rank, depth: (rank, log_prob))
+        tree = TokenTree(9, 0, {0: ranks, 1: ranks})
         tree.graft(Growth(9, 1, [0, 0], [1, 2], [-0.5] * 2), ROOM, source=0)
         tree.graft(Growth(9, 1, [0, 0, 0], [3, 2, 4], [-0.5] * 3), ROOM, source=1)
-        ranks = {node.token: node.cells for node in tree.nodes()}
-        assert ranks == {1: {0: 0}, 2: {0: 1, 1: 1}, 3: {1: 0}, 4: {1: 2}}
+        assert cells(tree) == {1: {0: 0}, 2: {0: 1, 1: 1}, 3: {1: 0}, 4: {1: 2}}
 
     def test_of_two_who_guess_the_same_the_surer_one_counts(self) -> None:
         tree = TokenTree(9, 0)
@@ -187,40 +224,40 @@ class TestExamples:
         assert tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM) == 0
         check_books(tree)
         assert chances(tree) == pytest.approx({1: 0.9, 2: 0.45}), "not as remembered"
-        assert {node.token: node.source for node in tree.nodes()} == {1: 0, 2: 1}, "who is surest"
+        assert dict(zip(tree.tokens[1:], tree.sources[1:], strict=True)) == {1: 0, 2: 1}, "who is surest"
         tree.graft(Growth(9, 9, [0], [1], [0.0]), ROOM)
         assert chances(tree)[1] == pytest.approx(0.9), "a draft guesses each once"
         tree.graft(Growth(9, 2, [1], [2], [math.log(0.1)]), ROOM)
         assert chances(tree)[2] == pytest.approx(0.45), "the less sure does not count"
-        assert [sorted(node.cells) for node in tree.nodes()] == [[0, 1], [0, 1]], "but is learned of"
+        assert cells(tree) == {1: {0: 0, 1: 0}, 2: {0: 0, 1: 0}}, "but is learned of"
+        assert all(tree.is_by(source, node) for source in (0, 1) for node in tree.nodes())
+        assert not tree.is_by(2, 1)
 
     def test_the_best_are_others_once_somebody_is_surer(self) -> None:
         tree = TokenTree(9, 0)
         tree.graft(Growth(9, 1, [0], [1], [math.log(0.4)]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0], [2], [math.log(0.5)]), ROOM)
-        assert [node.token for node in tree.best(9, 9)] == [2, 1]
+        assert best_tokens(tree) == [2, 1]
         tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM, source=2)
-        assert [node.token for node in tree.best(9, 9)] == [1, 2], "what was remembered is out of date"
+        assert best_tokens(tree) == [1, 2], "what was remembered is out of date"
 
     def test_in_a_chain_nobody_is_believed_for_having_drawn_it_again(self) -> None:
         """What is drawn from a law must be verified whatever was drawn."""
-        tree = TokenTree(9, 0, width=1)
+        tree = TokenTree(9, 0, chain=True)
         tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), ROOM)
-        [node] = tree.nodes()
-        assert (node.path_log_prob, node.law) == (-1.0, {1: 1, 2: 1})
+        assert (tree.path_log_probs, tree.laws) == ([0.0, -1.0], {1: {1: 1, 2: 1}})
 
 
 class TestBest:
     @staticmethod
     def random_tree(rng: random.Random, size: int) -> TokenTree:
         tree = TokenTree(4, 0)
-        nodes = [tree.root]
         while tree.size < size:
-            parent, token = rng.choice(nodes), rng.randrange(VOCABULARY)
-            if token not in parent.children:
+            parent, token = rng.randrange(tree.size + 1), rng.randrange(VOCABULARY)
+            if tree.child(parent, token) is None:
                 # Multiples of a power of two: sums are exact, and ties do happen.
-                nodes.append(tree.add(parent, token, -rng.randrange(5) / 4))
+                tree.add(parent, token, -rng.randrange(5) / 4)
         return tree
 
     @pytest.mark.parametrize("seed", range(30))
@@ -228,22 +265,23 @@ class TestBest:
         rng = random.Random(seed)
         tree = self.random_tree(rng, 8)
         count, max_depth = rng.randint(0, 9), rng.randint(0, 4)
-        reachable = [n for n in tree.nodes() if n.position - 4 <= max_depth]
+        reachable = [n for n in tree.nodes() if tree.depths[n] <= max_depth]
+        parents, paths = tree.parents, tree.path_log_probs
 
-        def closed(nodes: tuple[Node, ...]) -> bool:
-            return all(n.parent is tree.root or n.parent in nodes for n in nodes)
+        def closed(nodes: tuple[int, ...]) -> bool:
+            return all(parents[n] == ROOT or parents[n] in nodes for n in nodes)
 
         best = tree.best(count, max_depth)
 
         assert len(best) == min(count, len(reachable))
-        assert all(n.parent is tree.root or n.parent in best[:i] for i, n in enumerate(best))
+        assert all(parents[n] == ROOT or parents[n] in best[:i] for i, n in enumerate(best))
         worths = [
-            sum(math.exp(n.path_log_prob) for n in nodes)
+            sum(math.exp(paths[n]) for n in nodes)
             for nodes in itertools.combinations(reachable, len(best))
             if closed(nodes)
         ]
-        assert sum(math.exp(n.path_log_prob) for n in best) == pytest.approx(max(worths))
-        assert [n.path_log_prob for n in best] == sorted((n.path_log_prob for n in best), reverse=True)
+        assert sum(math.exp(paths[n]) for n in best) == pytest.approx(max(worths))
+        assert [paths[n] for n in best] == sorted((paths[n] for n in best), reverse=True)
 
 
 class TestReplicas:
@@ -263,28 +301,27 @@ class TestReplicas:
         guessed: set[tuple[int, ...]] = set()  # as whole sequences
 
         def grow() -> None:
-            parents = [draft.root, *draft.nodes()]
-            parent = parents[data.draw(st.integers(0, len(parents) - 1))]
+            parent = data.draw(st.integers(0, draft.size))
             tokens = data.draw(st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4))
-            nodes: list[Node] = []
+            nodes: list[int] = []
             for token in tokens:
-                known = parent.children.get(token)
+                known = draft.child(parent, token)
                 parent = known or draft.add(parent, token, -0.5)
                 if known is None:
                     nodes.append(parent)
             sent.append(draft.growth(nodes))
             before = sum(map(len, commits[:told])) + 1
-            guessed.update((*committed[:before], *(n.token for n in node.path())) for node in nodes)
+            guessed.update((*committed[:before], *draft.path_tokens(node)) for node in nodes)
 
         def deliver() -> None:
             if sent:
                 target.graft(sent[data.draw(st.integers(0, len(sent) - 1))], ROOM)
 
         def commit() -> None:
-            tokens, node = [], target.root
-            while node.children and data.draw(st.booleans()):
-                node = node.children[data.draw(st.sampled_from(sorted(node.children)))]
-                tokens.append(node.token)
+            node = ROOT
+            while (children := target.children(node)) and data.draw(st.booleans()):
+                node = data.draw(st.sampled_from(sorted(children, key=target.tokens.__getitem__)))
+            tokens = target.path_tokens(node)
             tokens.append(data.draw(st.integers(0, VOCABULARY - 1)))
             target.commit(tokens)
             commits.append(tokens)
@@ -311,7 +348,7 @@ class TestReplicas:
             target.graft(growth, ROOM)
         check()
         assert guesses(target) == guesses(draft)
-        assert (target.root.token, target.root.position) == (draft.root.token, draft.root.position)
+        assert (target.tokens[ROOT], target.position) == (draft.tokens[ROOT], draft.position)
 
 
 class TestHostileGrowth:
@@ -352,7 +389,7 @@ class TestHostileGrowth:
             first_id = 1 + parent_position * count
             tree.graft(Growth(parent_position, first_id, [ROOT_ID] * count, [1] * count, [-0.5] * count), 10)
         assert tree.size == 1
-        assert len(tree._by_id[0]) == 2
+        assert len(tree._names[0].places) == len(tree._names[0].nodes) == 1
 
     @pytest.mark.parametrize(
         ("growth", "complaint"),
@@ -369,7 +406,7 @@ class TestHostileGrowth:
         self, growth: tuple[int, int, Sequence[int], Sequence[int], Sequence[float]], complaint: str
     ) -> None:
         with pytest.raises(ValueError, match=complaint):
-            Growth(*growth)
+            Growth(*growth).check()
 
     def test_a_node_cannot_be_its_own_ancestor(self) -> None:
         tree = TokenTree(0, 0)
@@ -381,12 +418,14 @@ class TestHostileGrowth:
 
 def test_the_best_are_those_of_the_tree_as_it_is() -> None:
     tree = TokenTree(0, 1)
-    first = tree.add(tree.root, 2, -0.1)
+    first = tree.add(ROOT, 2, -0.1)
     assert tree.best(4, 4) == [first]
     second = tree.add(first, 3, -0.1)
     assert tree.best(4, 4) == [first, second]
+    tree.graft(Growth(0, 1, [0], [4], [-0.05]), ROOM)
+    assert [tree.tokens[node] for node in tree.best(4, 4)] == [4, 2, 3]
     tree.commit([2])
-    assert tree.best(4, 4) == [second]
+    assert [tree.tokens[node] for node in tree.best(4, 4)] == [3]
     tree.commit([9])
     assert tree.best(4, 4) == []
 
@@ -394,7 +433,7 @@ def test_the_best_are_those_of_the_tree_as_it_is() -> None:
 def test_what_is_forgotten_is_free_without_the_garbage_collector() -> None:
     tree = TokenTree(9, 0)
     chain(tree, [1, 2, 3])
-    tree.add(tree.root, 4, -1.0)
+    tree.add(ROOT, 4, -1.0)
     gc.collect()
     gc.disable()
     try:
