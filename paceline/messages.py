@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -58,6 +58,12 @@ class Timings:
     total_s: float = 0.0
 
 
+def by_fields(message: Any) -> tuple[type[Any], tuple[object, ...]]:
+    """`__reduce__` of a dataclass with slots that passes through pipes all the time: faster than its own."""
+    kind = type(message)
+    return kind, attrgetter(*kind.__slots__)(message)
+
+
 @dataclass(slots=True)
 class SpeculationStats:
     """What speculation did for one request. Depth counts from 1; the bonus token is counted nowhere."""
@@ -72,6 +78,8 @@ class SpeculationStats:
     """How guesses were verified, and what that promises of the output: see `paceline.verify.Strategy`."""
     lossy: bool = False
     drafter_invariant: bool = True
+
+    __reduce__ = by_fields
 
     def record(self, nodes: int, reached: int, accepted: int) -> None:
         """One target step verified so many nodes, the deepest at `reached`, and accepted this many along one path."""
@@ -90,11 +98,16 @@ class SpeculationStats:
 
     def snapshot(self) -> SpeculationStats:
         """A copy that stays as it is."""
-        return replace(
-            self,
-            drafted_by_depth=self.drafted_by_depth.copy(),
-            accepted_by_depth=self.accepted_by_depth.copy(),
-            drafts=self.drafts.copy(),
+        return SpeculationStats(
+            self.drafted_by_depth.copy(),
+            self.accepted_by_depth.copy(),
+            self.drafted_tokens,
+            self.verifications,
+            self.steps,
+            self.drafts.copy(),
+            self.strategy,
+            self.lossy,
+            self.drafter_invariant,
         )
 
     @property
@@ -109,12 +122,6 @@ class SpeculationStats:
 
 GRAMMAR_ERROR = "grammar: "
 """Begins the error of a request whose grammar is to blame: every target would say the same."""
-
-
-def by_fields(message: Any) -> tuple[type[Any], tuple[object, ...]]:
-    """`__reduce__` of a dataclass with slots that passes through pipes all the time: faster than its own."""
-    kind = type(message)
-    return kind, attrgetter(*kind.__slots__)(message)
 
 
 @dataclass(slots=True)

@@ -17,6 +17,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
+from typing import TypeVar
+
+T = TypeVar("T")
 
 ROOT = 0
 """The root's node."""
@@ -350,24 +353,28 @@ class TokenTree:
         """The target drew `tokens` after the root. The last one becomes the new root."""
         path = self.match(tokens)
         missed = tokens[len(path)] if len(path) < len(tokens) else None
-        kept = self._below(path[-1]) if missed is None else []
-        moved = dict(zip((path[-1], *kept), range(len(self.tokens)), strict=False)) if kept else {}
-        places = range(~self.position - 1, ~self.position - 1 - len(tokens), -1)
+        moved = {} if missed is not None else self._below(path[-1])
+        before, self.position = self.position, self.position + len(tokens)
+        places = range(~before - 1, ~self.position - 1, -1)
         for names in self._names.values():
             names.move(moved, dict(zip(path, places, strict=False)))
         for place, token in zip(places, tokens, strict=True):
             self._trail[place] = token
             self._forget(place + TRAIL)
-        self.position += len(tokens)
-        self._keep(tokens[-1], kept, moved, len(tokens))
+        kept = list(moved)[1:]
+        if kept:
+            self._keep(kept, moved, tokens)
+        else:
+            self._clear(tokens[-1])
         return Committed(path, kept, missed)
 
-    def _below(self, top: int) -> list[int]:
-        below = {top}
-        for node in range(top + 1, len(self.parents)):
-            if self.parents[node] in below:
-                below.add(node)
-        return sorted(below)[1:]
+    def _below(self, top: int) -> dict[int, int]:
+        """This node and all guesses on paths through it, and what they are once it is the root."""
+        moved = {top: ROOT}
+        for node, parent in enumerate(self.parents):
+            if parent in moved:
+                moved[node] = len(moved)
+        return moved
 
     def _forget(self, place: int) -> None:
         """Nothing may name it any more."""
@@ -375,21 +382,19 @@ class TokenTree:
             for names in self._names.values():
                 names.forget(place)
 
-    def _keep(self, token: int, kept: Sequence[int], moved: Mapping[int, int], risen: int) -> None:
-        """Nothing is left but this root and these guesses, which are less deep than they were."""
-        if not kept:
-            return self._clear(token)
-        parents = self.parents
-        self.tokens = [token, *map(self.tokens.__getitem__, kept)]
-        self.parents = [-1, *(moved[parents[node]] for node in kept)]
-        self.depths = [0, *(self.depths[node] - risen for node in kept)]
+    def _keep(self, kept: Sequence[int], moved: Mapping[int, int], committed: Sequence[int]) -> None:
+        """Nothing is left but the new root and these guesses, which are less deep than they were."""
+        parents = [moved[self.parents[node]] for node in kept]
+        tokens = [self.tokens[node] for node in kept]
+        self.tokens = [committed[-1], *tokens]
+        self.parents = [-1, *parents]
+        self.depths = [0, *(self.depths[node] - len(committed) for node in kept)]
         self.log_probs = [0.0, *map(self.log_probs.__getitem__, kept)]
         self.sources = [0, *map(self.sources.__getitem__, kept)]
         self.cells = [0, *map(self.cells.__getitem__, kept)]
-        self.laws = {moved[node]: law for node, law in self.laws.items() if moved.get(node)}
-        self._agreed = {moved[node]: cells for node, cells in self._agreed.items() if moved.get(node)}
-        self._ids = {moved[node]: id_ for node, id_ in self._ids.items() if moved.get(node)}
-        self._children = {(self.parents[node], self.tokens[node]): node for node in self.nodes()}
+        self.laws, self._agreed = _kept(self.laws, moved), _kept(self._agreed, moved)
+        self._ids = _kept(self._ids, moved)
+        self._children = dict(zip(zip(parents, tokens, strict=True), self.nodes(), strict=True))
         self._best.clear()
         self.path_log_probs = [0.0] * len(self.tokens)
         self._sum_paths()
@@ -424,10 +429,12 @@ class _Names:
 
     def move(self, moved: Mapping[int, int], passed: Mapping[int, int]) -> None:
         """After a commit. `moved`: what the root and its guesses were, and are. `passed`: places of what it took."""
-        for id_, node in self.nodes.items():
+        nodes, self.nodes = self.nodes, {}
+        for id_, node in nodes.items():
             if node in passed:
                 self.pass_by(id_, passed[node])
-        self.nodes = {id_: moved[node] for id_, node in self.nodes.items() if moved.get(node)} if moved else {}
+            elif node in moved:
+                self.nodes[id_] = moved[node]
         self.choices = {moved[node]: count for node, count in self.choices.items() if node in moved} if moved else {}
 
     def pass_by(self, id_: int, place: int) -> None:
@@ -437,6 +444,10 @@ class _Names:
     def forget(self, place: int) -> None:
         if id_ := self.ids.pop(place, 0):
             del self.places[id_]
+
+
+def _kept(by_guess: dict[int, T], moved: Mapping[int, int]) -> dict[int, T]:
+    return {new: each for node, each in by_guess.items() if (new := moved.get(node))}
 
 
 def bounded(log_prob: float) -> float:

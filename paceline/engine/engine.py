@@ -246,11 +246,11 @@ class Engine:
         deltas = []
         row, verified = 0, iter(verdicts)  # where the next work's logits begin, and what it commits
         for work in works:
-            self._tell_context(work)
+            if self.hidden_layers:
+                self._tell_context(work)
             if work.draws:
-                these = slice(row, row + 1 + len(work.nodes))
-                row = these.stop
-                deltas.append(self._commit(work, next(verified), logits[these]))
+                deltas.append(self._commit(work, next(verified), logits, row))
+                row += 1 + len(work.nodes)
         return deltas
 
     def _count(self, work: Work, start: float, seconds: float) -> None:
@@ -266,22 +266,23 @@ class Engine:
         """
         request = work.request
         told = slice(request.told, min(work.stop - work.draws, request.told + MOST_TOLD))
-        if self.hidden_layers and request.draft is not None and told.start < told.stop:
+        if request.draft is not None and told.start < told.stop:
             self._guesses.context(Context(request.key, told.start, self._hidden.of(request.lane.slots[told])))
             request.told = told.stop
 
     # What was verified becomes final.
 
-    def _commit(self, work: Work, verdict: Sequence[int], logits: Tensor) -> Delta:
-        """`verdict`: accepted tokens and one more. `logits` are those of the root and of each verified node."""
+    def _commit(self, work: Work, verdict: Sequence[int], logits: Tensor, row: int) -> Delta:
+        """`verdict`: accepted tokens and one more. `logits` are the step's, of which the root's are at `row`, and those
+        of each verified node after it."""
         request, base = work.request, len(work.request.tokens) - 1
         tokens, reason = request.until_end(verdict)
         error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         self._learn(work, tokens, accepted)
-        path = request.tree.match(tokens[:accepted])
+        path = request.tree.match(tokens[:accepted]) if accepted else []
         pooled = sum(request.tree.sources[node] == POOL for node in path)
-        places = self._keep_accepted(work, path[: len(tokens) - 1])
+        drawn_at = self._keep_accepted(work, path[: len(tokens) - 1])
         request.tokens += tokens
         request.history.extend(tokens)
         request.tree.commit(tokens)
@@ -289,7 +290,7 @@ class Engine:
             request.id,
             tokens,
             [i < accepted for i in range(len(tokens))],
-            self._log_probs(request, logits, places, tokens),
+            self._log_probs(request, logits, [row + i for i in drawn_at], tokens),
             reason,
             speculation=request.stats.snapshot() if self.reports or reason is not None else None,
             error=error,
@@ -323,10 +324,10 @@ class Engine:
         reached = height(work.request, work.nodes)
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(len(work.nodes), reached, accepted)
-        verified = None if self._strategy.drafter_invariant else set(work.nodes)
+        every, calibrations = self._strategy.drafter_invariant, work.request.calibrations
         for node, source, cell, hit in work.request.tree.decided(tokens):
-            if verified is None or node in verified:
-                work.request.calibrations[source].observe(cell, hit)
+            if every or node in work.nodes:
+                calibrations[source].observe(cell, hit)
                 if source == POOL:
                     self._tally.guesses.append((cell, hit))
 
@@ -335,11 +336,10 @@ class Engine:
 
         Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.
         """
-        kept = [work.nodes.index(node) for node in path]
-        for i in kept:
-            work.request.lane.slots.append(work.slots[i])
-        self._scheduler.pool.give(slot for i, slot in enumerate(work.slots) if i not in kept)
-        return [0, *(i + 1 for i in kept)]
+        slots = dict(zip(work.nodes, work.slots, strict=True))
+        work.request.lane.slots.extend([slots.pop(node) for node in path])
+        self._scheduler.pool.give(slots.values())
+        return [0, *(work.nodes.index(node) + 1 for node in path)]
 
     def _log_probs(
         self, request: Request, logits: Tensor, places: Sequence[int], tokens: Sequence[int]

@@ -163,51 +163,58 @@ def best_guesses(request: Request) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`.
-
-    `own`, `frontier` and `beyond` count expected tokens, too. They tell what the requests' own drafts guessed from what
-    lookups guessed beside them.
-    """
+    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`."""
 
     tokens: float
     height: int
-    own: float
-    """Guessed by the drafts, whether or not a lookup guessed the same."""
-    frontier: float
-    """Guessed by the drafts at their deepest level, if they may go deeper. A root without their guesses counts as 1."""
-    beyond: float
-    """Guessed by lookups right after that level."""
     rows: int
 
 
 def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     """Of a step that runs these requests, all of which draw, with the guesses they have."""
-    probabilities: list[float] = []
-    own, frontier, beyond, heights, drafted = 0.0, 0.0, 0.0, 0, 0
+    paths: list[float] = []
+    heights, drafted = 0, 0
     for request in drawing:
-        nodes, tree = best_guesses(request), request.tree
-        chances = [math.exp(tree.path_log_probs[node]) for node in nodes]
-        probabilities += chances
+        nodes = best_guesses(request)
+        paths += map(request.tree.path_log_probs.__getitem__, nodes)
         if request.drafted:
             drafted += 1
             heights += height(request, nodes)
-            its = {node: chance for node, chance in zip(nodes, chances, strict=True) if tree.is_by(POOL, node)}
-            own += sum(its.values())
-            top = max(map(tree.depths.__getitem__, its), default=0)
-            if top < request.depth_allowed():
-                ends = {node: chance for node, chance in its.items() if tree.depths[node] == top} or {ROOT: 1.0}
-                frontier += sum(ends.values())
-                beyond += sum(chance for node, chance in zip(nodes, chances, strict=True) if tree.parents[node] in ends)
-    probabilities.sort(reverse=True)
+    paths.sort(reverse=True)
+    probabilities = list(map(math.exp, paths))
     count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost.passes, cost.rest_s)
     return Outlook(
         tokens=len(drawing) + sum(probabilities[:count]),
         height=heights // max(drafted, 1),
-        own=own,
-        frontier=frontier,
-        beyond=beyond,
         rows=len(drawing) + count,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Frontier:
+    """Expected tokens of a step, by who guessed them: the requests' own drafts, or lookups beside them."""
+
+    own: float
+    """Guessed by the drafts, whether or not a lookup guessed the same."""
+    ends: float
+    """Guessed by the drafts at their deepest level, if they may go deeper. A root without their guesses counts as 1."""
+    beyond: float
+    """Guessed by lookups right after that level."""
+
+
+def frontier(drawing: Sequence[Request]) -> Frontier:
+    own, ends, beyond = 0.0, 0.0, 0.0
+    for request in filter(lambda each: each.drafted, drawing):
+        tree = request.tree
+        chances = {node: math.exp(tree.path_log_probs[node]) for node in best_guesses(request)}
+        its = {node: chance for node, chance in chances.items() if tree.is_by(POOL, node)}
+        own += sum(its.values())
+        top = height(request, list(its))
+        if top < request.depth_allowed():
+            last = {node: chance for node, chance in its.items() if tree.depths[node] == top} or {ROOT: 1.0}
+            ends += sum(last.values())
+            beyond += sum(chance for node, chance in chances.items() if tree.parents[node] in last)
+    return Frontier(own, ends, beyond)
 
 
 def height(request: Request, nodes: Sequence[int]) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from paceline.budget import NextRound, Patience, Price, StepCost
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Outlook, best_guesses, height, outlook
+from paceline.engine.scheduler import Frontier, best_guesses, frontier, height, outlook
 
 Clock = Callable[[], float]
 """Seconds since whenever."""
@@ -110,23 +110,24 @@ class TakingTurns(Priced):
 
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         drafting_s = 0.0
-        now = outlook(drawing, self._cost)
-        while not (begun := all(r.heard for r in drawing if r.drafted)) or self._pays(now, len(drawing), drafting_s):
+        now = frontier(drawing)
+        while not (begun := all(r.heard for r in drawing if r.drafted)) or self._pays(now, drawing, drafting_s):
             start = self._clock()
             came = receive(self.AT_MOST_S)
             delay_s = self._clock() - start
-            before, now = now, outlook(drawing, self._cost)
+            before, now = now, frontier(drawing)
             if begun:  # a first round reads a prompt, and is like no other
-                self._next.observe(before.frontier, now.own - before.own, delay_s)
+                self._next.observe(before.ends, now.own - before.own, delay_s)
             drafting_s += delay_s
             if not came or now.own <= before.own:
                 return
 
-    def _pays(self, now: Outlook, requests: int, drafting_s: float) -> bool:
+    def _pays(self, now: Frontier, drawing: Sequence[Request], drafting_s: float) -> bool:
         """A round costs its own time, and that of a row more for each request."""
-        step_s = self._cost(now.rows)
-        rows_s = self._cost(now.rows + requests) - step_s
-        return self._next.pays(now.frontier, now.tokens, step_s + drafting_s, now.beyond, rows_s)
+        step = outlook(drawing, self._cost)
+        step_s = self._cost(step.rows)
+        rows_s = self._cost(step.rows + len(drawing)) - step_s
+        return self._next.pays(now.ends, step.tokens, step_s + drafting_s, now.beyond, rows_s)
 
 
 def waiting_for(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> Waiting:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline.budget import RowCost, StepCost
 from paceline.config import EngineConfig
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduler, Work, outlook
+from paceline.engine.scheduler import Scheduler, Work, frontier, outlook
 from paceline.engine.slots import BLOCK, SlotPool
 from paceline.tree import ROOT, Growth
 from tests.bare import bare_request
@@ -302,21 +302,21 @@ def test_outlook() -> None:
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
     assert ahead.rows == 4
-    assert ahead.frontier == pytest.approx(0.3679, abs=1e-3)
+    assert frontier([plain, guessed]).ends == pytest.approx(0.3679, abs=1e-3)
     assert outlook([plain], FREE).height == 0
-    assert outlook([plain], FREE).frontier == 0, "nobody guesses for it"
+    assert frontier([plain]).ends == 0, "nobody guesses for it"
 
 
 def test_the_frontier_is_what_may_still_be_guessed_after() -> None:
     root, wide = request(1, 3), request(2, 3)
     root.draft = wide.draft = "somebody"
     wide.tree.graft(Growth(2, 1, [0, 0], [5, 6], [math.log(0.5), math.log(0.3)]), ROOM)
-    assert outlook([root], FREE).frontier == 1
-    assert outlook([root, wide], FREE).frontier == pytest.approx(1.8)
+    assert frontier([root]).ends == 1
+    assert frontier([root, wide]).ends == pytest.approx(1.8)
     wide.tree.graft(Growth(2, 3, [1], [7], [math.log(0.4)]), ROOM)
-    assert outlook([wide], FREE).frontier == pytest.approx(0.2)
+    assert frontier([wide]).ends == pytest.approx(0.2)
     wide.max_depth = 2
-    assert outlook([wide], FREE).frontier == 0, "nothing deeper is verified"
+    assert frontier([wide]).ends == 0, "nothing deeper is verified"
 
 
 def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
@@ -324,15 +324,15 @@ def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
     both = request(1, 3)
     both.draft = "somebody"
     both.tree.graft(Growth(2, 1, [0, 1, 2], [5, 6, 7], [math.log(0.5)] * 3), ROOM, source=1)
-    ahead = outlook([both], FREE)
-    assert (ahead.height, ahead.own, ahead.frontier) == (3, 0, 1)
+    ahead = frontier([both])
+    assert (outlook([both], FREE).height, ahead.own, ahead.ends) == (3, 0, 1)
     assert ahead.beyond == pytest.approx(0.5)
     both.tree.graft(Growth(2, 1, [0, 0], [5, 8], [math.log(0.6), math.log(0.3)]), ROOM)
-    ahead = outlook([both], FREE)
-    assert ahead.own == ahead.frontier == pytest.approx(0.9), "they agree on one"
+    ahead = frontier([both])
+    assert ahead.own == ahead.ends == pytest.approx(0.9), "they agree on one"
     assert ahead.beyond == pytest.approx(0.3), "after the guess that both have made"
-    assert ahead.tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
+    assert outlook([both], FREE).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
     again = request(2, 3)
     again.draft = "somebody"
     again.tree.graft(Growth(2, 1, [0, 1], [5, 6], [math.log(0.5)] * 2), ROOM, source=1)
-    assert outlook([both, again], FREE).beyond == pytest.approx(0.3 + 0.5)
+    assert frontier([both, again]).beyond == pytest.approx(0.3 + 0.5)
