@@ -67,25 +67,6 @@ class Growth:
     def node_ids(self) -> range:
         return range(self.first_id, self.first_id + len(self.tokens))
 
-    def is_followed_by(self, other: Growth) -> bool:
-        """Whether the two can be added: the other goes on where this one stops, under the same root."""
-        return other.base_position == self.base_position and other.first_id == self.first_id + len(self)
-
-    def __add__(self, other: Growth) -> Growth:
-        laws = self.laws or other.laws
-        return Growth(
-            self.base_position,
-            self.first_id,
-            [*self.parent_ids, *other.parent_ids],
-            [*self.tokens, *other.tokens],
-            [*self.log_probs, *other.log_probs],
-            [*self.every_law(), *other.every_law()] if laws else (),
-        )
-
-    def every_law(self) -> Sequence[Law]:
-        """One for each node."""
-        return self.laws or [CERTAIN] * len(self)
-
     def check(self) -> Growth:
         """Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node
         cannot have come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error:

@@ -63,7 +63,7 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.models import resolve_model
 from paceline.speculators import build, build_beside, completed
 from paceline.speculators.base import Commit, Context, Limit, Opening, Speculator
-from paceline.speculators.growing import Grown, joined
+from paceline.speculators.growing import Grown, Growths
 from paceline.strategies import coupled
 from paceline.telemetry.step import StepStats
 from paceline.training.widened import widened_family
@@ -190,7 +190,7 @@ class Loopback(Sorter):
             news = piped(SessionNews(LINK, grown))
         self.take(news)
 
-    def _rounds(self) -> list[tuple[int, Growth]]:
+    def _rounds(self) -> Growths:
         assert self._speculator is not None
         growths: list[tuple[int, Growth]] = []
         until = self._stopwatch.clock() + self.pass_s
@@ -199,7 +199,7 @@ class Loopback(Sorter):
             growths += grown.items()
             if self._stopwatch.clock() >= until:
                 break
-        return joined(growths)
+        return Growths.of(growths)
 
     def _tell(self, said: object) -> None:
         assert self._speculator is not None

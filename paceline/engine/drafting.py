@@ -122,7 +122,7 @@ class LocalDrafting:
         grown = self._speculator.grow()
         while not grown and self._speculator.behind and time.monotonic() < deadline:
             grown = self._speculator.grow()
-        news = News(list(grown.items()), self._lost, more=self._speculator.behind)
+        news = News([(key, growth.check()) for key, growth in grown.items()], self._lost, self._speculator.behind)
         self._lost = []
         return news
 

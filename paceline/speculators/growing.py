@@ -9,16 +9,18 @@ worth another guess, the loop sleeps until somebody says something.
 from __future__ import annotations
 
 import time
+from array import array
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from paceline.compute.pipe import Pipe, PipeClosedError
-from paceline.messages import Timings
+from paceline.messages import Timings, by_fields
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.telemetry.round import RoundStats
-from paceline.tree import Growth
+from paceline.tree import CERTAIN, Growth, Law
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,71 @@ class Close:
 Said = Opening | Context | Commit | Limit | Close
 
 
+@dataclass(frozen=True, slots=True)
+class Growths:
+    """Growth of several requests as it travels: what is of nodes is in one array over the nodes of all."""
+
+    heads: Sequence[tuple[int, int, int, int]] = field(default_factory=list)
+    """Of each growth: its request, base position and first id, and how many nodes it has."""
+    parent_ids: array[int] = field(default_factory=lambda: array("Q"))
+    tokens: array[int] = field(default_factory=lambda: array("I"))
+    log_probs: array[float] = field(default_factory=lambda: array("d"))
+    laws: Sequence[Law] = field(default_factory=list)
+    """One for each node, or none at all."""
+
+    __reduce__ = by_fields
+
+    @classmethod
+    def of(cls, growths: Iterable[tuple[int, Growth]]) -> Growths:
+        """In as few pieces as can be: growths of a request that follow one another become one."""
+        by_request: dict[int, list[Growth]] = {}
+        for request_id, growth in growths:
+            by_request.setdefault(request_id, []).append(growth)
+        ordered = [growth for its in by_request.values() for growth in its]
+        return cls(
+            [head for request_id, its in by_request.items() for head in _heads(request_id, its)],
+            array("Q", chain.from_iterable(growth.parent_ids for growth in ordered)),
+            array("I", chain.from_iterable(growth.tokens for growth in ordered)),
+            array("d", chain.from_iterable(growth.log_probs for growth in ordered)),
+            [law for growth in ordered for law in growth.laws or [CERTAIN] * len(growth)]
+            if any(any(growth.laws) for growth in ordered)
+            else [],
+        )
+
+    def __len__(self) -> int:
+        """How many growths."""
+        return len(self.heads)
+
+    def __iter__(self) -> Iterator[tuple[int, Growth]]:
+        """Each growth, with its request."""
+        start = 0
+        for request_id, base_position, first_id, count in self.heads:
+            these = slice(start, start := start + count)
+            laws = self.laws[these]
+            yield (
+                request_id,
+                Growth(
+                    base_position,
+                    first_id,
+                    self.parent_ids[these].tolist(),
+                    self.tokens[these].tolist(),
+                    self.log_probs[these].tolist(),
+                    laws if any(laws) else (),
+                ),
+            )
+
+
+def _heads(request_id: int, growths: Sequence[Growth]) -> Iterator[tuple[int, int, int, int]]:
+    first = growths[0]
+    count = 0
+    for growth in growths:
+        if (growth.base_position, growth.first_id) != (first.base_position, first.first_id + count):
+            yield request_id, first.base_position, first.first_id, count
+            first, count = growth, 0
+        count += len(growth)
+    yield request_id, first.base_position, first.first_id, count
+
+
 @dataclass(slots=True)
 class Grown:
     """What rounds of the loop have for one link: nodes by request, requests that cannot be drafted and why.
@@ -38,7 +105,7 @@ class Grown:
     `applied` counts how often the link said something (`Told`) that the speculator has heard.
     """
 
-    growths: list[tuple[int, Growth]] = field(default_factory=list)
+    growths: Growths = field(default_factory=Growths)
     dropped: dict[int, str] = field(default_factory=dict)
     applied: int = 0
     timings: Timings = field(default_factory=Timings)
@@ -99,6 +166,8 @@ class _Link:
     requests: dict[int, int] = field(default_factory=dict)
     """The speculator's ids by the link's."""
     news: Grown = field(default_factory=Grown)
+    growths: list[tuple[int, Growth]] = field(default_factory=list)
+    """What is not told yet."""
     rounds: int = 0
     """Made since the link last said something."""
     due: int = 1
@@ -210,15 +279,16 @@ class GrowingLoop:
         learn at once that it was applied."""
         for own_id, growth in grown.items():
             link, request_id = self._owners[own_id]
-            link.news.growths.append((request_id, growth))
+            link.growths.append((request_id, growth.check()))
         for link in heard.values():
             link.rounds, link.due, link.news.timings = 0, 1, timings
         news = []
         for link in self._links.values():
             due = link.is_due() or last
-            if link.number in heard or (due and link.news.growths):
-                news.append((link.number, replace(link.news, growths=joined(link.news.growths))))
-                link.news = Grown(applied=link.news.applied)
+            if link.number in heard or (due and link.growths):
+                link.news.growths = Growths.of(link.growths)
+                news.append((link.number, link.news))
+                link.news, link.growths = Grown(applied=link.news.applied), []
         nodes = sum(map(len, grown.values()))
         began, self._began = self._began, self._clock()
         self._stats.append(RoundStats(self._began - began, nodes, self._dropped))
@@ -226,18 +296,3 @@ class GrowingLoop:
         if news or last:
             self._pipe.send(Rounds(self._stats, news))
             self._stats = []
-
-
-def joined(growths: Sequence[tuple[int, Growth]]) -> list[tuple[int, Growth]]:
-    """The same nodes in as few pieces as can be: those of a request that follow one another become one."""
-    pieces: list[tuple[int, Growth]] = []
-    latest: dict[int, int] = {}
-    for request_id, growth in growths:
-        place = latest.get(request_id)
-        before = None if place is None else pieces[place][1]
-        if place is not None and before is not None and before.is_followed_by(growth):
-            pieces[place] = (request_id, before + growth)
-        else:
-            latest[request_id] = len(pieces)
-            pieces.append((request_id, growth))
-    return pieces

@@ -8,13 +8,14 @@ requests are open, it checks itself.
 from __future__ import annotations
 
 import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.growing import Close, Grown, Said
+from paceline.speculators.growing import Close, Grown, Growths, Said
 from paceline.tree import CERTAIN, ROOT_ID, Growth, Law
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
@@ -120,7 +121,7 @@ def encode_grown(grown: Grown) -> pb.GrowthFrame:
 def decode_grown(frame: pb.GrowthFrame, vocabulary_size: int) -> Grown:
     """Raises `WireError` for anything that cannot be grafted without a second look."""
     return Grown(
-        growths=[(each.request_id, _decode_growth(each, vocabulary_size)) for each in frame.growths],
+        growths=_decode_growths(frame.growths, vocabulary_size),
         dropped={each.request_id: each.reason for each in frame.dropped},
         applied=frame.applied,
         timings=Timings(frame.queue_us / 1e6, frame.compute_us / 1e6, (frame.queue_us + frame.compute_us) / 1e6),
@@ -143,24 +144,38 @@ def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
     )
 
 
-def _decode_growth(message: pb.GrowthFrame.Growth, vocabulary_size: int) -> Growth:
+def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: int) -> Growths:
     """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
+    heads: list[tuple[int, int, int, int]] = []
+    parent_ids, tokens, log_probs = array("Q"), array("I"), array("d")
+    laws: list[Law] = []
+    lawful = any(message.draft_laws for message in messages)
+    for message in messages:
+        nodes = _decode_nodes(message)
+        heads.append((message.request_id, message.base_position, message.first_node_id, len(nodes.tokens)))
+        parent_ids.extend(_parent_ids(message.first_node_id, nodes.distances))
+        tokens.extend(nodes.tokens)
+        log_probs.extend(nodes.log_probs)
+        if lawful:
+            laws += _decode_laws(message.draft_laws, nodes.tokens, vocabulary_size)
+    if max(tokens, default=0) >= vocabulary_size:
+        raise WireError(f"nodes: token {max(tokens)} is outside the vocabulary of {vocabulary_size}")
+    return Growths(heads, parent_ids, tokens, log_probs, laws)
+
+
+def _decode_nodes(message: pb.GrowthFrame.Growth) -> node_bits.Nodes:
     if message.base_position >= MAX_POSITION:
         raise WireError(f"base_position: {message.base_position} is beyond any context")
     if message.first_node_id == 0:
         raise WireError("first_node_id: 0 names the root and no node")
-    nodes = node_bits.unpack(message.nodes, MAX_NODES)
-    if max(nodes.tokens, default=0) >= vocabulary_size:
-        raise WireError(f"nodes: token {max(nodes.tokens)} is outside the vocabulary of {vocabulary_size}")
-    ids = itertools.count(message.first_node_id)
-    return Growth(
-        base_position=message.base_position,
-        first_id=message.first_node_id,
-        parent_ids=[_parent_id(id_, distance) for id_, distance in zip(ids, nodes.distances, strict=False)],
-        tokens=nodes.tokens,
-        log_probs=nodes.log_probs,
-        laws=_decode_laws(message.draft_laws, nodes.tokens, vocabulary_size),
-    )
+    return node_bits.unpack(message.nodes, MAX_NODES)
+
+
+def _parent_ids(first_id: int, distances: Sequence[int]) -> list[int]:
+    ids = [id_ - distance for id_, distance in enumerate(distances, first_id)]
+    if min(ids, default=1) < 1:
+        raise WireError(f"nodes: a parent {max(distances)} ids before a node from {first_id} on")
+    return [id_ if distance else ROOT_ID for id_, distance in zip(ids, distances, strict=True)]
 
 
 def _encode_law(law: Law) -> pb.DraftLaw:
@@ -171,7 +186,7 @@ def _encode_law(law: Law) -> pb.DraftLaw:
 
 def _decode_laws(messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int) -> Sequence[Law]:
     if not messages:
-        return ()
+        return [CERTAIN] * len(guesses)
     if len(messages) != len(guesses):
         raise WireError(f"draft_laws: {len(messages)} for {len(guesses)} nodes")
     return [_decode_law(each, guess, vocabulary_size) for each, guess in zip(messages, guesses, strict=True)]
@@ -191,12 +206,6 @@ def _decode_law(message: pb.DraftLaw, guess: int, vocabulary_size: int) -> Law:
     if guess not in law:
         raise WireError(f"draft_laws: token {guess} cannot have been drawn from its law")
     return law
-
-
-def _parent_id(id_: int, distance: int) -> int:
-    if distance >= id_:
-        raise WireError(f"nodes: a parent {distance} ids before node {id_}")
-    return id_ - distance if distance else ROOT_ID
 
 
 def _microseconds(seconds: float) -> int:

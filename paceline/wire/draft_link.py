@@ -14,13 +14,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import compress
 from typing import Protocol
 
 import grpc
 
-from paceline.speculators.growing import Grown
+from paceline.speculators.growing import Grown, Growths
 from paceline.tls import Certificates
-from paceline.tree import Growth
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
@@ -171,13 +171,13 @@ class Session:
         if not (grown.applied > self._applied or grown.growths or grown.dropped):
             raise WireError("a frame that says nothing")  # of these there could be any number
         self._note_applied(grown)
-        for wire_id in (*(wire_id for wire_id, _ in grown.growths), *grown.dropped):
+        for wire_id in (*(wire_id for wire_id, *_ in grown.growths.heads), *grown.dropped):
             if not 0 < wire_id <= self._last_id:
                 raise WireError(f"request_id: {wire_id} was never opened")
-        news = Grown(
-            growths=[each for each in grown.growths if self._wants(*each)],
-            dropped={wire_id: reason for wire_id, reason in grown.dropped.items() if self._loses(wire_id, reason)},
-        )
+        wanted = [self._wants(wire_id, nodes) for wire_id, _, _, nodes in grown.growths.heads]
+        growths = grown.growths if all(wanted) else Growths.of(compress(grown.growths, wanted))
+        dropped = {wire_id: reason for wire_id, reason in grown.dropped.items() if self._loses(wire_id, reason)}
+        news = Grown(growths, dropped)
         if news.growths or news.dropped:
             self._tell(SessionNews(self.number, news))
 
@@ -211,11 +211,11 @@ class Session:
         self._late += request.left + 1 if request else 0
         return request is not None
 
-    def _wants(self, wire_id: int, growth: Growth) -> bool:
+    def _wants(self, wire_id: int, nodes: int) -> bool:
         if request := self._requests.get(wire_id):
-            request.hear(len(growth))
+            request.hear(nodes)
             return True
-        self._hear_late(len(growth))
+        self._hear_late(nodes)
         return False
 
     def _loses(self, wire_id: int, reason: str) -> bool:

@@ -14,7 +14,7 @@ from hypothesis import given
 
 from paceline.messages import Delta, Submission
 from paceline.speculators.base import Opening
-from paceline.speculators.growing import Grown
+from paceline.speculators.growing import Grown, Growths
 from paceline.tree import Growth
 from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
@@ -85,6 +85,6 @@ def test_an_older_draft_takes_a_newer_target_s_requests(opening: Opening) -> Non
 
 @given(growths())
 def test_an_older_target_takes_a_newer_draft_s_growth(growth: Growth) -> None:
-    grown = Grown([(1, growth)])
+    grown = Grown(Growths.of([(1, growth)]))
     wire = future(draft_frames.encode_grown(grown)).SerializeToString()
     assert draft_frames.decode_grown(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown

@@ -22,7 +22,7 @@ from paceline.messages import (
     Usage,
 )
 from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.growing import Close, Grown
+from paceline.speculators.growing import Close, Grown, Growths
 from paceline.tree import ROOT_ID, Growth
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
@@ -238,7 +238,7 @@ def test_frame_says_everything_in_order() -> None:
 @given(
     st.builds(
         Grown,
-        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3),
+        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3).map(Growths.of),
         dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
         applied=counts,
         timings=st.builds(rounds, st.integers(0, 10**9), st.integers(0, 10**9)),
@@ -253,10 +253,12 @@ def test_two_rounds_merge_into_one_frame() -> None:
     """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
     first = Growth(3, 1, [0], [10], [log_probability(2.0)])
     second = Growth(3, 2, [1], [11], [log_probability(-2.0)])
-    frame = draft_frames.encode_grown(Grown([(1, first)], {}, 4, Timings(0.25, 0.5, 0.75)))
-    frame.MergeFrom(draft_frames.encode_grown(Grown([(1, second)], {2: "full"}, 5, Timings(1e-9, 0.125, 0.125))))
+    frame = draft_frames.encode_grown(Grown(Growths.of([(1, first)]), {}, 4, Timings(0.25, 0.5, 0.75)))
+    frame.MergeFrom(
+        draft_frames.encode_grown(Grown(Growths.of([(1, second)]), {2: "full"}, 5, Timings(1e-9, 0.125, 0.125)))
+    )
     grown = draft_frames.decode_grown(frame, VOCABULARY)
-    assert grown.growths == [(1, first), (1, second)]
+    assert list(grown.growths) == [(1, first), (1, second)]
     assert (grown.dropped, grown.applied) == ({2: "full"}, 5)
     assert grown.timings == rounds(1, 125_000)
 
@@ -271,7 +273,7 @@ def test_what_a_typical_growth_costs() -> None:
     all of them, so 48 bytes."""
     parents = [0, 0, *(100 + i // 2 for i in range(18))]
     growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
-    frame = draft_frames.encode_grown(Grown([(1, growth)]))
+    frame = draft_frames.encode_grown(Grown(Growths.of([(1, growth)])))
     assert len(frame.growths[0].nodes) == 2 + 48
     assert frame.ByteSize() == 61
 
@@ -296,7 +298,7 @@ def law_message(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftLa
     ],
 )
 def test_a_law_that_no_guess_can_come_from_is_refused(law: draft_pb2.DraftLaw, complaint: str) -> None:
-    frame = draft_frames.encode_grown(Grown([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))]))
+    frame = draft_frames.encode_grown(Grown(Growths.of([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))])))
     frame.growths[0].draft_laws[0].CopyFrom(law)
     with pytest.raises(WireError, match=complaint):
         draft_frames.decode_grown(frame, VOCABULARY)
@@ -304,7 +306,7 @@ def test_a_law_that_no_guess_can_come_from_is_refused(law: draft_pb2.DraftLaw, c
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_there_is_a_law_for_every_node_or_none(count: int) -> None:
-    frame = draft_frames.encode_grown(Grown([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))]))
+    frame = draft_frames.encode_grown(Grown(Growths.of([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))])))
     frame.growths[0].draft_laws.extend([law_message([5], [1])] * count)
     with pytest.raises(WireError, match=f"draft_laws: {count} for 2 nodes"):
         draft_frames.decode_grown(frame, VOCABULARY)
@@ -313,7 +315,7 @@ def test_there_is_a_law_for_every_node_or_none(count: int) -> None:
 def test_laws_travel_bit_for_bit_and_cost_four_bytes_a_token() -> None:
     law = {500 * i + 7: 2**15 - i for i in range(64)}
     growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [law])
-    frame = draft_frames.encode_grown(Grown([(1, growth)]))
+    frame = draft_frames.encode_grown(Grown(Growths.of([(1, growth)])))
     assert len(frame.growths[0].draft_laws[0].SerializeToString()) <= 64 * 5 + 6
     [(_, decoded)] = draft_frames.decode_grown(frame, 2**15).growths
     assert decoded.laws == [law]

@@ -18,6 +18,7 @@ from paceline.model.model import Model
 from paceline.model.rows import Lane
 from paceline.model.table import TableModel
 from paceline.speculators.draft_model import DraftModel
+from paceline.speculators.growing import Growths
 from paceline.speculators.ngram import NGram
 from paceline.tree import ROOT, Growth, TokenTree
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
@@ -267,7 +268,8 @@ class TestChain:
     def test_laws_stay_with_their_nodes_in_growth(self) -> None:
         tree = TokenTree(0, 0)
         first = tree.add(ROOT, 5, -0.1, {5: 2})
-        growth = tree.growth([first]) + tree.growth([tree.add(first, 6, -0.1)])
+        both = [(1, tree.growth([first])), (1, tree.growth([tree.add(first, 6, -0.1)]))]
+        [(_, growth)] = Growths.of(both)
         assert growth.laws == [{5: 2}, {}]
         assert (tree.growth([tree.add(first, 7, -0.1)])).laws == ()
 

@@ -8,8 +8,8 @@ import pytest
 
 from paceline.compute.pipe import Pipe
 from paceline.speculators.base import Commit, Opening, Speculator
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Rounds, Said, Told, joined
-from paceline.tree import TokenTree
+from paceline.speculators.growing import Close, GrowingLoop, Grown, Growths, Left, Rounds, Said, Told
+from paceline.tree import ROOT, TokenTree
 from tests.pipes import pipes
 from tests.workers import Counting, opening
 
@@ -96,8 +96,8 @@ def test_what_was_said_is_applied_before_growing_and_counted() -> None:
     with growing(Counting(), *said) as (peer, _):
         grown = peer.next(1)
         assert grown.applied == 2
-        assert grown.growths[0][1].tokens == [51]
-        assert grown.growths[0][1].base_position == 1
+        [(_, growth)] = grown.growths
+        assert (growth.tokens, growth.base_position) == ([51], 1)
 
 
 def test_applying_is_told_even_if_nothing_grew() -> None:
@@ -106,7 +106,7 @@ def test_applying_is_told_even_if_nothing_grew() -> None:
         assert peer.next(1).applied == 1
         peer.say(1, Commit(99, 0, [1], 0))
         grown = peer.next(1)
-        assert (grown.applied, grown.growths, grown.dropped) == (2, [], {})
+        assert (grown.applied, list(grown.growths), grown.dropped) == (2, [], {})
 
 
 def test_a_request_that_cannot_be_drafted_is_dropped_alone() -> None:
@@ -167,14 +167,14 @@ def test_rounds_go_out_at_once_and_then_in_growing_pieces() -> None:
             sizes.append(len(growth))
         assert sizes == [1, 2, 2, 2, 3, 5, 7, 11, 7]
         peer.say(1, Commit(1, 0, [50], 0))
-        assert len(peer.next(1).growths[0][1]) == 1, "whoever commits may be waiting"
+        assert len(peer.next(1).growths.tokens) == 1, "whoever commits may be waiting"
 
 
 def test_pieces_of_one_tree_are_joined_and_others_are_not() -> None:
     one, other = TokenTree(0, 0), TokenTree(0, 0)
-    first, second = (one.growth([one.add(one.root, token, -0.5)]) for token in (1, 2))
-    foreign = other.growth([other.add(other.root, 3, -0.5)])
+    first, second = (one.growth([one.add(ROOT, token, -0.5)]) for token in (1, 2))
+    foreign = other.growth([other.add(ROOT, 3, -0.5)])
     one.commit([1])
-    moved = one.growth([one.add(one.root, 4, -0.5)])
-    pieces = joined([(1, first), (2, foreign), (1, second), (1, moved)])
-    assert [(key, list(growth.tokens)) for key, growth in pieces] == [(1, [1, 2]), (2, [3]), (1, [4])]
+    moved = one.growth([one.add(ROOT, 4, -0.5)])
+    pieces = Growths.of([(1, first), (2, foreign), (1, second), (1, moved)])
+    assert [(key, list(growth.tokens)) for key, growth in pieces] == [(1, [1, 2]), (1, [4]), (2, [3])]
