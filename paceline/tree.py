@@ -13,29 +13,21 @@ sorts that out without asking back: see its docstring. What comes late, twice or
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import repeat
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
+
+from paceline.growth import CERTAIN, ROOT_ID, Growth, Law
 
 T = TypeVar("T")
 
 ROOT = 0
 """The root's node."""
-ROOT_ID = 0
-"""In growth, the parent id that names the committed token at the growth's base position."""
-
 TRAIL = 512
 """How many committed positions growth may still name. Older growth is too late to be of use."""
 
 LEAST_LOG_PROB = -1e4
 """Stands for every smaller one, minus infinity too, so that sums along a path stay finite."""
-
-Law = Mapping[int, int]
-"""What a draft drew a guess from: tokens, each with a positive weight in proportion to which it is drawn. An empty one
-stands for certainty: nothing but this guess could have come."""
-CERTAIN: Law = {}
 
 Weigh = Mapping[tuple[float, int, int], tuple[int, float]]
 """What a draft's guess counts for: by the log-probability that the draft gives it, how many siblings the draft had
@@ -45,56 +37,15 @@ Permit = Callable[[Sequence[int], int], bool]
 """Whether a token can come after these tokens below the root."""
 
 
-@dataclass(slots=True)
-class Growth:
-    """New nodes as they travel from draft to target: parallel sequences, parents before children.
-
-    Their ids count up from `first_id`. `laws` are those that the nodes were drawn from, or none at all.
-    """
-
-    base_position: int
-    first_id: int
-    parent_ids: Sequence[int]
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    laws: Sequence[Law] = ()
-
-    def __len__(self) -> int:
-        """How many nodes."""
-        return len(self.tokens)
-
-    @property
-    def node_ids(self) -> range:
-        return range(self.first_id, self.first_id + len(self.tokens))
-
-    def check(self) -> Growth:
-        """Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node
-        cannot have come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error:
-        `TokenTree.graft` drops it."""
-        lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs), len(self.laws or self.tokens)}
-        if len(lengths) > 1:
-            raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
-        if self.first_id <= ROOT_ID:
-            raise ValueError("growth with a node id that is not positive")
-        if any(map(math.isnan, self.log_probs)):
-            raise ValueError("growth with a log-probability that is not a number")
-        for token, law in zip(self.tokens, self.laws, strict=False):
-            if law and (token not in law or min(law.values()) <= 0):
-                raise ValueError(f"growth with token {token} of a law that it cannot have been drawn from")
-        return self
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
+class Committed(NamedTuple):
     """What a commit did to the tree. `path` and `kept` are nodes as they were numbered before.
 
     `path`: the guesses that are committed now, in order. `kept`: those that are still guesses; the one at index i is
-    node i + 1 from now on. `missed`: the first drawn token that no node had guessed, or None if all were.
+    node i + 1 from now on.
     """
 
     path: Sequence[int]
     kept: Sequence[int]
-    missed: int | None
 
 
 class TokenTree:
@@ -129,10 +80,8 @@ class TokenTree:
         self.tokens = [token]
         self.parents = [-1]
         self.depths = [0]
-        self.log_probs = [0.0]
-        """Natural log of the probability that the target draws the guess, given that it drew its parent's path."""
         self.path_log_probs = [0.0]
-        """Sums of these from the root down. They fall along every path."""
+        """Natural log of the probability that the target draws all of the path. It falls along every path."""
         self.sources = [0]
         """Which draft is surest of the guess."""
         self.cells = [0]
@@ -160,6 +109,10 @@ class TokenTree:
     def children(self, parent: int) -> list[int]:
         """In the order in which they came. Looks through the whole tree."""
         return [node for node, above in enumerate(self.parents) if above == parent]
+
+    def log_prob(self, node: int) -> float:
+        """Natural log of the probability that the target draws the guess, given that it drew its parent's path."""
+        return self.path_log_probs[node] - self.path_log_probs[self.parents[node]]
 
     def path(self, node: int) -> list[int]:
         """The nodes below the root down to this one."""
@@ -196,10 +149,10 @@ class TokenTree:
             best = self._best[count, max_depth] = near[:count]
         return best
 
-    def decided(self, tokens: Sequence[int]) -> Iterator[tuple[int, int, int, bool]]:
-        """What it decides that the target draws `tokens` after the root: node, draft, cell, and whether the guess was
-        drawn, of every guess at a place that they reach; once for each draft that made it."""
-        drawn = dict(zip((ROOT, *self.match(tokens)), tokens, strict=False))
+    def decided(self, path: Sequence[int], tokens: Sequence[int]) -> Iterator[tuple[int, int, int, bool]]:
+        """What it decides that the target draws `tokens` after the root, which `match` the path: node, draft, cell, and
+        whether the guess was drawn, of every guess at a place that they reach; once for each draft that made it."""
+        drawn = dict(zip((ROOT, *path), tokens, strict=False))
         for node, parent in enumerate(self.parents):
             if parent in drawn:
                 hit = drawn[parent] == self.tokens[node]
@@ -236,7 +189,7 @@ class TokenTree:
             first_id=first_id,
             parent_ids=[ids.get(self.parents[node], ROOT_ID) for node in nodes],
             tokens=[self.tokens[node] for node in nodes],
-            log_probs=[self.log_probs[node] for node in nodes],
+            log_probs=[self.log_prob(node) for node in nodes],
             laws=laws if any(laws) else (),
         )
 
@@ -292,7 +245,6 @@ class TokenTree:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
-        self.log_probs.append(log_prob)
         self.path_log_probs.append(self.path_log_probs[parent] + log_prob)
         self.sources.append(source)
         self.cells.append(cell)
@@ -308,11 +260,12 @@ class TokenTree:
     def _agree(self, names: _Names, node: int, log_prob: float, source: int) -> None:
         """Another draft has guessed this. Guesses drawn from laws are verified whatever they are: nothing changes."""
         cell, log_prob = names.weighed(self.parents[node], self.depths[node], log_prob)
-        if log_prob > self.log_probs[node] and not self._chain:
+        if log_prob > self.log_prob(node) and not self._chain:
             source, self.sources[node] = self.sources[node], source
             cell, self.cells[node] = self.cells[node], cell
-            self.log_probs[node] = log_prob
-            self._sum_paths()
+            words = {below: self.log_prob(below) for below in self._below(node)} | {node: log_prob}
+            for below, word in words.items():
+                self.path_log_probs[below] = self.path_log_probs[self.parents[below]] + word
         self._agreed.setdefault(node, {})[source] = cell
 
     def _late(self, names: _Names, id_: int, parent_id: int, base_position: int, token: int) -> int | None:
@@ -324,17 +277,12 @@ class TokenTree:
             names.pass_by(id_, place - 1)
         return None
 
-    def _sum_paths(self) -> None:
-        for node in self.nodes():
-            self.path_log_probs[node] = self.path_log_probs[self.parents[node]] + self.log_probs[node]
-
     # Both sides.
 
     def commit(self, tokens: Sequence[int]) -> Committed:
         """The target drew `tokens` after the root. The last one becomes the new root."""
         path = self.match(tokens)
-        missed = tokens[len(path)] if len(path) < len(tokens) else None
-        moved = {} if missed is not None else self._below(path[-1])
+        moved = self._below(path[-1]) if len(path) == len(tokens) else {}
         before, self.position = self.position, self.position + len(tokens)
         places = range(~before - 1, ~self.position - 1, -1)
         for names in self._names.values():
@@ -344,10 +292,10 @@ class TokenTree:
             self._forget(place + TRAIL)
         kept = list(moved)[1:]
         if kept:
-            self._keep(kept, moved, tokens)
+            self._keep(path, kept, moved)
         else:
             self._clear(tokens[-1])
-        return Committed(path, kept, missed)
+        return Committed(path, kept)
 
     def _below(self, top: int) -> dict[int, int]:
         """This node and all guesses on paths through it, and what they are once it is the root."""
@@ -363,22 +311,21 @@ class TokenTree:
             for names in self._names.values():
                 names.forget(place)
 
-    def _keep(self, kept: Sequence[int], moved: Mapping[int, int], committed: Sequence[int]) -> None:
-        """Nothing is left but the new root and these guesses, which are less deep than they were."""
+    def _keep(self, path: Sequence[int], kept: Sequence[int], moved: Mapping[int, int]) -> None:
+        """Nothing is left but the end of the path, now the root, and these guesses."""
         parents = [moved[self.parents[node]] for node in kept]
         tokens = [self.tokens[node] for node in kept]
-        self.tokens = [committed[-1], *tokens]
+        self.tokens = [self.tokens[path[-1]], *tokens]
         self.parents = [-1, *parents]
-        self.depths = [0, *(self.depths[node] - len(committed) for node in kept)]
-        self.log_probs = [0.0, *map(self.log_probs.__getitem__, kept)]
+        self.depths = [0, *(self.depths[node] - len(path) for node in kept)]
         self.sources = [0, *map(self.sources.__getitem__, kept)]
         self.cells = [0, *map(self.cells.__getitem__, kept)]
         self.laws, self._agreed = _kept(self.laws, moved), _kept(self._agreed, moved)
         self._ids = _kept(self._ids, moved)
         self._children = dict(zip(zip(parents, tokens, strict=True), self.nodes(), strict=True))
         self._best.clear()
-        self.path_log_probs = [0.0] * len(self.tokens)
-        self._sum_paths()
+        top = self.path_log_probs[path[-1]]
+        self.path_log_probs = [0.0, *(self.path_log_probs[node] - top for node in kept)]
 
 
 class _Names:

@@ -66,7 +66,7 @@ class Feeding:
                 known = self.tree.size
                 assert self.tree.graft(growth, 10_000) == len(growth), "every node is new and has its parent"
                 new = self.tree.nodes()[known:]
-                guesses += [(tuple(self.tree.path_tokens(node)), self.tree.log_probs[node]) for node in new]
+                guesses += [(tuple(self.tree.path_tokens(node)), self.tree.log_prob(node)) for node in new]
         return guesses
 
     @torch.no_grad()

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from paceline.config import SamplingParams
+from paceline.growth import CERTAIN, Law
 from paceline.sampling import History, Row
 from paceline.strategies.base import Guessed
-from paceline.tree import CERTAIN, ROOT, Law, TokenTree
+from paceline.tree import ROOT, TokenTree
 
 
 def guessed(

@@ -25,7 +25,7 @@ class Seen:
 
     @property
     def log_prob(self) -> float:
-        return self.tree.log_probs[self.node]
+        return self.tree.log_prob(self.node)
 
     @property
     def path_log_prob(self) -> float:

@@ -14,10 +14,11 @@ import torch
 from paceline.compute.process import Connection
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import News
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.speculators.growing import GrowingLoop, Rounds, SpeculatorFacts
 from paceline.tls import Certificates
-from paceline.tree import Growth, TokenTree
+from paceline.tree import TokenTree
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.credentials import TARGET
 from paceline.wire.draft_link import Observer, Terms, Unobserved

@@ -57,17 +57,17 @@ from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.orders import Stepped
+from paceline.growth import Growth, Growths
 from paceline.llm import LLM
 from paceline.messages import Submission
 from paceline.model.checkpoint import Checkpoint
 from paceline.models import resolve_model
 from paceline.speculators import build, build_beside, completed
 from paceline.speculators.base import Commit, Context, Limit, Opening, Speculator
-from paceline.speculators.growing import Grown, Growths
+from paceline.speculators.growing import Grown
 from paceline.strategies import coupled
 from paceline.telemetry.step import StepStats
 from paceline.training.widened import widened_family
-from paceline.tree import Growth
 from paceline.wire.draft_frames import encode_grown, read_frame, read_grown
 from paceline.wire.drafting import RemoteDrafting
 from paceline.wire.sessions import Say, SessionNews, SessionUp

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
-from paceline.tree import Growth
 
 
 @dataclass(slots=True)

@@ -279,10 +279,10 @@ class Engine:
         tokens, reason = request.until_end(verdict)
         error = request.complaint(tokens) if reason is FinishReason.ERROR else ""
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
-        self._learn(work, tokens, accepted)
-        path = request.tree.match(tokens[:accepted]) if accepted else []
-        pooled = sum(request.tree.sources[node] == POOL for node in path)
-        drawn_at = self._keep_accepted(work, path[: len(tokens) - 1])
+        path = request.tree.match(tokens)
+        self._learn(work, tokens, path, accepted)
+        pooled = sum(request.tree.sources[node] == POOL for node in path[:accepted])
+        drawn_at = self._keep_accepted(work, path[: min(accepted, len(tokens) - 1)])
         request.tokens += tokens
         request.history.extend(tokens)
         request.tree.commit(tokens)
@@ -315,7 +315,7 @@ class Engine:
         request.told = len(request.lane)
         return self._hidden.of(request.lane.slots[base:])
 
-    def _learn(self, work: Work, tokens: Sequence[int], accepted: int) -> None:
+    def _learn(self, work: Work, tokens: Sequence[int], path: Sequence[int], accepted: int) -> None:
         """Count what was verified, and what the drafts' confidence turned out to be worth.
 
         Where tokens do not depend on guesses, they tell of those without a row, too. Learning from rows alone would
@@ -325,7 +325,7 @@ class Engine:
         for stats in (work.request.stats, self._tally.speculation):
             stats.record(len(work.nodes), reached, accepted)
         every, calibrations = self._strategy.drafter_invariant, work.request.calibrations
-        for node, source, cell, hit in work.request.tree.decided(tokens):
+        for node, source, cell, hit in work.request.tree.decided(path, tokens):
             if every or node in work.nodes:
                 calibrations[source].observe(cell, hit)
                 if source == POOL:
@@ -336,10 +336,10 @@ class Engine:
 
         Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.
         """
-        slots = dict(zip(work.nodes, work.slots, strict=True))
-        work.request.lane.slots.extend([slots.pop(node) for node in path])
-        self._scheduler.pool.give(slots.values())
-        return [0, *(work.nodes.index(node) + 1 for node in path)]
+        kept = [work.nodes.index(node) for node in path]
+        work.request.lane.slots.extend([work.slots[i] for i in kept])
+        self._scheduler.pool.give([slot for i, slot in enumerate(work.slots) if i not in kept])
+        return [0, *(i + 1 for i in kept)]
 
     def _log_probs(
         self, request: Request, logits: Tensor, places: Sequence[int], tokens: Sequence[int]

@@ -9,9 +9,9 @@ from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import POOL, Request
 from paceline.engine.trial import Trial
 from paceline.engine.waiting import Clock, Waiting
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, Context, Opening
 from paceline.speculators.by_law import WORD
-from paceline.tree import Growth
 
 RETRY_DRAFT_S = 0.5
 """How often a request without a draft looks for one."""

@@ -19,12 +19,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from paceline.growth import Growth
 from paceline.model.rows import Row
 from paceline.speculators import product_tree
 from paceline.speculators.follower import Followed, Follower, dealt
 from paceline.speculators.predicted import Law, predicted
 from paceline.speculators.product_tree import draws
-from paceline.tree import Committed, Growth
+from paceline.tree import Committed
 
 MOST_ROWS = 256
 """Rows of guesses in one round."""

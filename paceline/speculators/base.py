@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from paceline.config import SamplingParams
+from paceline.growth import Growth
 from paceline.messages import by_fields
-from paceline.tree import Growth
 
 if TYPE_CHECKING:  # links know these words, and run where nothing is computed and no torch is loaded
     import torch

@@ -26,12 +26,13 @@ from typing import Generic, TypeVar
 from torch import Tensor
 
 from paceline.budget import RowCost, StepCost, worthwhile
+from paceline.growth import Growth
 from paceline.model.rows import Row
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.by_law import DrawnGuess, draw_guesses
 from paceline.speculators.follower import Followed, Follower, dealt
 from paceline.speculators.predicted import predicted
-from paceline.tree import ROOT, Committed, Growth
+from paceline.tree import ROOT, Committed
 from paceline.verify import STRATEGIES
 
 MOST_ROWS = 256

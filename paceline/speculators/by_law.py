@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from paceline.growth import Law
 from paceline.sampling import Purpose, Row, keyed, listed_probabilities
-from paceline.tree import Law
 
 LISTED = 64
 """Tokens of a law."""

@@ -20,12 +20,13 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from paceline.growth import Growth
 from paceline.model.lending import Lent
 from paceline.sampling import History
 from paceline.sampling import Row as DrawRow
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator, unheard
 from paceline.speculators.predicted import Law, history_of
-from paceline.tree import Committed, Growth, TokenTree
+from paceline.tree import Committed, TokenTree
 
 MOST_ROWS = 256
 """Rows of logits computed in one round."""

@@ -21,8 +21,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, Context, Opening, Speculator, unheard
-from paceline.tree import Growth
 
 
 @dataclass(slots=True)

@@ -9,18 +9,16 @@ worth another guess, the loop sleeps until somebody says something.
 from __future__ import annotations
 
 import time
-from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import chain
 
 from paceline.compute.pipe import Pipe, PipeClosedError
-from paceline.messages import Timings, by_fields
+from paceline.growth import Growth, Growths
+from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.telemetry.round import RoundStats
-from paceline.tree import CERTAIN, Growth, Law
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,71 +29,6 @@ class Close:
 
 
 Said = Opening | Context | Commit | Limit | Close
-
-
-@dataclass(frozen=True, slots=True)
-class Growths:
-    """Growth of several requests as it travels: what is of nodes is in one array over the nodes of all."""
-
-    heads: Sequence[tuple[int, int, int, int]] = field(default_factory=list)
-    """Of each growth: its request, base position and first id, and how many nodes it has."""
-    parent_ids: array[int] = field(default_factory=lambda: array("Q"))
-    tokens: array[int] = field(default_factory=lambda: array("I"))
-    log_probs: array[float] = field(default_factory=lambda: array("d"))
-    laws: Sequence[Law] = field(default_factory=list)
-    """One for each node, or none at all."""
-
-    __reduce__ = by_fields
-
-    @classmethod
-    def of(cls, growths: Iterable[tuple[int, Growth]]) -> Growths:
-        """In as few pieces as can be: growths of a request that follow one another become one."""
-        by_request: dict[int, list[Growth]] = {}
-        for request_id, growth in growths:
-            by_request.setdefault(request_id, []).append(growth)
-        ordered = [growth for its in by_request.values() for growth in its]
-        return cls(
-            [head for request_id, its in by_request.items() for head in _heads(request_id, its)],
-            array("Q", chain.from_iterable(growth.parent_ids for growth in ordered)),
-            array("I", chain.from_iterable(growth.tokens for growth in ordered)),
-            array("d", chain.from_iterable(growth.log_probs for growth in ordered)),
-            [law for growth in ordered for law in growth.laws or [CERTAIN] * len(growth)]
-            if any(any(growth.laws) for growth in ordered)
-            else [],
-        )
-
-    def __len__(self) -> int:
-        """How many growths."""
-        return len(self.heads)
-
-    def __iter__(self) -> Iterator[tuple[int, Growth]]:
-        """Each growth, with its request."""
-        start = 0
-        for request_id, base_position, first_id, count in self.heads:
-            these = slice(start, start := start + count)
-            laws = self.laws[these]
-            yield (
-                request_id,
-                Growth(
-                    base_position,
-                    first_id,
-                    self.parent_ids[these].tolist(),
-                    self.tokens[these].tolist(),
-                    self.log_probs[these].tolist(),
-                    laws if any(laws) else (),
-                ),
-            )
-
-
-def _heads(request_id: int, growths: Sequence[Growth]) -> Iterator[tuple[int, int, int, int]]:
-    first = growths[0]
-    count = 0
-    for growth in growths:
-        if (growth.base_position, growth.first_id) != (first.base_position, first.first_id + count):
-            yield request_id, first.base_position, first.first_id, count
-            first, count = growth, 0
-        count += len(growth)
-    yield request_id, first.base_position, first.first_id, count
 
 
 @dataclass(slots=True)

@@ -101,7 +101,7 @@ class Medusa(Cacheless[MedusaDraft]):
 
         def offer(node: int) -> None:
             if draft.may_expand(node):
-                known = [(tree.tokens[child], tree.log_probs[child]) for child in tree.children(node)]
+                known = [(tree.tokens[child], tree.log_prob(child)) for child in tree.children(node)]
                 for token, log_prob in [*known, *draft.wanted(node, self._law(draft, node))]:
                     path_log_prob = tree.path_log_probs[node] + log_prob
                     heapq.heappush(offers, (-path_log_prob, next(serial), node, token, log_prob))

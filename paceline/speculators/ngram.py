@@ -12,8 +12,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.tree import ROOT, TokenTree
 
 FIRST_GUESS = 0.6
 NEXT_GUESS = 0.85

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.config import SamplingParams
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.stable_tokens import StableTokens, common
 from paceline.speculators.transcript import Transcript
 from paceline.speculators.vocabularies import VocabularyMapping
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.tree import ROOT, TokenTree
 
 LIKELIEST = SamplingParams(temperature=0.0)
 FINER = 2

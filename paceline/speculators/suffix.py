@@ -22,11 +22,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.config import SpeculativeConfig
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
 from paceline.speculators.suffix_automaton import SuffixAutomaton
 from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
 from paceline.speculators.suffix_outputs import OutputsBySalt
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.tree import ROOT, TokenTree
 
 
 @dataclass(slots=True)

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from paceline.growth import CERTAIN, Law
 from paceline.sampling import probabilities
 from paceline.strategies.base import Guessed, all_rows
 from paceline.strategies.lenient import Lenient, Place, tested
-from paceline.tree import CERTAIN, Law
 
 
 class LogitComparison(Lenient):

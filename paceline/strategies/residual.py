@@ -23,9 +23,10 @@ from itertools import accumulate, islice
 import torch
 from torch import Tensor
 
+from paceline.growth import Law
 from paceline.sampling import Purpose, Row, choose, keyed, probabilities, uniform
 from paceline.strategies.base import Guessed, Verifier, all_rows
-from paceline.tree import ROOT, Law
+from paceline.tree import ROOT
 
 Probs = Mapping[int, float]
 """By token; what is not there counts as 0."""

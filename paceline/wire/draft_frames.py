@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from paceline.growth import CERTAIN, ROOT_ID, Growth, Growths, Law
 from paceline.messages import Timings
 from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.growing import Close, Grown, Growths, Said
-from paceline.tree import CERTAIN, ROOT_ID, Growth, Law
+from paceline.speculators.growing import Close, Grown, Said
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_bits

@@ -19,7 +19,8 @@ from typing import Protocol
 
 import grpc
 
-from paceline.speculators.growing import Grown, Growths
+from paceline.growth import Growths
+from paceline.speculators.growing import Grown
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc

@@ -12,10 +12,10 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from google.protobuf.message import Message
 from hypothesis import given
 
+from paceline.growth import Growth, Growths
 from paceline.messages import Delta, Submission
 from paceline.speculators.base import Opening
-from paceline.speculators.growing import Grown, Growths
-from paceline.tree import Growth
+from paceline.speculators.growing import Grown
 from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
 from tests.contract.test_frames import VOCABULARY, deltas, growths, openings, submissions

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.growth import ROOT_ID, Growth, Growths
 from paceline.messages import (
     Delta,
     FinishReason,
@@ -22,8 +23,7 @@ from paceline.messages import (
     Usage,
 )
 from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.growing import Close, Grown, Growths
-from paceline.tree import ROOT_ID, Growth
+from paceline.speculators.growing import Close, Grown
 from paceline.v1 import draft_pb2, target_pb2
 from paceline.wire import draft_frames, target_frames
 from paceline.wire.errors import WireError

@@ -12,10 +12,10 @@ from fractions import Fraction
 from itertools import accumulate
 from typing import Any, Protocol
 
+from paceline.growth import Law as Weights
 from paceline.strategies import residual as rejection
 from paceline.strategies.residual import Link, Verdict
 from paceline.tree import ROOT, TokenTree
-from paceline.tree import Law as Weights
 from paceline.verify import walk
 from tests.exactness.chance import Chance, law_of
 from tests.exactness.worlds import NOISE_LEVELS, Drafter, Law, Scene, Tokens, World, drawn, nobody

@@ -15,6 +15,7 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, Spe
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.guesses import POOL
+from paceline.growth import Growth
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.loading import build
 from paceline.model.model import Model
@@ -24,7 +25,7 @@ from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.ngram import NGram
 from paceline.speculators.suffix import Suffix
 from paceline.telemetry.step import StepStats
-from paceline.tree import Growth, TokenTree
+from paceline.tree import TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.parallel import drafting_for
 

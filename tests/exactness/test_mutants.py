@@ -89,7 +89,7 @@ def walk_without_bonus_on_a_miss(tree: TokenTree, verified: Sequence[int], draws
     token = draw_after[ROOT]
     children = tree.children(ROOT)
     if tree.child(ROOT, token) is None and children:
-        return [tree.tokens[max(children, key=tree.log_probs.__getitem__)]]
+        return [tree.tokens[max(children, key=tree.log_prob)]]
     return [token]
 
 

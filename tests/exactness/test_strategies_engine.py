@@ -13,14 +13,14 @@ import torch
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
 from paceline.engine.engine import Engine
+from paceline.growth import Growth, Growths
 from paceline.messages import Submission
 from paceline.model.model import Model
 from paceline.model.rows import Lane
 from paceline.model.table import TableModel
 from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.growing import Growths
 from paceline.speculators.ngram import NGram
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.tree import ROOT, TokenTree
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
 from tests.exactness.test_engine import FREE, Liar, llama, run
 from tests.exactness.test_sampling import reference_law

@@ -8,7 +8,8 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.growth import Growth
+from paceline.tree import ROOT, TokenTree
 from tests.exactness.chance import NOISE_LEVELS, Chance
 
 Law = Sequence[Fraction]

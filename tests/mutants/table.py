@@ -71,7 +71,7 @@ MUTANTS = (
         "the best guesses are chosen by their own probability, not their path's",
         "paceline/tree.py",
         "near.sort(key=self.path_log_probs.__getitem__",
-        "near.sort(key=self.log_probs.__getitem__",
+        "near.sort(key=self.log_prob",
         TREE,
     ),
     Mutant(
@@ -84,22 +84,22 @@ MUTANTS = (
     Mutant(
         "a choice of guesses outlives a commit",
         "paceline/tree.py",
-        "        self._best.clear()\n        self.path_log_probs = ",
-        "        self.path_log_probs = ",
+        "        self._best.clear()\n        top = ",
+        "        top = ",
         TREE,
     ),
     Mutant(
         "path probabilities still count from the old root",
         "paceline/tree.py",
-        "self.path_log_probs = [0.0] * len(self.tokens)\n        self._sum_paths()",
-        "self.path_log_probs = [0.0, *map(self.path_log_probs.__getitem__, kept)]",
+        "self.path_log_probs[node] - top for node in kept",
+        "self.path_log_probs[node] for node in kept",
         TREE,
     ),
     Mutant(
         "what hangs below a refused guess still counts as the tree's",
         "paceline/tree.py",
-        "if self.parents[node] in below:",
-        "if self.parents[node] != ROOT:",
+        "            if parent in moved:\n",
+        "            if parent > ROOT:\n",
         TREE,
     ),
     Mutant(

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams
 from paceline.engine.drafting import LocalDrafting
+from paceline.growth import Growth
 from paceline.model import Lane, Model
 from paceline.model.loading import build
 from paceline.model.model import Output
@@ -27,7 +28,7 @@ from paceline.sampling import History, Row, draw
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.speculators.follower import PREFILL_ROWS, dealt
-from paceline.tree import Growth, TokenTree
+from paceline.tree import TokenTree
 from tests.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.seen import Seen, nodes_of, root_of
 

@@ -14,6 +14,7 @@ from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, Spe
 from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
 from paceline.engine.engine import Engine
 from paceline.engine.guesses import POOL
+from paceline.growth import Growth
 from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.model import Output
 from paceline.model.rows import Row
@@ -21,7 +22,6 @@ from paceline.model.table import TableModel
 from paceline.speculators.base import Commit, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
-from paceline.tree import Growth
 from services.target.compute import facts
 from tests.seen import Weighing, root_of
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.engine import MOST_TOLD, Engine
+from paceline.growth import Growth
 from paceline.messages import Submission
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.model import Model
@@ -26,7 +27,7 @@ from paceline.speculators.base import Commit, Context, Limit, Opening, Speculato
 from paceline.speculators.eagle import Eagle
 from paceline.speculators.eagle3 import Eagle3
 from paceline.speculators.head import Head
-from paceline.tree import ROOT, Growth, TokenTree
+from paceline.tree import ROOT, TokenTree
 from tests.head_checkpoints import (
     HIDDEN,
     VOCABULARY,

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 import pytest
 
 from paceline.compute.pipe import Pipe
+from paceline.growth import Growths
 from paceline.speculators.base import Commit, Opening, Speculator
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Growths, Left, Rounds, Said, Told
+from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Rounds, Said, Told
 from paceline.tree import ROOT, TokenTree
 from tests.pipes import pipes
 from tests.workers import Counting, opening

@@ -10,7 +10,7 @@ from paceline.engine.drafting import News, NoDrafting
 from paceline.engine.guesses import Guesses
 from paceline.engine.request import Request
 from paceline.engine.waiting import Receive
-from paceline.tree import Growth
+from paceline.growth import Growth
 from tests.bare import bare_request
 
 

@@ -10,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, DraftError, Opening
 from paceline.speculators.ngram import FIRST_GUESS, NEXT_GUESS, NGram
-from paceline.tree import Growth, TokenTree
+from paceline.tree import TokenTree
 from tests.seen import nodes_of, root_of
 
 A, B, C, D, E, X, Y = range(7)

@@ -10,7 +10,8 @@ import pytest
 from paceline.budget import NextRound, Patience, RowCost, StepCost
 from paceline.engine.request import POOL, Request
 from paceline.engine.waiting import LockStep, waiting_for
-from paceline.tree import Growth, TokenTree
+from paceline.growth import Growth
+from paceline.tree import TokenTree
 from tests.bare import bare_request
 
 DELAY_S = 1e-3

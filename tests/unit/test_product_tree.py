@@ -58,7 +58,7 @@ def test_nodes_that_were_there_get_children_and_are_not_counted() -> None:
     tree.growth([stale, known])
     new = grow(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
     assert {tuple(tree.path_tokens(node)) for node in new} == {(2,), (9, 3), (2, 3)}
-    assert tree.log_probs[stale] == pytest.approx(math.log(0.9))
+    assert tree.log_prob(stale) == pytest.approx(math.log(0.9))
     assert not tree.children(known)
     grow(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
     assert [tree.tokens[node] for node in tree.children(known)] == [3]

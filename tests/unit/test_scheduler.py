@@ -16,7 +16,8 @@ from paceline.config import EngineConfig
 from paceline.engine.request import Request
 from paceline.engine.scheduler import Scheduler, Work, frontier, outlook
 from paceline.engine.slots import BLOCK, SlotPool
-from paceline.tree import ROOT, Growth
+from paceline.growth import Growth
+from paceline.tree import ROOT
 from tests.bare import bare_request
 
 SLOTS = 256

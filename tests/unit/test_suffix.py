@@ -14,13 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.growth import Growth
 from paceline.speculators.base import Commit, DraftError, Limit, Opening
 from paceline.speculators.suffix import Suffix
 from paceline.speculators.suffix_automaton import SuffixAutomaton
 from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
 from paceline.speculators.suffix_outputs import FinishedOutputs, OutputsBySalt
 from paceline.speculators.suffix_tree import MANY, SuffixTree
-from paceline.tree import Growth, TokenTree
+from paceline.tree import TokenTree
 from tests.seen import nodes_of
 
 A, B, C, D, E, X, Y, Z = range(8)

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.tree import ROOT, ROOT_ID, TRAIL, Growth, TokenTree
+from paceline.growth import ROOT_ID, Growth
+from paceline.tree import ROOT, TRAIL, TokenTree
 from tests.seen import Weighing
 
 VOCABULARY = 3
@@ -27,7 +28,7 @@ def guesses(tree: TokenTree) -> set[tuple[int, ...]]:
 def check_books(tree: TokenTree) -> None:
     """What must hold after any message whatsoever."""
     nodes = tree.nodes()
-    lists = (tree.tokens, tree.parents, tree.depths, tree.log_probs, tree.path_log_probs, tree.sources, tree.cells)
+    lists = (tree.tokens, tree.parents, tree.depths, tree.path_log_probs, tree.sources, tree.cells)
     assert {len(each) for each in lists} == {tree.size + 1} == {len(nodes) + 1}
     assert (tree.parents[ROOT], tree.depths[ROOT], tree.path_log_probs[ROOT]) == (-1, 0, 0.0)
     assert tree._children == {(tree.parents[node], tree.tokens[node]): node for node in nodes}, "each guess once"
@@ -37,7 +38,7 @@ def check_books(tree: TokenTree) -> None:
         assert tree.child(parent, tree.tokens[node]) == node
         assert tree.depths[node] == tree.depths[parent] + 1
         assert -math.inf < tree.path_log_probs[node] <= tree.path_log_probs[parent] <= 0
-        assert tree.path_log_probs[node] == pytest.approx(tree.path_log_probs[parent] + tree.log_probs[node])
+        assert tree.path_log_probs[node] == pytest.approx(tree.path_log_probs[parent] + tree.log_prob(node))
     for names in tree._names.values():
         assert set(names.nodes.values()) <= set(nodes)
         assert len(set(names.nodes.values())) == len(names.nodes), "one id each"
@@ -67,7 +68,7 @@ def cells(tree: TokenTree) -> dict[int, dict[int, int]]:
     """By token, where all differ, and draft: with which guesses the outcome is counted."""
     found: dict[int, dict[int, int]] = {token: {} for token in tree.tokens[1:]}
     for node in (ROOT, *tree.nodes()):
-        for guess, source, cell, _ in tree.decided([*tree.path_tokens(node), -1]):
+        for guess, source, cell, _ in tree.decided(tree.path(node), [*tree.path_tokens(node), -1]):
             found[tree.tokens[guess]][source] = cell
     return found
 
@@ -83,10 +84,9 @@ class TestExamples:
 
         assert committed.path == [first, second]
         assert committed.kept == [third]
-        assert committed.missed is None
         assert (tree.tokens[ROOT], tree.position) == (2, 11)
         assert guesses(tree) == {(3,)}
-        assert tree.path_log_probs[1] == tree.log_probs[1] == -0.5
+        assert tree.path_log_probs[1] == tree.log_prob(1) == -0.5
         check_books(tree)
 
     def test_a_commit_tells_what_each_survivor_was(self) -> None:
@@ -112,7 +112,6 @@ class TestExamples:
         committed = tree.commit([1, 7])
 
         assert (committed.path, committed.kept) == ([first], [])
-        assert committed.missed == 7
         assert (tree.tokens[ROOT], tree.position, tree.size) == (7, 11, 0)
 
     def test_growth_that_names_committed_parents_finds_its_place(self) -> None:
@@ -189,7 +188,7 @@ class TestExamples:
     def test_a_weighed_tree_ranks_by_the_corrected_value(self) -> None:
         tree = TokenTree(9, 0, {0: Weighing(lambda log_prob, rank, depth: (0, 2 * log_prob))})
         tree.graft(Growth(9, 1, [0, 1], [1, 2], [-0.5, -0.25]), ROOM)
-        assert (tree.log_probs[2], tree.path_log_probs[2]) == (-0.5, -1.5)
+        assert (tree.log_prob(2), tree.path_log_probs[2]) == (-0.5, -1.5)
 
         tree.commit([1])
         assert tree.path_log_probs[1] == -0.5
