@@ -289,7 +289,7 @@ class Engine:
         delta = Delta(
             request.id,
             tokens,
-            [i < accepted for i in range(len(tokens))],
+            [True] * accepted + [False] * (len(tokens) - accepted),
             self._log_probs(request, logits, [row + i for i in drawn_at], tokens),
             reason,
             speculation=request.stats.snapshot() if self.reports or reason is not None else None,
