@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, islice
 
 
@@ -281,6 +281,17 @@ class Worth:
             self._pause = min(2 * self._pause, self.MOST_PAUSE)
 
 
+class Weighed(dict[tuple[float, int, int], tuple[int, float]]):
+    """What a calibration said since the last observation: many guesses come at once, and few are not alike."""
+
+    def __init__(self, ask: Callable[[float, int, int], tuple[int, float]]) -> None:
+        self._ask = ask
+
+    def __missing__(self, guess: tuple[float, int, int]) -> tuple[int, float]:
+        answer = self[guess] = self._ask(*guess)
+        return answer
+
+
 class Calibration:
     """The probability that the target draws a guess whose parent it drew, learned from what it drew.
 
@@ -311,9 +322,10 @@ class Calibration:
         self.accepted = [0.0] * self.CELLS
         self._bin_drafted = [0.0] * self.BINS
         self._bin_accepted = [0.0] * self.BINS
-        self._weighed = _Answers(self._corrected)
-        self.weighed: Mapping[tuple[float, int, int], tuple[int, float]] = self._weighed
-        """`weigh`, as a table: a lookup costs half of a call, and this happens to every guess."""
+        self.weighed = Weighed(self._corrected)
+        """By a guess's log-probability, whether it was the draft's first choice at its place (rank 0) or a later one,
+        and whether it was the root's child when it came (depth 1) or further away: its cell, and the corrected
+        log-probability, if its parent is drawn. A table, since this happens to every guess."""
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
         """Start from what was learned elsewhere: counts by cell, of which no more than `MEMORY` are believed.
@@ -322,13 +334,8 @@ class Calibration:
         """
         if len(drafted) == len(accepted) == self.CELLS:
             self.drafted, self.accepted = self._believed(drafted, accepted)
-            self._weighed.clear()
+            self.weighed.clear()
             self._bin_drafted, self._bin_accepted = self._believed(self.by_bin(drafted), self.by_bin(accepted))
-
-    def weigh(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
-        """Of a guess that was the draft's first choice at its place (rank 0) or a later one, and the root's child when
-        it came (depth 1) or further away: its cell, and the corrected log-probability, if its parent is drawn."""
-        return self.weighed[log_prob, rank, depth]
 
     def _corrected(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
         probability = math.exp(log_prob)
@@ -343,7 +350,7 @@ class Calibration:
 
     def observe(self, cell: int, accepted: bool) -> None:
         """The target drew the guess's parent, and then the guess or another token."""
-        self._weighed.clear()
+        self.weighed.clear()
         _count(self.drafted, self.accepted, cell, accepted, self.MEMORY)
         _count(self._bin_drafted, self._bin_accepted, cell // self.PER_BIN, accepted, self.MEMORY)
 
@@ -355,17 +362,6 @@ class Calibration:
     def _believed(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
         scales = [min(1.0, self.MEMORY / tried) if tried else 0.0 for tried in drafted]
         return list(map(operator.mul, drafted, scales)), list(map(operator.mul, accepted, scales))
-
-
-class _Answers(dict[tuple[float, int, int], tuple[int, float]]):
-    """What a calibration said since the last observation: many guesses come at once, and few are not alike."""
-
-    def __init__(self, ask: Callable[[float, int, int], tuple[int, float]]) -> None:
-        self._ask = ask
-
-    def __missing__(self, guess: tuple[float, int, int]) -> tuple[int, float]:
-        answer = self[guess] = self._ask(*guess)
-        return answer
 
 
 def _count(drafted: list[float], accepted: list[float], i: int, hit: bool, memory: float) -> None:

@@ -10,7 +10,7 @@ from paceline.tree import ROOT, TokenTree
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One node. Nodes are the same if tree and number are."""
+    """One node, as the tree is when it is asked: a commit gives its number to another."""
 
     tree: TokenTree
     node: int

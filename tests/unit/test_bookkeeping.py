@@ -33,7 +33,7 @@ def step(*guesses: tuple[int, bool]) -> StepStats:
 async def test_another_target_starts_from_what_was_learned() -> None:
     first, second, known = Calibration(), Calibration(), -0.9
     cells = [
-        (Calibration().weigh(known, rank, depth)[0], hit)
+        (Calibration().weighed[known, rank, depth][0], hit)
         for rank, depth, hit in [(0, 1, True), (1, 1, False), (0, 9, False)]
     ]
     for cell, hit in cells * 20:
@@ -43,5 +43,5 @@ async def test_another_target_starts_from_what_was_learned() -> None:
         totals = await store.acceptance.acceptance("m", "ngram")
     second.seed(totals.cell_drafted, totals.cell_accepted)
     for rank, depth in [(0, 1), (1, 1), (0, 9), (2, 2)]:
-        assert second.weigh(known, rank, depth) == pytest.approx(first.weigh(known, rank, depth))
+        assert second.weighed[known, rank, depth] == pytest.approx(first.weighed[known, rank, depth])
     assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])

@@ -183,11 +183,11 @@ class TestWorthwhile:
 
 
 def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
-    return Calibration().weigh(math.log(probability), rank, depth)[0]
+    return Calibration().weighed[math.log(probability), rank, depth][0]
 
 
 def believed(calibration: Calibration, probability: float, rank: int = 0, depth: int = 1) -> float:
-    return math.exp(calibration.weigh(math.log(probability), rank, depth)[1])
+    return math.exp(calibration.weighed[math.log(probability), rank, depth][1])
 
 
 PLACES = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
@@ -254,8 +254,8 @@ class TestCalibration:
     def test_it_stays_a_probability(self, log_prob: float, rank: int, depth: int, outcomes: list[bool]) -> None:
         calibration = Calibration()
         for outcome in outcomes:
-            calibration.observe(calibration.weigh(log_prob, rank, depth)[0], outcome)
-        assert -math.inf < calibration.weigh(log_prob, rank, depth)[1] <= 0.0
+            calibration.observe(calibration.weighed[log_prob, rank, depth][0], outcome)
+        assert -math.inf < calibration.weighed[log_prob, rank, depth][1] <= 0.0
 
     @given(
         st.lists(st.tuples(st.sampled_from(PLACES), st.booleans()), max_size=60),
@@ -277,12 +277,14 @@ class TestCalibration:
     def test_cells_go_by_bin_then_rank_then_depth(self) -> None:
         """What is stored is in this order: another one needs another name there."""
         claims = [math.log(i / 20 + 0.01) for i in range(20)]
-        cells = [Calibration().weigh(c, rank, depth)[0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
+        cells = [
+            Calibration().weighed[c, rank, depth][0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)
+        ]
         assert cells == list(range(Calibration.CELLS)) == list(range(240))
 
     def test_cells_cover_everything(self) -> None:
-        assert Calibration().weigh(0.0, 99, 999)[0] == Calibration.CELLS - 1
-        assert Calibration().weigh(-1e4, 0, 1)[0] == 0
+        assert Calibration().weighed[0.0, 99, 999][0] == Calibration.CELLS - 1
+        assert Calibration().weighed[-1e4, 0, 1][0] == 0
         assert [cell(0.01, 0, depth) for depth in range(1, 10)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
 
     def test_hearsay_is_believed_until_something_is_seen(self) -> None:

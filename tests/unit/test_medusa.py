@@ -373,12 +373,12 @@ class TestTree:
         medusa.open(opening())
         told(medusa, self.STATE)
         grown(medusa, tree)
-        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob)
+        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob).token
         state = some(1, HIDDEN, seed=6) * 8
-        tree.commit([kept.token])
+        tree.commit([kept])
         survivors = paths(tree)
         assert survivors
-        medusa.commit(Commit(1, ROOT, [kept.token], 1, state.unsqueeze(1)))
+        medusa.commit(Commit(1, ROOT, [kept], 1, state.unsqueeze(1)))
         assert grown(medusa, tree) > 0
         brute = all_paths(expected(original(), state)[0].log_softmax(-1), 3)
         assert {path: p for path, p in paths(tree).items() if path in survivors} == survivors

@@ -422,16 +422,16 @@ class TestTree:
         mlp.open(opening())
         told(mlp, self.STATE)
         grown(mlp, tree)
-        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob)
-        tree.commit([kept.token])
+        kept = max(root_of(tree).children.values(), key=lambda node: node.log_prob).token
+        tree.commit([kept])
         before = {node: node.path_log_prob for node in nodes_of(tree)}
         state = some(HIDDEN, seed=6) * 8
-        mlp.commit(Commit(1, ROOT, [kept.token], 1, state[None, None]))
+        mlp.commit(Commit(1, ROOT, [kept], 1, state[None, None]))
         assert grown(mlp, tree) > 0
         assert {node: node.path_log_prob for node in nodes_of(tree) if node in before} == before
         for node in [root_of(tree), *nodes_of(tree)]:
             if node.position - tree.position < STEPS:
-                best = logits_at(node, state, root=kept.token).topk(3).indices.tolist()
+                best = logits_at(node, state, root=kept).topk(3).indices.tolist()
                 assert set(best) <= set(node.children), "survivors are followed by what the new state says, too"
 
     @pytest.mark.parametrize("law", [LAWS[0], LAWS[4]])

@@ -86,8 +86,8 @@ class TestTree:
         itself = opened(DraftModel(own, 2, least_path_probability=0.01), PROMPT)
         assert paths(mapped) == paths(itself)
         for path in paths(itself):
-            said = mapped.followed(path)[-1].log_prob
-            assert said == pytest.approx(itself.followed(path)[-1].log_prob, abs=1e-4)
+            said = mapped.log_prob(mapped.match(path)[-1])
+            assert said == pytest.approx(itself.log_prob(itself.match(path)[-1]), abs=1e-4)
 
     def test_half_a_character_is_completed_and_nothing_else_is_guessed(self) -> None:
         """The draft was asked for all of it; how likely the rest is follows from all of what it says."""
