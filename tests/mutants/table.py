@@ -205,8 +205,8 @@ MUTANTS = (
     Mutant(
         "of equal scores the last id wins",
         "paceline/sampling.py",
-        "if score > best[row]:",
-        "if score >= best[row]:",
+        "winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]",
+        "winners = np.flatnonzero(scores_N == best_R[rows_N])",
         SAMPLING,
     ),
     # Strategies that depend on guesses.
@@ -299,8 +299,8 @@ MUTANTS = (
     Mutant(
         "native: a row sees one key too many",
         "paceline/model/native/attention.hpp",
-        "(position < sight.end)",
-        "(position <= sight.end)",
+        "(position < queries[i].sight.end)",
+        "(position <= queries[i].sight.end)",
         NATIVE,
     ),
     Mutant(
@@ -345,6 +345,13 @@ MUTANTS = (
         "for (int n = 0; n < words_; n++) {\n            int i = ROWS > 1 ? words_ - 1 - n : n;\n"
         "            const uint32_t* w = panel.weights + (size_t)i * BLOCKS * LANES;",
         NATIVE,
+    ),
+    Mutant(
+        "native: noise of another token decides whether a token can win",
+        "paceline/model/native/rivals.hpp",
+        "mixed(numbers + (uint32_t)token, first, second)",
+        "mixed(numbers + (uint32_t)token + 1u, first, second)",
+        ("exactness/test_sampling.py",),
     ),
     Mutant(
         "native: a sink has a value",
