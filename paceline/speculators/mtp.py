@@ -8,8 +8,8 @@ The feature of the first row after a target's state is that state, behind the ta
 Some engines feed back x for GLM, or zero the embedding of the first row; either only changes how well is guessed.
 
 A layer of the Llama kind runs as those of other heads do (`HeadLayers`); any other is transformers' own, over keys and
-values of its own. Embedding and output matrix are the target's;
-where a checkpoint repeats them they are not read. Of several modules the first one drafts at every depth.
+values of its own. Embedding and output matrix are the target's; where a checkpoint repeats them they are not read. Of
+several modules the first one drafts at every depth.
 """
 
 from __future__ import annotations

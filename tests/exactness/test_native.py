@@ -76,6 +76,7 @@ SHAPES = {
     ),
     **{f"window {n}": Shape(windows=(n, 0)) for n in WINDOWS},
 }
+VARIED = ["everything", "fusion, odd widths", "projection, odd widths"]
 
 
 @dataclass
@@ -282,11 +283,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     Native.use(before)
 
 
-def test_rows_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.dtype) -> None:
-    weights, sequence = Weights(SHAPES["everything"], dtype), tokens(90)
-    ours = in_trees(weights.network(), sequence)
+@pytest.mark.parametrize("shape", VARIED)
+def test_rows_do_not_depend_on_the_number_of_threads(shape: str, threads: int, dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES[shape], dtype), tokens(90)
+    given = weights.given(len(sequence))
+    ours = in_trees(weights.network(), sequence, given)
     Native.use(Native(1))
-    assert torch.equal(ours, one_by_one(weights.network(), sequence))
+    assert torch.equal(ours, one_by_one(weights.network(), sequence, given))
 
 
 def test_networks_may_run_in_several_threads(threads: int) -> None:
@@ -299,12 +302,13 @@ def test_networks_may_run_in_several_threads(threads: int) -> None:
             assert torch.equal(logits, alone)
 
 
-def test_states_of_layers_are_the_formula_s(threads: int) -> None:
-    weights, sequence = Weights(SHAPES["everything"], torch.float32), tokens(50)
+@pytest.mark.parametrize("shape", VARIED)
+def test_states_of_layers_are_the_formula_s(shape: str, threads: int) -> None:
+    weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(50)
     _, expected = weights.formula(sequence)
     lane = Lane(range(1, 51))
     rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    _, states = weights.network().run(rows, [49], [3, 0, 2, 1])
+    _, states = weights.network().run(rows, [49], [3, 0, 2, 1], states=weights.given(50))
     assert states is not None
     for got, n in zip(states.unbind(1), (3, 0, 2, 1), strict=True):
         assert (got - expected[n]).abs().max() < 1e-5 * expected[n].abs().max()
