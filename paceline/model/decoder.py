@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
@@ -45,8 +44,8 @@ class Decoder(Protocol):
         the output of the final norm.
         """
 
-    def embed(self, ids: Tensor) -> Tensor:
-        """What the first layer sees of tokens: int64 [n] → [n, hidden size]."""
+    def embedding(self) -> Tensor:
+        """What the first layer sees of each token, [vocabulary, hidden size]."""
 
     def output(self, final: Tensor) -> Tensor:
         """Logits [n, vocabulary] of what comes out of the final norm, [n, hidden size]."""
@@ -79,7 +78,7 @@ class LayeredDecoder:
         self.cache = KVCache(layers, slots, heads, weight.dtype, weight.device)
         self._model = model
         base: Any = self._model.base_model
-        self._embedding: nn.Module = base.get_input_embeddings()
+        self._embedding: Any = base.get_input_embeddings()
         self._head: nn.Module = self._model.get_output_embeddings()
         self._taps: list[nn.Module] = [self._embedding, *base.layers, base]
 
@@ -102,9 +101,14 @@ class LayeredDecoder:
                 hook.remove()
         return logits, torch.stack([kept[n][: len(rows)] for n in layers], 1) if layers else None
 
-    def embed(self, ids: Tensor) -> Tensor:
-        embedded: Tensor = self._embedding(ids)
-        return embedded
+    def embedding(self) -> Tensor:
+        """The model's own, or a copy where the model does more than look it up: some scale it."""
+        weight: Tensor = self._embedding.weight.detach()
+        if type(self._embedding) is nn.Embedding:
+            return weight
+        with torch.inference_mode():
+            scaled: Tensor = self._embedding(torch.arange(len(weight), device=weight.device))
+        return scaled
 
     def output(self, final: Tensor) -> Tensor:
         logits: Tensor = self._head(final)
@@ -171,8 +175,8 @@ class LlamaDecoder:
     def native(self) -> bool:
         return isinstance(self._network, NativeNetwork)
 
-    def embed(self, ids: Tensor) -> Tensor:
-        return F.embedding(ids, self._embedding)
+    def embedding(self) -> Tensor:
+        return self._embedding
 
     def output(self, final: Tensor) -> Tensor:
         return self._network.output(final)
@@ -212,9 +216,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 several hundredths; a mistake shows by whole units."""
 
 
-def is_llama_kind(model: nn.Module) -> bool:
-    """Whether `LlamaDecoder` computes what this model computes."""
-    config: Any = model.config
+def is_llama_kind(config: Any) -> bool:
+    """Whether a model of this configuration has layers of the Llama kind only."""
     rope = getattr(config, "rope_parameters", None) or {}
     return (
         config.model_type in LLAMA_KIND
@@ -230,7 +233,7 @@ def make_decoder(
 
     `sharding`: as ranks share it, if they do.
     """
-    if is_llama_kind(model):
+    if is_llama_kind(model.config):
         return LlamaDecoder(model, heads, slots + 1 + SPARE_SLOT, positions, sharding)
     return LayeredDecoder(model, heads, slots + 1 + SPARE_SLOT, sharding)
 

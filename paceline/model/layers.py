@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache, Pass, attend
-from paceline.model.llama import Layer, RotaryTables, Sums
+from paceline.model.llama import Fusion, Layer, RotaryTables, Sums
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.library import DTYPES
 from paceline.model.native.product import Product
@@ -122,6 +122,7 @@ class TorchNetwork:
         norm: Tensor | None = None,
         head: Tensor | None = None,
         sums: Sums | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         """As `paceline.model.native.network.Network`. Raises ValueError for attention sinks."""
         if any(layer.sinks is not None for layer in layers):
@@ -132,6 +133,7 @@ class TorchNetwork:
         self._embedding = embedding
         self._norm = _norm(norm, eps)
         self._head = None if head is None else Linear(head)
+        self._fuse = None if fusion is None else _Fuse(fusion, eps)
 
     def run(
         self,
@@ -140,19 +142,17 @@ class TorchNetwork:
         layers: Sequence[int] = (),
         *,
         states: Tensor | None = None,
-        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         this = Pass.of(self._cache, lay_out(rows, self._cache.device))
         turn = self._rotary(this.batch.positions)
-        if states is not None:
-            x = padded(states)
-        else:
-            assert self._embedding is not None
-            x = F.embedding(this.batch.tokens, self._embedding)
+        assert self._embedding is not None
+        x, joined = F.embedding(this.batch.tokens, self._embedding), None
+        if self._fuse is not None:
+            assert states is not None
+            x, joined = self._fuse(x, padded(states))
         outputs = [x]
         for n, layer in enumerate(self._layers):
-            given = padded(first_input) if n == 0 and first_input is not None else None
-            outputs.append(layer(outputs[-1], turn, this, given))
+            outputs.append(layer(outputs[-1], turn, this, joined if n == 0 else None))
         final = self._norm(outputs[-1])
         tapped = torch.stack([[*outputs, final][n][: len(rows)] for n in layers], 1) if layers else None
         if self._head is None:
@@ -162,6 +162,25 @@ class TorchNetwork:
     def output(self, final: Tensor) -> Tensor:
         assert self._head is not None
         return self._head(padded(final))[: len(final)]
+
+
+class _Fuse:
+    """See `Fusion`."""
+
+    def __init__(self, fusion: Fusion, eps: float) -> None:
+        self._token_norm, self._state_norm = _norm(fusion.token_norm, eps), _norm(fusion.state_norm, eps)
+        biases = () if fusion.projection_bias is None else (fusion.projection_bias,)
+        self._projection = None if fusion.projection is None else Linear(fusion.projection, biases=biases)
+        self._norms_residual = fusion.norms_residual
+
+    def __call__(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Both [R, hidden] → what the first layer is given, and what its attention multiplies in place of its norm of
+        that, if anything."""
+        normed = self._state_norm(states)
+        joined = torch.cat((self._token_norm(embedded), normed), -1)
+        if self._projection is not None:
+            return self._projection(joined), None
+        return normed if self._norms_residual else states, joined
 
 
 class _TorchLayer:

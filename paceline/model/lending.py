@@ -1,4 +1,4 @@
-"""What a target lends to the heads that draft for it: its embedding and output matrix, never copied.
+"""What a target lends to the heads that draft for it: its embedding and output matrix.
 
 A head inside the target's process uses the target's own (`TransformersModel.lend`). One in a draft worker has no target
 beside it; there the two matrices, and nothing else, are read from the target's checkpoint (`borrow`).
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -24,9 +23,10 @@ from paceline.text import vocabulary_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class Lent:
-    """`embed`: ids [n] → [n, hidden size]. `output`: what the final norm gives, [n, hidden size] → [n, vocabulary]."""
+    """`embedding`: what the first layer is given of each token, [vocabulary, hidden size]. `output`: what the final
+    norm gives, [n, hidden size] → [n, vocabulary]."""
 
-    embed: Callable[[Tensor], Tensor]
+    embedding: Callable[[], Tensor]
     output: Callable[[Tensor], Tensor]
     folder: Path
     config: Any
@@ -70,7 +70,7 @@ def borrow(model: str, dtype: torch.dtype | None, device: str, max_model_len: in
         raise ValueError(f"the model in {folder} has no lm_head.weight, and does not tie it to the embedding")
     output = Linear(embedding if name is None else checkpoint.tensor(name, embedding.dtype, device))
     return Lent(
-        embed=lambda ids: F.embedding(ids, embedding),
+        embedding=lambda: embedding,
         output=output,
         folder=folder,
         config=config,

@@ -42,6 +42,22 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Fusion:
+    """How a network takes in a state beside each token: embedding and state are normed and joined to [2 * hidden].
+
+    With a `projection` [hidden, 2 * hidden] the first layer is given the product. Without one it is given the state,
+    and its attention multiplies what was joined, in place of its norm of the state.
+    """
+
+    token_norm: Tensor | None = None
+    state_norm: Tensor | None = None
+    projection: Tensor | None = None
+    projection_bias: Tensor | None = None
+    norms_residual: bool = False
+    """Without a projection: the first layer is given the normed state."""
+
+
+@dataclass(frozen=True, slots=True)
 class RotaryTables:
     """Cosines and sines, float32 [positions, head size / 2]."""
 

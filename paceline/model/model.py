@@ -90,7 +90,7 @@ class TransformersModel:
 
     def lend(self) -> Lent:
         return Lent(
-            embed=self._decoder.embed,
+            embedding=self._decoder.embedding,
             output=self._decoder.output,
             folder=self._folder,
             config=self._config,

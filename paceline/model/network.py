@@ -29,7 +29,6 @@ class Network(Protocol):
         layers: Sequence[int] = (),
         *,
         states: Tensor | None = None,
-        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]: ...
 
     def output(self, final: Tensor) -> Tensor: ...

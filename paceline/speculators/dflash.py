@@ -89,8 +89,9 @@ class DFlashNetwork:
             _Layer(weights, n, config, heads, window=window, causal=causal)
             for n, (window, causal) in enumerate(zip(self.kind.windows, self.kind.causal, strict=True))
         ]
-        self._embed = embedding_of(weights, lent, h)
-        self._output = output_of(weights, lent, h, self.ids)
+        self._embedding = embedding_of(weights, lent, h)
+        output = output_of(weights, lent, h, self.ids)
+        self._output = Linear(output) if isinstance(output, Tensor) else output
         self._masks = _masks(weights, checkpoint, lent, self.kind, h)
 
     def read(self, states: Tensor, positions: Sequence[int], slots: Sequence[int]) -> None:
@@ -116,8 +117,8 @@ class DFlashNetwork:
 
     def _begin(self, roots: Sequence[int]) -> Tensor:
         """Embeddings of the blocks, one after the other, [blocks * size, h]."""
-        root = self._embed(self._integers(roots)).unsqueeze(1)
-        masks = self._embed(self._integers([self.kind.mask_token])) if self._masks is None else self._masks
+        root = self._embedding[self._integers(roots)].unsqueeze(1)
+        masks = self._embedding[self.kind.mask_token] if self._masks is None else self._masks
         return torch.cat((root, masks.expand(len(roots), self.kind.block - 1, -1)), 1).flatten(0, 1)
 
     def _integers(self, values: Sequence[int]) -> Tensor:

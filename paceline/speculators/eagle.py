@@ -13,15 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.layers import Linear, Norm
 from paceline.model.lending import Lent
+from paceline.model.llama import Fusion
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config
-from paceline.speculators.head_layers import HeadLayers, tokens_of
+from paceline.speculators.head_layers import HeadLayers, layers_of
 from paceline.speculators.head_vocabulary import embedding_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
@@ -44,7 +43,7 @@ class Eagle:
         """Raises `CheckpointError` if this is no EAGLE-1 or -2 head for this target."""
         config = draft_config(checkpoint, rope_theta)
         weights = Weights(checkpoint, lent, _renamed)
-        h, eps = int(config.hidden_size), float(config.rms_norm_eps)
+        h = int(config.hidden_size)
         if h != lent.hidden_size:
             raise CheckpointError(
                 f"{checkpoint} is a head for hidden size {h}, {lent.name} has {lent.hidden_size}: choose one for it"
@@ -53,23 +52,28 @@ class Eagle:
         self.hidden_state_layers: Sequence[int] = (lent.final,)
         self.slots, self.position_limit = slots, lent.max_model_len
         self.ids: Tensor | None = None
-        bias = weights.maybe("fc.bias", h)
-        self._fc = Linear(weights.take("fc.weight", h, 2 * h), biases=() if bias is None else [bias])
-        self._embed = embedding_of(weights, lent, h)
-        into = weights.maybe("embed_layernorm.weight", h)
-        self._into = None if into is None else Norm(into, eps)
-        self._layers = HeadLayers(weights, config, slots, lent, norm=weights.maybe("lm_head_layernorm.weight", h))
-        self._output = lent.output
+        fusion = Fusion(
+            token_norm=weights.maybe("embed_layernorm.weight", h),
+            projection=weights.take("fc.weight", h, 2 * h),
+            projection_bias=weights.maybe("fc.bias", h),
+        )
+        self._layers = HeadLayers(
+            layers_of(weights, config, h),
+            config,
+            slots,
+            lent,
+            fusion=fusion,
+            embedding=embedding_of(weights, lent, h),
+            norm=weights.maybe("lm_head_layernorm.weight", h),
+            output=lent.output,
+        )
         weights.refuse_others("EAGLE heads", but=("lm_head.weight", "token_map"))
 
     def encode(self, states: Tensor) -> Tensor:
         return self._layers.here(states[:, 0])
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        tokens = self._embed(tokens_of(rows, features))
-        tokens = tokens if self._into is None else self._into(tokens)
-        x, final = self._layers(rows, wanted, self._fc(torch.cat((tokens, features), -1)))
-        return HeadOutput(self._output(final), x)
+        return self._layers(rows, features, wanted)
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:

@@ -11,7 +11,7 @@ Which of the variants that have been published a checkpoint is, its tensors and 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,9 +20,10 @@ from torch import Tensor
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.layers import Linear, Norm
 from paceline.model.lending import Lent
+from paceline.model.llama import Fusion
 from paceline.model.rows import Row
 from paceline.speculators.draft_config import draft_config, is_of_the_speculators_library
-from paceline.speculators.head_layers import HeadLayers, tokens_of
+from paceline.speculators.head_layers import HeadLayers, layers_of
 from paceline.speculators.head_vocabulary import embedding_of, ids_of, output_of
 from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
@@ -77,27 +78,30 @@ class Eagle3:
         self.ids = ids_of(weights, checkpoint, lent)
         self._scale = kind.logit_scale
         self._encode = _Encoder(weights, len(kind.layers), lent.hidden_size, h, eps)
-        self._token_norm = Norm(weights.take("layers.0.input_layernorm.weight", h), eps)
-        self._feature_norm = Norm(weights.take("layers.0.hidden_norm.weight", h), eps)
-        self._norm_before_residual = kind.norm_before_residual
-        norm = weights.take("norm.weight", h)
-        self._layers = HeadLayers(weights, config, slots, lent, norm=norm, first_width=2 * h)
-        self._embed = embedding_of(weights, lent, h)
-        self._output = output_of(weights, lent, h, self.ids)
-        self._feeds_back_normed = kind.norm_output
+        fusion = Fusion(
+            token_norm=weights.take("layers.0.input_layernorm.weight", h),
+            state_norm=weights.take("layers.0.hidden_norm.weight", h),
+            norms_residual=kind.norm_before_residual,
+        )
+        self._layers = HeadLayers(
+            layers_of(weights, config, 2 * h),
+            config,
+            slots,
+            lent,
+            fusion=fusion,
+            embedding=embedding_of(weights, lent, h),
+            norm=weights.take("norm.weight", h),
+            output=output_of(weights, lent, h, self.ids),
+            feeds_back_normed=kind.norm_output,
+        )
         weights.refuse_others("EAGLE-3 heads", but=("t2d", "mask_hidden"))  # P-EAGLE's, see there
 
     def encode(self, states: Tensor) -> Tensor:
         return self._encode(self._layers.here(states))
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        normed = self._feature_norm(features)
-        both = torch.cat((self._token_norm(self._embed(tokens_of(rows, features))), normed), -1)
-        x, final = self._layers(rows, wanted, normed if self._norm_before_residual else features, both)
-        logits = self._output(final)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        return HeadOutput(logits, final if self._feeds_back_normed else x)
+        output = self._layers(rows, features, wanted)
+        return output if self._scale == 1.0 else replace(output, logits=output.logits * self._scale)
 
 
 class _Encoder:

@@ -1,71 +1,91 @@
-"""What heads made of decoder layers share: layers read from a checkpoint, over keys and values of their own."""
+"""What heads made of decoder layers share: layers of the Llama kind, over keys and values of their own."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from paceline.model.attention import Heads
 from paceline.model.lending import Lent
-from paceline.model.llama import Layer, RotaryTables
+from paceline.model.llama import Fusion, Layer, RotaryTables
 from paceline.model.network import make_network
 from paceline.model.rows import Row
+from paceline.speculators.head_vocabulary import Output
+from paceline.speculators.network import HeadOutput
 from paceline.speculators.weights import Weights
 
 
 class HeadLayers:
-    """The layers of a head and the norm after them, if it has one. Keys and values are in slots 1 to `slots`."""
+    """A head from tokens and features to logits, as one pass. Keys and values are in slots 1 to `slots`."""
 
     def __init__(
         self,
-        weights: Weights,
+        layers: Sequence[Layer],
         config: Any,
         slots: int,
         lent: Lent,
         *,
-        norm: Tensor | None = None,
-        first_width: int | None = None,
+        fusion: Fusion,
+        embedding: Tensor,
+        norm: Tensor | None,
+        output: Output,
+        rotary: nn.Module | None = None,
+        feeds_back_normed: bool = False,
     ) -> None:
-        """`first_width`: of what the first layer's attention is given, if that is not its norm of the states.
+        """`norm`: before the output, if there is one. `rotary`: transformers' module; None: a Llama's.
+        `feeds_back_normed`: features are what the norm gives, and not the last layer.
 
         Positions go as far as the target's, whatever `config` says: the rotary tables are made for that.
         """
-        heads, h, count = Heads.of(config), int(config.hidden_size), int(config.num_hidden_layers)
-        layers = [_layer(weights, n, config, heads, first_width if n == 0 else None) for n in range(count)]
+        heads = Heads.of(config)
+        rotary = rotary or LlamaRotaryEmbedding(config)
+        own = isinstance(output, Tensor)
         self._network, self._cache = make_network(
             layers,
             heads,
             slots + 1,
-            RotaryTables.of(LlamaRotaryEmbedding(config).to(lent.device), lent.max_model_len),
-            hidden=h,
+            RotaryTables.of(rotary.to(lent.device), lent.max_model_len),
+            hidden=int(config.hidden_size),
             eps=float(config.rms_norm_eps),
             scale=heads.head_size**-0.5,
+            embedding=embedding,
             norm=norm,
+            head=output if own else None,
+            fusion=fusion,
         )
-        self._outputs = (count, count + 1)
+        self._lent_output = None if isinstance(output, Tensor) else output
+        fed_back = len(layers) + feeds_back_normed
+        self._taps = (fed_back,) if own else (fed_back, len(layers) + 1)
 
     def here(self, states: Tensor) -> Tensor:
         """The target's states in the head's dtype and on its device; they may have come over a network."""
         return states.to(self._cache.data)
 
-    def __call__(
-        self, rows: Sequence[Row], wanted: Sequence[int], states: Tensor, first_input: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Outputs of the last layer and of the norm, both [wanted, h]. `states` [rows, h] go into the first layer."""
-        _, outputs = self._network.run(rows, (), self._outputs, states=states, first_input=first_input)
+    def __call__(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        """`features` [rows, h]."""
+        logits, outputs = self._network.run(rows, wanted, self._taps, states=features)
         assert outputs is not None
-        last, final = outputs.index_select(0, torch.tensor(wanted, device=outputs.device, dtype=torch.int64)).unbind(1)
-        return last, final
+        if list(wanted) != list(range(len(rows))):
+            outputs = outputs[list(wanted)]
+        if self._lent_output is not None:
+            logits = self._lent_output(outputs[:, 1])
+        return HeadOutput(logits, outputs[:, 0])
 
 
-def _layer(weights: Weights, index: int, config: Any, heads: Heads, first_width: int | None) -> Layer:
+def layers_of(weights: Weights, config: Any, first_width: int) -> list[Layer]:
+    """Layers by the names of a Llama's tensors. `first_width`: of what the first layer's attention multiplies."""
+    heads = Heads.of(config)
+    widths = [first_width, *[int(config.hidden_size)] * (int(config.num_hidden_layers) - 1)]
+    return [_layer(weights, n, config, heads, width) for n, width in enumerate(widths)]
+
+
+def _layer(weights: Weights, index: int, config: Any, heads: Heads, width: int) -> Layer:
     """Layer `index`. Biases and norms of heads are there if their tensors are. A first layer may have no norm."""
     name, h, inner = f"layers.{index}", int(config.hidden_size), int(config.intermediate_size)
-    attention, width = f"{name}.self_attn", first_width or h
+    attention = f"{name}.self_attn"
     queries = heads.kv_heads * heads.queries_per_kv * heads.head_size
     keys = heads.kv_heads * heads.head_size
     sizes = {"query": queries, "key": keys, "value": keys}
@@ -82,14 +102,9 @@ def _layer(weights: Weights, index: int, config: Any, heads: Heads, first_width:
         output_bias=weights.maybe(f"{attention}.o_proj.bias", h),
         query_norm=query_norm,
         key_norm=None if query_norm is None else weights.take(f"{attention}.k_norm.weight", heads.head_size),
-        input_norm=None if first_width else weights.maybe(f"{name}.input_layernorm.weight", h),
+        input_norm=weights.maybe(f"{name}.input_layernorm.weight", h) if width == h else None,
         inner_norm=weights.take(f"{name}.post_attention_layernorm.weight", h),
         gate=weights.take(f"{name}.mlp.gate_proj.weight", inner, h),
         up=weights.take(f"{name}.mlp.up_proj.weight", inner, h),
         down=weights.take(f"{name}.mlp.down_proj.weight", h, inner),
     )
-
-
-def tokens_of(rows: Sequence[Row], like: Tensor) -> Tensor:
-    """int64 [rows], on the device of `like`."""
-    return torch.tensor([row.token for row in rows], device=like.device)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.layers import Linear
 from paceline.model.lending import Lent
 from paceline.speculators.weights import Weights
 
+Output = Tensor | Callable[[Tensor], Tensor]
+"""A matrix [columns, h] of a head's own, or the target's product: [n, h] → [n, columns]."""
 PADDING = 512
 """So many more rows than tokens a matrix may have, for the sake of kernels."""
 
@@ -47,23 +47,23 @@ def ids_of(weights: Weights, checkpoint: Checkpoint, lent: Lent) -> Tensor | Non
     return None if count == lent.vocabulary_size else ids
 
 
-def embedding_of(weights: Weights, lent: Lent, h: int) -> Callable[[Tensor], Tensor]:
-    """Of the head's own embedding if it has one that is not the target's. Raises `CheckpointError`."""
+def embedding_of(weights: Weights, lent: Lent, h: int) -> Tensor:
+    """The head's own embedding [tokens, h] if it has one that is not the target's. Raises `CheckpointError`."""
     name = "embed_tokens.weight"
     rows = weights.shape(name)[0] if name in weights else 0
     if not rows and h == lent.hidden_size:
-        return lent.embed
+        return lent.embedding()
     if not lent.vocabulary_size <= rows < lent.vocabulary_size + PADDING:
         weights.take(name, lent.vocabulary_size, h)  # raises: it is missing, or of another vocabulary
     own = weights.own_embedding(name, rows, h)
-    return lent.embed if own is None else lambda ids: F.embedding(ids, own)
+    return lent.embedding() if own is None else own
 
 
-def output_of(weights: Weights, lent: Lent, h: int, ids: Tensor | None) -> Callable[[Tensor], Tensor]:
+def output_of(weights: Weights, lent: Lent, h: int, ids: Tensor | None) -> Output:
     """Logits with a column for each of `ids`: by the head's own matrix, if it has one that is not the target's."""
     own = weights.own_output("lm_head.weight", lent.vocabulary_size if ids is None else len(ids), h)
     if own is not None:
-        return Linear(own)
+        return own
     if ids is None:
         return lent.output
     return lambda final: lent.output(final).index_select(-1, ids)

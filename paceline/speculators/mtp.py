@@ -7,8 +7,9 @@ After DeepSeek-V3 (2024). With E the embedding of a row's token, h its feature a
 The feature of the first row after a target's state is that state, behind the target's final norm; the next row's is y.
 Some engines feed back x for GLM, or zero the embedding of the first row; either only changes how well is guessed.
 
-The decoder layer is transformers' own, over keys and values of its own. Embedding and output matrix are the target's;
-where a checkpoint repeats them they are not read. Of several modules the first one drafts at every depth.
+A layer of the Llama kind runs as those of other heads do (`HeadLayers`); any other is transformers' own, over keys and
+values of its own. Embedding and output matrix are the target's; where a checkpoint repeats them they are not read. Of
+several modules the first one drafts at every depth.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch import Tensor, nn
 
 from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
 from paceline.model.checkpoint import Checkpoint, CheckpointError
+from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layers import padded
 from paceline.model.lending import Lent
+from paceline.model.llama import Fusion
 from paceline.model.rows import SPARE_SLOT, Row, lay_out
 from paceline.speculators.draft_config import is_of_the_speculators_library
+from paceline.speculators.head_layers import HeadLayers
 from paceline.speculators.mtp_layouts import SPECULATORS, Family, Layout, family_of
 from paceline.speculators.mtp_weights import LayerWeights
 from paceline.speculators.network import HeadOutput
@@ -49,7 +53,10 @@ def load_mtp(checkpoint: Checkpoint, lent: Lent, slots: int) -> MultiTokenPredic
     count = int(getattr(lent.config, family.count_key, None) or 1)
     if count > 1:
         log.warning("of %d multi-token-prediction layers of %s the first one drafts", count, checkpoint)
-    return MultiTokenPrediction(lent, checkpoint.folder.name, layer, family.find(family.rotary)(config), config, slots)
+    layer.eval().requires_grad_(False)
+    rotary = family.find(family.rotary)(config)
+    compute = _llama_layers if is_llama_kind(config) else ModuleLayers
+    return MultiTokenPrediction(lent, checkpoint.folder.name, slots, compute(layer, rotary, config, slots, lent))
 
 
 def _layout(family: Family, checkpoint: Checkpoint) -> Layout:
@@ -88,12 +95,12 @@ class MtpLayer(nn.Module):
         self.projection = nn.Linear(2 * size, size, bias=False)
         self.block = family.find("DecoderLayer")(config, 0)
         self.final_norm = norm(size, eps=config.rms_norm_eps)
-        self._hidden_first = layout.hidden_first
+        self.hidden_first = layout.hidden_first
 
     def forward(self, embedded: Tensor, hidden: Tensor, **of_the_block: Any) -> Tensor:
         """Both [1, R, H] → [1, R, H]."""
         halves = self.token_norm(embedded), self.hidden_norm(hidden)
-        x = self.projection(torch.cat(halves[::-1] if self._hidden_first else halves, -1))
+        x = self.projection(torch.cat(halves[::-1] if self.hidden_first else halves, -1))
         y: Tensor = self.final_norm(self.block(x, **of_the_block))
         return y
 
@@ -103,25 +110,56 @@ class MultiTokenPrediction:
 
     ids: Tensor | None = None
 
-    def __init__(self, lent: Lent, model: str, layer: MtpLayer, rotary: nn.Module, config: Any, slots: int) -> None:
-        """`config`: of the layer, see `one_layer`."""
+    def __init__(self, lent: Lent, model: str, slots: int, layers: HeadLayers | ModuleLayers) -> None:
         self.model = model
         self.hidden_state_layers: Sequence[int] = (lent.final,)
         self.position_limit = lent.max_model_len
         self.slots = slots
-        self._lent = lent
-        self._layer = layer.eval().requires_grad_(False)
-        self._rotary = rotary.to(lent.device)
-        self._cache = KVCache(1, slots + 1 + SPARE_SLOT, Heads.of(config), lent.dtype, lent.device)
+        self._layers = layers
 
     def encode(self, states: Tensor) -> Tensor:
         """Features are what the final norm gives, [n, 1, H] → [n, H]."""
-        return states[:, 0].to(self._cache.data)
+        return self._layers.here(states[:, 0])
 
     def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        return self._layers(rows, features, wanted)
+
+
+def _llama_layers(layer: Any, rotary: nn.Module, config: Any, slots: int, lent: Lent) -> HeadLayers:
+    projection = layer.projection.weight
+    if layer.hidden_first:
+        projection = torch.cat(projection.chunk(2, 1)[::-1], 1)
+    return HeadLayers(
+        [layer_of(layer.block)],
+        config,
+        slots,
+        lent,
+        fusion=Fusion(layer.token_norm.weight, layer.hidden_norm.weight, projection),
+        embedding=lent.embedding(),
+        norm=layer.final_norm.weight,
+        output=lent.output,
+        rotary=rotary,
+        feeds_back_normed=True,
+    )
+
+
+class ModuleLayers:
+    """As `HeadLayers`, for layers of other kinds."""
+
+    def __init__(self, layer: MtpLayer, rotary: nn.Module, config: Any, slots: int, lent: Lent) -> None:
+        """`config`: of the layer, see `one_layer`."""
+        self._layer = layer
+        self._embedding, self._output = lent.embedding(), lent.output
+        self._rotary = rotary.to(lent.device)
+        self._cache = KVCache(1, slots + 1 + SPARE_SLOT, Heads.of(config), lent.dtype, lent.device)
+
+    def here(self, states: Tensor) -> Tensor:
+        return states.to(self._cache.data)
+
+    def __call__(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
         this = Pass.of(self._cache, lay_out(rows, self._cache.device))
         positions = this.batch.positions.unsqueeze(0)
-        embedded = self._lent.embed(this.batch.tokens).unsqueeze(0)
+        embedded = self._embedding[this.batch.tokens].unsqueeze(0)
         y = self._layer(
             embedded,
             padded(features).unsqueeze(0),
@@ -131,4 +169,4 @@ class MultiTokenPrediction:
             paceline_pass=this,
         )[0]
         final = y[list(wanted)]
-        return HeadOutput(self._lent.output(final), final)
+        return HeadOutput(self._output(final), final)

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
 
 from paceline.budget import RowCost
@@ -154,7 +153,7 @@ def test_a_layer_that_looks_up_its_token_looks_up_the_next_one(family: str, tmp_
     assert said.hidden is not None
     expected, token = [], sequence[-1]
     for _ in range(3):
-        embedded = lent.embed(torch.tensor([token]))
+        embedded = lent.embedding()[[token]]
         token = int(lent.output(embedded * embedded.square().mean(-1, keepdim=True).rsqrt()).argmax())
         expected.append(token)
     assert first_guesses(head(model, width=1), sequence, said.hidden) == expected

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
 from paceline.model.layers import TorchNetwork
-from paceline.model.llama import Layer, RotaryTables
+from paceline.model.llama import Fusion, Layer, RotaryTables
 from paceline.model.native import network as native
 from paceline.model.native.library import Native
 from paceline.model.native.product import Product
@@ -46,8 +46,8 @@ class Shape:
     sinks: bool = False
     biases: bool = False
     head_norms: bool = False
-    given_width: int = 0
-    """Of what the first layer's attention is given; 0: its norm of the states."""
+    fusion: str = ""
+    """Parts of the `Fusion`, if there is one."""
 
     @property
     def heads(self) -> Heads:
@@ -67,9 +67,16 @@ SHAPES = {
     "biases": Shape(biases=True),
     "head norms": Shape(head_norms=True),
     "everything": Shape(100, 70, 6, 2, 48, (40, 0), 3.0, sinks=True, biases=True, head_norms=True),
-    "given input": Shape(given_width=136),
+    "fusion": Shape(fusion="token_norm state_norm"),
+    "fusion, odd widths": Shape(hidden=100, inner=70, head_size=50, fusion="token_norm state_norm norms_residual"),
+    "fusion, plain": Shape(fusion="plain"),
+    "projection": Shape(fusion="projection"),
+    "projection, odd widths": Shape(
+        hidden=100, inner=70, head_size=50, fusion="token_norm state_norm projection projection_bias"
+    ),
     **{f"window {n}": Shape(windows=(n, 0)) for n in WINDOWS},
 }
+VARIED = ["everything", "fusion, odd widths", "projection, odd widths"]
 
 
 @dataclass
@@ -81,6 +88,7 @@ class Weights:
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(3)
         self.layers = [self._layer(n) for n in range(2)]
+        self.fusion = self._fusion(self.shape.fusion.split()) if self.shape.fusion else None
         self.embedding = self._random(VOCABULARY, self.shape.hidden, scale=1.0)
         self.norm = self._random(self.shape.hidden, scale=1.0)
         self.head = self._random(VOCABULARY, self.shape.hidden)
@@ -91,9 +99,17 @@ class Weights:
         scale = sizes[-1] ** -0.5 if scale is None else scale
         return (torch.randn(*sizes, generator=self._generator) * scale).to(self.dtype)
 
+    def _fusion(self, parts: list[str]) -> Fusion:
+        hidden = self.shape.hidden
+        sizes = {"token_norm": (hidden,), "state_norm": (hidden,), "projection_bias": (hidden,)}
+        tensors = {name: self._random(*size, scale=1.0) for name, size in sizes.items() if name in parts}
+        if "projection" in parts:
+            tensors["projection"] = self._random(hidden, 2 * hidden)
+        return Fusion(**tensors, norms_residual="norms_residual" in parts)
+
     def _layer(self, n: int) -> Layer:
         s = self.shape
-        width = s.given_width if n == 0 and s.given_width else s.hidden
+        width = 2 * s.hidden if n == 0 and s.fusion and "projection" not in s.fusion else s.hidden
         queries, keys = s.query_heads * s.head_size, s.key_heads * s.head_size
         sizes = {
             "query": (queries, width),
@@ -128,23 +144,36 @@ class Weights:
             embedding=self.embedding,
             norm=self.norm,
             head=self.head,
+            fusion=self.fusion,
             **({"softcap": s.softcap} if s.softcap else {}),
         )
         return made
 
     def given(self, count: int) -> Tensor | None:
-        if not self.shape.given_width:
+        """States that are given with tokens, [count, hidden], if there is a fusion."""
+        if self.fusion is None:
             return None
         generator = torch.Generator().manual_seed(11)
-        return torch.randn(count, self.shape.given_width, generator=generator).to(self.dtype)
+        return torch.randn(count, self.shape.hidden, generator=generator).to(self.dtype) * 3
+
+    def _begun(self, embedded: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the first layer is given, and what its attention multiplies."""
+        if self.fusion is None or given is None:
+            return embedded, _normed(embedded, self.layers[0].input_norm)
+        f, state = self.fusion, given.double()
+        parts = [(embedded, f.token_norm), (state, f.state_norm)]
+        joined = torch.cat([x if norm is None else _normed(x, norm) for x, norm in parts], -1)
+        if f.projection is None:
+            return _normed(state, f.state_norm) if f.norms_residual else state, joined
+        x = joined @ f.projection.double().T + (0 if f.projection_bias is None else f.projection_bias.double())
+        return x, _normed(x, self.layers[0].input_norm)
 
     def formula(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
         """Logits [tokens, vocabulary] and the states before each layer, after the last, and of the norm; float64."""
-        x = self.embedding.double()[tokens]
-        states, given = [x], self.given(len(tokens))
+        x, first = self._begun(self.embedding.double()[tokens], self.given(len(tokens)))
+        states = [x]
         for n, layer in enumerate(self.layers):
-            first = given.double() if n == 0 and given is not None else _normed(x, layer.input_norm)
-            x = x + self._attention(layer, first)
+            x = x + self._attention(layer, first if n == 0 else _normed(x, layer.input_norm))
             y = _normed(x, layer.inner_norm)
             gate, up = (_product(y, layer, name) for name in ("gate", "up"))
             x = x + _product(F.silu(gate) * up, layer, "down")
@@ -197,8 +226,8 @@ def one_by_one(network: native.Network, sequence: list[int], given: Tensor | Non
     lane, logits = Lane(), []
     for i, token in enumerate(sequence):
         lane.slots.append(SLOTS - 1 - i)
-        first = None if given is None else given[i : i + 1]
-        logits.append(network.run([lane.row(token, i)], [0], first_input=first)[0])
+        state = None if given is None else given[i : i + 1]
+        logits.append(network.run([lane.row(token, i)], [0], states=state)[0])
     return torch.cat(logits)
 
 
@@ -217,7 +246,7 @@ def in_trees(network: native.Network, sequence: list[int], given: Tensor | None 
             wanted.append(len(rows))
             rows.append(lane.branch_row(token, branch))
             inputs.append(i)
-        logits.append(network.run(rows, wanted, first_input=None if given is None else given[inputs])[0])
+        logits.append(network.run(rows, wanted, states=None if given is None else given[inputs])[0])
         lane.slots.extend(branch)
     return torch.cat(logits)
 
@@ -254,11 +283,13 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     Native.use(before)
 
 
-def test_rows_do_not_depend_on_the_number_of_threads(threads: int, dtype: torch.dtype) -> None:
-    weights, sequence = Weights(SHAPES["everything"], dtype), tokens(90)
-    ours = in_trees(weights.network(), sequence)
+@pytest.mark.parametrize("shape", VARIED)
+def test_rows_do_not_depend_on_the_number_of_threads(shape: str, threads: int, dtype: torch.dtype) -> None:
+    weights, sequence = Weights(SHAPES[shape], dtype), tokens(90)
+    given = weights.given(len(sequence))
+    ours = in_trees(weights.network(), sequence, given)
     Native.use(Native(1))
-    assert torch.equal(ours, one_by_one(weights.network(), sequence))
+    assert torch.equal(ours, one_by_one(weights.network(), sequence, given))
 
 
 def test_networks_may_run_in_several_threads(threads: int) -> None:
@@ -271,27 +302,22 @@ def test_networks_may_run_in_several_threads(threads: int) -> None:
             assert torch.equal(logits, alone)
 
 
-def test_states_of_layers_are_the_formula_s(threads: int) -> None:
-    weights, sequence = Weights(SHAPES["everything"], torch.float32), tokens(50)
+@pytest.mark.parametrize("shape", VARIED)
+def test_states_of_layers_are_the_formula_s(shape: str, threads: int) -> None:
+    weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(50)
     _, expected = weights.formula(sequence)
     lane = Lane(range(1, 51))
     rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    _, states = weights.network().run(rows, [49], [3, 0, 2, 1])
+    _, states = weights.network().run(rows, [49], [3, 0, 2, 1], states=weights.given(50))
     assert states is not None
     for got, n in zip(states.unbind(1), (3, 0, 2, 1), strict=True):
         assert (got - expected[n]).abs().max() < 1e-5 * expected[n].abs().max()
 
 
-def test_states_may_be_given_in_place_of_tokens(dtype: torch.dtype) -> None:
-    weights, sequence = Weights(SHAPES["odd widths"], dtype), tokens(30)
-    lane = Lane(range(1, 31))
-    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    whole, _ = weights.network().run(rows, range(30))
-    given, _ = weights.network().run(rows, range(30), states=weights.embedding[sequence])
-    assert torch.equal(whole, given)
+TORCH_S = ["plain", "biases", "head norms", "window 8", *(name for name in SHAPES if SHAPES[name].fusion)]
 
 
-@pytest.mark.parametrize("shape", ["plain", "biases", "head norms", "given input", "window 8"])
+@pytest.mark.parametrize("shape", TORCH_S)
 def test_torch_s_operators_compute_the_same(shape: str) -> None:
     weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(140)
     expected, _ = weights.formula(sequence)

@@ -106,6 +106,16 @@ def test_rows_compute_what_transformers_computes(family: str) -> None:
     assert (ours - expected).abs().max() < 2e-4 * expected.abs().max()
 
 
+@pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3_text"])
+def test_the_embedding_that_is_lent_is_what_the_first_layer_is_given(family: str) -> None:
+    """Gemma scales it."""
+    target, sequence = model(family, torch.bfloat16), tokens(20)
+    lane = Lane(range(1, 21))
+    given = target.run([lane.row(token, i) for i, token in enumerate(sequence)], [], (0,)).hidden
+    assert given is not None
+    assert torch.equal(target.lend().embedding()[sequence], given[:, 0])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_trees_of_guesses_equal_one_row_at_a_time(family: str, dtype: torch.dtype) -> None:

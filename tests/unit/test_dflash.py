@@ -267,7 +267,7 @@ class TestMemory:
         }
         target = lent()
         network = DFlashNetwork(save(tmp_path, DFLASH_OF_THE_LIBRARY, dflash_tensors() | copies), target, 64)
-        assert network._embed == target.embed
+        assert network._embedding is target.embedding()
         assert network._output == target.output
 
     def test_matrices_of_its_own_are_used(self, tmp_path: Path) -> None:

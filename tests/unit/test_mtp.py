@@ -140,7 +140,7 @@ def test_a_layer_may_be_dense_where_its_family_has_experts(family: str, tmp_path
 def test_a_layer_comes_in_the_dtype_of_its_target_but_for_the_router_s_correction(tmp_path: Path) -> None:
     folder = save_matrices(tmp_path, "glm4_moe", layer_tensors("glm4_moe"))
     ours = load_mtp(Checkpoint(folder), borrow(str(folder), torch.bfloat16, "cpu"), SLOTS)
-    kept = {name: tensor.dtype for name, tensor in ours._layer.state_dict().items()}
+    kept = {name: tensor.dtype for name, tensor in ours._layers._layer.state_dict().items()}
     assert kept.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
     assert set(kept.values()) == {torch.bfloat16}
     lane = scattered(3)
@@ -195,8 +195,8 @@ def test_embedding_and_output_matrix_are_the_target_s_own(tmp_path: Path, monkey
     monkeypatch.setattr(Checkpoint, "tensor", noted)
     ours = load_mtp(Checkpoint(lent.folder), lent, SLOTS)
     assert set(read) == set(layer_tensors("deepseek_v3"))
-    assert not [name for name, each in ours._layer.state_dict().items() if VOCABULARY in each.shape]
-    assert ours._lent is lent
+    assert not [name for name, each in ours._layers._layer.state_dict().items() if VOCABULARY in each.shape]
+    assert ours._layers._embedding is lent.embedding()
 
 
 def repeated(prefix: str) -> dict[str, Tensor]:

@@ -1,9 +1,12 @@
 // Decoder layers of the Llama kind over rows, with what stands before and after them, as one pass.
 //
-//   x  = embedding of the token, or given states
+//   x  = embedding of the token; or made of that and of a given state, see below
 //   x += output( attention( heads of qkv( norm(x) ) ) )        in every layer; heads may be normed, and are rotated
 //   x += down( silu(gate(norm(x))) * up(norm(x)) )
 //   logits = head( norm(x) )                                    of the wanted rows
+//
+// With a given state in each row, j = [norm(embedding); norm(state)]: x = projection(j), or x is the state, normed or not,
+// and the first layer's attention multiplies j in place of norm(x).
 //
 // x is float. What is multiplied (normed x, heads, attention's result, the network's inner numbers) is rounded to T.
 // Shapes: R rows, H hidden size. Widths of buffers are padded with zeros to multiples of 16.
@@ -19,14 +22,17 @@ struct LayerSpec {  // part of the C interface; matrices [out, in], all of type 
     const void *output, *output_bias, *inner_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
     const float* sinks;    // [query heads]
     int32_t window;        // 0: a row sees its whole path
-    int32_t input_width;   // of what attention multiplies: H, or more where it is given
+    int32_t input_width;   // of what attention multiplies: H, or twice H padded
 };
 
 struct NetworkSpec {  // part of the C interface
     int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
+    int32_t has_states, norms_residual;       // whether rows come with states; whether x is those normed
     float eps, scale, softcap;
     const float *cosines, *sines;             // [positions, head size / 2]
     const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null where there is none
+    const void *token_norm, *state_norm;      // [H], or null
+    const void *projection, *projection_bias; // [H, twice H padded], [H], or null
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
     int64_t slots;
     void (*sum)(float* values, int64_t count);  // over ranks that share the layers; null: one rank
@@ -34,9 +40,8 @@ struct NetworkSpec {  // part of the C interface
 
 struct PassSpec {  // part of the C interface
     Rows rows;
-    const int32_t* tokens;      // [R], or null
-    const void* states;         // [R, H] in place of tokens
-    const void* first_input;    // [R, padded input width]: what layer 0 multiplies; null: its norm of x
+    const int32_t* tokens;      // [R]
+    const void* states;         // [R, H] if the network has states
     const int32_t* wanted;      // [wanted_count] rows whose logits are made
     int32_t wanted_count;
     float* logits;              // [wanted_count, padded vocabulary]
@@ -64,9 +69,13 @@ class Network : public AnyNetwork {
           attended_(spec.query_heads * spec.head_width),
           arenas_(parts) {
         for (int l = 0; l < spec.layers; l++) layers_.emplace_back(*this, layers[l]);
+        token_norm_ = vector_of(spec.token_norm, spec.hidden, hidden_);
+        state_norm_ = vector_of(spec.state_norm, spec.hidden, hidden_);
+        if (spec.projection)
+            projection_ = matrix(spec.projection, spec.hidden, spec.projection_bias, 2 * hidden_, 2 * hidden_);
         final_norm_ = vector_of(spec.norm, spec.hidden, hidden_);
         if (spec.head) head_ = matrix(spec.head, spec.vocabulary, nullptr, spec.hidden, hidden_);
-        for (int t = 0; t < parts; t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions));
+        for (int t = 0; t < parts; t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions, hidden_));
     }
 
     void run(Team& team, const PassSpec& pass) override {
@@ -128,24 +137,25 @@ class Network : public AnyNetwork {
     };
 
     struct Scratch {  // of one thread
-        Scratch(Heads heads, int positions) : attention(heads, positions) {}
+        Scratch(Heads heads, int positions, int hidden) : attention(heads, positions), row(hidden) {}
         Attention<T> attention;
-        std::vector<T> input;  // normed rows
-        int normed = -1;       // in which phase
+        std::vector<float> row;  // an embedding or a state
+        std::vector<T> input;    // normed rows
+        int normed = -1;         // in which phase
     };
 
     // One part of a phase.
     void step(int phase, int part, int thread) {
         const int l = (phase - FIRST) / PER_LAYER, rows = pass_->rows.count;
-        if (phase < FIRST) return embed(part);
+        if (phase < FIRST) return begin(phase, part, thread);
         if (l == spec_.layers) return finish(phase, part, thread);
         const Layer& layer = layers_[l];
         float* residual = spec_.sum ? partial_.data() : x_.data();
         switch ((phase - FIRST) % PER_LAYER) {
             case HEADS: {
                 tap(l, part);
-                bool given = l == 0 && pass_->first_input;
-                const T* in = given ? (const T*)pass_->first_input : normed(phase, thread, layer.input_norm);
+                bool joins = l == 0 && spec_.has_states && !spec_.projection;
+                const T* in = joins ? joined(phase, thread) : normed(phase, thread, layer.input_norm);
                 layer.qkv.product(part, in, rows, projected_.data(), layer.qkv.columns(), false);
                 for (int unit = layer.qkv.first_unit(part); unit < layer.qkv.first_unit(part + 1); unit++)
                     for (int row = 0; row < rows; row++) finish_head(layer, l, unit, row);
@@ -167,14 +177,21 @@ class Network : public AnyNetwork {
         }
     }
 
-    void embed(int part) {
+    // What the first layer is given.
+    void begin(int phase, int part, int thread) {
+        if (spec_.projection)
+            return projection_.product(part, joined(phase, thread), pass_->rows.count, x_.data(), hidden_, false);
         auto [begin, end] = rows_of(part);
         for (int row = begin; row < end; row++) {
-            const T* from = pass_->tokens ? (const T*)spec_.embedding + (size_t)pass_->tokens[row] * spec_.hidden
-                                          : (const T*)pass_->states + (size_t)row * spec_.hidden;
             float* x = &x_[(size_t)row * hidden_];
-            for (int i = 0; i < spec_.hidden; i++) x[i] = Element<T>::widen_one(from[i]);
+            widen(spec_.has_states ? state(row) : embedding(row), x);
+            if (spec_.norms_residual) norm_row(x, state_norm_, x);
         }
+    }
+    const T* embedding(int row) const { return (const T*)spec_.embedding + (size_t)pass_->tokens[row] * spec_.hidden; }
+    const T* state(int row) const { return (const T*)pass_->states + (size_t)row * spec_.hidden; }
+    void widen(const T* from, float* to) const {
+        for (int i = 0; i < spec_.hidden; i++) to[i] = Element<T>::widen_one(from[i]);
     }
 
     // A head of a row as it is multiplied by others: normed, rotated, rounded; keys and values go to the row's slot.
@@ -234,7 +251,7 @@ class Network : public AnyNetwork {
         if (!spec_.head || !pass_->wanted_count) return;
         Scratch& mine = *scratch_[thread];
         for (int i = 0; i < pass_->wanted_count; i++)
-            norm_row(pass_->wanted[i], final_norm_, &mine.input[(size_t)i * hidden_]);
+            norm_row(&x_[(size_t)pass_->wanted[i] * hidden_], final_norm_, &mine.input[(size_t)i * hidden_]);
         mine.normed = -1;
         head_.product(part, mine.input.data(), pass_->wanted_count, pass_->logits, head_.columns(), false);
     }
@@ -259,16 +276,31 @@ class Network : public AnyNetwork {
     const T* normed(int phase, int thread, const std::vector<float>& norm) {
         Scratch& mine = *scratch_[thread];
         if (mine.normed != phase)
-            for (int row = 0; row < pass_->rows.count; row++) norm_row(row, norm, &mine.input[(size_t)row * hidden_]);
+            for (size_t i = 0; i < (size_t)pass_->rows.count * hidden_; i += hidden_)
+                norm_row(&x_[i], norm, &mine.input[i]);
         mine.normed = phase;
         return mine.input.data();
     }
-    void norm_row(int row, const std::vector<float>& norm, T* to) const {
-        const float* x = &x_[(size_t)row * hidden_];
+    // All rows' embeddings beside their states, both normed, [R, 2 * H].
+    const T* joined(int phase, int thread) {
+        Scratch& mine = *scratch_[thread];
+        for (int row = 0; mine.normed != phase && row < pass_->rows.count; row++) {
+            T* to = &mine.input[(size_t)row * 2 * hidden_];
+            widen(embedding(row), mine.row.data());
+            norm_row(mine.row.data(), token_norm_, to);
+            widen(state(row), mine.row.data());
+            norm_row(mine.row.data(), state_norm_, to + hidden_);
+        }
+        mine.normed = phase;
+        return mine.input.data();
+    }
+    // x and `to` are [H], and may be the same.
+    template <class To>
+    void norm_row(const float* x, const std::vector<float>& norm, To* to) const {
         const float factor = norm.empty() ? 1.0f : norm_factor(x, spec_.hidden, hidden_);
         for (int i = 0; i < hidden_; i += LANES) {
             Floats scaled = load<Floats>(x + i) * factor;
-            Element<T>::narrow(to + i, norm.empty() ? scaled : scaled * load<Floats>(&norm[i]));
+            Element<To>::narrow(to + i, norm.empty() ? scaled : scaled * load<Floats>(&norm[i]));
         }
     }
 
@@ -304,7 +336,7 @@ class Network : public AnyNetwork {
         gate_.resize((size_t)rows * inner_);
         up_.resize((size_t)rows * inner_);
         activated_.resize((size_t)rows * inner_);
-        for (auto& scratch : scratch_) scratch->input.resize((size_t)rows * hidden_);
+        for (auto& scratch : scratch_) scratch->input.resize((size_t)rows * hidden_ * (spec_.has_states ? 2 : 1));
     }
 
     Matrix<T> matrix(const void* weights, int count, const void* bias, int in, int padded_in) {
@@ -333,8 +365,8 @@ class Network : public AnyNetwork {
     const int hidden_, inner_, attended_;  // padded widths
     std::vector<Arena> arenas_;            // by part
     std::vector<Layer> layers_;
-    std::vector<float> final_norm_;
-    Matrix<T> head_;
+    std::vector<float> token_norm_, state_norm_, final_norm_;
+    Matrix<T> projection_, head_;
     std::vector<std::unique_ptr<Scratch>> scratch_;  // by thread
 
     // Of the pass that runs.

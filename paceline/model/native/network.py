@@ -10,13 +10,14 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
-from paceline.model.llama import Layer, RotaryTables, Sums
+from paceline.model.llama import Fusion, Layer, RotaryTables, Sums
 from paceline.model.native.library import Native, Pointer, address, padded, padded_size
 from paceline.model.rows import Row
 
@@ -45,12 +46,16 @@ class _LayerSpec(ctypes.Structure):
 class _NetworkSpec(ctypes.Structure):
     INTEGERS = (
         *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
-        *("positions", "vocabulary"),
+        *("positions", "vocabulary", "has_states", "norms_residual"),
+    )
+    POINTERS = (
+        *("cosines", "sines", "embedding", "norm", "head"),
+        *("token_norm", "state_norm", "projection", "projection_bias", "cache"),
     )
     _fields_ = (
         *((name, ctypes.c_int32) for name in INTEGERS),
         *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
-        *((name, Pointer) for name in ("cosines", "sines", "embedding", "norm", "head", "cache")),
+        *((name, Pointer) for name in POINTERS),
         ("slots", ctypes.c_int64),
         ("sum", Pointer),
     )
@@ -66,7 +71,7 @@ class _Rows(ctypes.Structure):
 class _PassSpec(ctypes.Structure):
     _fields_ = (
         ("rows", _Rows),
-        *((name, Pointer) for name in ("tokens", "states", "first_input", "wanted")),
+        *((name, Pointer) for name in ("tokens", "states", "wanted")),
         ("wanted_count", ctypes.c_int32),
         ("logits", Pointer),
         ("taps", Pointer),
@@ -93,10 +98,12 @@ class Network:
         norm: Tensor | None = None,
         head: Tensor | None = None,
         sums: Sums | None = None,
+        fusion: Fusion | None = None,
     ) -> None:
         """Weights are copied, but for the embedding [vocabulary, hidden]. `cache`: of `head_width`. `scale`: of scores.
         `softcap`: scores are squashed to it; 0: they are not. `norm` [hidden], `head` [vocabulary, hidden].
-        `sums`: over the ranks that share the layers. Raises `NativeUnavailableError`.
+        `sums`: over the ranks that share the layers. `fusion`: passes are given states, too.
+        Raises `NativeUnavailableError`.
         """
         self._native = Native.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -105,6 +112,7 @@ class Network:
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
         self._lent = (rotary, embedding, cache, callback)  # the network reads them where they lie
+        fused, layers = (Fusion(), layers) if fusion is None else _aligned(fusion, layers, hidden)
         tensors = [[getattr(layer, name) for name in _LayerSpec.POINTERS] for layer in layers]
         tensors = [[None if t is None else t.detach().contiguous() for t in each] for each in tensors]
         specs = (_LayerSpec * len(layers))(
@@ -124,6 +132,8 @@ class Network:
             head_width=cache.data.shape[-1],
             positions=len(rotary.cosines),
             vocabulary=self._vocabulary,
+            has_states=fusion is not None,
+            norms_residual=fused.norms_residual,
             eps=eps,
             scale=scale,
             softcap=softcap,
@@ -132,6 +142,10 @@ class Network:
             embedding=address(embedding),
             norm=address(norm),
             head=address(head),
+            token_norm=address(fused.token_norm),
+            state_norm=address(fused.state_norm),
+            projection=address(fused.projection),
+            projection_bias=address(fused.projection_bias),
             cache=address(cache.data),
             slots=cache.slots,
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
@@ -146,18 +160,15 @@ class Network:
         layers: Sequence[int] = (),
         *,
         states: Tensor | None = None,
-        first_input: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """One pass: float32 logits [wanted, vocabulary]; outputs of `layers` [rows, layers, hidden] if any is named.
 
         0 is what the first layer is given, n the output of layer n, and what comes after the last layer the output of
-        the norm. `states` [rows, hidden]: in place of embeddings. `first_input` [rows, width]: what the first layer's
-        attention multiplies in place of its norm of the states.
+        the norm. `states` [rows, hidden] are there if the network has a `Fusion`.
         """
         logits = torch.empty(len(wanted), padded_size(self._vocabulary))
         tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
         states = None if states is None else states.contiguous()
-        first_input = None if first_input is None else padded(first_input)
         # What native code reads, in one array of integers and one of addresses: passes are short, and this is quick.
         tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
         sizes = [len(branch) for branch in branches]
@@ -182,9 +193,8 @@ class Network:
                 tables_at + count * addresses.itemsize,
                 first + 3 * count * size,
             ),
-            tokens=first if states is None else None,
+            tokens=first,
             states=address(states),
-            first_input=address(first_input),
             wanted=wanted_at,
             wanted_count=len(wanted),
             logits=address(logits),
@@ -221,3 +231,16 @@ class Network:
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+def _aligned(fusion: Fusion, layers: Sequence[Layer], hidden: int) -> tuple[Fusion, Sequence[Layer]]:
+    """The same, with zeros in the matrices that multiply embedding and state where either is padded."""
+
+    def aligned(weight: Tensor) -> Tensor:
+        return padded(weight.detach().reshape(-1, hidden)).view(len(weight), -1)
+
+    if fusion.projection is not None:
+        return replace(fusion, projection=aligned(fusion.projection)), layers
+    first = layers[0]
+    first = replace(first, query=aligned(first.query), key=aligned(first.key), value=aligned(first.value))
+    return fusion, [first, *layers[1:]]
