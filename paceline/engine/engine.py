@@ -262,11 +262,11 @@ class Engine:
     def _tell_context(self, work: Work) -> None:
         """Tell the draft the hidden states before the root that it does not know; the root's come with the commit.
 
-        After a hit in the prefix cache or a move to another draft it is told of all, by and by.
+        After a hit in the prefix cache, a move to another draft or a pause it is told of all, by and by.
         """
         request = work.request
         told = slice(request.told, min(work.stop - work.draws, request.told + MOST_TOLD))
-        if request.draft is not None and told.start < told.stop:
+        if request.drafted and told.start < told.stop:
             self._guesses.context(Context(request.key, told.start, self._hidden.of(request.lane.slots[told])))
             request.told = told.stop
 
@@ -306,11 +306,10 @@ class Engine:
         return delta
 
     def _states_from(self, request: Request, base: int) -> Tensor | None:
-        """Hidden states of the root at `base` and the accepted tokens; None if the draft lacks those before.
-
-        It is told of all with its context then.
+        """Hidden states of the root at `base` and the accepted tokens; None if the draft lacks those before, or is
+        paused: a paused draft is told of them when it goes on, with the context.
         """
-        if not self.hidden_layers or request.told < base:
+        if not self.hidden_layers or request.paused or request.told < base:
             return None
         request.told = len(request.lane)
         return self._hidden.of(request.lane.slots[base:])

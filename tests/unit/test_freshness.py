@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.budget import Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.engine.engine import MOST_TOLD, Engine
 from paceline.growth import Growth
@@ -422,6 +424,27 @@ class TestWhatTheEngineTells:
         """A target died, and this one goes on."""
         serve(model, submission("r", 40, 30, committed=[5, 9, 33, 2] * 4)).check(model)
 
+    def test_after_a_pause(self, model: Model) -> None:
+        """A paused draft is told nothing. When it is tried again, it is told of all that it missed."""
+        recorder = Useless()
+        target = engine(model, recorder, judged=True)
+        target.submit(submission("r", 40, 200))
+        told = []
+        while target.busy:
+            target.step()
+            told.append(len(recorder.openings[0][2]))
+        gains = [after - before for before, after in pairwise(told)]
+        missed = max(len(list(some)) for gain, some in groupby(gains) if gain == 0)
+        assert missed >= Worth.LEAST_PAUSE - 1
+        assert missed <= max(gains)
+
+
+class Useless(Recorder):
+    """Never guesses right, or hardly ever."""
+
+    def _guesses(self, tree: TokenTree) -> list[tuple[int, int]]:
+        return [(0, (tree.tokens[ROOT] + 7) % VOCABULARY)] if tree.size == 0 else []
+
 
 def serve(model: Model, *requests: Submission, losses: Sequence[int] = (), **settings: Any) -> Served:
     served = Served()
@@ -429,6 +452,9 @@ def serve(model: Model, *requests: Submission, losses: Sequence[int] = (), **set
     return served
 
 
-def engine(model: Model, recorder: Recorder, losses: Sequence[int] = (), **settings: Any) -> Engine:
-    config = SpeculativeConfig(method="custom", speculator="-", num_speculative_tokens=1)
+def engine(
+    model: Model, recorder: Recorder, losses: Sequence[int] = (), *, judged: bool = False, **settings: Any
+) -> Engine:
+    """`judged`: whether the draft is paused while it does not pay."""
+    config = SpeculativeConfig(method="custom", speculator="-", num_speculative_tokens=1, row_budget=judged)
     return Engine(model, EngineConfig(slots=model.slots, **settings), config, Moving(recorder, losses), FREE)
