@@ -1,4 +1,7 @@
-"""Two-part attention over rows, the same for every row whatever its company (see `paceline.model.rows`).
+"""Attention over rows, the same for every row whatever its company: what transformers' layers ask for, and torch's way.
+
+`TorchPass` attends in two parts (see `paceline.model.rows`). On a CPU native code is quicker, where it can be had
+(`paceline.model.native.attention`).
 
 Shape suffixes: R rows, G groups, P rows of a call, K key-value heads, Q query heads per key-value
 head, D head size, C columns of a tile, N positions of a prefix.
@@ -12,13 +15,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.rows import TILE, RowBatch, Segment
+from paceline.model.rows import TILE, Row, RowBatch, Segment, lay_out
 
 ATTENTION = "paceline"
 """What transformers knows `attention_interface` by."""
@@ -70,12 +73,51 @@ class KVCache:
         return self.data.shape[1]
 
     @property
+    def width(self) -> int:
+        """Numbers of a head, padding included."""
+        return self.data.shape[-1]
+
+    @property
     def dtype(self) -> torch.dtype:
         return self.data.dtype
 
     @property
     def device(self) -> torch.device:
         return self.data.device
+
+
+class Pass(Protocol):
+    """One forward pass, as a model's layers see it."""
+
+    @property
+    def cache(self) -> KVCache: ...
+
+    @property
+    def tokens(self) -> Tensor:
+        """int64 [R]. Rows are padded to a multiple of GROUP."""
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [R]"""
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Store this pass's keys and values, then attend every row to its own path.
+
+        query [R, K * Q, width], key and value [R, K, width], of the cache's dtype and width; the result is
+        [R, K * Q * width]. `window`: a row sees this many positions, itself included; 0 sees all. `softcap`: scores are
+        squashed to it. `sinks` [K * Q]: scores that take part in the softmax and have no value. Raises ValueError for
+        sinks where there is no native code.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,8 +145,8 @@ class Arrangement:
 
 
 @dataclass(slots=True)
-class Pass:
-    """What one forward pass gives every attention layer: the cache, the layout, and its index tensors."""
+class TorchPass:
+    """A `Pass` in torch's operators: the cache, the layout, and its index tensors."""
 
     cache: KVCache
     batch: RowBatch
@@ -113,13 +155,22 @@ class Pass:
     _masks: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cache: KVCache, batch: RowBatch) -> Pass:
-        rows, segments = batch.slots.numel(), [s.rows for s in batch.segments]
-        tails = Arrangement.of(list(batch.groups), rows, cache.heads, absent=0)
+    def of(cls, cache: KVCache, rows: Sequence[Row]) -> TorchPass:
+        batch = lay_out(rows, cache.device)
+        count, segments = batch.slots.numel(), [s.rows for s in batch.segments]
+        tails = Arrangement.of(list(batch.groups), count, cache.heads, absent=0)
         # The last place of all stands for "no prefix".
         nowhere = sum(s.numel() for s in segments) * cache.heads.kv_heads * cache.heads.queries_per_kv
-        prefixes = Arrangement.of(segments, rows, cache.heads, nowhere) if segments else None
+        prefixes = Arrangement.of(segments, count, cache.heads, nowhere) if segments else None
         return cls(cache, batch, tails, prefixes)
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.batch.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self.batch.positions
 
     def tail_mask(self, window: int) -> Tensor:
         """Additive mask [G, 1, P * Q, C] of the tails under a sliding window; 0: no window."""
@@ -133,34 +184,30 @@ class Pass:
             self._masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
         return self._masks[window]
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        if sinks is not None:
+            raise ValueError("attention sinks need native code")
+        heads, cache = self.cache.heads, self.cache.data[layer]
+        cache[:, : heads.kv_heads].index_copy_(0, self.batch.slots, key)
+        cache[:, heads.kv_heads :].index_copy_(0, self.batch.slots, value)
 
-def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: int,
-    this: Pass,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-) -> Tensor:
-    """Store this pass's keys and values, then attend every row to its own path.
-
-    query [R, K * Q, D], key and value [R, K, D], of the cache's dtype; the result is [R, K * Q * D].
-    `window`: a row sees this many positions, itself included; 0 sees all. `softcap`: scores are squashed to it.
-    """
-    heads, batch = this.cache.heads, this.batch
-    cache = this.cache.data[layer]
-    cache[:, : heads.kv_heads].index_copy_(0, batch.slots, key)
-    cache[:, heads.kv_heads :].index_copy_(0, batch.slots, value)
-
-    flat = query.reshape(-1, heads.head_size)
-    out, weight = _tails(flat, cache, this, scale, window, softcap)
-    if this.prefixes is not None:
-        prefix_out, prefix_weight = _prefixes(flat, cache, this, this.prefixes, scale, window, softcap)
-        share = _sigmoid(prefix_weight - weight).unsqueeze(-1)
-        out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
-    return out.view(query.shape[0], -1)
+        flat = query.reshape(-1, heads.head_size)
+        out, weight = _tails(flat, cache, self, scale, window, softcap)
+        if self.prefixes is not None:
+            prefix_out, prefix_weight = _prefixes(flat, cache, self, self.prefixes, scale, window, softcap)
+            share = _sigmoid(prefix_weight - weight).unsqueeze(-1)
+            out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
+        return out.view(query.shape[0], -1)
 
 
 def _sigmoid(x: Tensor) -> Tensor:
@@ -172,7 +219,9 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(F.pad(x, (0, -x.numel() % VECTORS)))[: x.numel()]
 
 
-def _tails(flat: Tensor, cache: Tensor, this: Pass, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+def _tails(
+    flat: Tensor, cache: Tensor, this: TorchPass, scale: float, window: int, softcap: float
+) -> tuple[Tensor, Tensor]:
     """Every row over its last tile: results [R * K * Q, D] and log-sum-exp [R * K * Q]."""
     heads, batch = this.cache.heads, this.batch
     groups = batch.groups.shape[0]
@@ -184,7 +233,7 @@ def _tails(flat: Tensor, cache: Tensor, this: Pass, scale: float, window: int, s
 
 
 def _prefixes(
-    flat: Tensor, cache: Tensor, this: Pass, arrangement: Arrangement, scale: float, window: int, softcap: float
+    flat: Tensor, cache: Tensor, this: TorchPass, arrangement: Arrangement, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Every row over its full tiles: as `_tails`; a row without any has log-sum-exp -inf."""
     heads = this.cache.heads
@@ -258,19 +307,25 @@ def attention_interface(
     paceline_pass: Pass | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """`attend` as transformers calls it: query [1, heads, R, D], key [1, K, R, D], value [1, K, R, V] →
-    [1, R, heads, V]. D and V may be smaller than the cache's heads: zeros change neither scores nor sums."""
+    """`Pass.attend` as transformers calls it: query [1, heads, R, D], key [1, K, R, D], value [1, K, R, V] →
+    [1, R, heads, V]. D and V may be smaller than the cache's heads: zeros change neither scores nor sums.
+
+    `s_aux` [heads]: sinks. Raises ValueError for heads that the cache has no room for.
+    """
     if paceline_pass is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
+    cache = paceline_pass.cache
+    counts = cache.heads.kv_heads * cache.heads.queries_per_kv, cache.heads.kv_heads
+    if (query.shape[1], key.shape[1]) != counts or max(key.shape[-1], value.shape[-1]) > cache.width:
+        raise ValueError("the model's layers differ in their attention heads: no cache for such models is known here")
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    size = paceline_pass.cache.heads.head_size
-    q, k, v = (_widened(t[0].transpose(0, 1), size) for t in (query, key, value))
-    window = sliding_window or 0
-    out = attend(q, k, v, layer, paceline_pass, scale, window, softcap or 0.0)
-    return out.view(1, q.shape[0], q.shape[1], size)[..., : value.shape[-1]], None
+    q, k, v = (_widened(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
+    out = paceline_pass.attend(q, k, v, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
+    return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]], None
 
 
 def _widened(heads: Tensor, size: int) -> Tensor:

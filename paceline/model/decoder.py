@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
+from paceline.model.attention import ATTENTION, Heads, KVCache
 from paceline.model.layers import Linear
 from paceline.model.llama import Layer, RotaryTables
+from paceline.model.native.attention import NativeAttention
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.network import Network as NativeNetwork
-from paceline.model.network import Network, make_network
+from paceline.model.network import Network, make_attention, make_network
 from paceline.model.products import piecewise
-from paceline.model.rows import GROUP, SPARE_SLOT, Lane, Row, lay_out
+from paceline.model.rows import GROUP, SPARE_SLOT, Lane, Row
 
 if TYPE_CHECKING:  # which a model of one process need not load
     from paceline.model.sharding import Sharding
@@ -35,6 +36,10 @@ class Decoder(Protocol):
     @property
     def native(self) -> bool:
         """Whether passes are native code."""
+
+    @property
+    def attends_natively(self) -> bool:
+        """Whether attention is."""
 
     def __call__(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
@@ -75,7 +80,7 @@ class LayeredDecoder:
             sharding.complete(model)
         weight = model.get_output_embeddings().weight
         layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self.cache = KVCache(layers, slots, heads, weight.dtype, weight.device)
+        self._attention, self.cache = make_attention(layers, heads, slots, weight)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: Any = base.get_input_embeddings()
@@ -85,13 +90,13 @@ class LayeredDecoder:
     def __call__(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        this = Pass.of(self.cache, lay_out(rows, self.cache.device))
+        this = self._attention(rows)
         kept: dict[int, Tensor] = {}
         hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in set(layers)]
         try:
             logits = self._model(
-                input_ids=this.batch.tokens.unsqueeze(0),
-                position_ids=this.batch.positions.unsqueeze(0),
+                input_ids=this.tokens.unsqueeze(0),
+                position_ids=this.positions.unsqueeze(0),
                 use_cache=False,
                 logits_to_keep=padded(wanted, self.cache.device),
                 paceline_pass=this,
@@ -100,6 +105,10 @@ class LayeredDecoder:
             for hook in hooks:
                 hook.remove()
         return logits, torch.stack([kept[n][: len(rows)] for n in layers], 1) if layers else None
+
+    @property
+    def attends_natively(self) -> bool:
+        return isinstance(self._attention, NativeAttention)
 
     def embedding(self) -> Tensor:
         """The model's own, or a copy where the model does more than look it up: some scale it."""
@@ -174,6 +183,8 @@ class LlamaDecoder:
     @property
     def native(self) -> bool:
         return isinstance(self._network, NativeNetwork)
+
+    attends_natively = native
 
     def embedding(self) -> Tensor:
         return self._embedding

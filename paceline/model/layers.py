@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import Heads, KVCache, Pass, attend
+from paceline.model.attention import Heads, KVCache, TorchPass
 from paceline.model.llama import Fusion, Layer, RotaryTables, Sums
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.library import DTYPES
 from paceline.model.native.product import Product
 from paceline.model.products import in_pieces
-from paceline.model.rows import GROUP, Row, lay_out
+from paceline.model.rows import GROUP, Row
 
 Turn = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
@@ -143,10 +143,10 @@ class TorchNetwork:
         *,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        this = Pass.of(self._cache, lay_out(rows, self._cache.device))
-        turn = self._rotary(this.batch.positions)
+        this = TorchPass.of(self._cache, rows)
+        turn = self._rotary(this.positions)
         assert self._embedding is not None
-        x, joined = F.embedding(this.batch.tokens, self._embedding), None
+        x, joined = F.embedding(this.tokens, self._embedding), None
         if self._fuse is not None:
             assert states is not None
             x, joined = self._fuse(x, padded(states))
@@ -199,11 +199,11 @@ class _TorchLayer:
             parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
             self._head_norm = torch.cat(parts)
 
-    def __call__(self, x: Tensor, turn: Turn, this: Pass, given: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, turn: Turn, this: TorchPass, given: Tensor | None) -> Tensor:
         x = x + self._attend(self._into_attention(x) if given is None else given, turn, this)
         return x + self._mlp(self._into_mlp(x))
 
-    def _attend(self, x: Tensor, turn: Turn, this: Pass) -> Tensor:
+    def _attend(self, x: Tensor, turn: Turn, this: TorchPass) -> Tensor:
         heads = self._heads
         queries = heads.kv_heads * heads.queries_per_kv
         rotated = queries + heads.kv_heads
@@ -213,7 +213,7 @@ class _TorchLayer:
             qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
         qk = turned(qk, turn)
         query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
-        return self._out(attend(query, key, value, self._index, this, self._scale, self._window))
+        return self._out(this.attend(query, key, value, self._index, self._scale, self._window))
 
 
 def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:

@@ -1,17 +1,19 @@
-"""Layers of the Llama kind over rows, by native code where it can be had, else by torch."""
+"""Layers of the Llama kind over rows, and attention alone, by native code where it can be had, else by torch."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from paceline.model.attention import Heads, KVCache
+from paceline.model.attention import Heads, KVCache, Pass, TorchPass
 from paceline.model.layers import TorchNetwork
 from paceline.model.llama import Layer, RotaryTables
 from paceline.model.native import network as native
+from paceline.model.native.attention import NativeAttention
 from paceline.model.native.build import NativeUnavailableError, description
 from paceline.model.native.library import DTYPES
 from paceline.model.rows import Row
@@ -62,6 +64,25 @@ def make_network(
             return network, cache
     cache = KVCache(len(layers), slots, heads, weight.dtype, weight.device)
     return TorchNetwork(layers, heads, cache, rotary, **options), cache
+
+
+Attention = Callable[[Sequence[Row]], Pass]
+"""Begins a pass."""
+
+
+def make_attention(layers: int, heads: Heads, slots: int, like: Tensor) -> tuple[Attention, KVCache]:
+    """Attention of rows over a cache of `slots`, for layers that transformers runs. `like`: of the dtype and device."""
+    if like.device.type == "cpu" and like.dtype in DTYPES:
+        try:
+            cache = KVCache(layers, slots, heads, like.dtype, like.device, native.head_width(heads))
+            attention = NativeAttention(cache)
+        except NativeUnavailableError as error:
+            say_once(f"no native attention, torch computes: {error}")
+        else:
+            say_once(f"native attention: {description()}")
+            return attention, cache
+    cache = KVCache(layers, slots, heads, like.dtype, like.device)
+    return partial(TorchPass.of, cache), cache
 
 
 _said: set[str] = set()

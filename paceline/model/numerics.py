@@ -31,6 +31,8 @@ def numerics_of(decoder: Decoder, config: Any) -> str:
     """
     device = decoder.cache.device
     path = f"native {description()}" if decoder.native else "torch operators"
+    if decoder.attends_natively and not decoder.native:
+        path += f", native attention {description()}"
     if device.type == "cpu" and not decoder.native:
         settings = [f"threads={torch.get_num_threads()}"]
         settings += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]

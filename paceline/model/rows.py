@@ -1,9 +1,9 @@
 """Rows: token positions in one forward pass, and how each of them sees its own past.
 
-Every row attends in two parts. The *prefix* is its path's full tiles of `TILE` positions. The *tail* is the last
-tile, where the key of position n stands in column n mod TILE, whether it was committed long ago or is a guess on
-this row's own path. So what a row computes depends on its own path alone: not on its company in the pass, not on
-where a key lies in memory, not on whether the path was decoded, prefilled in chunks or guessed.
+Where torch attends, every row does so in two parts. The *prefix* is its path's full tiles of `TILE` positions. The
+*tail* is the last tile, where the key of position n stands in column n mod TILE, whether it was committed long ago or
+is a guess on this row's own path. So what a row computes depends on its own path alone: not on its company in the pass,
+not on where a key lies in memory, not on whether the path was decoded, prefilled in chunks or guessed.
 
 Rows whose paths extend one another (a prefill chunk, a chain of guesses) share a tail under a causal mask, in
 groups of `GROUP`; another branch of the tree gets a tail of its own. Both ways agree bit for bit.

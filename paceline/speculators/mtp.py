@@ -22,13 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, KVCache, Pass
+from paceline.model.attention import ATTENTION, Heads
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layers import padded
 from paceline.model.lending import Lent
 from paceline.model.llama import Fusion
-from paceline.model.rows import SPARE_SLOT, Row, lay_out
+from paceline.model.network import make_attention
+from paceline.model.rows import SPARE_SLOT, Row
 from paceline.speculators.draft_config import is_of_the_speculators_library
 from paceline.speculators.head_layers import HeadLayers
 from paceline.speculators.mtp_layouts import SPECULATORS, Family, Layout, family_of
@@ -151,15 +152,16 @@ class ModuleLayers:
         self._layer = layer
         self._embedding, self._output = lent.embedding(), lent.output
         self._rotary = rotary.to(lent.device)
-        self._cache = KVCache(1, slots + 1 + SPARE_SLOT, Heads.of(config), lent.dtype, lent.device)
+        like = torch.empty(0, dtype=lent.dtype, device=lent.device)
+        self._attention, self._cache = make_attention(1, Heads.of(config), slots + 1 + SPARE_SLOT, like)
 
     def here(self, states: Tensor) -> Tensor:
         return states.to(self._cache.data)
 
     def __call__(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
-        this = Pass.of(self._cache, lay_out(rows, self._cache.device))
-        positions = this.batch.positions.unsqueeze(0)
-        embedded = self._embedding[this.batch.tokens].unsqueeze(0)
+        this = self._attention(rows)
+        positions = this.positions.unsqueeze(0)
+        embedded = self._embedding[this.tokens].unsqueeze(0)
         y = self._layer(
             embedded,
             padded(features).unsqueeze(0),

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
+from paceline.model.attention import Heads, attention_interface
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
+from paceline.model.native.library import Native
+from paceline.model.network import make_attention
 from paceline.model.probe import rows_invariant
 from paceline.model.rows import TILE, Lane, Row
 
@@ -47,6 +52,8 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "head_dim": 16,
 }
+WITH_SINKS = "gpt_oss"
+"""Its attention needs native code."""
 FAMILIES = {
     "llama": {},
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
@@ -55,7 +62,7 @@ FAMILIES = {
     "mistral-narrow": {"sliding_window": 24},  # ends within the last tile
     "qwen2": {},
     "qwen3": {},
-    "gemma2": {"sliding_window": 96},
+    "gemma2": {"sliding_window": 96, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
     "gemma3_text": {"sliding_window": 96},
     "phi3": {"num_key_value_heads": 4},
     "olmo2": {},
@@ -65,19 +72,33 @@ FAMILIES = {
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, **EXPERTS},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "mimo": {},
+    WITH_SINKS: {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
-BOTH_WAYS = ("llama", "olmo2")
-"""One that native code runs, where it can be had, and one that transformers always runs."""
+BY_TORCH = " by torch"
+"""What the name of a family ends with whose model is made without native code."""
+ALL = (
+    *FAMILIES,
+    *(family + BY_TORCH for family in ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3")),
+)
+WAYS = ("llama", "olmo2", "olmo2" + BY_TORCH)
+"""One that is native code, where it can be had, one whose attention is, and one with attention by torch's operators."""
 
 
 def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
+    family = family.removesuffix(BY_TORCH)
     config = AutoConfig.for_model(family.partition("-")[0], **{**SIZES, **FAMILIES[family], **changes})
     torch.manual_seed(5)
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
 
 
-def model(family: str, dtype: torch.dtype, slots: int = 1024) -> TransformersModel:
-    return build(network(family, dtype), family, EngineConfig(slots=slots), "", [])
+def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) -> TransformersModel:
+    if family == WITH_SINKS and os.environ.get("PACELINE_NATIVE") == "0":
+        pytest.skip("native code is switched off")
+    with pytest.MonkeyPatch.context() as patch:
+        if family.endswith(BY_TORCH):
+            patch.setenv("PACELINE_NATIVE", "0")
+            patch.setattr(Native, "_instance", None)
+        return build(network(family, dtype, **changes), family, EngineConfig(slots=slots), "", [])
 
 
 def tokens(count: int, seed: int = 1) -> list[int]:
@@ -98,7 +119,7 @@ def reference(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
     return one_by_one(model(family, dtype), tokens(LONGEST))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_rows_compute_what_transformers_computes(family: str) -> None:
     with torch.inference_mode():
         expected = network(family, torch.float32)(torch.tensor([tokens(LONGEST)])).logits[0]
@@ -117,20 +138,20 @@ def test_the_embedding_that_is_lent_is_what_the_first_layer_is_given(family: str
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_trees_of_guesses_equal_one_row_at_a_time(family: str, dtype: torch.dtype) -> None:
     assert_same(random_trees(model(family, dtype), tokens(LONGEST)), reference(family, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("chunk", [3, 8, 61, 150])
-@pytest.mark.parametrize("family", BOTH_WAYS)
+@pytest.mark.parametrize("family", WAYS)
 def test_chunked_prefill_equals_one_row_at_a_time(family: str, dtype: torch.dtype, chunk: int) -> None:
     assert_same(chunks(model(family, dtype), tokens(LONGEST), chunk), reference(family, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", BOTH_WAYS)
+@pytest.mark.parametrize("family", WAYS)
 def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dtype) -> None:
     sequences = [tokens(n, seed=n) for n in (20, TILE + 1, 150, 2 * TILE, 7)]
     shared = model(family, dtype, slots=2048)
@@ -140,16 +161,29 @@ def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (14, 2)])
-@pytest.mark.parametrize("family", BOTH_WAYS)
+@pytest.mark.parametrize("family", WAYS)
 def test_heads_that_fill_no_vector_change_nothing(family: str, heads: tuple[int, int]) -> None:
     """Weights of the two parts of attention came out by another formula for the last few rows of a pass."""
     changes = {"hidden_size": 112, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     sequence = tokens(2 * TILE)
 
-    def made() -> TransformersModel:
-        return build(network(family, torch.float32, **changes), family, EngineConfig(slots=1024), "", [])
+    ours = random_trees(model(family, torch.float32, **changes), sequence)
+    assert_same(ours, one_by_one(model(family, torch.float32, **changes), sequence))
 
-    assert_same(random_trees(made(), sequence), one_by_one(made(), sequence))
+
+def test_torch_has_no_attention_sinks() -> None:
+    with pytest.raises(ValueError, match="attention sinks need native code"):
+        one_by_one(model(WITH_SINKS + BY_TORCH, torch.float32), tokens(1))
+
+
+@pytest.mark.parametrize("sizes", [(4, 1, 32), (2, 2, 32), (4, 2, 64)], ids=str)
+def test_heads_that_the_cache_has_no_room_for_are_refused(sizes: tuple[int, int, int]) -> None:
+    """Native code would read beyond them, and torch cut them off."""
+    queries, keys, size = sizes
+    begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
+    query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
+    with pytest.raises(ValueError, match="layers differ in their attention heads"):
+        attention_interface(torch.nn.Module(), query, key, key, None, paceline_pass=begin([Lane([1]).row(5, 0)]))
 
 
 def test_the_probe_says_so() -> None:
@@ -182,7 +216,7 @@ MUTANTS: dict[str, Callable[[Lane, int, list[int]], Row]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-@pytest.mark.parametrize("family", BOTH_WAYS)
+@pytest.mark.parametrize("family", WAYS)
 def test_mutants_are_caught(family: str, mutant: str) -> None:
     mutated = random_trees(model(family, torch.float32), tokens(LONGEST), MUTANTS[mutant])
     assert any(not torch.equal(a, b) for a, b in zip(reference(family, torch.float32), mutated, strict=True))

@@ -360,6 +360,20 @@ MUTANTS = (
         "if (sink) totals_[place] += 0 * ",
         NATIVE,
     ),
+    Mutant(
+        "native: rows attend before keys are stored",
+        "paceline/model/native/layer_attention.hpp",
+        "if (phase == STORE)",
+        "if (phase == ATTEND)",
+        ROWS,
+    ),
+    Mutant(
+        "native: attention forgets that scores are squashed",
+        "paceline/model/native/attention.py",
+        "_Scoring(scale, softcap, window,",
+        "_Scoring(scale, 0.0, window,",
+        ROWS,
+    ),
     # The scheduler and its slots.
     Mutant(
         "guesses take more rows than the step has left",

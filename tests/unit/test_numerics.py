@@ -25,6 +25,7 @@ from paceline.wire.target_frames import decode_description, encode_description
 from services.target.__main__ import describe, registered_as
 from services.target.compute import facts
 from tests.checkpoints import save_checkpoint
+from tests.exactness.test_rows import network
 from tests.llamas import peaked_llama
 from tests.targets import FREE
 
@@ -65,6 +66,12 @@ def test_torch_s_operators_depend_on_cpu_and_threads_too(tmp_path: Path, monkeyp
     assert numerics(folder, 2) == said.replace("threads=1", "threads=2")
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert ", MKL_CBWR=COMPATIBLE; " in numerics(folder, 1)
+
+
+@needs_native
+def test_native_attention_is_named_where_other_operators_are_torch_s() -> None:
+    said = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
+    assert said.startswith(f"torch operators, native attention {description()}, threads=")
 
 
 def test_quantisation_is_named_with_its_parameters() -> None:

@@ -13,9 +13,17 @@ namespace paceline {
 
 struct Heads {
     int key_value, queries_per_key;
-    int width;      // numbers of a head, padded with zeros to whole vectors of words
+    int width;  // numbers of a head, padded with zeros to whole vectors of words
+
+    size_t query_row() const { return (size_t)key_value * queries_per_key * width; }
+    size_t key_row() const { return (size_t)key_value * width; }  // of the cache: keys of a slot, values behind them
+};
+
+struct Scoring {  // of one layer; part of the C interface
     float scale;
-    float softcap;  // scores are squashed to it; 0: they are not
+    float softcap;       // scores are squashed to it; 0: they are not
+    int32_t window;      // a row sees this many positions, itself included; 0: all
+    const float* sinks;  // [query heads]: scores that take part in the softmax and have no value; null: none
 };
 
 template <class T>
@@ -41,14 +49,23 @@ class Attention {
     // Of a chunk: as many as share the work on a tile.
     static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
 
-    // One key-value head of the rows of a chunk. `keys`: of this head in slot 0; a slot's values stand `values` numbers
-    // further, and the next slot `slot` numbers. queries, out [rows, query heads, width]. `sink`: a score that takes part
-    // in the softmax and has no value, for each query head of this key head; or null.
-    void operator()(const Rows& rows, Chunk chunk, int key_head, int window, const float* sink, const T* keys,
-                    size_t values, size_t slot, const T* queries, T* out) {
-        const int per = heads_.queries_per_key, width = heads_.width;
-        const size_t row_width = (size_t)heads_.key_value * per * width;
-        auto head_of = [&](auto* of, int row) { return of + row * row_width + (size_t)key_head * per * width; };
+    // One part of `parts`: of all chunks and key-value heads, those whose turn is this part's. `cache`: a layer's keys and
+    // values [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
+    void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const Scoring& scoring,
+                    const T* cache, const T* queries, T* out) {
+        for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts)
+            attend(rows, chunks[i / heads_.key_value], i % heads_.key_value, scoring, cache, queries, out);
+    }
+
+   private:
+    // One key-value head of the rows of a chunk.
+    void attend(const Rows& rows, Chunk chunk, int key_head, const Scoring& scoring, const T* cache, const T* queries,
+                T* out) {
+        const int per = heads_.queries_per_key, width = heads_.width, window = scoring.window;
+        const size_t values = heads_.key_row(), slot = 2 * values;
+        const T* keys = cache + (size_t)key_head * width;
+        const float* sink = scoring.sinks ? scoring.sinks + key_head * per : nullptr;
+        auto head_of = [&](auto* of, int row) { return of + row * heads_.query_row() + (size_t)key_head * per * width; };
         auto expect = [&](const T* from) {
             return [=, this](int32_t s) {
                 for (int d = 0; d < heads_.width; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + s * slot + d);
@@ -61,11 +78,11 @@ class Attention {
                     int row = these[i / per], q = i % per;
                     queries_[i] = {head_of(queries, row) + q * width, place(chunk, row) + q, Sight(rows, row, window)};
                 }
-                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile); });
+                in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, scoring); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
-                normalise(place(chunk, r) + q, Sight(rows, r, window), sink ? sink + key_head * per + q : nullptr);
+                normalise(place(chunk, r) + q, Sight(rows, r, window), sink ? sink + q : nullptr);
         std::fill(outputs_.begin(), outputs_.end(), 0.0f);
         each_tile(
             rows, chunk, window, expect(keys + values),
@@ -83,7 +100,6 @@ class Attention {
             }
     }
 
-   private:
     // Of a row's first query among those of the chunk.
     int place(Chunk chunk, int row) const { return (row - chunk.first) * heads_.queries_per_key; }
 
@@ -128,7 +144,7 @@ class Attention {
     }
 
     template <int COUNT>
-    void score(const Query* queries, int tile) {
+    void score(const Query* queries, int tile, const Scoring& scoring) {
         static const Ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const Ints position = numbers + tile * TILE;
         const uint32_t* keys = tile_.data();
@@ -139,8 +155,8 @@ class Attention {
                 sums[i] = Element<T>::multiply_add(sums[i], key, all_words(((const uint32_t*)queries[i].numbers)[w]));
         }
         for (int i = 0; i < COUNT; i++) {
-            Floats s = sums[i] * heads_.scale;
-            if (heads_.softcap > 0) s = tanh_of(s / heads_.softcap) * heads_.softcap;
+            Floats s = sums[i] * scoring.scale;
+            if (scoring.softcap > 0) s = tanh_of(s / scoring.softcap) * scoring.softcap;
             Ints seen = (position >= queries[i].sight.begin) & (position < queries[i].sight.end);
             store(&scores_[queries[i].place * stride_ + tile * TILE], seen ? s : all(-INFINITY));
         }

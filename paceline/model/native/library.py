@@ -27,7 +27,7 @@ class Native:
     def __init__(self, threads: int) -> None:
         """Raises `NativeUnavailableError`."""
         lib = library()
-        for name in ("team", "network", "product"):
+        for name in ("team", "network", "product", "attention"):
             getattr(lib, f"paceline_{name}_create").restype = Pointer
             getattr(lib, f"paceline_{name}_destroy").argtypes = [Pointer]
         lib.paceline_network_create.argtypes = [Pointer, Pointer, Pointer]
@@ -35,6 +35,8 @@ class Native:
         lib.paceline_network_output.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
         lib.paceline_product_create.argtypes = [ctypes.c_int32, Pointer, Pointer, *[ctypes.c_int32] * 2, Pointer]
         lib.paceline_product_run.argtypes = [Pointer, Pointer, Pointer, ctypes.c_int32, Pointer]
+        lib.paceline_attention_create.argtypes = [ctypes.c_int32] * 4
+        lib.paceline_attention_run.argtypes = [Pointer] * 3
         lib.paceline_rivals.argtypes = [Pointer, *[ctypes.c_int32] * 2, *[Pointer] * 2, ctypes.c_double, *[Pointer] * 2]
         lib.paceline_rivals.restype = ctypes.c_int64
         self.lib = lib

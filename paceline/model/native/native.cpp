@@ -1,4 +1,5 @@
-// The C interface. Python's side of it is network.py, which mirrors these structures.
+// The C interface. Python's side of it are network.py, attention.py and rows.py, which mirror its structures.
+#include "layer_attention.hpp"
 #include "network.hpp"
 #include "rivals.hpp"
 
@@ -59,6 +60,17 @@ void paceline_product_run(void* product, void* team, const void* x, int32_t rows
     ((AnyProduct*)product)->run(*(Team*)team, x, rows, y);
 }
 void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
+
+// Attention by itself. `layer`: rows to attend, see `AttentionSpec`.
+void* paceline_attention_create(int32_t is_bf16, int32_t key_value_heads, int32_t queries_per_key, int32_t width) {
+    Heads heads{key_value_heads, queries_per_key, width};
+    if (is_bf16) return (AnyLayerAttention*)new LayerAttention<bf16>(heads);
+    return (AnyLayerAttention*)new LayerAttention<float>(heads);
+}
+void paceline_attention_run(void* attention, void* team, const AttentionSpec* layer) {
+    ((AnyLayerAttention*)attention)->run(*(Team*)team, *layer);
+}
+void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)attention; }
 
 // Tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns how many. keys
 // [rows, 2]; indices and integers [rows * vocabulary].

@@ -63,7 +63,7 @@ class Network : public AnyNetwork {
    public:
     Network(const NetworkSpec& spec, const LayerSpec* layers, int parts)
         : spec_(spec),
-          heads_{spec.key_value_heads, spec.query_heads / spec.key_value_heads, spec.head_width, spec.scale, spec.softcap},
+          heads_{spec.key_value_heads, spec.query_heads / spec.key_value_heads, spec.head_width},
           hidden_(padded(spec.hidden, LANES)),
           inner_(padded(spec.inner, LANES)),
           attended_(spec.query_heads * spec.head_width),
@@ -226,16 +226,11 @@ class Network : public AnyNetwork {
     }
 
     void attend(const Layer& layer, int l, int part, int thread) {
-        const size_t slot = (size_t)2 * spec_.key_value_heads * spec_.head_width;
-        const size_t values = (size_t)spec_.key_value_heads * spec_.head_width;
-        const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * slot;
-        const float* sinks = layer.sinks.empty() ? nullptr : layer.sinks.data();
-        for (int i = part; i < (int)chunks_.size() * spec_.key_value_heads; i += (int)arenas_.size()) {
-            int head = i % spec_.key_value_heads;
-            scratch_[thread]->attention(pass_->rows, chunks_[i / spec_.key_value_heads], head, layer.window, sinks,
-                                        cache + (size_t)head * spec_.head_width, values, slot, queries_.data(),
-                                        attended_rows_.data());
-        }
+        const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
+        const Scoring scoring = {spec_.scale, spec_.softcap, layer.window,
+                                 layer.sinks.empty() ? nullptr : layer.sinks.data()};
+        scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), scoring, cache, queries_.data(),
+                                    attended_rows_.data());
     }
 
     // The final norm, of the wanted rows before the head, and of all rows where it is tapped.

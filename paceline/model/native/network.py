@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.model.attention import Heads, KVCache
 from paceline.model.llama import Fusion, Layer, RotaryTables, Sums
 from paceline.model.native.library import Native, Pointer, address, padded, padded_size
+from paceline.model.native.rows import PackedRows, RowsSpec
 from paceline.model.rows import Row
 
 WIDTH = 32
@@ -61,16 +62,9 @@ class _NetworkSpec(ctypes.Structure):
     )
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = (
-        ("count", ctypes.c_int32),
-        *((name, Pointer) for name in ("positions", "tables", "prefix_lengths", "branches", "branch_lengths")),
-    )
-
-
 class _PassSpec(ctypes.Structure):
     _fields_ = (
-        ("rows", _Rows),
+        ("rows", RowsSpec),
         *((name, Pointer) for name in ("tokens", "states", "wanted")),
         ("wanted_count", ctypes.c_int32),
         ("logits", Pointer),
@@ -169,36 +163,16 @@ class Network:
         logits = torch.empty(len(wanted), padded_size(self._vocabulary))
         tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
         states = None if states is None else states.contiguous()
-        # What native code reads, in one array of integers and one of addresses: passes are short, and this is quick.
-        tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
-        sizes = [len(branch) for branch in branches]
-        integers = array("i", tokens)
-        for more in (positions, lengths, sizes, wanted, layers, *branches):
-            integers.extend(more)
-        first, count, size = integers.buffer_info()[0], len(rows), integers.itemsize
-        wanted_at = first + 4 * count * size
-        taps_at = wanted_at + len(wanted) * size
-        addresses = array("Q", [lane.address for lane in lanes])
-        branch_at = taps_at + len(layers) * size
-        for length in sizes:
-            addresses.append(branch_at)
-            branch_at += length * size
-        tables_at = addresses.buffer_info()[0]
+        packed, numbers = PackedRows(rows), array("i", [*wanted, *layers])
+        wanted_at = numbers.buffer_info()[0]
         spec = _PassSpec(
-            _Rows(
-                count,
-                first + count * size,
-                tables_at,
-                first + 2 * count * size,
-                tables_at + count * addresses.itemsize,
-                first + 3 * count * size,
-            ),
-            tokens=first,
+            packed.spec,
+            tokens=packed.tokens,
             states=address(states),
             wanted=wanted_at,
             wanted_count=len(wanted),
             logits=address(logits),
-            taps=taps_at,
+            taps=wanted_at + len(wanted) * numbers.itemsize,
             tap_count=len(layers),
             tapped=address(tapped),
         )
