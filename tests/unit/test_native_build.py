@@ -26,7 +26,7 @@ def answer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A library that a real compiler made."""
     compiler = real_compiler()
     sources = write_sources(tmp_path_factory.mktemp("sources"))
-    return build.compile_library(sources, build._isa(), compiler, tmp_path_factory.mktemp("compiled"), "test")
+    return build.compile_library(sources, build._isas()[0], compiler, tmp_path_factory.mktemp("compiled"), "test")
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_real_compiler_compiles_once(
     assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
     assert library.stat().st_mode & 0o022 == 0
     isa, compiler, source = build.description(sources).split(", ")
-    assert isa == build._isa().name
+    assert isa == build._isas()[0].name
     assert compiler.partition(" ")[0] in ("g++", "clang")
     assert source == f"source {build.source_hash(sources)[:8]}"
 
@@ -187,12 +187,18 @@ def test_the_wheels_compiler_where_there_is_no_other(
     monkeypatch.syspath_prepend(tmp_path)
     assert ask(sources) == 42
     assert {line.split()[0] for line in fake.asked} == {"c++"}
-    assert any(f"-mcpu={build._isa().zig}" in line for line in fake.asked)
+    assert any(f"-mcpu={build._isas()[0].zig}" in line for line in fake.asked)
 
 
 def test_a_ready_library_needs_no_compiler(sources: Path, answer: Path, no_compiler: None) -> None:
     (sources / "ready").mkdir()
-    parts = [build._isa().name, "clang-1.2", build.source_hash(sources), "ready", build._digest(answer.read_bytes())]
+    parts = [
+        build._isas()[0].name,
+        "clang-1.2",
+        build.source_hash(sources),
+        "ready",
+        build._digest(answer.read_bytes()),
+    ]
     ready = sources / "ready" / f"{'--'.join(parts)}.so"
     ready.write_bytes(answer.read_bytes())
     assert ask(sources) == 42
@@ -300,6 +306,7 @@ X86_OF_2011 = frozenset({"fpu", "sse2", "ssse3", "avx"})
 @pytest.mark.parametrize(
     ("machine", "flags", "isa"),
     [
+        ("x86_64", V4 | {"avx512_bf16", "amx_tile", "amx_bf16"}, "amx"),
         ("x86_64", V4 | {"avx512_bf16", "amx_tile"}, "avx512_bf16"),
         ("x86_64", V4, "avx512"),
         ("x86_64", (V4 | {"avx512_bf16"}) - {"avx512vl"}, "avx2"),
@@ -309,7 +316,26 @@ X86_OF_2011 = frozenset({"fpu", "sse2", "ssse3", "avx"})
     ],
 )
 def test_the_best_that_a_cpu_can(machine: str, flags: frozenset[str], isa: str) -> None:
-    assert build.isa_of(machine, flags).name == isa
+    assert build.isas_of(machine, flags)[0].name == isa
+
+
+def test_a_compiler_that_is_too_old_for_the_best(
+    sources: Path, fake: Fake, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next instruction set is compiled for. What else is wrong with a compiler is so with the next one, too."""
+    best, older = build.Isa("best", frozenset(), ("-mbest",), ""), build.Isa("older", frozenset(), ("-mold",), "")
+    monkeypatch.setattr(build, "_isas", lambda: [best, older])
+    fake.behave(
+        """case " $* " in *" -mbest "*) echo "g++: error: unrecognized command-line option '-mbest'"; exit 1; esac"""
+    )
+    assert ask(sources) == 42
+    assert [path.name.partition("--")[0] for path in libraries(cache)] == ["older"]
+    assert any("does not know" in record.getMessage() for record in caplog.records)
+    write_sources(sources, 43)
+    fake.behave("echo 'error: no space left'; exit 1")
+    before = fake.compiled
+    assert "no space left" in why_not(sources)
+    assert fake.compiled == before + 1
 
 
 @pytest.mark.parametrize(
@@ -318,7 +344,7 @@ def test_the_best_that_a_cpu_can(machine: str, flags: frozenset[str], isa: str) 
 )
 def test_a_cpu_that_cannot(machine: str, flags: frozenset[str], why: str) -> None:
     with pytest.raises(NativeUnavailableError, match=why):
-        build.isa_of(machine, flags)
+        build.isas_of(machine, flags)
 
 
 def test_a_cpu_without_avx2_compiles_nothing(sources: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +368,7 @@ def test_a_library_from_another_machine(
     for times, flags in enumerate([V4 | {"avx512_bf16"}, V4, build._AVX2], start=1):
         monkeypatch.setattr(build, "cpu_flags", lambda flags=flags: flags)
         assert ask(sources) == ask(sources) == 42
-        assert build.description(sources).startswith(f"{build._isa().name}, ")
+        assert build.description(sources).startswith(f"{build._isas()[0].name}, ")
         assert fake.compiled == times
     assert [path.name.split("--")[0] for path in libraries(cache)] == ["avx2", "avx512", "avx512_bf16"]
     assert ["-mavx512bf16" in line for line in fake.compiling] == [True, False, False]

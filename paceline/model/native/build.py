@@ -147,13 +147,12 @@ def _attempt(sources: Path) -> _Loaded | str:
         return str(error)
 
 
-def isa_of(machine: str, flags: frozenset[str]) -> Isa:
-    """The best instruction set of a CPU with these flags. Raises `NativeUnavailableError`."""
+def isas_of(machine: str, flags: frozenset[str]) -> list[Isa]:
+    """The instruction sets of a CPU with these flags, the best first. Raises `NativeUnavailableError`."""
     if machine not in ISAS:
         raise NativeUnavailableError(f"there is no native code for {machine}")
-    for isa in ISAS[machine]:
-        if isa.needs <= flags:
-            return isa
+    if found := [isa for isa in ISAS[machine] if isa.needs <= flags]:
+        return found
     missing = ", ".join(sorted(ISAS[machine][-1].needs - flags))
     raise NativeUnavailableError(f"the CPU lacks what native code needs: {missing}")
 
@@ -188,7 +187,7 @@ def find_compiler() -> Compiler | None:
 
 def _ready(sources: Path) -> _Loaded | None:
     """The library inside the wheel. Its owner is not checked: whoever can replace it can replace this file too."""
-    return _kept(sources / "ready", f"{_isa().name}--*--{source_hash(sources)}--ready--*.so")
+    return _kept(sources / "ready", f"{_isas()[0].name}--*--{source_hash(sources)}--ready--*.so")
 
 
 def _compiled(sources: Path) -> _Loaded:
@@ -196,15 +195,27 @@ def _compiled(sources: Path) -> _Loaded:
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailableError("there is no C++ compiler: install g++ or clang, or paceline[native]")
+    *better, last = _isas()
+    for isa in better:
+        try:
+            return _compiled_for(isa, sources, compiler)
+        except NativeUnavailableError as error:
+            if not any(flag in str(error) for flag in isa.flags):
+                raise
+            log.warning("the compiler does not know an instruction set", extra={"isa": isa.name, "reason": str(error)})
+    return _compiled_for(last, sources, compiler)
+
+
+def _compiled_for(isa: Isa, sources: Path, compiler: Compiler) -> _Loaded:
     try:
-        return _cached(sources, compiler, cache_folder())
+        return _cached(isa, sources, compiler, cache_folder())
     except (OSError, RuntimeError) as error:
-        return _uncached(sources, compiler, error)
+        return _uncached(isa, sources, compiler, error)
 
 
-def _cached(sources: Path, compiler: Compiler, folder: Path) -> _Loaded:
+def _cached(isa: Isa, sources: Path, compiler: Compiler, folder: Path) -> _Loaded:
     """Raises `OSError` if the folder cannot be written."""
-    pattern = f"{_isa().name}--*--{source_hash(sources)}--{compiler.key}--*.so"
+    pattern = f"{isa.name}--*--{source_hash(sources)}--{compiler.key}--*.so"
     found = _kept(folder, pattern, only_ours=True)
     if found:
         return found
@@ -213,10 +224,10 @@ def _cached(sources: Path, compiler: Compiler, folder: Path) -> _Loaded:
         if found:
             return found
         log.info("compiling the native pass", extra={"compiler": shlex.join(compiler.command), "folder": str(folder)})
-        return _load(compile_library(sources, _isa(), compiler, folder, compiler.key))
+        return _load(compile_library(sources, isa, compiler, folder, compiler.key))
 
 
-def _uncached(sources: Path, compiler: Compiler, why: Exception) -> _Loaded:
+def _uncached(isa: Isa, sources: Path, compiler: Compiler, why: Exception) -> _Loaded:
     """Compiled for this process alone: a loaded library needs its file no more."""
     log.warning(
         "compiling the native pass for this process alone",
@@ -224,7 +235,7 @@ def _uncached(sources: Path, compiler: Compiler, why: Exception) -> _Loaded:
     )
     try:
         with tempfile.TemporaryDirectory(prefix="paceline-native-", ignore_cleanup_errors=True) as folder:
-            return _load(compile_library(sources, _isa(), compiler, Path(folder), compiler.key))
+            return _load(compile_library(sources, isa, compiler, Path(folder), compiler.key))
     except OSError as error:
         raise NativeUnavailableError(f"there is no place to compile in: {error}") from None
 
@@ -359,11 +370,11 @@ def _version(compiler: Compiler) -> str:
     return f"{'clang' if 'clang' in first else 'g++'}-{found[1] if found else _digest(first.encode())}"
 
 
-def _isa() -> Isa:
+def _isas() -> list[Isa]:
     flags = cpu_flags()
     if "amx_tile" in flags and not _may_use_tiles():
         flags -= {"amx_tile", "amx_bf16"}
-    return isa_of(platform.machine(), flags)
+    return isas_of(platform.machine(), flags)
 
 
 @cache
