@@ -25,7 +25,8 @@ CERTAIN: Law = {}
 class Growth:
     """New nodes as they travel from draft to target: parallel sequences, parents before children.
 
-    Their ids count up from `first_id`. `laws` are those that the nodes were drawn from, or none at all.
+    The ids of the nodes count up from `first_id`. `laws`: the draft's law that each node was drawn from; empty if none
+    is sent.
     """
 
     base_position: int

@@ -262,7 +262,8 @@ class Engine:
     def _tell_context(self, work: Work) -> None:
         """Tell the draft the hidden states before the root that it does not know; the root's come with the commit.
 
-        After a hit in the prefix cache, a move to another draft or a pause it is told of all, by and by.
+        After a hit in the prefix cache, a move to another draft or a pause, this sends all missing states, up to
+        MOST_TOLD positions a step.
         """
         request = work.request
         told = slice(request.told, min(work.stop - work.draws, request.told + MOST_TOLD))
@@ -306,8 +307,8 @@ class Engine:
         return delta
 
     def _states_from(self, request: Request, base: int) -> Tensor | None:
-        """Hidden states of the root at `base` and the accepted tokens; None if the draft lacks those before, or is
-        paused: a paused draft is told of them when it goes on, with the context.
+        """Hidden states of the root at `base` and the accepted tokens. None if the draft lacks the states of earlier
+        positions, or is paused: then `_tell_context` sends them later.
         """
         if not self.hidden_layers or request.paused or request.told < base:
             return None

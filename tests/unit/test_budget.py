@@ -92,6 +92,19 @@ class TestStepCost:
             cost.observe(8 + step % 50, 1.05)
         assert cost(30) == pytest.approx(1.05, rel=0.05)
 
+    def test_drafting_costs_the_tokens_that_plain_steps_would_have_drawn(self) -> None:
+        cost = StepCost(FLAT)
+        cost.observe_plain(8, 1.75)  # the machine was slower then
+        for _ in range(200):
+            cost.observe(20, 3.0)
+            cost.observe_plain(8, 1.25)
+        assert cost.lost(8, 2.5) == pytest.approx(8)
+        assert cost.lost(8, 1.0) == 0.0
+        assert cost.lost(8, 1e6) == 8 * StepCost.MOST_LOST
+
+    def test_before_a_plain_step_was_seen_it_counts_as_much_beside_its_pass_as_others(self) -> None:
+        assert self.learned(400, lambda _: 1.5).lost(1, 3.0) == pytest.approx(1, rel=0.05)
+
 
 class TestPrice:
     def test_with_rows_to_spare_everything_is_wanted(self) -> None:

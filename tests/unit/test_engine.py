@@ -419,6 +419,36 @@ def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
     assert len(told) > 3
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_a_draft_that_guesses_well_but_costs_more_is_paused(late: bool) -> None:
+    now, paused = [0.0], []
+
+    class Beside(LocalDrafting):
+        concurrent = True
+
+        def poll(self, timeout_s: float) -> News:
+            now[0] += 20.0 if late else 0.0
+            return super().poll(timeout_s)
+
+        def limit(self, limit: Limit) -> None:
+            paused.append(limit.max_nodes == 0)
+            super().limit(limit)
+
+    class Ticking(TableModel):
+        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+            now[0] += 1.0
+            return super().run(rows, wanted, hidden_layers)
+
+    draft = Beside(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    model = Ticking(VOCABULARY, SLOTS, SLOTS)
+    target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
+    answer = served(target, submission("a", 5, output=60))["a"]
+    assert answer.speculation is not None
+    assert answer.speculation.accepted_tokens > 0
+    assert any(paused) is late
+
+
 class TestPauses:
     LONG = 120
 

@@ -14,11 +14,12 @@ from tests.bare import bare_request
 class Judged:
     """A trial of some requests, who was told what, and for how many steps each was drafted for."""
 
-    def __init__(self, requests: int = 3, helped: int | None = None, every: int = 3) -> None:
-        """`helped`: a request that has a guess accepted in one of so many steps, whatever the others have."""
+    def __init__(self, requests: int = 3, helped: int | None = None, every: int = 3, lost: float = 0.0) -> None:
+        """`helped`: a request that has a guess accepted in one of so many steps, whatever the others have. `lost`:
+        tokens that each step of drafting costs."""
         self.told: list[tuple[int, bool]] = []
         self.drafted: Counter[int] = Counter()
-        self.helped, self.every = helped, every
+        self.helped, self.every, self.lost = helped, every, lost
         self.trial = Trial(lambda request: self.told.append((request.key, request.paused)))
         for key in range(1, requests + 1):
             self.trial.join(bare_request([1], key=key))
@@ -31,7 +32,7 @@ class Judged:
                 each.heard = heard and not each.paused
                 self.drafted[key] += each.heard
                 self.trial.count(each, self._step % self.every == 0 if key == self.helped else accepted)
-            self.trial.judge()
+            self.trial.judge(self.lost)
 
     def until_told(self) -> list[tuple[int, bool]]:
         self.told.clear()
@@ -47,6 +48,13 @@ def test_all_are_paused_at_once_and_one_tries_again() -> None:
     assert judged.until_told() == [(1, True), (2, True), (3, True)]
     assert judged.until_told() == [(1, False)]
     assert judged.until_told() == [(1, True)]
+
+
+@pytest.mark.parametrize(("lost", "pauses"), [(0.5, False), (1.5, True)])
+def test_a_draft_pays_that_brings_more_than_it_costs(lost: float, pauses: bool) -> None:
+    judged = Judged(lost=lost)
+    judged.steps(100, accepted=1)
+    assert ((1, True) in judged.told) is pauses
 
 
 def test_what_the_scout_finds_holds_for_all() -> None:
