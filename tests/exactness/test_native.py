@@ -336,6 +336,7 @@ def test_a_product_is_the_formula_s(out: int, into: int, dtype: torch.dtype, thr
     expected = x.double() @ weight.double().T + bias.double()
     assert (together - expected).abs().max() < 1e-5 * expected.abs().max()
     assert torch.equal(together, torch.cat([product(row[None]) for row in x]))
+    assert product(x[:0]).shape == (0, out)
 
 
 def test_a_sum_over_ranks_that_fails_ends_the_pass_with_its_error() -> None:
