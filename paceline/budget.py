@@ -351,8 +351,15 @@ class Calibration:
     def observe(self, cell: int, accepted: bool) -> None:
         """The target drew the guess's parent, and then the guess or another token."""
         self.weighed.clear()
-        _count(self.drafted, self.accepted, cell, accepted, self.MEMORY)
-        _count(self._bin_drafted, self._bin_accepted, cell // self.PER_BIN, accepted, self.MEMORY)
+        by_cell = self.drafted, self.accepted, cell
+        by_bin = self._bin_drafted, self._bin_accepted, cell // self.PER_BIN
+        for drafted, hits, i in (by_cell, by_bin):
+            tried = drafted[i]
+            if tried > self.MEMORY - 1:
+                hits[i] *= (self.MEMORY - 1) / tried
+                tried = self.MEMORY - 1
+            drafted[i] = tried + 1
+            hits[i] += accepted
 
     @classmethod
     def by_bin(cls, counts: Sequence[float]) -> list[float]:
@@ -362,11 +369,3 @@ class Calibration:
     def _believed(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
         scales = [min(1.0, self.MEMORY / tried) if tried else 0.0 for tried in drafted]
         return list(map(operator.mul, drafted, scales)), list(map(operator.mul, accepted, scales))
-
-
-def _count(drafted: list[float], accepted: list[float], i: int, hit: bool, memory: float) -> None:
-    if drafted[i] > memory - 1:
-        accepted[i] *= (memory - 1) / drafted[i]
-        drafted[i] = memory - 1
-    drafted[i] += 1
-    accepted[i] += hit

@@ -71,7 +71,7 @@ class TokenTree:
         self._permit = permit
         self._chain = chain
         self._names: dict[int, _Names] = {}  # by draft
-        self._trail = {~position: token}  # committed tokens by place, the root's among them
+        self._trail = [token]  # committed tokens up to the root, the last ones of them
         self._next_id = ROOT_ID + 1
         self._clear(token)
 
@@ -270,11 +270,14 @@ class TokenTree:
 
     def _late(self, names: _Names, id_: int, parent_id: int, base_position: int, token: int) -> int | None:
         """The parent is no guess. The root, if it is that; if it was committed before, so may the guess have been."""
-        place = names.places.get(parent_id) if parent_id else ~base_position
-        if place == ~self.position:
+        at = names.committed.get(parent_id) if parent_id else base_position
+        if at is None:
+            return None
+        behind = self.position - at
+        if behind == 0:
             return ROOT
-        if place is not None and self._trail.get(place - 1) == token:
-            names.pass_by(id_, place - 1)
+        if 0 < behind <= min(len(self._trail), TRAIL) and self._trail[-behind] == token:
+            names.pass_by(id_, at + 1)
         return None
 
     # Both sides.
@@ -284,17 +287,18 @@ class TokenTree:
         path = self.match(tokens)
         moved = self._below(path[-1]) if len(path) == len(tokens) else {}
         before, self.position = self.position, self.position + len(tokens)
-        places = range(~before - 1, ~self.position - 1, -1)
+        self._trail += tokens
+        if len(self._trail) > 2 * TRAIL:
+            del self._trail[:-TRAIL]
         for names in self._names.values():
-            names.move(moved, dict(zip(path, places, strict=False)))
-        for place, token in zip(places, tokens, strict=True):
-            self._trail[place] = token
-            self._forget(place + TRAIL)
+            names.move(moved, path, before + 1)
         kept = list(moved)[1:]
         if kept:
             self._keep(path, kept, moved)
-        else:
+        elif self.size:
             self._clear(tokens[-1])
+        else:
+            self.tokens[ROOT] = tokens[-1]
         return Committed(path, kept)
 
     def _below(self, top: int) -> dict[int, int]:
@@ -304,12 +308,6 @@ class TokenTree:
             if parent in moved:
                 moved[node] = len(moved)
         return moved
-
-    def _forget(self, place: int) -> None:
-        """Nothing may name it any more."""
-        if self._trail.pop(place, None) is not None:
-            for names in self._names.values():
-                names.forget(place)
 
     def _keep(self, path: Sequence[int], kept: Sequence[int], moved: Mapping[int, int]) -> None:
         """Nothing is left but the end of the path, now the root, and these guesses."""
@@ -329,12 +327,9 @@ class TokenTree:
 
 
 class _Names:
-    """What one draft calls the nodes of a tree, target side, and what its guesses count for.
+    """What one draft calls the nodes of a tree, target side, and what its guesses count for."""
 
-    A *place* is that of a committed token: `~position`.
-    """
-
-    __slots__ = ("choices", "ids", "nodes", "places", "weigh")
+    __slots__ = ("choices", "committed", "ids", "nodes", "weigh")
 
     def __init__(self, weigh: Weigh | None) -> None:
         self.weigh = weigh
@@ -342,10 +337,10 @@ class _Names:
         """By node: how many of its children the draft has guessed."""
         self.nodes: dict[int, int] = {}
         """Guesses by id."""
-        self.places: dict[int, int] = {}
-        """By id: what was committed since."""
+        self.committed: dict[int, int] = {}
+        """Positions by id, of guesses that were committed since."""
         self.ids: dict[int, int] = {}
-        """Their ids by place."""
+        """Their ids by position."""
 
     def weighed(self, parent: int, depth: int, log_prob: float) -> tuple[int, float]:
         """The draft guesses a child of this node: its cell, and the log-probability that counts."""
@@ -355,23 +350,24 @@ class _Names:
         self.choices[parent] = choice + 1
         return (0, log_prob) if self.weigh is None else self.weigh[log_prob, choice, depth]
 
-    def move(self, moved: Mapping[int, int], passed: Mapping[int, int]) -> None:
-        """After a commit. `moved`: what the root and its guesses were, and are. `passed`: places of what it took."""
+    def move(self, moved: Mapping[int, int], path: Sequence[int], position: int) -> None:
+        """After a commit. `moved`: what the root and its guesses were, and are. `path`: what was committed, from this
+        position on."""
         nodes, self.nodes = self.nodes, {}
         for id_, node in nodes.items():
-            if node in passed:
-                self.pass_by(id_, passed[node])
+            if node in path:
+                self.pass_by(id_, position + path.index(node))
             elif node in moved:
                 self.nodes[id_] = moved[node]
         self.choices = {moved[node]: count for node, count in self.choices.items() if node in moved} if moved else {}
 
-    def pass_by(self, id_: int, place: int) -> None:
-        if place not in self.ids:
-            self.ids[place], self.places[id_] = id_, place
-
-    def forget(self, place: int) -> None:
-        if id_ := self.ids.pop(place, 0):
-            del self.places[id_]
+    def pass_by(self, id_: int, position: int) -> None:
+        """A guess of this id is committed now. A position has one id: a draft cannot make us keep more."""
+        if position not in self.ids:
+            self.ids[position], self.committed[id_] = id_, position
+            if len(self.ids) > 2 * TRAIL:
+                self.ids = dict(sorted(self.ids.items())[-TRAIL:])
+                self.committed = {id_: position for position, id_ in self.ids.items()}
 
 
 def _kept(by_guess: dict[int, T], moved: Mapping[int, int]) -> dict[int, T]:

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import groupby
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,6 +47,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline import family
+from paceline.budget import Worth
 from paceline.cli.bench_methods import LIMITS, methods, prompts_of
 from paceline.cli.child import StartError
 from paceline.cli.svg import Bar, Panel, Part, drawing
@@ -305,6 +306,7 @@ def measure(llm: LLM, case: Case, config: SpeculativeConfig, floor: Floor, clock
     stats: list[StepStats] = []
     rounds: list[int] = []
     with ExitStack() as stack:
+        stack.enter_context(patch.object(Worth, "PAUSE", -inf))
         for owner, verb, part in verbs(engine):
             stack.enter_context(stopwatch.watching(owner, verb, part))
         while len(steps) < STEPS:
@@ -414,7 +416,6 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
         loopback.connect()
     beside = [LocalDrafting(each) for each in build_beside(config)]
     engine = Engine(llm.model, llm.config, config, drafting, llm.cost, beside=beside)
-    engine._guesses._judged = False  # a draft that does not pay would be paused, and its part of a step not seen
     return engine, loopback
 
 

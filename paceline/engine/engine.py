@@ -282,7 +282,7 @@ class Engine:
         accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
         path = request.tree.match(tokens)
         self._learn(work, tokens, path, accepted)
-        pooled = sum(request.tree.sources[node] == POOL for node in path[:accepted])
+        pooled = [request.tree.sources[node] for node in path[:accepted]].count(POOL)
         drawn_at = self._keep_accepted(work, path[: min(accepted, len(tokens) - 1)])
         request.tokens += tokens
         request.history.extend(tokens)
@@ -336,6 +336,8 @@ class Engine:
 
         Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.
         """
+        if not work.nodes:
+            return [0]
         kept = [work.nodes.index(node) for node in path]
         work.request.lane.slots.extend([work.slots[i] for i in kept])
         self._scheduler.pool.give([slot for i, slot in enumerate(work.slots) if i not in kept])

@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "what follows a guess that contradicts committed tokens joins the tree",
         "paceline/tree.py",
-        "if place is not None and self._trail.get(place - 1) == token:",
-        "if place is not None and place - 1 in self._trail:",
+        "<= min(len(self._trail), TRAIL) and self._trail[-behind] == token:",
+        "<= min(len(self._trail), TRAIL):",
         TREE,
     ),
     Mutant(

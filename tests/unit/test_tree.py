@@ -42,9 +42,10 @@ def check_books(tree: TokenTree) -> None:
     for names in tree._names.values():
         assert set(names.nodes.values()) <= set(nodes)
         assert len(set(names.nodes.values())) == len(names.nodes), "one id each"
-        assert set(names.places.values()) <= tree._trail.keys()
-        assert names.places == {id_: place for place, id_ in names.ids.items()}
+        assert max(names.ids, default=0) <= tree.position
+        assert names.committed == {id_: position for position, id_ in names.ids.items()}
         assert set(names.choices) <= {ROOT, *nodes}
+    assert tree._trail[-1] == tree.tokens[ROOT]
     assert tree.laws.keys() | tree._agreed.keys() | tree._ids.keys() <= set(nodes)
 
 
@@ -168,8 +169,19 @@ class TestExamples:
         for _ in range(3):
             target.commit([1])
         assert target.graft(late, ROOM) == 0
-        names = target._names[0]
-        assert len(names.nodes) + len(names.places) <= TRAIL
+
+    def test_old_names_are_forgotten(self) -> None:
+        draft, target = TokenTree(0, 0), TokenTree(0, 0)
+        for i in range(5 * TRAIL):
+            growth = draft.growth(chain(draft, [1]))
+            assert target.graft(growth, ROOM) == 1
+            assert target.graft(Growth(i, 9 * TRAIL + i, [ROOT_ID], [1], [-0.5]), ROOM) == 0
+            for tree in (draft, target):
+                tree.commit([1])
+            names = target._names[0]
+            assert not names.nodes
+            assert names.committed[growth.first_id] == target.position
+            assert max(len(names.committed), len(names.ids), len(target._trail)) <= 2 * TRAIL
 
     def test_a_full_tree_takes_no_more(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
@@ -388,7 +400,7 @@ class TestHostileGrowth:
             first_id = 1 + parent_position * count
             tree.graft(Growth(parent_position, first_id, [ROOT_ID] * count, [1] * count, [-0.5] * count), 10)
         assert tree.size == 1
-        assert len(tree._names[0].places) == len(tree._names[0].nodes) == 1
+        assert len(tree._names[0].committed) == len(tree._names[0].nodes) == 1
 
     @pytest.mark.parametrize(
         ("growth", "complaint"),
