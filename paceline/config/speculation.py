@@ -160,8 +160,8 @@ class SpeculativeConfig(Settings):
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",
-        description="lockstep: draft after each commit while the target waits for the whole depth, as others do; to "
-        "compare, with tree_width 1 and least_path_probability 0",
+        description="lockstep: draft after each commit while the target waits for the whole depth, as others do, "
+        "whether it pays or not; to compare, with tree_width 1 and least_path_probability 0",
     )
 
     row_budget: bool = Field(

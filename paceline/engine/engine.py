@@ -88,7 +88,7 @@ class Engine:
             waiting,
             model.vocabulary_size,
             clock,
-            judged=speculation.row_budget,
+            judged=speculation.row_budget and not lockstep,
             by_law=self._strategy.by_law,
         )
         self.hidden_layers = tuple(drafting.hidden_state_layers)

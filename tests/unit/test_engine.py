@@ -98,6 +98,7 @@ def engine(
     beside: Sequence[Drafting] = (),
     nodes: int = 8,
     strategy: Any = "coupled",
+    schedule: Any = "streamed",
     **settings: int,
 ) -> Engine:
     return Engine(
@@ -109,6 +110,7 @@ def engine(
             max_tree_nodes=nodes,
             row_budget=row_budget,
             rejection_sampling_strategy=strategy,
+            draft_schedule=schedule,
         ),
         drafting,
         FREE,
@@ -497,11 +499,13 @@ class TestPauses:
         served(engine(script), submission("a", 5, output=self.LONG))
         assert script.limits == []
 
-    @pytest.mark.parametrize("judged", [True, False])
-    def test_without_the_row_budget_nobody_is_judged(self, judged: bool) -> None:
+    @pytest.mark.parametrize(
+        ("judged", "config"), [(True, {}), (False, {"row_budget": False}), (False, {"schedule": "lockstep"})]
+    )
+    def test_without_the_row_budget_or_in_lockstep_nobody_is_judged(self, judged: bool, config: Any) -> None:
         """Neither paused nor told a price; and nothing is kept of each step to judge by."""
         script = Useless(self.right(), width=8)
-        target = engine(script, row_budget=judged, max_num_batched_rows=8)
+        target = engine(script, max_num_batched_rows=8, **config)
         for name in "ab":
             script.start_over()
             served(target, submission(name, 5, output=self.LONG))
