@@ -93,9 +93,13 @@ class StepCost:
         self._plain_rest_s += self.LEARNING * (rest - self._plain_rest_s)
 
     def lost(self, requests: int, seconds: float) -> float:
-        """Tokens that these requests would have drawn without drafts in the time by which a step took longer."""
-        rest_s = self.rest_s if self._plain_rest_s is None else self._plain_rest_s
-        return requests * min(max(seconds / (self.passes(requests) + rest_s) - 1, 0.0), self.MOST_LOST)
+        """Tokens that these requests would have drawn without drafts in the time by which a step took longer.
+
+        A plain step is taken to be nothing but its pass until one was seen: so a draft that may not pay is soon
+        paused, which shows what plain steps take.
+        """
+        plain_s = self.passes(requests) + (self._plain_rest_s or 0.0)
+        return requests * min(max(seconds / plain_s - 1, 0.0), self.MOST_LOST)
 
     def _rest(self, rows: int, seconds: float, usual_s: float) -> float:
         expected = self.passes(rows)

@@ -249,6 +249,10 @@ def dealt(hands: Iterable[Iterator[Each]]) -> Iterator[Each]:
 
 
 def _missing(drafts: Iterable[Followed]) -> Iterator[int]:
-    """The request of each token that can be computed. Few missing ones first: a prompt takes several rounds anyway."""
-    for draft in sorted(drafts, key=lambda draft: draft.computable):
+    """The request of each token that can be computed. Few missing ones first: a prompt takes several rounds anyway.
+
+    Nothing is computed for requests that are paused: most of them end before they go on.
+    """
+    drafting = [draft for draft in drafts if draft.opening.max_nodes]
+    for draft in sorted(drafting, key=lambda draft: draft.computable):
         yield from itertools.repeat(draft.opening.request_id, draft.computable)

@@ -220,6 +220,27 @@ def test_a_limit_that_is_raised_is_used_at_once() -> None:
     assert any(rounds(draft))
 
 
+def test_of_a_paused_request_nothing_is_computed_until_it_goes_on() -> None:
+    model = Recording(512)
+    draft = thorough(model, 2)
+    paused, other = opening(depth=2), opening([*PROMPT, 7], key=2, depth=2)
+    draft.open(paused)
+    draft.limit(Limit(1, 0, 0))
+    drafted(draft, other)
+    draft.commit(Commit(1, len(PROMPT) - 1, [3], 0))
+    assert not any(rounds(draft))
+    assert sum(map(len, model.passes)) == len(other.tokens) + 2, "one prompt, and its root's two children"
+
+    draft.limit(Limit(1, 2, 1000))
+    replica = Replica(opening([*PROMPT, 3]))
+    for grown in rounds(draft):
+        if grown:
+            replica.graft(grown[1])
+    alone = drafted(thorough(table(), 2), opening([*PROMPT, 3], depth=2))
+    assert [n.token for n in nodes_of(replica.tree)] == [n.token for n in nodes_of(alone.tree)]
+    draft.check_integrity()
+
+
 def test_a_request_whose_guesses_gave_way_grows_as_if_it_were_new() -> None:
     draft = thorough(table(400), 2)
     replica = drafted(draft, opening(depth=4))
