@@ -54,15 +54,18 @@ FREE_ROWS = RowCost([1, 2**20], [1.0, 1.0])
 
 
 class StepCost:
-    """Seconds of a whole step by its number of rows: the pass, and what the rest of a step takes on average.
+    """Seconds of a whole step by its number of rows: the pass, and what the rest of a step takes.
 
-    Steps without any draft are averaged apart, so that what drafting costs is known: its rows, its waits, its
-    bookkeeping. A single step that took much longer than expected counts only in part: machines stall now and then,
-    whatever they do.
+    The rest is a straight line over the guesses among the rows, by least squares over the last steps: each is drawn
+    from, walked and committed, and attends to a longer context than passes were measured with. Steps without any draft
+    are averaged apart, so that what drafting costs is known: its rows, its waits, its bookkeeping. A single step that
+    took much longer than expected counts only in part: machines stall now and then, whatever they do.
     """
 
     MEMORY = 100.0
     """Steps."""
+    RIDGE = 10.0
+    """Added to the squared deviations of the numbers of guesses: steps that hardly differ in them tell nothing."""
     SURPRISE = 1.0
     """Twice the expected rest, and this share of the pass, is believed of one step: where a pass is short, the rest is
     known after a few steps all the same."""
@@ -74,21 +77,37 @@ class StepCost:
     def __init__(self, passes: RowCost) -> None:
         self.passes = passes
         self.rest_s = 0.0
-        self._steps = 0.0
+        """Of a step without guesses, beside its pass."""
+        self.guess_s = 0.0
+        """Of each guess."""
         self._plain_rest_s: float | None = None
+        self._seen_plain = False
+        self._sums = [0.0] * 5  # over steps that fade: 1, guesses, their square, rest, their product
 
-    def __call__(self, rows: int) -> float:
-        return self.passes(rows) + self.rest_s
+    def __call__(self, rows: int, guesses: int = 0) -> float:
+        """`guesses`: how many of the rows are such."""
+        return self.passes(rows) + self.rest_s + guesses * self.guess_s
 
-    def observe(self, rows: int, seconds: float) -> None:
+    def observe(self, rows: int, seconds: float, guesses: int = 0) -> None:
         """A step of so many rows, none of them of prompts, took so long."""
-        self._steps = min(self._steps + 1, self.MEMORY)
-        self.rest_s += (self._rest(rows, seconds, self.rest_s) - self.rest_s) / self._steps
+        rest = self._rest(rows, seconds, self.rest_s + guesses * self.guess_s)
+        fade = 1 - 1 / self.MEMORY
+        told = (1.0, guesses, guesses * guesses, rest, guesses * rest)
+        self._sums = steps, first, square, rests, product = [
+            fade * a + b for a, b in zip(self._sums, told, strict=True)
+        ]
+        slope = (product - first * rests / steps) / (square - first * first / steps + self.RIDGE)
+        self.guess_s = min(max(slope, 0.0), rests / max(first, 1.0))  # the line is nowhere below 0
+        self.rest_s = max(0.0, rests - self.guess_s * first) / steps
 
-    def observe_plain(self, requests: int, seconds: float) -> None:
-        """A step that drew one token for each of these requests took so long, and no draft drafts for any of them."""
-        if self._plain_rest_s is None:
+    def observe_plain(self, requests: int, seconds: float, *, drafted: bool = False) -> None:
+        """A step that drew one token for each of these requests took so long. `drafted`: there is a draft, which had
+        guessed nothing; such steps count until one without any draft is seen."""
+        if drafted and self._seen_plain:
+            return
+        if self._plain_rest_s is None or not (drafted or self._seen_plain):
             self._plain_rest_s = max(seconds - self.passes(requests), 0.0)
+        self._seen_plain = not drafted
         rest = self._rest(requests, seconds, self._plain_rest_s)
         self._plain_rest_s += self.LEARNING * (rest - self._plain_rest_s)
 
@@ -107,20 +126,26 @@ class StepCost:
 
 
 def worthwhile(
-    probabilities: Sequence[float], requests: int, rows: int, most: int, cost: RowCost, rest_s: float = 0.0
+    probabilities: Sequence[float],
+    requests: int,
+    rows: int,
+    most: int,
+    cost: RowCost,
+    rest_s: float = 0.0,
+    guess_s: float = 0.0,
 ) -> int:
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
     a token in this step. `rows`: rows that the step needs anyway. `most`: rows left in the step.
-    `cost`: of a pass; a step takes `rest_s` seconds more.
+    `cost`: of a pass; a step takes `rest_s` seconds more, and `guess_s` for each node.
     """
     seconds = cost.table(rows + min(most, len(probabilities)))
     best, best_rate = 0, requests / (seconds[rows] + rest_s)
     expected = float(requests)
     for count, probability in enumerate(islice(probabilities, most), 1):
         expected += probability
-        rate = expected / (seconds[rows + count] + rest_s)
+        rate = expected / (seconds[rows + count] + rest_s + count * guess_s)
         if rate > best_rate * (1 + ROUNDING):
             best, best_rate = count, rate
     return best

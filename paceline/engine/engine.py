@@ -162,23 +162,26 @@ class Engine:
         gathered = self._clock()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
+        guesses = sum(len(work.nodes) for work in works)
         if works:
             deltas += self._run(works)
             self._guesses.judge(self._scheduler.refused, self._lost_to_drafts(drawing, self._clock() - start))
         self._guesses.flush()
         if drawing:
-            self._cost.observe(sum(1 + len(work.nodes) for work in works), self._clock() - gathered)
+            self._observe(drawing, guesses, self._clock() - gathered)
         self._report(works, deltas, self._clock() - start)
         return deltas
 
     def _lost_to_drafts(self, drawing: Sequence[Request], seconds: float) -> float:
         """Tokens that drafting cost each request that is drafted for, in a step that took so long and ran these."""
         drafted = sum(request.drafted for request in drawing)
-        if drafted:
-            return self._cost.lost(len(drawing), seconds) / drafted
-        if drawing:
-            self._cost.observe_plain(len(drawing), seconds)
-        return 0.0
+        return self._cost.lost(len(drawing), seconds) / drafted if drafted else 0.0
+
+    def _observe(self, drawing: Sequence[Request], guesses: int, seconds: float) -> None:
+        """What a step took, from when it knew its guesses."""
+        self._cost.observe(len(drawing) + guesses, seconds, guesses)
+        if not guesses:
+            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.drafted for request in drawing))
 
     def abandon(self) -> None:
         """Forget every request without a word, and all slots: a step failed half-way. The engine can be used again."""

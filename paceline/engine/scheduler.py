@@ -141,7 +141,8 @@ class Scheduler:
         if not paths:
             return
         probabilities = list(map(math.exp, paths))
-        count = worthwhile(probabilities, len(drawing), needed, most, self._cost.passes, self._cost.rest_s)
+        cost = self._cost
+        count = worthwhile(probabilities, len(drawing), needed, most, cost.passes, cost.rest_s, cost.guess_s)
         self.refused = probabilities[count] if count < len(paths) else 0.0
         if not count:
             return
@@ -163,11 +164,13 @@ def best_guesses(request: Request) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Outlook:
-    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, its `rows`."""
+    """What a step would do: `tokens` it is expected to commit, the mean `height` of drafted trees, the number of
+    `guesses` that it would verify, and the `seconds` that it would take."""
 
     tokens: float
     height: int
-    rows: int
+    guesses: int
+    seconds: float
 
 
 def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
@@ -182,11 +185,13 @@ def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
             heights += height(request, nodes)
     paths.sort(reverse=True)
     probabilities = list(map(math.exp, paths))
-    count = worthwhile(probabilities, len(drawing), len(drawing), len(probabilities), cost.passes, cost.rest_s)
+    rows = len(drawing)
+    count = worthwhile(probabilities, rows, rows, len(probabilities), cost.passes, cost.rest_s, cost.guess_s)
     return Outlook(
-        tokens=len(drawing) + sum(probabilities[:count]),
+        tokens=rows + sum(probabilities[:count]),
         height=heights // max(drafted, 1),
-        rows=len(drawing) + count,
+        guesses=count,
+        seconds=cost(rows + count, count),
     )
 
 

@@ -86,7 +86,7 @@ class Streamed(Priced):
     def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
         waited_s = 0.0
         now = outlook(drawing, self._cost)
-        while wait_s := self._patience.wait_s(now.height, now.tokens, self._cost(now.rows) + waited_s):
+        while wait_s := self._patience.wait_s(now.height, now.tokens, now.seconds + waited_s):
             start = self._clock()
             came = receive(wait_s)
             delay_s = self._clock() - start
@@ -125,9 +125,9 @@ class TakingTurns(Priced):
     def _pays(self, now: Frontier, drawing: Sequence[Request], drafting_s: float) -> bool:
         """A round costs its own time, and that of a row more for each request."""
         step = outlook(drawing, self._cost)
-        step_s = self._cost(step.rows)
-        rows_s = self._cost(step.rows + len(drawing)) - step_s
-        return self._next.pays(now.ends, step.tokens, step_s + drafting_s, now.beyond, rows_s)
+        more = step.guesses + len(drawing)
+        rows_s = self._cost(len(drawing) + more, more) - step.seconds
+        return self._next.pays(now.ends, step.tokens, step.seconds + drafting_s, now.beyond, rows_s)
 
 
 def waiting_for(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> Waiting:

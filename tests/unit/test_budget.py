@@ -92,6 +92,30 @@ class TestStepCost:
             cost.observe(8 + step % 50, 1.05)
         assert cost(30) == pytest.approx(1.05, rel=0.05)
 
+    def test_what_guesses_take_is_learned_from_steps_with_more_and_fewer(self) -> None:
+        cost, draws = StepCost(FLAT), random.Random(4)
+        for _ in range(400):
+            guesses = draws.choice([0, 0, 1, 4, 9])
+            cost.observe(8 + guesses, draws.uniform(0.9, 1.1) * 0.3 + 1 + 0.02 * guesses, guesses)
+        assert cost.guess_s == pytest.approx(0.02, rel=0.2)
+        assert cost(20, 10) == pytest.approx(1 + 0.3 + 0.2, rel=0.03)
+        assert cost(20) == pytest.approx(1 + 0.3, rel=0.03)
+
+    def test_steps_with_equally_many_guesses_tell_nothing_of_what_one_takes(self) -> None:
+        cost = StepCost(FLAT)
+        for _ in range(400):
+            cost.observe(13, 1.5, 5)
+        assert cost.guess_s == pytest.approx(0.0, abs=1e-9)
+        assert cost(13, 5) == pytest.approx(1.5)
+
+    def test_the_rest_is_never_negative_however_many_guesses_there_are(self) -> None:
+        cost = StepCost(FLAT)
+        for step in range(400):
+            guesses = 4 + step % 3
+            cost.observe(8 + guesses, 1 + 0.1 * (guesses - 4), guesses)
+            assert min(cost.rest_s, cost.guess_s) >= 0
+        assert cost(13, 5) == pytest.approx(1.1, rel=0.02)
+
     def test_drafting_costs_the_tokens_that_plain_steps_would_have_drawn(self) -> None:
         cost = StepCost(FLAT)
         cost.observe_plain(8, 1.75)  # the machine was slower then
@@ -101,6 +125,15 @@ class TestStepCost:
         assert cost.lost(8, 2.5) == pytest.approx(8)
         assert cost.lost(8, 1.0) == 0.0
         assert cost.lost(8, 1e6) == 8 * StepCost.MOST_LOST
+
+    def test_drafted_steps_without_guesses_count_as_plain_until_one_without_a_draft_is_seen(self) -> None:
+        cost = StepCost(FLAT)
+        cost.observe_plain(1, 1.5, drafted=True)
+        assert cost.lost(1, 3.0) == pytest.approx(1)
+        cost.observe_plain(1, 1.25)
+        assert cost.lost(1, 2.5) == pytest.approx(1)
+        cost.observe_plain(1, 2.0, drafted=True)
+        assert cost.lost(1, 2.5) == pytest.approx(1)
 
     def test_before_a_plain_step_was_seen_it_is_taken_to_be_its_pass(self) -> None:
         assert self.learned(400, lambda _: 1.5).lost(1, 3.0) == pytest.approx(2)
@@ -182,6 +215,7 @@ class TestWorthwhile:
     def test_beside_what_a_step_takes_anyway_a_row_is_cheap(self) -> None:
         dear = RowCost([1, 101], [1.0, 11.0])
         assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, dear, rest_s=3.0) == 3
+        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, dear, rest_s=3.0, guess_s=0.5) == 2
 
     def test_high_load_backs_off(self) -> None:
         """The same guesses, worth a bucket to one request, are not to 32 that pay for it by their own delay."""

@@ -413,11 +413,12 @@ def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
     draft = Slow(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
-    told: list[tuple[int, float]] = []
-    target._cost.observe = lambda rows, seconds: told.append((rows, seconds))  # type: ignore[method-assign]
+    told: list[tuple[int, float, int]] = []
+    target._cost.observe = lambda *observed: told.append(observed)  # type: ignore[method-assign, assignment]
     steps: list[StepStats] = []
     served(target, submission("a", 9, output=40), steps=steps)
-    assert told == [(step.rows, 0.25) for step in steps if step.rows and not step.prompt_tokens]
+    decoding = [step for step in steps if step.rows and not step.prompt_tokens]
+    assert told == [(step.rows, 0.25, step.rows - 1) for step in decoding]
     assert len(told) > 3
 
 

@@ -302,7 +302,8 @@ def test_outlook() -> None:
     ahead = outlook([plain, guessed], FREE)
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
-    assert ahead.rows == 4
+    assert ahead.guesses == 2
+    assert ahead.seconds == FREE(4, 2)
     assert frontier([plain, guessed]).ends == pytest.approx(0.3679, abs=1e-3)
     assert outlook([plain], FREE).height == 0
     assert frontier([plain]).ends == 0, "nobody guesses for it"
