@@ -36,7 +36,7 @@ def some_nodes(draw: st.DrawFn) -> Nodes:
     log_probs = st.floats(max_value=0.0) | st.floats(-5.0, 0.0)
     distances = [draw(anywhere)] if count else []
     while len(distances) < count:
-        distances.append(draw(st.integers(max(distances[-1] - 2, 0), distances[-1] + 2) | anywhere))
+        distances.append(draw(st.integers(max(distances[-1] - 2, 0), min(distances[-1] + 2, 2**32 - 1)) | anywhere))
     return Nodes(
         draw(st.lists(tokens, min_size=count, max_size=count)),
         distances,
