@@ -272,20 +272,26 @@ class NextRound:
 class Worth:
     """Whether a draft pays: what a step commits beyond the token that it would have drawn anyway.
 
-    A draft that brings less than `PAUSE` tokens per step and request is *paused*, and *tried* again after some steps:
+    A draft that brings less than `least` tokens per step and request is *paused*, and *tried* again after some steps:
     for as long as it takes a hopeful average to fall, and after twice as many steps each time that this was in vain. It
     has to bring more than `RESUME` to be as good as new.
     """
 
     HOPE = 1.0
     PAUSE = 0.05
+    """What a draft worker has to bring: others may have a use for it."""
+    PAUSE_LOCAL = -0.05
+    """And one in the target's process, of which all that it takes is counted: nothing. Lookups find nothing for long,
+    at next to no cost, and then much at once."""
     RESUME = 0.15
     LEARNING = 0.1
     LEAST_PAUSE = 32
     MOST_PAUSE = 4096
     """In steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, least: float | None = None) -> None:
+        """None: `PAUSE`."""
+        self.least = self.PAUSE if least is None else least
         self.paused = self.tried = False
         self._brings = self.HOPE
         self._pause = self.LEAST_PAUSE
@@ -305,7 +311,7 @@ class Worth:
         self._brings += self.LEARNING * (accepted - self._brings)
         if self._brings > self.RESUME:
             self.tried, self._pause = False, self.LEAST_PAUSE
-        elif self._brings < self.PAUSE:
+        elif self._brings < self.least:
             self.paused, self.tried, self._left = True, False, self._pause
             self._pause = min(2 * self._pause, self.MOST_PAUSE)
 

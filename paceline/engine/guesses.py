@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
+from paceline.budget import Worth
 from paceline.engine.drafting import Drafting, News
 from paceline.engine.request import POOL, Request
 from paceline.engine.trial import Trial
@@ -122,7 +123,7 @@ class Guesses:
             idle = [name for name, trial in self._trials.items() if not trial.requests]
             for name in idle[: max(0, len(self._trials) - REMEMBERED)]:
                 del self._trials[name]
-            self._trials[draft] = Trial(self._limit)
+            self._trials[draft] = Trial(self._limit, None if self._drafting.concurrent else Worth.PAUSE_LOCAL)
         return self._trials[draft]
 
     def _leave(self, key: int) -> None:

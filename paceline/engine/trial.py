@@ -16,11 +16,11 @@ class Trial:
     *scout*, the most promising of those that are paused, is drafted for again. What the scout learns holds for all.
     """
 
-    def __init__(self, tell: Callable[[Request], None]) -> None:
-        """`tell`: let the draft know that this request was paused, or resumed."""
+    def __init__(self, tell: Callable[[Request], None], least: float | None = None) -> None:
+        """`tell`: let the draft know that this request was paused, or resumed. `least`: see `Worth`."""
         self.requests: dict[int, Request] = {}
         self._tell = tell
-        self._worth = Worth()
+        self._worth = Worth(least)
         self._scout: Request | None = None
         self._counted: list[tuple[Request, int]] = []
 
@@ -28,7 +28,7 @@ class Trial:
         """The draft has been opened for this request, unpaused."""
         self.requests[request.key] = request
         request.paused = request.heard = False
-        request.brings = Worth.HOPE if self._worth.pays else Worth.PAUSE  # then it is the next scout
+        request.brings = Worth.HOPE if self._worth.pays else self._worth.least  # then it is the next scout
         self._decide(request)
 
     def leave(self, key: int) -> None:
@@ -59,7 +59,7 @@ class Trial:
             self._decide(request)
 
     def _decide(self, request: Request) -> None:
-        spared = request.brings > Worth.PAUSE
+        spared = request.brings > self._worth.least
         paused = not (self._worth.pays or spared or request is self._scout)
         if request.paused is not paused:
             request.paused, request.heard = paused, False

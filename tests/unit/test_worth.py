@@ -54,6 +54,14 @@ def test_one_that_pays_again_is_as_good_as_new() -> None:
     assert steps_until(worth, tried, 0) == Worth.LEAST_PAUSE
 
 
+def test_one_that_costs_nothing_is_not_paused_where_all_costs_are_known() -> None:
+    worth = Worth(Worth.PAUSE_LOCAL)
+    for step in range(500):
+        worth.observe(0.01 if step % 2 else -0.02)
+        assert worth.pays
+    assert steps_until(worth, paused, -0.1) < 20
+
+
 @pytest.mark.parametrize("every", [2, 5, 10])
 def test_one_that_pays_now_and_then_stays(every: int) -> None:
     worth = Worth()
