@@ -81,6 +81,7 @@ def test_a_wheel_carries_a_library_for_each_instruction_set(
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("PACELINE_NATIVE", raising=False)
     asked = subprocess.run(
         [sys.executable, "-c", ASK, str(folder), str(folder / "build.py")], capture_output=True, text=True, check=True
     )
