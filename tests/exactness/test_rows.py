@@ -160,6 +160,21 @@ def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dty
         assert_same(logits, one_by_one(model(family, dtype), sequence))
 
 
+@pytest.mark.parametrize("family", WAYS)
+def test_a_path_that_is_taken_back_and_goes_on_otherwise_leaves_nothing_behind(family: str) -> None:
+    before, after = tokens(2 * TILE + 9), tokens(2 * TILE + 9, seed=9)
+    sequence = [*before[: TILE + 3], *after[TILE + 3 :]]
+    runner, lane, free = model(family, torch.float32), Lane(), iter(range(1, 1000))
+    logits: list[torch.Tensor] = []
+    for each in (before, sequence):
+        lane.truncate(TILE + 3)
+        del logits[TILE + 3 :]
+        for position in range(len(lane), len(each)):
+            lane.slots.append(next(free))
+            logits.append(runner.run([lane.row(each[position], position)], [0]).logits[0])
+    assert_same(logits, one_by_one(model(family, torch.float32), sequence))
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (14, 2)])
 @pytest.mark.parametrize("family", WAYS)
 def test_heads_that_fill_no_vector_change_nothing(family: str, heads: tuple[int, int]) -> None:
