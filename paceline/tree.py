@@ -71,7 +71,7 @@ class TokenTree:
         self._permit = permit
         self._chain = chain
         self._names: dict[int, _Names] = {}  # by draft
-        self._trail = [token]  # committed tokens up to the root, the last ones of them
+        self._trail = [token]  # the last committed tokens, the root's at the end
         self._next_id = ROOT_ID + 1
         self._clear(token)
 

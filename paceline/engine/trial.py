@@ -11,9 +11,9 @@ from paceline.engine.request import Request
 class Trial:
     """One draft worker, for as long as an engine knows it.
 
-    While it does not pay, its requests are paused: it is told of their commits, and computes nothing. *Spared* are
-    those to which it brings enough all the same, for as long as it does. To see whether the draft has changed, the
-    *scout*, the most promising of those that are paused, is drafted for again. What the scout learns holds for all.
+    While the draft does not pay, its requests are paused: it is told of their commits, and computes nothing. A request
+    to which it brings enough all the same stays unpaused. To see whether the draft has changed, one request, the most
+    promising of the paused ones, is drafted for again (the scout). What this one learns holds for all.
     """
 
     def __init__(self, tell: Callable[[Request], None], least: float | None = None) -> None:

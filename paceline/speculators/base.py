@@ -50,7 +50,7 @@ class Context:
     hidden_states: torch.Tensor
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Commit:
     """Tokens that the target drew after the root at `base_position`; the last one is the new root.
 

@@ -458,6 +458,19 @@ class TestPauses:
     def right(self) -> Sequence[int]:
         return served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
 
+    def test_one_in_this_process_that_costs_nothing_may_bring_nothing(self) -> None:
+        script = Useless(self.right())
+        script.concurrent = False
+        served(engine(script), submission("a", 5, output=self.LONG))
+        assert not any(limit.max_nodes == 0 for limit in script.limits)
+
+    @pytest.mark.parametrize("drafting", [Script(), NoDrafting()], ids=["a draft", "no draft"])
+    def test_steps_without_guesses_count_as_plain_by_whether_there_is_a_draft(self, drafting: NoDrafting) -> None:
+        target, told = engine(drafting), list[bool]()
+        target._cost.observe_plain = lambda *_, drafted: told.append(drafted)  # type: ignore[method-assign]
+        served(target, submission("a", 5))
+        assert set(told) == {isinstance(drafting, Script)}
+
     def test_a_draft_that_brings_nothing_is_told_to_pause_and_to_try_again(self) -> None:
         script = Useless(self.right())
         steps: list[StepStats] = []

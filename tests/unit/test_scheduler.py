@@ -242,6 +242,12 @@ def test_guesses_fill_the_bucket_that_is_paid_for() -> None:
     assert {len(w.nodes) for w in works} == {3}, "the best of all requests, whoever's they are"
 
 
+def test_guesses_that_cost_more_than_their_rows_are_left_out() -> None:
+    cost = StepCost(RowCost([8, 256], [1.0, 1.001]))
+    cost.guess_s = 10.0
+    assert sum(len(w.nodes) for w in drawing(scheduler(cost=cost), requests=2, nodes=8)) == 0
+
+
 def test_guesses_keep_to_the_rows_that_are_left() -> None:
     works = drawing(scheduler(rows=12), requests=3, nodes=8)
     assert sum(len(w.nodes) for w in works) == 9
