@@ -130,22 +130,19 @@ def worthwhile(
     requests: int,
     rows: int,
     most: int,
-    cost: RowCost,
-    rest_s: float = 0.0,
-    guess_s: float = 0.0,
+    cost: StepCost,
 ) -> int:
     """How many of the nodes to verify: those that earn the most tokens per second.
 
     `probabilities`: path probabilities of all nodes of all requests, falling. `requests`: how many of them draw
     a token in this step. `rows`: rows that the step needs anyway. `most`: rows left in the step.
-    `cost`: of a pass; a step takes `rest_s` seconds more, and `guess_s` for each node.
     """
-    seconds = cost.table(rows + min(most, len(probabilities)))
-    best, best_rate = 0, requests / (seconds[rows] + rest_s)
+    seconds = cost.passes.table(rows + min(most, len(probabilities)))
+    best, best_rate = 0, requests / (seconds[rows] + cost.rest_s)
     expected = float(requests)
     for count, probability in enumerate(islice(probabilities, most), 1):
         expected += probability
-        rate = expected / (seconds[rows + count] + rest_s + count * guess_s)
+        rate = expected / (seconds[rows + count] + cost.rest_s + count * cost.guess_s)
         if rate > best_rate * (1 + ROUNDING):
             best, best_rate = count, rate
     return best

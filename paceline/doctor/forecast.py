@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paceline.budget import RowCost, worthwhile
+from paceline.budget import RowCost, StepCost, worthwhile
 from paceline.doctor.figures import Acceptance
 
 
@@ -18,7 +18,7 @@ def forecast(acceptance: Acceptance, requests: int, most_rows: int, cost: RowCos
     `cost`: of a pass, by rows; it has no more than `most_rows`.
     """
     worth = sorted(node_worth(acceptance, requests), reverse=True)
-    count = worthwhile(worth, requests, requests, most_rows - requests, cost)
+    count = worthwhile(worth, requests, requests, most_rows - requests, StepCost(cost))
     return (requests + sum(worth[:count])) / cost(requests + count)
 
 

@@ -141,8 +141,7 @@ class Scheduler:
         if not paths:
             return
         probabilities = list(map(math.exp, paths))
-        cost = self._cost
-        count = worthwhile(probabilities, len(drawing), needed, most, cost.passes, cost.rest_s, cost.guess_s)
+        count = worthwhile(probabilities, len(drawing), needed, most, self._cost)
         self.refused = probabilities[count] if count < len(paths) else 0.0
         if not count:
             return
@@ -186,7 +185,7 @@ def outlook(drawing: Sequence[Request], cost: StepCost) -> Outlook:
     paths.sort(reverse=True)
     probabilities = list(map(math.exp, paths))
     rows = len(drawing)
-    count = worthwhile(probabilities, rows, rows, len(probabilities), cost.passes, cost.rest_s, cost.guess_s)
+    count = worthwhile(probabilities, rows, rows, len(probabilities), cost)
     return Outlook(
         tokens=rows + sum(probabilities[:count]),
         height=heights // max(drafted, 1),

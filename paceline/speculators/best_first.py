@@ -209,7 +209,7 @@ class BestFirst(Follower[D]):
         hands = [self._likeliest(drafts)[:most] for drafts in owned]
         offered = sorted(itertools.chain(*hands), key=_unlikeliness)[:most]
         chances = [math.exp(path_log_prob) for path_log_prob, _, _ in offered]
-        count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost.passes, self._cost.rest_s)
+        count = worthwhile(chances, len(this.wanted), len(this.rows), most, self._cost)
         self._turn += count
         for _, draft, node in itertools.islice(dealt(map(iter, hands)), count):
             branch = [draft.slots[above] for above in draft.tree.path(node)[:-1]]

@@ -167,17 +167,39 @@ costs = st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6).map(
 )
 
 
+def step_cost(passes: RowCost, rest_s: float = 0.0, guess_s: float = 0.0) -> StepCost:
+    cost = StepCost(passes)
+    cost.rest_s, cost.guess_s = rest_s, guess_s
+    return cost
+
+
 class TestWorthwhile:
-    @given(probabilities, st.integers(0, 20), st.integers(0, 60), st.integers(0, 50), costs, st.floats(0.0, 10.0))
+    @given(
+        probabilities,
+        st.integers(0, 20),
+        st.integers(0, 60),
+        st.integers(0, 50),
+        costs,
+        st.floats(0.0, 10.0),
+        st.floats(0.0, 1.0),
+    )
     def test_no_other_number_of_nodes_earns_more(
-        self, offers: list[float], requests: int, prompt_rows: int, most: int, cost: RowCost, rest_s: float
+        self,
+        offers: list[float],
+        requests: int,
+        prompt_rows: int,
+        most: int,
+        passes: RowCost,
+        rest_s: float,
+        guess_s: float,
     ) -> None:
+        cost = step_cost(passes, rest_s, guess_s)
         rows = max(requests + prompt_rows, 1)
 
         def rate(count: int) -> float:
-            return (requests + sum(offers[:count])) / (cost(rows + count) + rest_s)
+            return (requests + sum(offers[:count])) / cost(rows + count, count)
 
-        chosen = worthwhile(offers, requests, rows, most, cost, rest_s)
+        chosen = worthwhile(offers, requests, rows, most, cost)
         assert 0 <= chosen <= min(most, len(offers))
         assert rate(chosen) >= max(rate(n) for n in range(min(most, len(offers)) + 1)) * (1 - 1e-8)
 
@@ -186,7 +208,7 @@ class TestWorthwhile:
         self, offers: list[float], requests: int, most: int, cost: RowCost
     ) -> None:
         falling = sorted(offers, reverse=True)
-        chosen = falling[: worthwhile(falling, requests, requests, most, cost)]
+        chosen = falling[: worthwhile(falling, requests, requests, most, StepCost(cost))]
         earned = (requests + sum(chosen)) / cost(requests + len(chosen))
         for size in range(min(most, len(offers)) + 1):
             for nodes in itertools.combinations(offers, size):
@@ -195,38 +217,38 @@ class TestWorthwhile:
     def test_each_row_has_a_price_of_its_own(self) -> None:
         """A row costs a tenth of the first: a guess that is likelier is worth it, unless many others wait for it."""
         dear = RowCost([1, 101], [1.0, 11.0])
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, dear) == 2
-        assert worthwhile([0.5, 0.2, 0.05], 4, 4, 20, dear) == 1
+        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, StepCost(dear)) == 2
+        assert worthwhile([0.5, 0.2, 0.05], 4, 4, 20, StepCost(dear)) == 1
 
     def test_rows_that_are_paid_for_by_steps_are_free(self) -> None:
         steps = RowCost([8, 9, 16, 17], [1.0, 50.0, 50.0, 100.0])
-        assert worthwhile([0.01] * 20, 1, 1, 20, steps) == 7
-        assert worthwhile([0.01] * 20, 1, 9, 20, steps) == 7
+        assert worthwhile([0.01] * 20, 1, 1, 20, StepCost(steps)) == 7
+        assert worthwhile([0.01] * 20, 1, 9, 20, StepCost(steps)) == 7
 
     def test_hopeless_nodes_are_not_worth_another_step(self) -> None:
         steps = RowCost([8, 9, 16], [1.0, 1.5, 1.5])
-        assert worthwhile([0.9] * 7 + [0.01] * 8, 1, 1, 50, steps) == 7
-        assert worthwhile([0.9] * 7 + [0.9] * 8, 1, 1, 50, steps) == 15
+        assert worthwhile([0.9] * 7 + [0.01] * 8, 1, 1, 50, StepCost(steps)) == 7
+        assert worthwhile([0.9] * 7 + [0.9] * 8, 1, 1, 50, StepCost(steps)) == 15
 
     def test_of_as_many_tokens_per_second_the_fewest_rows_bring_them(self) -> None:
         """Rounding alone decided otherwise between 8 rows and 30 of guesses that are all alike."""
-        assert worthwhile([0.3] * 40, 0, 0, 40, RowCost([8], [1.0])) == 8
+        assert worthwhile([0.3] * 40, 0, 0, 40, StepCost(RowCost([8], [1.0]))) == 8
 
     def test_beside_what_a_step_takes_anyway_a_row_is_cheap(self) -> None:
         dear = RowCost([1, 101], [1.0, 11.0])
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, dear, rest_s=3.0) == 3
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, dear, rest_s=3.0, guess_s=0.5) == 2
+        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0)) == 3
+        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0, 0.5)) == 2
 
     def test_high_load_backs_off(self) -> None:
         """The same guesses, worth a bucket to one request, are not to 32 that pay for it by their own delay."""
         offers = [0.6] * 16
-        assert worthwhile(offers, 1, 1, 50, COST) == 15
-        assert worthwhile(offers, 32, 32, 50, COST) == 0
+        assert worthwhile(offers, 1, 1, 50, StepCost(COST)) == 15
+        assert worthwhile(offers, 32, 32, 50, StepCost(COST)) == 0
 
     def test_the_rows_that_are_left_bound_it(self) -> None:
-        assert worthwhile([1.0] * 20, 1, 1, 3, FLAT) == 3
-        assert worthwhile([1.0] * 20, 1, 1, 0, FLAT) == 0
-        assert worthwhile([], 1, 1, 10, FLAT) == 0
+        assert worthwhile([1.0] * 20, 1, 1, 3, StepCost(FLAT)) == 3
+        assert worthwhile([1.0] * 20, 1, 1, 0, StepCost(FLAT)) == 0
+        assert worthwhile([], 1, 1, 10, StepCost(FLAT)) == 0
 
 
 def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
