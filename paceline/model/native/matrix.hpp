@@ -69,6 +69,7 @@ class Arena {
     size_t size_ = 0, used_ = 0;
 };
 
+constexpr int SOME_ROWS = 4;  // from which on the arithmetic takes about as long as reading weights
 #ifdef __AVX512F__
 constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
 #else
@@ -125,10 +126,15 @@ class Matrix {
 #endif
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
+            // The first tile reads the panel from memory, others from a cache. So that memory is never idle, each asks for
+            // its share of the panel that comes next. With few rows the weights that follow soon are all there is to do.
+            int share = (panel.blocks + tiles - 1) / tiles;
             for (int tile = 0, row = 0; tile < tiles; tile++) {
                 int count = rows / tiles + (tile < rows % tiles);
                 const uint32_t* inputs = (const uint32_t*)x + (size_t)row * words_;
-                multiply(panel, count, inputs, y + row * stride + panel.column, stride, add);
+                size_t next = (size_t)words_ * LANES * (panel.blocks + tile * share);
+                Ahead ahead = rows < SOME_ROWS ? Ahead{AHEAD / sizeof(uint32_t), panel.blocks} : Ahead{next, share};
+                multiply(panel, ahead, count, inputs, y + row * stride + panel.column, stride, add);
                 row += count;
             }
         }
@@ -138,6 +144,10 @@ class Matrix {
     struct Panel {  // weights [words, blocks * LANES]
         const uint32_t* weights;
         int column, blocks;
+    };
+    struct Ahead {  // what a tile asks for: from so many words after its panel's beginning on, so many blocks at each word
+        size_t words;
+        int blocks;
     };
 
     Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
@@ -191,15 +201,14 @@ class Matrix {
     }
 
     template <int ROWS, int BLOCKS>
-    void tile(const Panel& panel, const uint32_t* x, float* y, size_t stride, bool add) const {
+    void tile(const Panel& panel, Ahead ahead, const uint32_t* x, float* y, size_t stride, bool add) const {
         Floats sums[ROWS][BLOCKS] = {};
         const uint32_t* w = panel.weights;
-        for (int i = 0; i < words_; i++, w += BLOCKS * LANES) {
+        const uint32_t* asked = w + ahead.words;
+        for (int i = 0; i < words_; i++, w += BLOCKS * LANES, asked += ahead.blocks * LANES) {
             Words weights[BLOCKS];
-            for (int b = 0; b < BLOCKS; b++) {
-                weights[b] = load<Words>(w + b * LANES);
-                prefetch(w + b * LANES);
-            }
+            for (int b = 0; b < BLOCKS; b++) weights[b] = load<Words>(w + b * LANES);
+            for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the second cache
             for (int r = 0; r < ROWS; r++) {
                 Words input = all_words(x[(size_t)r * words_ + i]);
                 for (int b = 0; b < BLOCKS; b++)
@@ -212,11 +221,11 @@ class Matrix {
 
     // `tile` for these many rows and blocks, which are constants there.
     template <int ROWS = MOST_ROWS, int BLOCKS = MOST_BLOCKS>
-    void multiply(const Panel& panel, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
-        if (rows == ROWS && panel.blocks == BLOCKS) return tile<ROWS, BLOCKS>(panel, x, y, stride, add);
+    void multiply(const Panel& panel, Ahead ahead, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
+        if (rows == ROWS && panel.blocks == BLOCKS) return tile<ROWS, BLOCKS>(panel, ahead, x, y, stride, add);
         if constexpr (ROWS > 1)
-            if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(panel, rows, x, y, stride, add);
-        if constexpr (BLOCKS > 1) return multiply<ROWS, BLOCKS - 1>(panel, rows, x, y, stride, add);
+            if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(panel, ahead, rows, x, y, stride, add);
+        if constexpr (BLOCKS > 1) return multiply<ROWS, BLOCKS - 1>(panel, ahead, rows, x, y, stride, add);
     }
 
     int words_ = 0, columns_ = 0;
