@@ -12,7 +12,7 @@ import pytest
 from paceline.messages import Submission
 from paceline.state import Acceptance, WorkerRecord
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.breaker import FAILURES, State
+from services.gateway.breaker import FAILURES, FIRST_PAUSE_S, State
 from services.gateway.drafts import kind_of
 from services.gateway.prefixes import BLOCK
 from services.gateway.routing import PREFIX_TOKENS, home, prompt_key
@@ -149,21 +149,23 @@ class Moody:
 async def test_a_target_that_fails_repeatedly_is_left_alone_and_probed_and_nobody_notices() -> None:
     moody = Moody()
     async with open_stack(moody, counts, burst=1) as stack:
-        breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
+        breaker, now = stack.gateway.fleet._breakers[key(stack.targets[0])], 0.0
+        breaker._clock = lambda: now
         numbers = iter(range(300, 3000))
         while breaker.state == State.CLOSED:
             await completed(stack, [next(numbers)])
         assert served(stack)[0] == FAILURES
         assert f'kind="target",model_name="{MODEL}",worker="{key(stack.targets[0])}"}} 2.0' in await metrics(stack)
-        while breaker.state == State.OPEN:
+        for _ in range(3):
             await completed(stack, [next(numbers)])
-            assert served(stack)[0] == FAILURES
+        assert served(stack)[0] == FAILURES
+        now += FIRST_PAUSE_S
         while served(stack)[0] == FAILURES:  # the probe
             await completed(stack, [next(numbers)])
-        assert breaker.opens_in_s > 1.0
+        assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
         moody.fails = False
+        now += 2 * FIRST_PAUSE_S
         while breaker.state != State.CLOSED:
-            await asyncio.sleep(0.05)
             await completed(stack, [next(numbers)])
         assert served(stack)[0] == FAILURES + 2
 

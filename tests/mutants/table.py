@@ -341,8 +341,10 @@ MUTANTS = (
     Mutant(
         "native: the order of a sum depends on how many rows there are",
         "paceline/model/native/matrix.hpp",
-        "const uint32_t* w = panel.weights;\n        for (int i = 0; i < words_; i++, w += BLOCKS * LANES) {",
-        "for (int n = 0; n < words_; n++) {\n            int i = ROWS > 1 ? words_ - 1 - n : n;\n"
+        "const uint32_t* w = panel.weights;\n        const uint32_t* asked = w + ahead.words;\n"
+        "        for (int i = 0; i < words_; i++, w += BLOCKS * LANES, asked += ahead.blocks * LANES) {",
+        "const uint32_t* asked = panel.weights;\n        for (int n = 0; n < words_; n++) {\n"
+        "            int i = ROWS > 1 ? words_ - 1 - n : n;\n"
         "            const uint32_t* w = panel.weights + (size_t)i * BLOCKS * LANES;",
         NATIVE,
     ),
