@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,8 @@ AT_ONCE = 2
 LONGEST_S = 1800
 """A run of tests that takes longer counts as failed: a mutant may go round in circles."""
 PASSED, FAILED, NONE_SELECTED = 0, 1, 5  # exit codes of pytest
+CRASHES = {-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE}
+"""Ends of native mutants, which are as good as a test that fails."""
 
 
 def main() -> int:
@@ -101,12 +104,13 @@ def _caught(mutant: Mutant, copies: queue.SimpleQueue[Path], select: str) -> boo
             status, output = _tested(copy, mutant.tests, select)
         finally:
             changed.write_text(original)
-    if status not in (PASSED, FAILED):
+    if status not in (PASSED, FAILED, *CRASHES):
         raise RuntimeError(f"{mutant.name}: pytest ended with {status}\n{output}")
     by = next((line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-    verdict = f"caught: {by}" if status == FAILED else "SURVIVED"
+    by = by or (f"it crashed by signal {-status}" if status in CRASHES else "")
+    verdict = "SURVIVED" if status == PASSED else f"caught: {by}"
     print(f"{mutant.name} ({time.monotonic() - start:.0f} s)\n    {verdict}", flush=True)
-    return status == FAILED
+    return status != PASSED
 
 
 @contextlib.contextmanager
