@@ -124,6 +124,7 @@ class Matrix {
             return rows ? product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add) : void();
         }
 #endif
+        if (!rows) return;
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
             // The first tile reads the panel from memory, others from a cache. So that memory is never idle, each asks for
