@@ -278,6 +278,14 @@ def gumbel(bits: Tensor) -> Tensor:
     return exponential.log_().neg_()
 
 
+def is_finite(logits_RV: Tensor) -> bool:
+    """Whether no logit is NaN or infinite; -inf, a token that never comes, may be."""
+    total = float(logits_RV.sum(dtype=torch.float32))
+    if total < math.inf:
+        return True
+    return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # many large ones may add up to infinity
+
+
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
     """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
 

@@ -12,7 +12,7 @@ from paceline.config.settings import Settings
 class EngineConfig(Settings):
     """One target or draft worker's engine."""
 
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="auto: as the checkpoint says")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field("auto", description="auto: as the checkpoint says")
     device: str = "cpu"
     tensor_parallel_size: int = Field(1, ge=1, description="processes that share one model, its ranks")
     rendezvous: str | None = Field(

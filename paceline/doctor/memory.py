@@ -18,7 +18,6 @@ from paceline.config import HEADS, SpeculativeConfig
 from paceline.model.attention import Heads
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.lending import Lent
-from paceline.model.rows import SPARE_SLOT
 from paceline.models import is_weightless, resolve_model
 from paceline.speculators.auto import own_layer_names
 
@@ -58,7 +57,7 @@ def need_of(config: SpeculativeConfig, lent: Lent, slots: int, state_layers: int
     names = own_layer_names(checkpoint) if own else checkpoint.names
     return Need(
         weights=sum(math.prod(checkpoint.shape(name)) for name in names) * size,
-        cache=cache_positions(config.method, checkpoint.config, vars_of(lent.config)) * (slots + 1 + SPARE_SLOT) * size,
+        cache=cache_positions(config.method, checkpoint.config, vars_of(lent.config)) * (slots + 2) * size,
         states=state_layers * lent.hidden_size * (slots + 1) * size,
     )
 

@@ -13,7 +13,9 @@ attention needs no repeated keys, and every call works on P * Q query rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +29,7 @@ ATTENTION = "paceline"
 """What transformers knows `attention_interface` by."""
 VECTORS = 64
 """Numbers that torch's loops over float32 take at a time, or a multiple of that."""
+DIFFERENT = "its layers differ in their attention heads: no cache for such models is known here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +46,35 @@ class Heads:
 
         DeepSeek's latent attention (MLA) is cached as it is attended: with a key and a value for every head, whose
         sizes differ. The smaller one is padded.
+
+        Raises ValueError if there are no heads, or layers differ in them.
         """
+        if not getattr(config, "num_attention_heads", None):
+            raise ValueError(
+                "it has no attention heads: its past is a state, which cannot go back when a guess is refused"
+            )
         heads = int(config.num_attention_heads)
         if getattr(config, "kv_lora_rank", None):
             return cls(heads, 1, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
-        kv_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-        return cls(kv_heads, heads // kv_heads, int(getattr(config, "head_dim", None) or config.hidden_size // heads))
+        one = getattr(config, "model_type", "") == "gpt_bigcode" and config.multi_query
+        kv_heads = 1 if one else int(getattr(config, "num_key_value_heads", None) or heads)
+        return cls(kv_heads, heads // kv_heads, _head_size(config) or config.hidden_size // heads)
+
+
+def _head_size(config: Any) -> int | None:
+    """None: nobody says. Raises ValueError if layers differ."""
+    try:
+        size = getattr(config, "head_dim", None) or getattr(config, "kv_channels", None)
+    except Exception as error:  # transformers says so of what differs by layer
+        raise ValueError(DIFFERENT) from error
+    return None if size is None else int(size)
 
 
 class KVCache:
-    """Keys and values of every layer, by slot: [layers, slots, 2 * K, width], keys first."""
+    """Keys and values of every layer, by slot: [layers, slots + 1, 2 * K, width], keys first.
+
+    Where rows are padded, padding rows write into the slot after the last one, which nobody reads.
+    """
 
     def __init__(
         self,
@@ -65,12 +87,12 @@ class KVCache:
     ) -> None:
         """`width`: numbers of a head, padding included; None: its size."""
         self.heads = heads
-        shape = (layers, slots, 2 * heads.kv_heads, width or heads.head_size)
+        shape = (layers, slots + 1, 2 * heads.kv_heads, width or heads.head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
 
     @property
     def slots(self) -> int:
-        return self.data.shape[1]
+        return self.data.shape[1] - 1
 
     @property
     def width(self) -> int:
@@ -115,8 +137,7 @@ class Pass(Protocol):
 
         query [R, K * Q, width], key and value [R, K, width], of the cache's dtype and width; the result is
         [R, K * Q * width]. `window`: a row sees this many positions, itself included; 0 sees all. `softcap`: scores are
-        squashed to it. `sinks` [K * Q]: scores that take part in the softmax and have no value. Raises ValueError for
-        sinks where there is no native code.
+        squashed to it. `sinks` [K * Q]: scores that take part in the softmax and have no value.
         """
 
 
@@ -156,7 +177,7 @@ class TorchPass:
 
     @classmethod
     def of(cls, cache: KVCache, rows: Sequence[Row]) -> TorchPass:
-        batch = lay_out(rows, cache.device)
+        batch = lay_out(rows, cache.device, cache.slots)
         count, segments = batch.slots.numel(), [s.rows for s in batch.segments]
         tails = Arrangement.of(list(batch.groups), count, cache.heads, absent=0)
         # The last place of all stands for "no prefix".
@@ -195,8 +216,6 @@ class TorchPass:
         softcap: float = 0.0,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        if sinks is not None:
-            raise ValueError("attention sinks need native code")
         heads, cache = self.cache.heads, self.cache.data[layer]
         cache[:, : heads.kv_heads].index_copy_(0, self.batch.slots, key)
         cache[:, heads.kv_heads :].index_copy_(0, self.batch.slots, value)
@@ -205,18 +224,23 @@ class TorchPass:
         out, weight = _tails(flat, cache, self, scale, window, softcap)
         if self.prefixes is not None:
             prefix_out, prefix_weight = _prefixes(flat, cache, self, self.prefixes, scale, window, softcap)
-            share = _sigmoid(prefix_weight - weight).unsqueeze(-1)
+            share = _elementwise(torch.sigmoid, prefix_weight - weight).unsqueeze(-1)
             out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
+            weight = _elementwise(torch.logaddexp, weight, prefix_weight)
+        if sinks is not None:
+            share = _elementwise(torch.sigmoid, weight - sinks.float().repeat(query.shape[0]))
+            out = (out.float() * share.unsqueeze(-1)).to(query.dtype)
         return out.view(query.shape[0], -1)
 
 
-def _sigmoid(x: Tensor) -> Tensor:
-    """Of a vector, each element the same wherever it stands.
+def _elementwise(function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
+    """A function of vectors [n], each element the same wherever it stands.
 
     On a CPU torch computes whole vectors by one formula, and what is left over at the end by another. How much that is
     follows from the number of rows, unless their heads happen to fill vectors.
     """
-    return torch.sigmoid(F.pad(x, (0, -x.numel() % VECTORS)))[: x.numel()]
+    size = vectors[0].numel()
+    return function(*(F.pad(vector, (0, -size % VECTORS)) for vector in vectors))[:size]
 
 
 def _tails(
@@ -297,6 +321,35 @@ def _by_formula(
     return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), weight
 
 
+_current: ContextVar[Pass] = ContextVar("pass")
+
+
+@contextmanager
+def attending(this: Pass) -> Iterator[None]:
+    """Within it, `attention_interface` attends in this pass."""
+    token = _current.set(this)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+WITHOUT_EFFECT = frozenset(
+    {
+        "cache_position",
+        "dropout",
+        "is_causal",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_ids",
+        "use_cache",
+    }
+)
+"""Arguments of attention that say how it is called, or what is so here anyway."""
+
+
 def attention_interface(
     module: torch.nn.Module,
     query: Tensor,
@@ -304,28 +357,35 @@ def attention_interface(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    paceline_pass: Pass | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """`Pass.attend` as transformers calls it: query [1, heads, R, D], key [1, K, R, D], value [1, K, R, V] →
     [1, R, heads, V]. D and V may be smaller than the cache's heads: zeros change neither scores nor sums.
 
-    `s_aux` [heads]: sinks. Raises ValueError for heads that the cache has no room for.
+    `s_aux` [heads]: sinks. Raises ValueError for heads that the cache has no room for, and for arguments of unknown
+    meaning.
     """
-    if paceline_pass is None:
+    this = _current.get(None)
+    if this is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
-    cache = paceline_pass.cache
+    if unknown := sorted(name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT):
+        raise ValueError(f"its attention takes what is not known here: {', '.join(unknown)}")
+    if attention_mask is not None:
+        raise ValueError("its attention has a mask of its own, which is not known here")
+    if others.get("is_causal") is False:
+        raise ValueError("its attention is not causal")
+    cache = this.cache
     counts = cache.heads.kv_heads * cache.heads.queries_per_kv, cache.heads.kv_heads
     if (query.shape[1], key.shape[1]) != counts or max(key.shape[-1], value.shape[-1]) > cache.width:
-        raise ValueError("the model's layers differ in their attention heads: no cache for such models is known here")
+        raise ValueError(DIFFERENT)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (_widened(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
-    out = paceline_pass.attend(q, k, v, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
-    return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]], None
+    out = this.attend(q, k, v, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
+    return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]].contiguous(), None
 
 
 def _widened(heads: Tensor, size: int) -> Tensor:

@@ -7,14 +7,17 @@ weights: on a CPU as one native call for each pass, elsewhere with few operators
 
 from __future__ import annotations
 
+import inspect
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, KVCache
+from paceline.model.attention import ATTENTION, Heads, KVCache, Pass, attending
 from paceline.model.layers import Linear
 from paceline.model.llama import Layer, RotaryTables
 from paceline.model.native.attention import NativeAttention
@@ -22,7 +25,7 @@ from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.network import Network as NativeNetwork
 from paceline.model.network import Network, make_attention, make_network
 from paceline.model.products import piecewise
-from paceline.model.rows import GROUP, SPARE_SLOT, Lane, Row
+from paceline.model.rows import GROUP, Lane, Row
 
 if TYPE_CHECKING:  # which a model of one process need not load
     from paceline.model.sharding import Sharding
@@ -71,40 +74,82 @@ class LayeredDecoder:
 
     native = False
 
-    def __init__(self, model: Any, heads: Heads, slots: int, sharding: Sharding | None = None) -> None:
-        """`sharding`: how ranks share the model, if they do."""
+    def __init__(self, model: Any, heads: Heads, slots: int, positions: int, sharding: Sharding | None = None) -> None:
+        """`sharding`: how ranks share the model, if they do.
+
+        Raises ValueError if what it computes is not what transformers does. Ranks are compared with nothing: a part
+        alone computes nothing.
+        """
+        self._layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+        self._parameters = inspect.signature(model.forward).parameters
+        sample = _sample(model, positions, slots // 3)
+        theirs = None if sharding is not None else _eager(model, sample)
         model.set_attn_implementation(ATTENTION)
         piecewise(model)
         _route_row_by_row(model)
         if sharding is not None:
             sharding.complete(model)
         weight = model.get_output_embeddings().weight
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
-        self._attention, self.cache = make_attention(layers, heads, slots, weight)
+        self._attention, self.cache = make_attention(self._layers, heads, slots, weight)
         self._model = model
         base: Any = self._model.base_model
         self._embedding: Any = base.get_input_embeddings()
         self._head: nn.Module = self._model.get_output_embeddings()
-        self._taps: list[nn.Module] = [self._embedding, *base.layers, base]
+        self._taps: list[nn.Module] = [self._embedding, *_layers_of(base, self._layers), base]
+        self._check(sample, theirs)
 
     def __call__(
         self, rows: Sequence[Row], wanted: Sequence[int], layers: Sequence[int]
     ) -> tuple[Tensor, Tensor | None]:
-        this = self._attention(rows)
         kept: dict[int, Tensor] = {}
         hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in set(layers)]
         try:
-            logits = self._model(
-                input_ids=this.tokens.unsqueeze(0),
-                position_ids=this.positions.unsqueeze(0),
-                use_cache=False,
-                logits_to_keep=padded(wanted, self.cache.device),
-                paceline_pass=this,
-            ).logits[0, : len(wanted)]
+            logits = self._forward(self._attention(rows), wanted)
         finally:
             for hook in hooks:
                 hook.remove()
         return logits, torch.stack([kept[n][: len(rows)] for n in layers], 1) if layers else None
+
+    def _forward(self, this: Pass, wanted: Sequence[int]) -> Tensor:
+        places = padded(wanted, self.cache.device)
+        keeps = "logits_to_keep" in self._parameters
+        with attending(this):
+            logits: Tensor = self._model(
+                input_ids=this.tokens.unsqueeze(0),
+                position_ids=this.positions.unsqueeze(0),
+                use_cache=False,
+                **({"logits_to_keep": places} if keeps else {}),
+            ).logits[0]
+        return (logits if keeps else logits[places])[: len(wanted)]
+
+    @torch.inference_mode()
+    def _check(self, tokens: Sequence[int], theirs: Tensor | None) -> None:
+        """Raises ValueError unless every layer attends by way of `attention_interface`, once, and logits are `theirs`:
+        of the whole sample in one pass; and of its second half as guesses in the company of another request."""
+        half, other = len(tokens) // 2, tokens[::-1]
+        slots = iter(range(1, 3 * len(tokens) + 1))
+        whole, start, company = (Lane(itertools.islice(slots, n)) for n in (len(tokens), half, len(tokens)))
+        heard = _Heard(self._attention([whole.row(token, i) for i, token in enumerate(tokens)]))
+        logits = self._forward(heard, range(len(tokens)))
+        if sorted(heard.layers) != list(range(self._layers)):
+            raise ValueError(
+                f"its {self._layers} layers attend {len(heard.layers)} times by way of transformers' attention "
+                "interface, and not once each: what else they do with keys and values is not known here"
+            )
+        if theirs is None:
+            return
+        self([start.row(token, i) for i, token in enumerate(tokens[:half])], [], [])
+        branch = list(itertools.islice(slots, len(tokens) - half))
+        guesses = [start.branch_row(token, branch[: i + 1]) for i, token in enumerate(tokens[half:])]
+        beside = [company.row(token, i) for i, token in enumerate(other)]
+        mixed = [*beside[:half], *guesses, *beside[half:]]
+        guessed, _ = self(mixed, range(half, half + len(guesses)), [])
+        for shape, ours, wanted in (("", logits, theirs), (" beside another request", guessed, theirs[half:])):
+            each = _off(ours, wanted)
+            # Where rounding may choose other experts here and there, a mistake still shows at most positions.
+            off = float(each.max() if self.cache.dtype == torch.float32 else each.median())
+            if not off <= TOLERANCE[self.cache.dtype]:
+                raise ValueError(f"its logits{shape} are off by {off:.2g} of the largest that transformers computes")
 
     @property
     def attends_natively(self) -> bool:
@@ -122,6 +167,58 @@ class LayeredDecoder:
     def output(self, final: Tensor) -> Tensor:
         logits: Tensor = self._head(final)
         return logits
+
+
+@dataclass(slots=True)
+class _Heard:
+    """A pass that notes which layers attend."""
+
+    inner: Pass
+    layers: list[int] = field(default_factory=list)
+
+    @property
+    def cache(self) -> KVCache:
+        return self.inner.cache
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.inner.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self.inner.positions
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, *told: Any) -> Tensor:
+        self.layers.append(layer)
+        return self.inner.attend(query, key, value, layer, *told)
+
+
+def _layers_of(base: Any, count: int) -> nn.ModuleList:
+    """The decoder's layers: `layers`, or whatever list of modules has as many. Raises ValueError if there is none."""
+    lists = [m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    layers = getattr(base, "layers", lists[0] if lists else None)
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError("it has no list of layers")
+    return layers
+
+
+def _sample(model: Any, *most: int) -> list[int]:
+    """Tokens, as many as there may be."""
+    size = len(model.get_output_embeddings().weight)
+    return [(7 * i + 3) % size for i in range(min(SAMPLE, *most))]
+
+
+@torch.inference_mode()
+def _eager(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Logits [n, vocabulary], float32, as transformers computes them by plain formulas."""
+    model.set_attn_implementation("eager")
+    logits: Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits
+    return logits[0].float()
+
+
+def _off(ours: Tensor, theirs: Tensor) -> Tensor:
+    """By how much logits [n, vocabulary] differ at most, [n], in parts of the largest of theirs."""
+    return (ours.float() - theirs).abs().amax(-1) / theirs.abs().max()
 
 
 def _keep(kept: dict[int, Tensor], n: int) -> Any:
@@ -160,7 +257,7 @@ class LlamaDecoder:
             heads,
             slots,
             RotaryTables.of(base.rotary_emb, positions),
-            partial(_compare, model) if ranks is None else None,
+            partial(_compare, model, (positions, slots - 1)) if ranks is None else None,
             hidden=self._embedding.shape[1],
             eps=float(base.norm.variance_epsilon),
             scale=float(base.layers[0].self_attn.scaling),
@@ -222,19 +319,15 @@ LLAMA_KIND = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
 """`config.model_type` of architectures whose layers are exactly of the Llama kind, with options that `Layer` has."""
 SAMPLE = 24
 """Tokens that a native model is compared with transformers' own by."""
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 """Largest difference of logits between the two, relative to the largest logit. In bf16 transformers' own are off by
 several hundredths; a mistake shows by whole units."""
 
 
 def is_llama_kind(config: Any) -> bool:
     """Whether a model of this configuration has layers of the Llama kind only."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    return (
-        config.model_type in LLAMA_KIND
-        and config.hidden_act == "silu"
-        and rope.get("rope_type", "default") in ("default", "linear", "llama3", "yarn")
-    )
+    plain = getattr(config, "quantization_config", None) is None  # else its weights are transformers' own modules
+    return plain and config.model_type in LLAMA_KIND and config.hidden_act == "silu"
 
 
 def make_decoder(
@@ -245,18 +338,17 @@ def make_decoder(
     `sharding`: as ranks share it, if they do.
     """
     if is_llama_kind(model.config):
-        return LlamaDecoder(model, heads, slots + 1 + SPARE_SLOT, positions, sharding)
-    return LayeredDecoder(model, heads, slots + 1 + SPARE_SLOT, sharding)
+        return LlamaDecoder(model, heads, slots + 1, positions, sharding)
+    return LayeredDecoder(model, heads, slots + 1, positions, sharding)
 
 
 @torch.inference_mode()
-def _compare(model: nn.Module, network: Network) -> None:
+def _compare(model: nn.Module, most: Sequence[int], network: Network) -> None:
     """Raises `NativeUnavailableError` unless the logits of a few tokens are those of transformers' own forward."""
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
-    tokens = [(7 * i + 3) % len(weight) for i in range(SAMPLE)]
-    lane = Lane(range(1, SAMPLE + 1))
-    ours, _ = network.run([lane.row(token, i) for i, token in enumerate(tokens)], range(SAMPLE))
-    theirs = model(torch.tensor([tokens])).logits[0].float()
-    off = float((ours - theirs).abs().max() / theirs.abs().max())
+    tokens = _sample(model, *most)
+    lane = Lane(range(1, len(tokens) + 1))
+    ours, _ = network.run([lane.row(token, i) for i, token in enumerate(tokens)], range(len(tokens)))
+    off = float(_off(ours, _eager(model, tokens)).max())
     if not off <= TOLERANCE[weight.dtype]:
         raise NativeUnavailableError(f"its logits are off by {off:.2g} of the largest")

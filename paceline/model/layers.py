@@ -124,9 +124,7 @@ class TorchNetwork:
         sums: Sums | None = None,
         fusion: Fusion | None = None,
     ) -> None:
-        """As `paceline.model.native.network.Network`. Raises ValueError for attention sinks."""
-        if any(layer.sinks is not None for layer in layers):
-            raise ValueError("attention sinks need the native pass")
+        """As `paceline.model.native.network.Network`."""
         self._cache = cache
         self._rotary = Rotary(rotary, cache.data.new_empty(1))
         self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
@@ -186,7 +184,7 @@ class _Fuse:
 class _TorchLayer:
     def __init__(self, index: int, layer: Layer, heads: Heads, eps: float, scale: float, sums: Sums | None) -> None:
         self._index, self._heads = index, heads
-        self._scale, self._window, self._eps = scale, layer.window, eps
+        self._scale, self._window, self._sinks, self._eps = scale, layer.window, layer.sinks, eps
         self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
         queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
         self._qkv = Linear.joined(*queries_keys, (layer.value, layer.value_bias))
@@ -213,7 +211,8 @@ class _TorchLayer:
             qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
         qk = turned(qk, turn)
         query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
-        return self._out(this.attend(query, key, value, self._index, self._scale, self._window))
+        attended = this.attend(query, key, value, self._index, self._scale, self._window, sinks=self._sinks)
+        return self._out(attended)
 
 
 def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:

@@ -3,35 +3,69 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
 from paceline import timed
 from paceline.config import EngineConfig
 from paceline.model.attention import ATTENTION, Heads, attention_interface
+from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_decoder
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, TransformersModel
+from paceline.model.network import say_once
 from paceline.model.numerics import numerics_of
 from paceline.model.probe import rows_invariant
+from paceline.model.quantised import is_multiplied_out, plain_weights
+from paceline.model.rotary import settle_rotary
 from paceline.model.table import LONGEST, TableModel
 from paceline.model.timed import SimulatedModel
 from paceline.models import is_weightless, resolve_model
+from paceline.tensor_parallel.errors import MeetingError, RankLostError
 from paceline.text import vocabulary_fingerprint
 
 if TYPE_CHECKING:  # which a model of one process need not load
     from paceline.model.sharding import Plan, Sharding
     from paceline.tensor_parallel.ranks import Ranks
 
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHED_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers whose past is keys and values, by position."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TEXT_TOWER = {
+    r"^(model\.)?language_model\.model\.": "model.",
+    r"^(model\.)?language_model\.lm_head\.": "lm_head.",
+    r"^(model\.)?language_model\.": "model.",
+}
+"""Names of a multimodal checkpoint's tensors, by pattern, and what a text model calls them."""
+TEXT_KINDS = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+"""Text models that differ from these only in that a token has three positions, which are equal where it is text."""
+HARMLESS = re.compile(
+    r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"  # tables that everybody computes
+    r"|attn(ention)?\.(masked_)?bias$|\.attention\.masked_bias$"  # GPT-2's and GPT-NeoX's triangles
+    r"|(^|\.)mtp(_layers)?\."  # heads for drafting
+    r"|\.[kv]_(proj\.output_)?scale$"  # for a cache of eight bits
+)
+"""What a checkpoint may hold without its model having a place for it: it takes no part in the model's own forward."""
+OTHER_TOWERS = re.compile(
+    r"(^|\.)(vision|visual|audio|image|multi_modal|embed_vision|embed_audio|mm_|aligner|connector)"
+)
+"""Likewise, of a multimodal checkpoint whose text model is loaded alone."""
 
 AttentionInterface.register(ATTENTION, attention_interface)
 register_mimo()
@@ -106,7 +140,7 @@ def _load_part(name: str, config: EngineConfig, plan: Plan, ranks: Ranks) -> Tra
 
 def _load(name: str, config: EngineConfig, sharding: Sharding | None = None) -> TransformersModel:
     path = Path(resolve_model(name))
-    network = _read(path, DTYPES.get(config.dtype, "auto"), sharding, trusted=config.trust_remote_code)
+    network = _read(path, config, sharding)
     eos_token_ids = _eos_token_ids(path, network)
     return build(network, name, config, vocabulary_fingerprint(str(path)), eos_token_ids, path, sharding)
 
@@ -128,17 +162,26 @@ def build(
     """
     settings: Any = network.config.get_text_config(decoder=True)  # type: ignore[operator, union-attr]
     network = network.to(_device(config.device)).eval().requires_grad_(False)
+    longest = _positions(settings, name, config.max_model_len)
+    max_model_len = config.max_model_len or longest
+    settle_rotary(network, max_model_len)
+    try:
+        heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
+        decoder = make_decoder(network, heads, config.slots, longest, sharding)
+    except (MeetingError, RankLostError):
+        raise
+    except Exception as error:
+        # Whatever an architecture does that is not foreseen here: its model is refused, and not tried again.
+        log.debug("%s is refused", name, exc_info=True)
+        kind = type(network).__name__
+        foreign = "" if isinstance(error, ValueError) else "its own code fails when it is called as here: "
+        raise ValueError(f"{name} is a {kind}, which cannot be run here: {foreign}{_first_line(error)}") from error
     head: nn.Linear = network.get_output_embeddings()  # type: ignore[operator]
-    heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
-    longest = int(settings.max_position_embeddings)
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the {longest} positions of {name}: lower it")
-    decoder = make_decoder(network, heads, config.slots, longest, sharding)
     return TransformersModel(
         name,
         decoder,
         vocabulary_size=head.out_features,
-        max_model_len=config.max_model_len or longest,
+        max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         fingerprint=fingerprint,
         numerics=numerics_of(decoder, network.config),
@@ -147,38 +190,134 @@ def build(
     )
 
 
-def _read(path: Path, dtype: Any, sharding: Sharding | None = None, *, trusted: bool) -> nn.Module:
-    """The network in a folder, or a rank's part of it. `trusted`: its own code may run; else only what transformers
-    brings.
+def _positions(settings: Any, name: str, max_model_len: int | None) -> int:
+    """How many positions a model has. Raises ValueError if there are fewer than asked for, or nobody says."""
+    said = int(getattr(settings, "max_position_embeddings", None) or 0)
+    longest = said if said > 0 else max_model_len
+    if longest is None:
+        raise ValueError(f"{name} does not say how many positions it has: set max_model_len")
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(f"max_model_len {max_model_len} exceeds the {longest} positions of {name}: lower it")
+    return longest
 
-    Raises ValueError if it cannot be read, or lacks weights.
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) -> nn.Module:
+    """The network in a folder, or a rank's part of it. Its own code runs only if it is trusted.
+
+    Raises ValueError if it cannot be read, lacks weights, or has weights that it has no place for.
     """
-    parts = {} if sharding is None else {"distributed_config": sharding.as_transformers_reads()}
+    parts: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.as_transformers_reads()}
+    trusted = engine.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
-        _check_layers(str(path), config.get_text_config(decoder=True))  # before reading what may be many gigabytes
-        network, report = AutoModelForCausalLM.from_pretrained(
-            path,
-            config=config,
+        text = config.get_text_config(decoder=True)
+        _check_layers(str(path), text)  # before reading what may be many gigabytes
+        dtype = _dtype(config, engine)
+        tower = text is not config and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if tower:
+            parts["key_mapping"] = TEXT_TOWER
+        asked: Any = _tower_config(config, text) if tower else config
+        kind: Any = AutoModelForCausalLM
+        folder: Path | None = path
+        if (weights := _multiplied_out(path, config, text, dtype)) is not None:
+            if sharding is not None:
+                raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
+            parts["state_dict"] = weights
+            kind, folder = MODEL_FOR_CAUSAL_LM_MAPPING[type(asked)], None  # to the other transformers gives no weights
+        network, report = kind.from_pretrained(
+            folder,
+            config=asked,
             dtype=dtype,
             local_files_only=True,
             output_loading_info=True,
             trust_remote_code=trusted,
             **parts,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except CheckpointError:
+        raise
+    except (OSError, ValueError, KeyError, ImportError, SafetensorError) as error:
         if "trust_remote_code" in str(error):
             raise ValueError(
                 f"the model in {path} brings code of its own, which would have all rights of this service: read it, "
                 "and give --trust-remote-code if you trust it"
             ) from error
-        raise ValueError(f"the model in {path} cannot be loaded: {error}") from error
+        raise ValueError(f"the model in {path} cannot be loaded: {_first_line(error)}") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"the model in {path} lacks weights ({', '.join(missing[:3])}, ...): download it again")
+    if unknown := sorted(key for key in report["unexpected_keys"] if not _is_harmless(key, text, tower=tower)):
+        raise ValueError(
+            f"the model in {path} has weights that {type(network).__name__} has no place for "
+            f"({', '.join(unknown[:3])}{', ...' if len(unknown) > 3 else ''}), so that it would answer wrongly: "
+            "its format is not known here"
+        )
     if sharding is not None:
         sharding.localise(network)
     loaded: nn.Module = network
     return loaded
+
+
+def _multiplied_out(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict[str, Tensor] | None:
+    """The weights of a checkpoint that is quantised in a way known here, whose configuration then says so no more."""
+    settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
+    aside = path / "hf_quant_config.json"  # where ModelOpt wrote it first
+    if settings is None and aside.is_file():
+        settings = {"quant_method": "modelopt", **json.loads(aside.read_text()).get("quantization", {})}
+    if settings is None or not is_multiplied_out(settings):
+        return None
+    weights = plain_weights(Checkpoint(path), settings, dtype)
+    for each in (config, text):
+        if hasattr(each, "quantization_config"):
+            del each.quantization_config
+    say_once(f"{settings['quant_method']} weights are multiplied out to {str(dtype).removeprefix('torch.')}")
+    return weights
+
+
+def _text_kind(text: Any) -> str:
+    """The kind of model that computes what a multimodal checkpoint's text model does where there is only text."""
+    return TEXT_KINDS.get(text.model_type, str(text.model_type))
+
+
+def _tower_config(whole: Any, text: Any) -> Any:
+    """The configuration of a multimodal checkpoint's text model, alone."""
+    said = text.to_dict()
+    kind = _text_kind(text)
+    if kind != text.model_type:
+        rope = {key: value for key, value in (said.get("rope_parameters") or {}).items() if not key.startswith("mrope")}
+        said = {**said, "model_type": kind, "rope_parameters": rope, "architectures": None}
+    said["tie_word_embeddings"] = whole.tie_word_embeddings
+    return AutoConfig.for_model(**said)
+
+
+def _is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
+    """Whether a model computes the same without this tensor. `tower`: it is the text model of a multimodal one."""
+    if HARMLESS.search(key) or (tower and OTHER_TOWERS.search(key)):
+        return True
+    layer = re.search(r"\blayers\.(\d+)\.", key)  # DeepSeek's and GLM's heads for drafting follow the layers
+    return layer is not None and int(layer[1]) >= settings.num_hidden_layers and _has_heads(settings)
+
+
+def _has_heads(settings: Any) -> bool:
+    return bool(getattr(settings, "num_nextn_predict_layers", 0) or getattr(settings, "mtp_num_hidden_layers", 0))
+
+
+def _dtype(config: Any, engine: EngineConfig) -> torch.dtype:
+    """Of weights, keys and values. Raises ValueError for float16 on a CPU."""
+    on_cpu = _device(engine.device).type == "cpu"
+    if engine.dtype != "auto":
+        chosen = DTYPES[engine.dtype]
+        if chosen == torch.float16 and on_cpu:
+            raise ValueError("float16 takes a GPU: set dtype to bfloat16 or float32")
+        return chosen
+    stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
+    if stored == torch.float16 and on_cpu:
+        stored = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+        say_once(f"a CPU has no products of float16: {str(stored).removeprefix('torch.')} instead")
+    result: torch.dtype = stored
+    return result
 
 
 def _check_layers(name: str, settings: Any) -> None:

@@ -83,6 +83,14 @@ def row_cost(model: Runs, most: int, repeats: int = 5) -> RowCost:
 
 
 def _timed(model: Runs, rows: Sequence[Row]) -> float:
+    _finish_all()
     start = time.perf_counter()
     model.run(rows, range(len(rows)))
+    _finish_all()
     return time.perf_counter() - start
+
+
+def _finish_all() -> None:
+    """An accelerator works on while Python goes ahead."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()

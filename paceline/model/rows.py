@@ -23,7 +23,7 @@ TILE = 64
 GROUP = 8
 """Rows that share a tail; attention always works on whole groups. Rows are padded to a multiple of it."""
 SPARE_SLOT = 0
-"""Never handed out: padding rows write here, and masked columns point here."""
+"""Never handed out nor written: masked columns point here."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,8 +148,9 @@ class RowBatch:
     segments: list[Segment]
 
 
-def lay_out(rows: Sequence[Row], device: torch.device) -> RowBatch:
-    """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last."""
+def lay_out(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
+    """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last, and write into
+    `padding_slot`: what they compute may be anything, NaN as well, which a masked column would spread."""
 
     def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, device=device)
@@ -170,7 +171,7 @@ def lay_out(rows: Sequence[Row], device: torch.device) -> RowBatch:
         count=len(rows),
         tokens=integers([r.token for r in rows] + [0] * padding),
         positions=integers([r.position for r in rows] + [0] * padding),
-        slots=integers([r.slot for r in rows] + [SPARE_SLOT] * padding),
+        slots=integers([r.slot for r in rows] + [padding_slot] * padding),
         tiles=integers(tiles),
         groups=integers(groups),
         reach=integers(reach),

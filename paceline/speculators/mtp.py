@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads
+from paceline.model.attention import ATTENTION, Heads, attending
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import is_llama_kind, layer_of
 from paceline.model.layers import padded
 from paceline.model.lending import Lent
 from paceline.model.llama import Fusion
 from paceline.model.network import make_attention
-from paceline.model.rows import SPARE_SLOT, Row
+from paceline.model.rows import Row
 from paceline.speculators.draft_config import is_of_the_speculators_library
 from paceline.speculators.head_layers import HeadLayers
 from paceline.speculators.mtp_layouts import SPECULATORS, Family, Layout, family_of
@@ -153,7 +153,7 @@ class ModuleLayers:
         self._embedding, self._output = lent.embedding(), lent.output
         self._rotary = rotary.to(lent.device)
         like = torch.empty(0, dtype=lent.dtype, device=lent.device)
-        self._attention, self._cache = make_attention(1, Heads.of(config), slots + 1 + SPARE_SLOT, like)
+        self._attention, self._cache = make_attention(1, Heads.of(config), slots + 1, like)
 
     def here(self, states: Tensor) -> Tensor:
         return states.to(self._cache.data)
@@ -162,13 +162,13 @@ class ModuleLayers:
         this = self._attention(rows)
         positions = this.positions.unsqueeze(0)
         embedded = self._embedding[this.tokens].unsqueeze(0)
-        y = self._layer(
-            embedded,
-            padded(features).unsqueeze(0),
-            position_embeddings=self._rotary(embedded, positions),
-            attention_mask=None,
-            position_ids=positions,
-            paceline_pass=this,
-        )[0]
+        with attending(this):
+            y = self._layer(
+                embedded,
+                padded(features).unsqueeze(0),
+                position_embeddings=self._rotary(embedded, positions),
+                attention_mask=None,
+                position_ids=positions,
+            )[0]
         final = y[list(wanted)]
         return HeadOutput(self._output(final), final)

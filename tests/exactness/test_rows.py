@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
-from paceline.model.attention import Heads, attention_interface
+from paceline.model.attention import Heads, attending, attention_interface
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
 from paceline.model.native.library import Native
@@ -52,8 +51,6 @@ LATENT = {
     "qk_rope_head_dim": 16,
     "head_dim": 16,
 }
-WITH_SINKS = "gpt_oss"
-"""Its attention needs native code."""
 FAMILIES = {
     "llama": {},
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
@@ -72,13 +69,14 @@ FAMILIES = {
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, **EXPERTS},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
     "mimo": {},
-    WITH_SINKS: {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
+    "gpt_oss": {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
 BY_TORCH = " by torch"
 """What the name of a family ends with whose model is made without native code."""
 ALL = (
     *FAMILIES,
-    *(family + BY_TORCH for family in ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3")),
+    *(f"{family}{BY_TORCH}" for family in ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3")),
+    "gpt_oss" + BY_TORCH,
 )
 WAYS = ("llama", "olmo2", "olmo2" + BY_TORCH)
 """One that is native code, where it can be had, one whose attention is, and one with attention by torch's operators."""
@@ -92,8 +90,6 @@ def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
 
 
 def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) -> TransformersModel:
-    if family == WITH_SINKS and os.environ.get("PACELINE_NATIVE") == "0":
-        pytest.skip("native code is switched off")
     with pytest.MonkeyPatch.context() as patch:
         if family.endswith(BY_TORCH):
             patch.setenv("PACELINE_NATIVE", "0")
@@ -186,9 +182,38 @@ def test_heads_that_fill_no_vector_change_nothing(family: str, heads: tuple[int,
     assert_same(ours, one_by_one(model(family, torch.float32, **changes), sequence))
 
 
-def test_torch_has_no_attention_sinks() -> None:
-    with pytest.raises(ValueError, match="attention sinks need native code"):
-        one_by_one(model(WITH_SINKS + BY_TORCH, torch.float32), tokens(1))
+@pytest.mark.parametrize("window", [1, 8, 32, TILE - 1, TILE, TILE + 1, 96])
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "mistral" + BY_TORCH, "gemma2" + BY_TORCH])
+def test_a_window_of_any_size_hides_what_is_before_it(family: str, window: int) -> None:
+    """Where it is no longer than a tile it may hide all tiles before: kernels then gave their sum a weight of 1."""
+    sequence = tokens(2 * TILE + 5)
+    with torch.inference_mode():
+        theirs = network(family, torch.float32, sliding_window=window)(torch.tensor([sequence])).logits[0]
+    ours = torch.stack(chunks(model(family, torch.float32, sliding_window=window), sequence, 61))
+    assert (ours - theirs).abs().max() < 2e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("family", ["llama", "olmo2", "llama" + BY_TORCH, "olmo2" + BY_TORCH])
+def test_what_is_not_a_number_stays_with_its_own_request(family: str) -> None:
+    """A pass of one request leaves NaN in its slots, and in those of the rows that fill it up."""
+    sequence, runner = tokens(20), model(family, torch.float32)
+    poison = next(token for token in range(VOCABULARY) if token not in sequence)
+    runner.lend().embedding()[poison] = float("nan")
+    other, lane = Lane([900]), Lane()
+    logits = []
+    for position, token in enumerate(sequence):
+        lane.slots.append(position + 1)
+        both = runner.run([other.row(poison, 0), lane.row(token, position)], [0, 1]).logits
+        assert both[0].isnan().all()
+        logits.append(both[1])
+    assert_same(logits, one_by_one(model(family, torch.float32), sequence))
+
+
+def test_attention_that_is_not_known_is_refused_by_name() -> None:
+    begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
+    query, key = torch.zeros(1, 4, 8, 32), torch.zeros(1, 2, 8, 32)
+    with attending(begin([Lane([1]).row(5, 0)])), pytest.raises(ValueError, match="not known here: indices"):
+        attention_interface(torch.nn.Module(), query, key, key, None, indices=torch.zeros(1))
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 32), (2, 2, 32), (4, 2, 64)], ids=str)
@@ -197,8 +222,9 @@ def test_heads_that_the_cache_has_no_room_for_are_refused(sizes: tuple[int, int,
     queries, keys, size = sizes
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
-    with pytest.raises(ValueError, match="layers differ in their attention heads"):
-        attention_interface(torch.nn.Module(), query, key, key, None, paceline_pass=begin([Lane([1]).row(5, 0)]))
+    this = attending(begin([Lane([1]).row(5, 0)]))
+    with this, pytest.raises(ValueError, match="layers differ in their attention heads"):
+        attention_interface(torch.nn.Module(), query, key, key, None)
 
 
 def test_the_probe_says_so() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.model import Lane, load
@@ -165,6 +166,108 @@ def test_missing_weights_are_not_made_up(copy: Path) -> None:
         ValueError, match=r"lacks weights \(model.layers.1.mlp.up_proj.weight, ...\): download it again"
     ):
         load(str(copy), CONFIG)
+
+
+def with_weights(folder: Path, **more: torch.Tensor) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({**weights, **more}, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_weights_without_a_place_are_refused_by_name(copy: Path) -> None:
+    """Of a quantised checkpoint they are the scales: transformers would leave them out and only log it."""
+    name = "model.layers.1.mlp.up_proj.weight_scale"
+    with_weights(copy, **{name: torch.ones(1)})
+    with pytest.raises(ValueError, match=rf"has weights that LlamaForCausalLM has no place for \({name}\)"):
+        load(str(copy), CONFIG)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.layers.1.self_attn.k_scale"])
+def test_what_changes_nothing_may_lie_in_a_checkpoint(copy: Path, name: str) -> None:
+    with_weights(copy, **{name: torch.ones(1)})
+    assert load(str(copy), CONFIG).rows_invariant
+
+
+def test_layers_after_the_last_are_for_drafting_only_where_the_configuration_says_so(copy: Path) -> None:
+    with_weights(copy, **{"model.layers.2.mlp.up_proj.weight": torch.ones(1)})
+    with pytest.raises(ValueError, match=r"no place for \(model.layers.2"):
+        load(str(copy), CONFIG)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert load(str(copy), CONFIG).rows_invariant
+
+
+def test_float16_becomes_what_a_cpu_computes_in(copy: Path) -> None:
+    weights = {name: weight.half() for name, weight in load_file(copy / "model.safetensors").items()}
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"dtype": "float16"}))
+    model = load(str(copy), CONFIG)
+    assert isinstance(model, TransformersModel)
+    expected = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    assert model.dtype is expected
+    with pytest.raises(ValueError, match="float16 takes a GPU: set dtype to bfloat16 or float32"):
+        load(str(copy), EngineConfig(slots=512, dtype="float16"))
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+TOWERS: dict[str, dict[str, object]] = {
+    "gemma3": {
+        "text_config": {**TEXT, "sliding_window": 16},
+        "vision_config": {**VISION, "image_size": 16, "patch_size": 8},
+        "mm_tokens_per_image": 1,
+        "image_token_index": 5,
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**VISION, "head_dim": 16, "image_size": 16, "patch_size": 8},
+        "image_token_index": 5,
+    },
+    "qwen3_vl": {
+        "text_config": {**TEXT, "rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2]}},
+        "vision_config": {"hidden_size": 32, "out_hidden_size": 64, "depth": 1, "num_heads": 2,
+            "intermediate_size": 32, "deepstack_visual_indexes": [0]},
+        "image_token_id": 5,
+    },
+}  # fmt: skip
+"""Small multimodal models, by kind."""
+
+
+@pytest.mark.parametrize("kind", TOWERS)
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded_alone(kind: str, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    config = AutoConfig.for_model(kind, **TOWERS[kind])
+    network = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+    network.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(VOCABULARY))
+    tokens = [(11 * i + 7) % VOCABULARY for i in range(40)]
+    lane = Lane(range(1, 41))
+    ours = load(str(tmp_path), CONFIG).run([lane.row(token, i) for i, token in enumerate(tokens)], range(40)).logits
+    with torch.inference_mode():
+        theirs = network(input_ids=torch.tensor([tokens])).logits[0]
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+def test_an_architecture_that_is_not_computed_here_is_refused_with_one_sentence(tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "xglm", vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, range(VOCABULARY))
+    with pytest.raises(
+        ValueError, match="is a XGLMForCausalLM, which cannot be run here: its 2 layers attend 0 times"
+    ) as caught:
+        load(str(tmp_path), CONFIG)
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("device", ["abacus", "cuda:99"])

@@ -141,7 +141,7 @@ class Network:
             projection=address(fused.projection),
             projection_bias=address(fused.projection_bias),
             cache=address(cache.data),
-            slots=cache.slots,
+            slots=cache.data.shape[1],
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
         )
         self._handle = Pointer(self._native.lib.paceline_network_create(ctypes.byref(spec), specs, self._native.team))

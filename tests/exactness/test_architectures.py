@@ -1,0 +1,27 @@
+"""Some of `make models`: one architecture of each kind of attention."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.architectures import Verdict, judge
+
+EQUAL = ("gpt2", "gpt_neox", "gemma2", "gpt_oss", "granite_swa", "phi3", "olmoe", "stablelm", "opt")
+REFUSED = {
+    "xglm": "its 2 layers attend 0 times by way of transformers' attention interface",
+    "bamba": "its 2 layers attend 0 times",
+    "falcon_h1": "its logits beside another request are off by",
+    "mamba": "it has no attention heads: its past is a state",
+}
+
+
+@pytest.mark.parametrize("architecture", EQUAL)
+def test_tokens_are_those_of_transformers(architecture: str) -> None:
+    assert judge(architecture) == Verdict(architecture, "equal")
+
+
+@pytest.mark.parametrize(("architecture", "why"), REFUSED.items())
+def test_what_is_not_computed_here_is_refused_with_a_sentence(architecture: str, why: str) -> None:
+    verdict = judge(architecture)
+    assert verdict.what == "refused"
+    assert why in verdict.why
