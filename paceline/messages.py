@@ -32,6 +32,10 @@ class Submission:
     drafts: Sequence[str] = ()
     cache_salt: str = ""
     """Requests share what was computed or learned of others only under the same salt; "" is one, too."""
+    client: str = ""
+    """Clients take turns; "" is one, too."""
+    group: str = ""
+    """Groups of one client take turns: the choices of one request are one. "": the request is alone in its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from paceline.budget import FREE_ROWS, Calibration, RowCost, StepCost
@@ -29,7 +30,7 @@ from paceline.engine.waiting import Clock, waiting_for
 from paceline.grammar.following import Grammars
 from paceline.messages import Delta, FinishReason, Load, LogProbs, SpeculationStats, Submission, Timings
 from paceline.model.model import Model
-from paceline.sampling import log_probs
+from paceline.sampling import is_finite, log_probs
 from paceline.speculators.base import Commit, Context
 from paceline.strategies import verifier
 from paceline.telemetry.step import StepStats
@@ -39,6 +40,7 @@ log = logging.getLogger(__name__)
 
 MOST_TOLD = 256
 """Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+NOT_FINITE = "the model's logits are not finite numbers here: its weights or this input overflow its dtype"
 REPORT_S = 0.1
 """How often deltas bring statistics of requests that go on."""
 
@@ -223,9 +225,9 @@ class Engine:
             self._close(request, delta)
             self._ended.append(delta)
 
-    def _end(self, request: Request) -> None:
+    def _end(self, request: Request, *, cached: bool = True) -> None:
         if not self._compiling.remove(request):
-            self._scheduler.finish(request)
+            self._scheduler.finish(request, cached=cached)
         del self._requests[request.key], self._keys[request.id]
         self._guesses.close(request.key)
 
@@ -238,11 +240,33 @@ class Engine:
         output = self.model.run(rows, wanted, self.hidden_layers)
         if output.hidden is not None:
             self._hidden.keep([row.slot for row in rows], output.hidden)
-        verdicts = self._verifier.verify(output.logits, [guessed(work) for work in works if work.draws])
+        logits = output.logits
+        deltas: list[Delta] = []
+        if not is_finite(logits):
+            works, logits, deltas = self._end_broken(works, logits)
+        verdicts = self._verifier.verify(logits, [guessed(work) for work in works if work.draws])
         seconds = self._clock() - start
         for work in works:
             self._count(work, start, seconds)
-        return self._commit_all(works, output.logits, verdicts)
+        return deltas + self._commit_all(works, logits, verdicts)
+
+    def _end_broken(self, works: Sequence[Work], logits: Tensor) -> tuple[list[Work], Tensor, list[Delta]]:
+        """End the requests that would draw from logits that are not finite. The other works, their logits, and last
+        deltas. Guesses that lead to such logits are dropped: without them the request may never come there."""
+        sizes = [1 + len(work.nodes) if work.draws else 0 for work in works]
+        left, parts, deltas = [], [logits[:0]], []
+        for work, part in zip(works, logits.split(sizes), strict=True):
+            if not is_finite(part):
+                self._scheduler.pool.give(work.slots)
+                work.nodes, work.slots, part = [], [], part[:1]
+            if is_finite(part):
+                left.append(work)
+                parts.append(part)
+                continue
+            delta = Delta(work.request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE)
+            self._close(work.request, delta, cached=False)
+            deltas.append(delta)
+        return left, torch.cat(parts), deltas
 
     def _commit_all(self, works: Sequence[Work], logits: Tensor, verdicts: Sequence[list[int]]) -> list[Delta]:
         """`verdicts`: what each of the works that draw commits."""
@@ -260,7 +284,9 @@ class Engine:
         times = work.request.times
         times.started = start if times.started is None else times.started
         times.compute_s += seconds
-        self._tally.prompt_tokens += work.request.prefill(work.stop)
+        if new := work.request.prefill(work.stop):
+            self._tally.prompt_tokens += new
+            work.request.share(self._scheduler.pool)  # the other choices of the same request have the same prompt
 
     def _tell_context(self, work: Work) -> None:
         """Tell the draft the hidden states before the root that it does not know; the root's come with the commit.
@@ -352,14 +378,14 @@ class Engine:
         top = request.submission.sampling.logprobs
         return log_probs(logits[list(places)], tokens, top) if top is not None else []
 
-    def _close(self, request: Request, delta: Delta) -> None:
+    def _close(self, request: Request, delta: Delta, *, cached: bool = True) -> None:
         now, times = self._clock(), request.times
         stopped = delta.finish_reason is FinishReason.STOP and request.stops(request.tokens[-1])
         delta.stop_token = request.tokens[-1] if stopped else None
         delta.usage = request.usage()
         queued = (now if times.started is None else times.started) - times.arrived
         delta.timings = Timings(queued, times.compute_s, now - times.arrived)
-        self._end(request)
+        self._end(request, cached=cached)
 
     def _report(self, works: Sequence[Work], deltas: Sequence[Delta], seconds: float) -> None:
         rows = sum(work.stop - work.start + len(work.nodes) for work in works)

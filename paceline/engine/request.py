@@ -82,6 +82,15 @@ class Request:
         self.retry_draft_at = 0.0
 
     @property
+    def client(self) -> str:
+        return self.submission.client
+
+    @property
+    def group(self) -> tuple[str, str]:
+        """Of its client's requests those with which it shares a turn; without a name it is alone."""
+        return self.client, self.submission.group or self.id
+
+    @property
     def prompt_tokens(self) -> int:
         return len(self.submission.prompt)
 
@@ -127,9 +136,14 @@ class Request:
         before, self.prefilled = self.prefilled, max(self.prefilled, min(stop, self.prompt_tokens))
         return self.prefilled - before
 
-    def detach(self, pool: SlotPool) -> None:
-        """Give up every slot; what is computed stays in the cache for as long as there is room."""
+    def share(self, pool: SlotPool) -> None:
+        """Others whose tokens begin alike need not compute again what is computed of these."""
         pool.publish(self.tokens, self.lane.slots, self.shared, self.submission.cache_salt)
+
+    def detach(self, pool: SlotPool, *, cached: bool = True) -> None:
+        """Give up every slot. `cached`: what is computed stays in the cache for as long as there is room."""
+        if cached:
+            self.share(pool)
         pool.release(self.lane.slots, self.shared)
         self.shared = []
         self.lane.clear()

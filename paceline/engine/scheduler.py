@@ -2,12 +2,15 @@
 
 There is no prefill phase and no decode phase. A request has tokens computed and tokens wanted; the scheduler closes
 the gap within the step's rows, oldest request first. Where only the root is missing, guesses may ride along.
+
+Places are shared fairly: by clients, then by a client's groups (the choices of one request are a group), then in the
+order of arrival. Whoever has fewer running starts first, and takes the place of one of those who have two more.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -49,13 +52,17 @@ class Scheduler:
 
     def schedule(self) -> list[Work]:
         """Give every running request, and as many waiting ones as fit, their next rows. Slots are taken here."""
+        self._make_way()
         rows = self._config.max_num_batched_rows
         works: list[Work] = []
-        for request in self.running:  # preemption shortens it from the end: whoever had a turn keeps its rows
+        turn = 0
+        while turn < len(self.running):
+            request = self.running[turn]
             work = self._next_rows(request, rows)
             if work is not None:
                 works.append(work)
                 rows -= work.stop - work.start
+            turn += self.running[turn : turn + 1] == [request]  # unless it had to give way itself
         while rows and (work := self._admit(rows)) is not None:
             works.append(work)
             rows -= work.stop - work.start
@@ -67,13 +74,14 @@ class Scheduler:
         only_draws = all(request.missing == 1 for request in self.running) and not self._admissible()
         return self.running if only_draws else ()
 
-    def finish(self, request: Request) -> None:
-        """The request is over, or has something else to wait for; its slots go back. It may be waiting or running."""
+    def finish(self, request: Request, *, cached: bool = True) -> None:
+        """The request is over, or has something else to wait for; its slots go back. It may be waiting or running.
+        `cached`: what was computed may serve others."""
         if request in self.running:
             self.running.remove(request)
         else:
             self.waiting.remove(request)
-        request.detach(self.pool)
+        request.detach(self.pool, cached=cached)
 
     def abandon(self) -> None:
         """Forget every request and what was cached, whatever state they are in."""
@@ -93,41 +101,77 @@ class Scheduler:
             try:
                 request.lane.slots.extend(self.pool.take(stop - start))
             except OutOfSlots:
-                if self._preempt_youngest() is request:
+                victim = self._heaviest(self.running[self.running.index(request) :])  # others had their turn
+                self._preempt(victim)
+                if victim is request:
                     return None
             else:
                 return Work(request, start, stop)
         return None
 
     def _admissible(self) -> bool:
-        """Whether the first waiting request can start, by what can be told without looking into the cache."""
+        """Whether a waiting request can start, by what can be told without looking into the cache."""
         if not self.waiting or len(self.running) >= self._config.max_num_seqs:
             return False
-        return self.waiting[0].missing <= self.pool.free
+        return self._next().missing <= self.pool.free
 
     def _admit(self, rows: int) -> Work | None:
-        """Start the first waiting request if all its tokens fit now. It never preempts.
+        """Start the request whose turn it is if all its tokens fit now.
 
         Nobody who runs misses a prompt at this point: there would be no rows left.
         """
-        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+        if not self.waiting or not self._fits(request := self._next()):
             return None
-        request = self.waiting[0]
         request.attach(self.pool)
-        if request.missing > self.pool.free:
-            request.detach(self.pool)
-            return None
         request.begin()
-        self.running.append(self.waiting.popleft())
+        self.running.append(request)
+        self.waiting.remove(request)
         return self._next_rows(request, rows)
 
-    def _preempt_youngest(self) -> Request:
-        """Take its slots away; it waits at the front and is computed again. Its tree stays."""
-        request = self.running.pop()
+    def _fits(self, request: Request) -> bool:
+        """Whether a waiting request can start now."""
+        if len(self.running) >= self._config.max_num_seqs:
+            return False
+        request.attach(self.pool)
+        fits = request.missing <= self.pool.free
+        request.detach(self.pool)
+        return fits
+
+    def _next(self) -> Request:
+        """The waiting request whose turn it is."""
+        clients, groups = self._shares()
+        return min(self.waiting, key=lambda each: (clients[each.client], groups[each.group]))
+
+    def _shares(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+        """How many requests run of each client, and of each group."""
+        return Counter(each.client for each in self.running), Counter(each.group for each in self.running)
+
+    def _heaviest(self, requests: Sequence[Request]) -> Request:
+        """The youngest of those of whose client, then of whose group, most run."""
+        clients, groups = self._shares()
+        return max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group]))
+
+    def _make_way(self) -> None:
+        """Preempt for the request whose turn it is, while it does not fit and somebody has two more running than it."""
+        while self.waiting and not self._fits(request := self._next()):
+            if (victim := self._victim(request)) is None:
+                return
+            self._preempt(victim)
+
+    def _victim(self, request: Request) -> Request | None:
+        """The youngest of a client that has two more running; if there is none, of such a group of the same client."""
+        clients, groups = self._shares()
+        others = [each for each in self.running if clients[each.client] > clients[request.client] + 1]
+        same = [each for each in self.running if each.client == request.client]
+        crowd = others or [each for each in same if groups[each.group] > groups[request.group] + 1]
+        return self._heaviest(crowd) if crowd else None
+
+    def _preempt(self, request: Request) -> None:
+        """Take its slots away; it waits before its equals and is computed again. Its tree stays."""
+        self.running.remove(request)
         request.detach(self.pool)
         self.waiting.appendleft(request)
         self.preemptions += 1
-        return request
 
     def _add_guesses(self, works: Sequence[Work], rows: int) -> None:
         """Verify the best guesses over all requests. They take what rows and slots are left, nobody's."""

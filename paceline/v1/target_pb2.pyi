@@ -38,7 +38,7 @@ class TargetServiceDescribeResponse(_message.Message):
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")
     class Submit(_message.Message):
-        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt")
+        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class SubmitFrame(_message.Message):
         COMMITTED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         DRAFTS_FIELD_NUMBER: _ClassVar[int]
         CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+        CLIENT_FIELD_NUMBER: _ClassVar[int]
+        GROUP_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
         sampling: _common_pb2.SamplingParams
@@ -53,7 +55,9 @@ class SubmitFrame(_message.Message):
         committed_token_ids: _containers.RepeatedScalarFieldContainer[int]
         drafts: _containers.RepeatedScalarFieldContainer[str]
         cache_salt: str
-        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+        client: str
+        group: str
+        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
     class Cancel(_message.Message):
         __slots__ = ("request_id",)
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]

@@ -32,6 +32,8 @@ def encode_submission(submission: Submission) -> pb.SubmitFrame.Submit:
             committed_token_ids=submission.committed,
             drafts=submission.drafts,
             cache_salt=submission.cache_salt,
+            client=submission.client,
+            group=submission.group,
         )
 
 
@@ -48,6 +50,8 @@ def decode_submission(message: pb.SubmitFrame.Submit) -> Submission:
         committed=list(message.committed_token_ids),
         drafts=list(message.drafts),
         cache_salt=decode_salt(message.cache_salt),
+        client=message.client,
+        group=message.group,
     )
 
 

@@ -19,6 +19,7 @@ class Choice:
     """A completion to generate. `eos_token_ids`: those of `sampling.stop_token_ids` that the model brought.
 
     `session`: names the conversation that it belongs to, if any. `pays_prompt`: the first of those that share a prompt.
+    `group`: the same for all choices of one request.
     """
 
     prompt: Sequence[int]
@@ -32,6 +33,7 @@ class Choice:
     cache_salt: str = ""
     session: str = ""
     pays_prompt: bool = True
+    group: str = ""
 
 
 @dataclass(slots=True)

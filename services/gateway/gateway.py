@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, closing, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 
 from paceline.messages import Delta, Submission
@@ -91,24 +91,18 @@ class Gateway:
 
     def admit(self, choices: int) -> None:
         """Raises `OverloadedError` if so many more choices are too many."""
-        try:
+        with self.counting():
             self.queue.check(choices)
-        except OverloadedError as error:
-            raise self._counted(error) from None
 
     async def grammar_of(self, body: Structured) -> str:
         """The grammar that a body asks for, or none. Raises `InvalidRequestError` or `OverloadedError`."""
-        try:
+        with self.counting():
             return await self.grammars.grammar_of(body)
-        except OverloadedError as error:
-            raise self._counted(error) from None
 
     def enter(self, choices: int) -> list[Place]:
         """A place for each choice that is about to begin. Raises `OverloadedError`."""
-        try:
+        with self.counting():
             return self.queue.enter(choices)
-        except OverloadedError as error:
-            raise self._counted(error) from None
 
     async def generate(self, choice: Choice, place: Place) -> AsyncGenerator[Piece]:
         """The pieces of one completion; the last one has a finish reason. Closing it cancels everywhere.
@@ -121,7 +115,13 @@ class Gateway:
         if choice.pays_prompt:
             choice.caller.used(len(choice.prompt), "prompt")
         submission = Submission(
-            uuid.uuid4().hex, choice.prompt, choice.sampling, choice.speculative, cache_salt=choice.cache_salt
+            uuid.uuid4().hex,
+            choice.prompt,
+            choice.sampling,
+            choice.speculative,
+            cache_salt=choice.cache_salt,
+            client=choice.caller.name,
+            group=choice.group,
         )
         text = ChoiceText(choice, self.tokenizer)
         with closing(place), self.metrics.track(self.model) as progress:
@@ -141,6 +141,14 @@ class Gateway:
                     progress.finished(piece.finish_reason, text.usage(len(choice.prompt), piece))
                     yield piece
                     return
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Requests that are turned away for want of room."""
+        try:
+            yield
+        except OverloadedError as error:
+            raise self._counted(error) from None
 
     def _counted(self, error: OverloadedError | NoTargetError) -> OverloadedError | NoTargetError:
         self.metrics.rejected(self.model, error.reason)

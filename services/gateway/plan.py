@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import Any
 
@@ -29,7 +30,11 @@ async def plan_completion(body: CompletionBody, gateway: Gateway, caller: Caller
     planner = Planner(body, gateway, gateway.served(), "prompt", DEFAULT_COMPLETION_TOKENS, caller)
     planner.admit(len(body.prompt))
     sampling = await planner.sampling()
-    prompts = await encode_prompts(body.prompt, gateway.tokenizer, add_special_tokens=body.add_special_tokens)
+    context = planner.served.max_model_len
+    with gateway.counting():
+        prompts = await encode_prompts(
+            body.prompt, gateway.tokenizer, context, add_special_tokens=body.add_special_tokens
+        )
     return [choice for prompt in prompts for choice in planner.choices(prompt, sampling)]
 
 
@@ -39,7 +44,9 @@ async def plan_chat(body: ChatBody, gateway: Gateway, caller: Caller = ANYONE) -
     planner = Planner(body, gateway, served, "messages", served.max_model_len, caller)
     planner.admit(1)
     sampling = await planner.sampling()
-    return planner.choices(await encode_chat(body, gateway.tokenizer), sampling)
+    with gateway.counting():
+        prompt = await encode_chat(body, gateway.tokenizer, served.max_model_len)
+    return planner.choices(prompt, sampling)
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -60,6 +67,7 @@ class Planner:
     prompt_field: str
     default_tokens: int
     caller: Caller = ANYONE
+    group: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def admit(self, prompts: int) -> None:
         """Raises `OverloadedError` if there is no room for so many now, `InvalidRequestError` if there never is."""
@@ -110,6 +118,7 @@ class Planner:
                 cache_salt=self.caller.salted(body.cache_salt),
                 session=body.prompt_cache_key or "",
                 pays_prompt=index == 0,
+                group=self.group,
             )
             for index in range(self._count)
         ]

@@ -12,7 +12,7 @@ import pytest
 from paceline.budget import Calibration, RowCost, Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
-from paceline.engine.engine import Engine
+from paceline.engine.engine import NOT_FINITE, Engine
 from paceline.engine.guesses import POOL
 from paceline.growth import Growth
 from paceline.messages import Delta, FinishReason, Submission
@@ -138,7 +138,7 @@ def served(target: Engine, *submissions: Submission, steps: list[StepStats] | No
             answer = answers[delta.request_id]
             answer.tokens += delta.tokens
             answer.accepted += delta.accepted
-            answer.finish_reason, answer.usage = delta.finish_reason, delta.usage
+            answer.finish_reason, answer.usage, answer.error = delta.finish_reason, delta.usage, delta.error
             answer.speculation, answer.stop_token = delta.speculation, delta.stop_token
         if steps is not None:
             steps.append(target.last_step)
@@ -203,6 +203,68 @@ class TestSteps:
             assert answer.stop_token == whole[place]
             assert answer.speculation is not None
             assert sum(answer.accepted) == answer.speculation.accepted_tokens
+
+
+class Damaged(TableModel):
+    """After some tokens its logits are not finite."""
+
+    def __init__(self, *bad: int, value: float = math.nan) -> None:
+        super().__init__(VOCABULARY, SLOTS, SLOTS)
+        self._bad, self._value = bad, value
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        output = super().run(rows, wanted, hidden_layers)
+        for i, row in enumerate(wanted):
+            if rows[row].token in self._bad:
+                output.logits[i, i % VOCABULARY] = self._value
+        return output
+
+
+class TestLogitsThatAreNotFinite:
+    @pytest.mark.parametrize("value", [math.nan, math.inf])
+    def test_end_their_own_request(self, value: float) -> None:
+        requests = [submission(name, 20, output=12, temperature=0.5) for name in "abc"]
+        plain = served(engine(NoDrafting()), *requests)
+        bad = next(token for token in plain["b"].tokens[3:] if token not in plain["a"].tokens + plain["c"].tokens)
+        answers = served(engine(NoDrafting(), model=Damaged(bad, value=value)), *requests)
+        until = plain["b"].tokens.index(bad) + 1
+        assert (answers["b"].finish_reason, answers["b"].error) == (FinishReason.ERROR, NOT_FINITE)
+        assert answers["b"].tokens == plain["b"].tokens[:until]
+        for name in "ac":
+            assert answers[name].tokens == plain[name].tokens
+            assert answers[name].finish_reason is FinishReason.LENGTH
+
+    def test_are_not_cached_for_others(self) -> None:
+        request = submission("a", 40)
+        target = engine(NoDrafting(), model=Damaged(request.prompt[-1]))
+        served(target, request)
+        again = Submission("b", request.prompt, request.sampling)
+        usage = served(target, again)["b"].usage
+        assert usage is not None
+        assert usage.cached_tokens == 0
+
+    def test_change_nothing_where_only_a_refused_guess_leads(self) -> None:
+        request = submission("a", 9, output=30)
+        right = served(engine(NoDrafting()), request)["a"].tokens
+        bad = next(token for token in range(VOCABULARY) if token not in right + list(request.prompt))
+        script = Script()
+        target = engine(script, model=Damaged(bad), row_budget=False)
+        target.submit(request)
+        tokens: list[int] = []
+        while target.busy:
+            [delta] = target.step()
+            tokens += delta.tokens
+            target.check_integrity()
+            if len(tokens) < 20:
+                guesses = [right[len(tokens)], bad]
+                script.next = News([(1, Growth(8 + len(tokens), 1 + 2 * len(tokens), [0, 0], guesses, [-0.1, -0.1]))])
+        assert tokens == right
+
+    def test_minus_infinity_is_a_token_that_never_comes(self) -> None:
+        request = submission("a", 9)
+        plain = served(engine(NoDrafting()), request)["a"].tokens
+        never = Damaged(*range(VOCABULARY), value=-math.inf)
+        assert served(engine(NoDrafting(), model=never), request)["a"].tokens == plain
 
 
 class TestDrafts:
