@@ -4,11 +4,10 @@ A grammar is text in llguidance's dialect of Lark; JSON schemas, regular express
 (`writing`), so that one kind travels. `following` knows what text each token of a vocabulary adds, and needs numpy.
 """
 
-from paceline.grammar.writing import GrammarError, check, of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar.writing import GrammarError, of_choices, of_grammar, of_regex, of_schema
 
 __all__ = [
     "GrammarError",
-    "check",
     "of_choices",
     "of_grammar",
     "of_regex",

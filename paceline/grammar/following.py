@@ -29,8 +29,8 @@ from paceline.grammar.writing import LIMITS, PREAMBLE, GrammarError, limits, pla
 from paceline.models import ModelNotFoundError
 from paceline.text import Tokenizer
 
-REMEMBERED = 32
-"""Grammars that need not be compiled again."""
+REMEMBERED = 16
+"""Grammars that need not be compiled again. A hostile one takes up to 100 MB, a usual one some megabytes."""
 REPLAY_LIMITS = limits(initial_lexer_fuel=100_000_000)
 """All tokens of an output share the fuel that compiling leaves. Each took no more than a mask's before."""
 PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_000)
@@ -51,7 +51,7 @@ class Beginning:
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, in a thread of its own: whoever decodes does not wait for them."""
+    """Compiles grammars for one vocabulary, in threads of its own: whoever decodes does not wait for them."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_size: int) -> None:
         """`tokenizer` is called before the first grammar is compiled; its tokens beyond the size cannot be drawn."""
@@ -59,6 +59,7 @@ class Grammars:
         self._tokenizer = tokenizer
         self._compiled: OrderedDict[str, Future[Beginning]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._replays = ThreadPoolExecutor(1, "grammars anew")  # which take longer
 
     @classmethod
     def of(cls, model: str, vocabulary_size: int) -> Grammars:
@@ -74,7 +75,7 @@ class Grammars:
         """One that shares nothing with others, after this output. Nobody shall begin with `worn` any more."""
         if self._compiled.get(grammar) is worn:
             del self._compiled[grammar]
-        return self._thread.submit(self._replay, grammar, tuple(output))
+        return self._replays.submit(self._replay, grammar, tuple(output))
 
     def _begun(self, grammar: str) -> Future[Beginning]:
         if grammar not in self._compiled:

@@ -9,7 +9,7 @@ import numpy as np
 from llguidance import LLMatcher
 from numpy.typing import NDArray
 
-from paceline.grammar.writing import plainly
+from paceline.grammar.writing import limit_of
 
 Mask = NDArray[np.bool_]
 
@@ -24,12 +24,6 @@ def consume(parser: LLMatcher, tokens: Iterable[int]) -> bool:
             if not limit_of(parser):
                 return False
     return True
-
-
-def limit_of(parser: LLMatcher) -> str:
-    """Which limit a parser has hit. Empty: none, it goes on or has ended by what its grammar says."""
-    error = plainly(parser.get_error())
-    return "" if error.startswith(("NoExtension", "Parser Error")) else error
 
 
 @dataclass(slots=True)

@@ -23,8 +23,7 @@ def limits(
     step_max_items: int = 20_000,  # for each mask: about 1 ms
     max_lexer_states: int = 20_000,  # 20 to 40 MB
 ) -> LLParserLimits:
-    """What a hostile grammar can cost. The length of its text bounds it, too: 32,768 characters compile within a second
-    or two, in a thread."""
+    """What following a hostile grammar can cost; what compiling costs, see `checker`."""
     return LLParserLimits(
         max_grammar_size=100_000,
         initial_lexer_fuel=initial_lexer_fuel,
@@ -57,7 +56,8 @@ def of_regex(regex: str) -> str:
 
 def of_choices(choices: Sequence[str]) -> str:
     """One of these texts."""
-    return "start: " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return f"start: CHOICE\nCHOICE: {texts}"  # one lexeme: thousands of them would exceed llguidance's limits
 
 
 def of_grammar(text: str) -> str:
@@ -70,17 +70,17 @@ def of_grammar(text: str) -> str:
         raise GrammarError(f"it cannot be read as GBNF: {error}") from error
 
 
-def check(grammar: str) -> None:
-    """Raises `GrammarError` if it cannot be compiled. That may take a second, in which other threads go on."""
-    if error := LLMatcher.validate_grammar(PREAMBLE + grammar, None, limits=LIMITS):
-        raise GrammarError(plainly(error))
-
-
 def plainly(error: str) -> str:
     """What llguidance complains of, without the place in a text that the user did not write."""
     first, *rest = error.strip().splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
     return ", ".join([_PLACE.sub("", first), *reasons])[:200]
+
+
+def limit_of(parser: LLMatcher) -> str:
+    """Which limit a parser has hit. Empty: none, it goes on or has ended by what its grammar says."""
+    error = plainly(parser.get_error())
+    return "" if error.startswith(("NoExtension", "Parser Error")) else error
 
 
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from asyncio import Future, get_running_loop, shield
+from asyncio import Future, create_task, get_running_loop, shield
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
@@ -12,7 +12,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import from_json, to_json
 
 from paceline.config.sampling import LONGEST_GRAMMAR
-from paceline.grammar import GrammarError, check, of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar import GrammarError, of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar.checker import Checker
 from paceline.grammar.writing import WHITE_SPACE
 from services.gateway.errors import InvalidRequestError, OverloadedError
 
@@ -140,10 +141,12 @@ class Structured(Protocol):
 
 
 class GrammarChecks:
-    """Checks grammars in one thread, so that a hostile one delays nobody but those that bring others, too."""
+    """Checks grammars in processes of their own, so that a hostile one costs little, and delays nobody but those that
+    bring others, too."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
+        self._checker = Checker()
         self._checked: OrderedDict[bytes, Future[str | InvalidRequestError]] = OrderedDict()
 
     async def grammar_of(self, body: Structured) -> str:
@@ -160,9 +163,19 @@ class GrammarChecks:
             raise InvalidRequestError(grammar.message, param=grammar.param)
         return grammar
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Nobody waits any more."""
         self._thread.shutdown(wait=False, cancel_futures=True)
+        await self._checker.close()
+
+    async def _check(self, asked: ResponseFormat | StructuredOutputs) -> str | InvalidRequestError:
+        """The grammar, or what is wrong with it."""
+        try:
+            if grammar := await get_running_loop().run_in_executor(self._thread, written, asked):
+                await self._checker.check(grammar)
+        except GrammarError as error:
+            return InvalidRequestError(f"{asked.field}: {error}", param=asked.field)
+        return grammar
 
     def _begun(self, asked: ResponseFormat | StructuredOutputs) -> Future[str | InvalidRequestError]:
         key = blake2b(asked.model_dump_json(exclude=UNIMPORTANT).encode()).digest()
@@ -170,22 +183,16 @@ class GrammarChecks:
             waiting = sum(not each.done() for each in self._checked.values())
             if waiting >= MOST_WAITING:
                 raise OverloadedError(f"{waiting} grammars wait to be compiled; try again soon", reason="grammars")
-            self._checked[key] = get_running_loop().run_in_executor(self._thread, checked, asked)
+            self._checked[key] = create_task(self._check(asked))
             if len(self._checked) > REMEMBERED:
                 self._checked.popitem(last=False)
         self._checked.move_to_end(key)
         return self._checked[key]
 
 
-def checked(asked: ResponseFormat | StructuredOutputs) -> str | InvalidRequestError:
-    """The grammar, or what is wrong with it. May take a second."""
-    field = asked.field
-    try:
-        grammar = asked.written()
-        if len(grammar) > LONGEST_GRAMMAR:
-            raise GrammarError(f"{len(grammar)} characters as a grammar, {LONGEST_GRAMMAR} are the most")
-        if grammar:
-            check(grammar)
-    except GrammarError as error:
-        return InvalidRequestError(f"{field}: {error}", param=field)
+def written(asked: ResponseFormat | StructuredOutputs) -> str:
+    """The grammar. Raises `GrammarError`. May take a second."""
+    grammar = asked.written()
+    if len(grammar) > LONGEST_GRAMMAR:
+        raise GrammarError(f"{len(grammar)} characters as a grammar, {LONGEST_GRAMMAR} are the most")
     return grammar

@@ -349,6 +349,7 @@ def test_who_waits_for_a_replay_holds_up_nobody() -> None:
         while not answers[first.request_id].tokens:
             step()
         known._thread.submit(gate.wait)
+        known._replays.submit(gate.wait)
         while answers["good"].finish_reason is None:
             step()
         assert target.load.running == 0
