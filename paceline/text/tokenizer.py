@@ -101,6 +101,18 @@ class Tokenizer:
         return pieces
 
     @cached_property
+    def longest_token(self) -> int | None:
+        """Characters that one token can stand for; None: any number, as where what is unknown becomes one token.
+
+        A normalizer that makes a text shorter, such as one that composes accents, is allowed to do so by half.
+        """
+        said = json.loads(self._backend.to_str())
+        model, normalizer = said["model"], said["normalizer"]
+        if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
+            return None
+        return max(map(len, self.pieces), default=1) * (1 if normalizer is None else 2)
+
+    @cached_property
     def beginning(self) -> list[int]:
         """The special tokens that the model expects before a text, such as a BOS."""
         marked, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
@@ -121,8 +133,8 @@ class Tokenizer:
         return inside
 
     def prepare(self) -> None:
-        """Work out now what decoding needs. Raises ValueError if the tokenizer cannot decode piece by piece."""
-        _ = self.visible_pieces
+        """Work out now what is needed all the time. Raises ValueError if the tokenizer cannot decode piece by piece."""
+        _ = self.visible_pieces, self.longest_token
 
     def piece(self, token: int) -> bytes:
         """The bytes that a token adds to a text; none for an id beyond the vocabulary."""

@@ -10,7 +10,9 @@ from paceline.wire.credentials import channel_credentials
 Options = list[tuple[str, int | str]]
 
 FRAME_BYTES = 64 * 2**20
-"""Largest frame that carries prompts or hidden states."""
+"""Largest frame that carries hidden states, or what many requests were answered."""
+SUBMIT_FRAME_BYTES = 16 * 2**20
+"""Largest frame that carries prompts: some five million tokens."""
 GROWTH_FRAME_BYTES = 2**20
 """Largest frame that a target takes from a draft: guesses are small, and drafts are not trusted."""
 
@@ -32,6 +34,11 @@ _KEEPALIVE: Options = [
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
+
+
+def draft_frame_bytes(*, hidden_states: bool) -> int:
+    """Of the largest frame that a draft takes, by whether it drafts from hidden states."""
+    return FRAME_BYTES if hidden_states else SUBMIT_FRAME_BYTES
 
 
 def server_options(receive_bytes: int = FRAME_BYTES) -> Options:

@@ -24,7 +24,7 @@ from paceline.speculators.growing import Grown
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
-from paceline.wire.channels import FRAME_BYTES, GROWTH_FRAME_BYTES, open_channel
+from paceline.wire.channels import GROWTH_FRAME_BYTES, draft_frame_bytes, open_channel
 from paceline.wire.credentials import DRAFT
 from paceline.wire.draft_frames import DraftDescription, decode_description, decode_grown
 from paceline.wire.errors import Congested, LinkError, WireError
@@ -129,7 +129,8 @@ class Session:
         """The highest request id said; growth for a higher one is a lie."""
         self._applied = 0
         self._observer = observer
-        self._outbox = Outbox(pb.DraftFrame, FRAME_BYTES, self._leave)
+        most = draft_frame_bytes(hidden_states=bool(description.hidden_state_layers))
+        self._outbox = Outbox(pb.DraftFrame, most, self._leave)
         self._departures: deque[float] = deque()
         """When the frames left that were not applied yet."""
         self._congested: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -5,7 +5,9 @@ LinkError
 ├── Congested     a peer does not read what it is sent; its link is closed
 ├── StrangerError  a caller's certificate names somebody who has no business here
 ├── Draining      this worker takes no new work
+├── EngineEnded   this worker's engine died; its links are closed
 └── TargetLost    the link to a target broke: replay the request elsewhere
+    ├── EngineLost    its engine died with the request, perhaps of it
     └── HandedOver    nothing broke, the target drains and gave the request back
 """
 
@@ -30,8 +32,16 @@ class Draining(LinkError):
     """This worker is about to leave; try another one."""
 
 
+class EngineEnded(LinkError):
+    """The process that computes for this worker has ended, and nobody told it to."""
+
+
 class TargetLost(LinkError):
     """The target no longer serves this request. Tokens that arrived before are good; another can continue."""
+
+
+class EngineLost(TargetLost):
+    """The target's engine died while it served this request, perhaps of it: then it would elsewhere, too."""
 
 
 class HandedOver(TargetLost):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Never, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
-from paceline.wire.errors import Congested, Draining, StrangerError, WireError
+from paceline.wire.errors import Congested, Draining, EngineEnded, StrangerError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -20,6 +21,7 @@ STATUSES: Statuses = {
     Draining: grpc.StatusCode.UNAVAILABLE,
     Congested: grpc.StatusCode.RESOURCE_EXHAUSTED,
     StrangerError: grpc.StatusCode.PERMISSION_DENIED,
+    EngineEnded: grpc.StatusCode.ABORTED,
 }
 
 # Of any request and response: an interceptor sees every method of a server.
@@ -37,9 +39,9 @@ def admit_all(call: grpc.HandlerCallDetails) -> None:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Ends a call whose servicer raises with the status of that exception, its text as details.
 
-    An exception that has no status is a bug: it is logged with its traceback, and the peer reads INTERNAL. Only
-    our own methods are wrapped; they are coroutines, or async generators where they stream. A coroutine that streams
-    writes by itself.
+    An exception that has no status is a bug: it is logged with its traceback, and the peer reads INTERNAL. Bytes that
+    are no message of the method's kind are INVALID_ARGUMENT, also for health and reflection. Methods are coroutines, or
+    async generators where they stream. A coroutine that streams writes by itself.
     """
 
     def __init__(self, statuses: Statuses, peer: str = "", admit: Admit = admit_all) -> None:
@@ -57,22 +59,25 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Handler | None:
         handler = await continuation(handler_call_details)
-        if handler is None or not handler_call_details.method.startswith("/paceline."):
-            return handler
+        if handler is None:
+            return None
+        ours = handler_call_details.method.startswith("/paceline.")
         try:
-            self._admit(handler_call_details)
+            if ours:
+                self._admit(handler_call_details)
         except Exception as error:  # noqa: BLE001 - as everywhere here
             return self._refusal(error)
+        peer = self._peer if ours else ""
         codecs = {
-            "request_deserializer": handler.request_deserializer,
+            "request_deserializer": _parser(handler.request_deserializer),
             "response_serializer": handler.response_serializer,
         }
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._reply(handler.unary_unary), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._reply(handler.unary_unary, peer), **codecs)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream), **codecs)
+            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream, peer), **codecs)
         if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream), **codecs)
+            return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, peer), **codecs)
         raise NotImplementedError(f"{handler_call_details.method}: no service here streams requests only")
 
     def _refusal(self, error: Exception) -> Handler:
@@ -83,34 +88,29 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _reply(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    def _reply(self, method: Callable[..., Awaitable[Any]], peer: str) -> Callable[..., Awaitable[Any]]:
         async def reply(request: Any, context: Context) -> Any:
             try:
-                self._check_peer(context)
-                return await method(request, context)
+                _check_peer(context, peer)
+                return await method(_parsed(request), context)
             except Exception as error:  # noqa: BLE001 - all of them end up in a status and, unforeseen, in the log
                 await self._abort(error, context)
 
         return reply
 
-    def _stream(self, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _stream(self, method: Callable[..., Any], peer: str) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(method):
-            return self._reply(method)
+            return self._reply(method, peer)
 
         async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
             try:
-                self._check_peer(context)
-                async for response in method(request, context):
+                _check_peer(context, peer)
+                async for response in method(_parsed(request), context):
                     yield response
             except Exception as error:  # noqa: BLE001 - as above
                 await self._abort(error, context)
 
         return stream
-
-    def _check_peer(self, context: Context) -> None:
-        names = context.auth_context().get("x509_subject_alternative_name", ()) if self._peer else ()
-        if self._peer and self._peer.encode() not in names:
-            raise StrangerError(f"the caller's certificate does not name it {self._peer}")
 
     async def _abort(self, error: Exception, context: Context) -> Never:
         if isinstance(error, grpc.aio.AbortError):
@@ -120,3 +120,36 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await context.abort(status, str(error))
         log.error("a call failed", exc_info=error)
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
+
+
+def _check_peer(context: Context, peer: str) -> None:
+    names = context.auth_context().get("x509_subject_alternative_name", ()) if peer else ()
+    if peer and peer.encode() not in names:
+        raise StrangerError(f"the caller's certificate does not name it {peer}")
+
+
+def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
+    """gRPC logs what a deserializer raises, and tells the peer nothing of use: so it returns what went wrong."""
+
+    if deserialize is None:
+        return None
+
+    def parse(data: bytes) -> Any:
+        try:
+            return deserialize(data)
+        except DecodeError:
+            return WireError(f"{len(data)} bytes that are no message of this method")
+
+    return parse
+
+
+def _parsed(request: Any) -> Any:
+    """A message, or an iterator of messages, that could be parsed. Raises `WireError`, or the iterator does."""
+    if isinstance(request, WireError):
+        raise request
+    return _each_parsed(request) if hasattr(request, "__aiter__") else request
+
+
+async def _each_parsed(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+    async for request in requests:
+        yield _parsed(request)

@@ -22,9 +22,9 @@ from paceline.messages import Delta, Load, Submission, TargetDescription
 from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
-from paceline.wire.channels import FRAME_BYTES, open_channel
+from paceline.wire.channels import SUBMIT_FRAME_BYTES, open_channel
 from paceline.wire.credentials import TARGET
-from paceline.wire.errors import Congested, HandedOver, TargetLost, WireError
+from paceline.wire.errors import Congested, EngineLost, HandedOver, TargetLost, WireError
 from paceline.wire.outbox import Outbox
 from paceline.wire.target_frames import decode_delta, decode_description, decode_load, encode_submission
 
@@ -46,7 +46,7 @@ class TargetLink:
         self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._open: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
-        self._outbox = Outbox(pb.SubmitFrame, FRAME_BYTES)
+        self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
         self._lost = asyncio.Event()
         self._receiver: asyncio.Task[None] | None = None
 
@@ -119,16 +119,17 @@ class TargetLink:
             self._lose(str(error))
 
     async def _receive(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.DeltaFrame]) -> None:
-        reason = "the target ended the link"
+        reason, kind = "the target ended the link", TargetLost
         try:
             async for frame in call:
                 self._take(frame)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
+            kind = EngineLost if error.code() == grpc.StatusCode.ABORTED else TargetLost
         except WireError as error:
             reason = f"it broke the contract: {error}"
         finally:
-            self._lose(reason)
+            self._lose(reason, kind)
             call.cancel()
 
     def _take(self, frame: pb.DeltaFrame | None) -> None:
@@ -148,7 +149,7 @@ class TargetLink:
             else:
                 arrived.put_nowait(decode_delta(message))
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, kind: type[TargetLost] = TargetLost) -> None:
         if self.lost:
             return
         self._lost.set()
@@ -161,12 +162,12 @@ class TargetLink:
             reason,
         )
         for arrived in self._open.values():
-            arrived.put_nowait(TargetLost(f"target {self.address} lost: {reason}"))
+            arrived.put_nowait(kind(f"target {self.address} lost: {reason}"))
 
 
 def _encoded(submission: Submission) -> pb.SubmitFrame.Submit:
     """Raises `WireError` unless it fits beside all that may wait before it."""
     message = encode_submission(submission)
-    if (size := message.ByteSize()) > FRAME_BYTES // 2:
-        raise WireError(f"request {submission.request_id}: {size} bytes, the most is {FRAME_BYTES // 2}")
+    if (size := message.ByteSize()) > SUBMIT_FRAME_BYTES // 2:
+        raise WireError(f"request {submission.request_id}: {size} bytes, the most is {SUBMIT_FRAME_BYTES // 2}")
     return message

@@ -22,11 +22,12 @@ from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
+from paceline.wire.channels import draft_frame_bytes
 from paceline.wire.credentials import TARGET
 from paceline.wire.draft_frames import DraftDescription
 from paceline.wire.server import Server
 from services.draft.servicer import DraftServicer
-from services.process import begun, either, exported, parser, run
+from services.process import begun, either, exported, parsed, parser, run
 from services.security import add_tls, certificates
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
@@ -44,7 +45,10 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known = parser("draft", "Grows trees of guesses for target workers.")
     known.add_argument("--target-model", metavar="MODEL", help="what it drafts for; methods made for one model need it")
     add_tls(known)
-    return known.parse_args(arguments)
+    options = parsed(known, arguments)
+    if not options.speculative_config.enabled:
+        known.error('--speculative-config is needed, with a method or a model, such as {"method": "ngram"}')
+    return options
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -66,7 +70,8 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
             servicer.deliver(this.grown)
 
         compute.connection.deliver(Rounds, grown)
-        server = Server(options.host, options.port, tls=tls, peer=TARGET)
+        most = draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers))
+        server = Server(options.host, options.port, tls=tls, peer=TARGET, receive_bytes=most)
         stack.enter_context(exported(metrics, options, server))
         server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends

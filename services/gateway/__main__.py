@@ -14,7 +14,7 @@ from paceline.models import served_name
 from paceline.telemetry import logs
 from services.gateway.admission import Limits
 from services.gateway.server import Settings, serve
-from services.process import REDIS_URL, positive, run
+from services.process import REDIS_URL, parsed, positive, run
 from services.security import add_tls, certificates, together
 
 
@@ -27,7 +27,7 @@ def main() -> int:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Exits, saying why, if they make no sense."""
     parser = _parser()
-    options = parser.parse_args(arguments)
+    options = parsed(parser, arguments)
     try:
         _names(options)
     except ValueError as error:
@@ -58,6 +58,7 @@ def _settings(options: argparse.Namespace) -> Settings:
             max_queue=options.max_queue,
         ),
         api_keys=options.api_keys,
+        allow_origin=options.allow_origin,
         edge_tls=together({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
         tls=certificates(options),
         worker_id=options.worker_id,
@@ -97,7 +98,7 @@ def _aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 def _parser() -> argparse.ArgumentParser:
     limits = Limits()
     parser = argparse.ArgumentParser(
-        prog="python -m services.gateway",
+        prog="paceline gateway",
         description="OpenAI's HTTP API and gRPC in front of target workers.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -121,6 +122,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="largest request body")
     add("--max-body-s", type=float, default=limits.max_body_s, help="seconds for a request body to come")
     add("--api-keys", type=Path, metavar="FILE", help="ask clients for a key: see `paceline keys`")
+    add(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="pages of this site may use the API, such as https://chat.example; *: of any",
+    )
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")

@@ -1,13 +1,42 @@
-"""Counts every HTTP answer by route and status."""
+"""What every HTTP answer has: a place in the counts, by route and status, and a name."""
 
 from __future__ import annotations
 
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 
 NO_ANSWER = 499
 """The status, in nginx's tradition, of a request whose client left before the answer."""
+
+REQUEST_ID = "x-request-id"
+_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class NameAnswers:
+    """Middleware: the client's `x-request-id`, or a new one, is in the answer's headers and in the request's state."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        name = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})[REQUEST_ID] = name
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = name
+            await send(message)
+
+        await self._app(scope, receive, named)
 
 
 class CountAnswers:

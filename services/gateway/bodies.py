@@ -117,6 +117,15 @@ class GenerationBody(Body):
     guided_choice: Renamed = None
     guided_grammar: Renamed = None
     use_beam_search: Unsupported = None
+    early_stopping: Unsupported = None
+    truncate_prompt_tokens: Unsupported = None
+    return_tokens_as_token_ids: Unsupported = None
+    priority: Unsupported = None
+    logits_processors: Unsupported = None
+    kv_transfer_params: Unsupported = None
+    vllm_xargs: Unsupported = None
+    length_penalty: float | None = Field(None, ge=1, le=1)
+    spaces_between_special_tokens: Literal[True] | None = None
 
     user: Unused = None
     metadata: Unused = None
@@ -195,7 +204,9 @@ class Message(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """Content may come in parts; all of them must be text."""
+        """Content may come in parts; all of them must be text. null is none."""
+        if value is None:
+            return ""
         if not isinstance(value, list):
             return value
         if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
@@ -216,7 +227,7 @@ class ChatFields(Body):
     def _one_end(self) -> ChatFields:
         if self.continue_final_message and self.add_generation_prompt:
             raise _not_continued("needs add_generation_prompt: false")
-        if self.continue_final_message and self.messages[-1].content is None:
+        if self.continue_final_message and not self.messages[-1].content:
             raise _not_continued("needs a final message with content")
         return self
 
@@ -233,6 +244,10 @@ class ChatBody(ChatFields, GenerationBody):
     function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
 
+    chat_template: Unsupported = None
+    documents: Unsupported = None
+    mm_processor_kwargs: Unsupported = None
+    include_reasoning: Literal[True] | None = None
     parallel_tool_calls: Unused = None
     prediction: Unused = None
     reasoning_effort: Unused = None

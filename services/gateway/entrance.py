@@ -1,8 +1,10 @@
-"""The door of the HTTP API: who has no key stays out, and who is one too many waits."""
+"""The door of the HTTP API: who has no key stays out, so do pages of other sites, and who is one too many waits."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -10,13 +12,14 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.callers import Caller, Callers
-from services.gateway.errors import ApiError, CrowdedError
+from services.gateway.errors import ApiError, CrowdedError, ForeignSiteError, InvalidRequestError
 from services.gateway.guard import CROWDED
 from services.gateway.models import Models
 from services.gateway.streaming import encode_json
 
 log = logging.getLogger(__name__)
 
+ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 """For probes and Prometheus, which have no keys. vLLM leaves these open, too."""
 
@@ -24,18 +27,23 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 class Entrance:
     """Middleware that finds out who calls, before anything of the body is read."""
 
-    def __init__(self, app: ASGIApp, models: Models, callers: Callers) -> None:
+    def __init__(self, app: ASGIApp, models: Models, callers: Callers, origins: Collection[str] = ()) -> None:
+        """`origins`: of pages that may use this server although it is not theirs, such as `https://chat.example`."""
         self._app = app
         self._models = models
         self._callers = callers
+        self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         try:
+            headers = Headers(scope=scope)
+            check_framing(headers)
             self._check_crowd(scope)
-            caller = self._callers.caller(Headers(scope=scope).get("authorization"))
+            self._check_origin(scope, headers)
+            caller = self._callers.caller(headers.get("authorization"))
             with caller.request():
                 await self._let_in(caller, scope, receive, send)
         except ApiError as error:  # ours: those of the application are answered by it
@@ -48,6 +56,15 @@ class Entrance:
             self._models.rejected(error)
             raise error
 
+    def _check_origin(self, scope: Scope, headers: Headers) -> None:
+        """A browser asks before it sends what a page of another site could not have sent by a form; a text is sent
+        without asking. Raises `ForeignSiteError`."""
+        origin = headers.get("origin")
+        if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS") or ANY_ORIGIN in self._origins:
+            return
+        if origin not in self._origins and urlsplit(origin).netloc != headers.get("host"):
+            raise ForeignSiteError(origin)
+
     async def _let_in(self, caller: Caller, scope: Scope, receive: Receive, send: Send) -> None:
         async def told(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -57,6 +74,14 @@ class Entrance:
 
         scope.setdefault("state", {})["caller"] = caller
         await self._app(scope, receive, told)
+
+
+def check_framing(headers: Headers) -> None:
+    """Raises `InvalidRequestError` for what a proxy before this server may have read in another way."""
+    if len(headers.getlist("host")) > 1:
+        raise InvalidRequestError("more than one Host header")
+    if any(coding.strip().lower() != "chunked" for coding in headers.getlist("transfer-encoding")):
+        raise InvalidRequestError("Transfer-Encoding: only chunked is known here")
 
 
 def caller_of(request: Request) -> Caller:

@@ -3,6 +3,7 @@
 ApiError
 ├── InvalidRequestError  400  a field is wrong; names it
 ├── AuthenticationError  401  no API key that is known
+├── ForeignSiteError     403  a page of another site sent it
 ├── UnknownModelError    404  no such model here
 ├── BodyTooLargeError    413  the body exceeds the limit
 ├── SlowBodyError        408  the body does not come
@@ -11,6 +12,7 @@ ApiError
 ├── NoTargetError        503  no target is up; try again later
 ├── CrowdedError         503  too many connections are open; try again later
 └── GenerationError      500  the target failed while it served the request
+    └── PoisonError      500  engines died while they served the request: do not send it again
 """
 
 from __future__ import annotations
@@ -23,6 +25,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 RETRY_AFTER_S = 1
+MOST_ECHOED = 80
+"""Characters of what a client sent."""
 
 
 class ApiError(Exception):
@@ -75,6 +79,16 @@ class AuthenticationError(ApiError):
         return {"www-authenticate": "Bearer", "connection": "close"}
 
 
+class ForeignSiteError(ApiError):
+    status = 403
+    type = "invalid_request_error"
+    code = "foreign_origin"
+
+    def __init__(self, origin: str) -> None:
+        named = origin[:MOST_ECHOED]
+        super().__init__(f"pages of {named} may not use this server: start it with --allow-origin {named} if they may")
+
+
 class UnknownModelError(ApiError):
     status = 404
     type = "invalid_request_error"
@@ -82,7 +96,8 @@ class UnknownModelError(ApiError):
 
     def __init__(self, model: str, served: Iterable[str]) -> None:
         has = ", ".join(map(repr, served))
-        super().__init__(f"the model {model!r} does not exist; this server has {has}", param="model")
+        named = model if len(model) <= MOST_ECHOED else f"{model[:MOST_ECHOED]}..."
+        super().__init__(f"the model {named!r} does not exist; this server has {has}", param="model")
 
 
 class BodyTooLargeError(ApiError):
@@ -163,6 +178,16 @@ class CrowdedError(RetryLaterError):
 
 class GenerationError(ApiError):
     """The message is the target's."""
+
+
+class PoisonError(GenerationError):
+    """Of a request that would cost further engines."""
+
+    code = "engines_died"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"x-should-retry": "false"}  # OpenAI's clients send a request with status 500 again otherwise
 
 
 def field_path(parts: tuple[str | int, ...]) -> str:

@@ -13,11 +13,12 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import paceline
-from services.gateway.answers import CountAnswers
+from services.gateway.answers import REQUEST_ID, CountAnswers, NameAnswers
 from services.gateway.bodies import (
     ChatBody,
     CompletionBody,
@@ -52,11 +53,16 @@ class JsonResponse(Response):
         return encode_json(content).encode()
 
 
-def create_app(models: Models, registry: CollectorRegistry, callers: Callers) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds."""
+def create_app(models: Models, registry: CollectorRegistry, callers: Callers, origins: Sequence[str] = ()) -> FastAPI:
+    """The application. `/metrics` shows what `registry` holds. `origins`: sites whose pages may use it."""
     app = FastAPI(title="Paceline", version=paceline.__version__)
-    app.add_middleware(Entrance, models, callers)
+    app.add_middleware(Entrance, models, callers, origins)
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"], expose_headers=["*"]
+        )
     app.add_middleware(CountAnswers, models.first.metrics)
+    app.add_middleware(NameAnswers)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGoneError, _client_gone)
@@ -102,10 +108,11 @@ def _add_tokens(app: FastAPI, models: Models) -> None:
         body = _tokenize_body(await _raw(request, models))
         gateway = models.of(body.model)
         tokenizer = gateway.tokenizer
-        if isinstance(body, TokenizeChatBody):
-            tokens = await encode_chat(body, tokenizer)
-        else:
-            tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
+        with gateway.counting():
+            if isinstance(body, TokenizeChatBody):
+                tokens = await encode_chat(body, tokenizer)
+            else:
+                tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
         answer = {"count": len(tokens), "max_model_len": gateway.max_model_len, "tokens": tokens}
         shown = tokens if body.return_token_strs else []
         strings = await aside(len(shown), lambda: list(map(tokenizer.token_string, shown)))
@@ -239,4 +246,5 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 
 async def _unexpected(request: Request, error: Exception) -> Response:
-    return JsonResponse(ApiError("the gateway failed; its log says how").body, status_code=ApiError.status)
+    told = ApiError("the gateway failed; its log says how")
+    return JsonResponse(told.body, told.status, {REQUEST_ID: request.scope["state"][REQUEST_ID]})

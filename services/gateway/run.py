@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import replace
 from functools import partial
 
-from paceline.messages import Delta, FinishReason, Submission
+from paceline.messages import GRAMMAR_ERROR, Delta, FinishReason, Submission
 from paceline.telemetry.gateway_metrics import RequestMetrics
-from paceline.wire.errors import HandedOver, TargetLost, WireError
-from services.gateway.errors import GenerationError, InvalidRequestError, NoTargetError
+from paceline.wire.errors import EngineLost, HandedOver, TargetLost, WireError
+from services.gateway.errors import GenerationError, InvalidRequestError, NoTargetError, PoisonError
 from services.gateway.fleet import Chosen, Fleet
 from services.gateway.target import Stay, Target, Text
 
 log = logging.getLogger(__name__)
 
 MOST_LOSSES = 4
-"""A request that was on more targets than these when they were lost may be what kills them; it ends."""
+"""A request that was on more targets than these when they were lost ends."""
+MOST_DEATHS = 1
+"""One with which more engines than these died before it drew another token ends, too: it may be what kills them."""
 UNKNOWN = "a worker that does not say"
 
 
@@ -31,6 +33,9 @@ class Run:
 
     Same seed, same prompt, same committed tokens, same numerics: it draws exactly what the lost one would have drawn.
     Once there are tokens, a target with other numerics takes over only if none has the same, and a warning says so.
+
+    When an engine dies, any request that it served may be why. Each of them is tried elsewhere while no other such
+    request is, so that the next engine that dies tells them apart.
     """
 
     def __init__(
@@ -54,6 +59,7 @@ class Run:
         self._target: Target | None = None
         self._stay: Stay | None = None
         self._refused: Target | None = None
+        self._deaths = 0  # of engines since the latest token
         self._progress = progress
         self._cancelled = False
 
@@ -75,7 +81,10 @@ class Run:
                 continue
             except TargetLost as error:
                 losses += not isinstance(error, HandedOver)  # a long one may live through many roll-outs
+                self._deaths += isinstance(error, EngineLost)
                 log.warning("request %s moves on: %s", self._submission.request_id, error)
+            if self._deaths > MOST_DEATHS:
+                raise PoisonError(f"{self._deaths} engines died while they served this request: it may be why")
             if self._cancelled:
                 return
             self._progress.replayed()
@@ -126,7 +135,11 @@ class Run:
         try:
             with Stay(target, text, left, self._fleet.habits, self._fleet.pace) as stay:
                 self._stay = stay
-                async with aclosing(target.link.submit(submission)) as deltas:
+                async with AsyncExitStack() as alone, aclosing(target.link.submit(submission)) as deltas:
+                    if self._deaths:
+                        await alone.enter_async_context(target.quarantine)
+                        if not target.up:
+                            raise HandedOver(f"target {target.record.worker_id} went before the request's turn came")
                     async for delta in deltas:
                         stats = delta.speculation
                         self._check(delta)
@@ -135,6 +148,8 @@ class Run:
                         if delta.finish_reason is not None:
                             stay.ended()
                         if delta.tokens:
+                            self._deaths = 0
+                            await alone.aclose()
                             self._numerics = target.numerics
                             self._settle(target)
                         yield delta
@@ -152,6 +167,8 @@ class Run:
         request that cannot go on, such as a grammar that grows too large."""
         if delta.finish_reason == FinishReason.ERROR:
             message = delta.error or "the target failed"
+            if message.startswith(GRAMMAR_ERROR) and not self._committed:
+                raise InvalidRequestError(message, param="structured_outputs")  # as every other target would say
             if not self._committed and not delta.tokens:
                 raise Refused(message)
             raise GenerationError(message)

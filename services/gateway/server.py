@@ -61,6 +61,8 @@ class Settings:
     aliases: Mapping[str, str] = field(default_factory=dict)
     api_keys: Path | None = None
     """Who may come in; None: anyone."""
+    allow_origin: Sequence[str] = ()
+    """Sites whose pages may use this server from a browser."""
     edge_tls: Certificates | None = None
     """What clients are shown; None: HTTP and gRPC are in the clear."""
     tls: Certificates | None = None
@@ -97,7 +99,7 @@ async def running(settings: Settings, store: Store) -> AsyncIterator[tuple[Model
         callers = _callers(settings, series)
         models = await _open_models(tokenizers, settings, store, series, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, callers))
-        app = create_app(models, metrics, callers)
+        app = create_app(models, metrics, callers, settings.allow_origin)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
@@ -116,7 +118,7 @@ async def _open_models(
 ) -> Models:
     """A fleet for each; their links are closed by `stack`."""
     room, grammars = Room(settings.limits), GrammarChecks()
-    stack.callback(grammars.close)
+    stack.push_async_callback(grammars.close)
     gateways = []
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}

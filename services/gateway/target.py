@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -35,6 +36,8 @@ class Target:
     unstarted_rows: float = 0.0
     heartbeat: Mapping[str, float] = field(default_factory=dict)
     told: Told = field(default_factory=Told)
+    quarantine: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by a request with which another target's engine has died, until it is known whether this one's dies, too."""
     prefixes: Prefixes = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,12 +25,13 @@ from paceline.tls import Certificates
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from paceline.verify import strategy_of
+from paceline.wire.channels import SUBMIT_FRAME_BYTES
 from paceline.wire.credentials import GATEWAY
 from paceline.wire.draft_link import Terms
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.server import Server
 from paceline.wire.sessions import Reach, Say
-from services.process import begun, either, exported, parser, run
+from services.process import begun, either, exported, parsed, parser, run
 from services.security import add_tls, certificates
 from services.target.bookkeeping import Bookkeeping
 from services.target.drafts import reached
@@ -55,7 +56,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     known.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
     known.add_argument("--hang-s", type=float, default=120.0, help="an engine without a step for so long is ended")
     add_tls(known)
-    return known.parse_args(arguments)
+    return parsed(known, arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -69,7 +70,7 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
         description = describe(facts, options)
         metrics = CollectorRegistry()
         servicer = await assemble(facts, description, options, store, tls, compute, metrics, stack)
-        server = Server(options.host, options.port, tls=tls, peer=GATEWAY)
+        server = Server(options.host, options.port, tls=tls, peer=GATEWAY, receive_bytes=SUBMIT_FRAME_BYTES)
         stack.enter_context(exported(metrics, options, server))
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
@@ -80,8 +81,9 @@ async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
             log.info("target ready on %s", address, extra={"numerics": facts.numerics})
             await either(stop, compute.ended)
             await server.drain()
-            servicer.refuse()
-            await registration.once()  # gateways without a link learn it from the registry
+            if not compute.ended.done():
+                servicer.refuse()
+                await registration.once()  # gateways without a link learn it from the registry
             await servicer.drain(options.drain_s, compute.ended)
         await server.stop(grace_s=1.0)
         if compute.ended.done():

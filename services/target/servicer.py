@@ -21,7 +21,7 @@ from paceline.messages import Delta, FinishReason, Load, Submission, TargetDescr
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.channels import FRAME_BYTES
-from paceline.wire.errors import Congested, Draining, WireError
+from paceline.wire.errors import Congested, Draining, EngineEnded, WireError
 from paceline.wire.outbox import Outbox
 from paceline.wire.streams import exchange
 from paceline.wire.target_frames import decode_submission, encode_delta, encode_description, encode_load
@@ -124,13 +124,18 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def drain(self, limit_s: float, engine_ended: asyncio.Future[None]) -> None:
         """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links.
 
-        Without its engine nothing will finish.
+        Without its engine nothing will finish: every link breaks at once, and says why.
         """
-        if not self._draining:
+        if not (self._draining or engine_ended.done()):
             self.refuse()
         idle = asyncio.ensure_future(self._idle.wait())
         await asyncio.wait((idle, engine_ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
+        if engine_ended.done():
+            self._draining = True
+            for link in self._links:
+                link.outbox.close(EngineEnded("the engine has died"))
+            return
         if self._owners:
             log.warning("%d requests are handed over", len(self._owners))
         for engine_id, link in list(self._owners.items()):

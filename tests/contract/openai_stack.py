@@ -55,6 +55,10 @@ class GivesUp(RuntimeError):
         self.said = said
 
 
+class KillsEngines(RuntimeError):
+    """What a script raises of which an engine dies."""
+
+
 class ScriptedDecoder:
     """Plays an engine: the output of a request is what `script` says, `burst` tokens to a delta.
 
@@ -93,6 +97,11 @@ class ScriptedDecoder:
         params = submission.sampling
         try:
             output = list(self._script(submission))[: params.max_tokens]
+        except KillsEngines:
+            ended = asyncio.get_running_loop().create_future()
+            ended.set_result(None)
+            await self.servicer.drain(0.0, ended)
+            return
         except RuntimeError as error:
             self._give_up(submission.request_id, error)
             return

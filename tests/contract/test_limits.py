@@ -7,6 +7,7 @@ import json
 import logging
 import re
 import socket
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from importlib import import_module
@@ -21,7 +22,9 @@ from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from services.gateway import admission, guard, server, streaming
 from services.gateway.admission import Limits
-from tests.contract.openai_stack import Stack, counts, open_stack
+from services.gateway.errors import OverloadedError
+from services.gateway.prompts import HUGE_TEXT, MOST_HUGE, Threads
+from tests.contract.openai_stack import CONTEXT, TOKENIZER, Stack, counts, open_stack
 
 MANUAL = Path(__file__).parents[2] / "docs" / "security.md"
 SOON_S = 0.05
@@ -327,3 +330,114 @@ def test_the_manual_s_limits_are_the_code_s() -> None:
         module, _, name = place.rpartition(".")
         where = Limits() if module.endswith(".Limits") else import_module(module)
         assert float(number) == getattr(where, name), place
+
+
+def request(*headers: bytes, body: bytes = b'{"prompt": "x", "max_tokens": 2}') -> bytes:
+    lines = [b"POST /v1/completions HTTP/1.1", *headers, b"content-type: text/plain", b"", body]
+    return b"\r\n".join(lines)
+
+
+LENGTH = b"content-length: 32"
+
+
+@pytest.mark.parametrize(
+    ("headers", "expected"),
+    [
+        ([b"host: here", LENGTH], 200),
+        ([b"host: here", LENGTH, b"origin: http://here"], 200),
+        ([b"host: here", LENGTH, b"origin: https://other.example"], 403),
+        ([b"host: here", LENGTH, b"origin: null"], 403),
+        ([b"host: here", LENGTH, b"origin: https://friend.example"], 200),
+        ([b"host: here", b"host: there", LENGTH], 400),
+        ([b"host: here", b"transfer-encoding: identity, chunked"], 400),
+    ],
+)
+async def test_pages_of_other_sites_and_doubtful_framing(headers: list[bytes], expected: int) -> None:
+    """A browser asks nobody before it sends text, whoever wrote the page."""
+    async with (
+        open_stack(counts, allow_origin=["https://friend.example"]) as stack,
+        connected(stack) as (reader, writer),
+    ):
+        writer.write(request(*headers))
+        assert await status(reader) == expected
+
+
+async def test_no_page_of_another_site_may_by_default() -> None:
+    async with open_stack(counts) as stack:
+        for origin, expected in (("https://friend.example", 403), (str(stack.http.base_url), 200)):
+            answer = await stack.http.post("/v1/completions", json={"prompt": "x"}, headers={"origin": origin})
+            assert answer.status_code == expected
+        assert (await stack.http.get("/v1/models", headers={"origin": "https://friend.example"})).status_code == 200
+
+
+async def test_a_browser_learns_whose_pages_may() -> None:
+    asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    async with open_stack(counts, allow_origin=["https://friend.example"]) as stack:
+        for origin, allowed in (("https://friend.example", "https://friend.example"), ("https://x.example", None)):
+            answer = await stack.http.options("/v1/completions", headers={"origin": origin, **asked})
+            assert answer.headers.get("access-control-allow-origin") == allowed
+
+
+async def test_an_answer_s_body_does_not_wait_for_its_head_to_be_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every answer over a connection that was kept once took 40 ms."""
+    begun: list[socket.socket] = []
+    made = guard.GuardedProtocol.connection_made
+
+    def note(protocol: guard.GuardedProtocol, transport: asyncio.Transport) -> None:
+        made(protocol, transport)
+        begun.append(transport.get_extra_info("socket"))
+
+    monkeypatch.setattr(guard.GuardedProtocol, "connection_made", note)
+    async with open_stack() as stack, connected(stack):
+        while not begun:
+            await asyncio.sleep(0.01)
+        assert begun[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+async def test_every_answer_has_a_name() -> None:
+    async with open_stack(counts) as stack:
+        for path in ("/version", "/nowhere", "/v1/models"):
+            given = await stack.http.get(path, headers={"x-request-id": "mine-1"})
+            new = await stack.http.get(path)
+            assert given.headers["x-request-id"] == "mine-1"
+            assert len(new.headers["x-request-id"]) == 32
+        strange = await stack.http.get("/version", headers={"x-request-id": "x" * 200})
+        assert len(strange.headers["x-request-id"]) == 32
+
+
+async def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 8 MB once took half a gigabyte and ten seconds, to be refused then."""
+    longest = TOKENIZER.longest_token
+    assert longest is not None
+    text = "ab" * (CONTEXT * longest // 2 + 1)
+    monkeypatch.setattr(TOKENIZER.__class__, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    async with open_stack(counts) as stack:
+        for path, body in (
+            ("/v1/completions", {"prompt": text}),
+            ("/v1/completions", {"prompt": ["x", text]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ):
+            answer = await stack.http.post(path, json=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_huge_texts_wait_for_each_other_and_nobody_else_for_them() -> None:
+    threads, held, running, most = Threads(), threading.Event(), 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        held.wait()
+        running -= 1
+
+    huge = [asyncio.create_task(threads.run(HUGE_TEXT, work)) for _ in range(MOST_HUGE)]
+    while not running:
+        await asyncio.sleep(0.01)
+    assert await threads.run(HUGE_TEXT - 1, lambda: 1) + await threads.run(1, lambda: 2) == 3
+    with pytest.raises(OverloadedError, match="16 texts as large wait"):
+        await threads.run(HUGE_TEXT, work)
+    held.set()
+    await asyncio.gather(*huge)
+    assert most == 1
+    await threads.run(HUGE_TEXT, work)

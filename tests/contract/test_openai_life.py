@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
@@ -12,10 +12,11 @@ import httpx
 import openai
 import pytest
 
+from paceline.messages import Submission
 from paceline.state.embedded import EmbeddedRedis
 from services.gateway.admission import Limits
 from services.gateway.run import MOST_LOSSES
-from tests.contract.openai_stack import MODEL, Stack, counts, open_stack, says, start_target
+from tests.contract.openai_stack import MODEL, TOKENIZER, KillsEngines, Stack, counts, open_stack, says, start_target
 
 LONG: dict[str, Any] = {"prompt": "x", "seed": 7, "max_tokens": 60}
 
@@ -197,6 +198,55 @@ async def test_a_request_that_was_on_many_lost_targets_ends() -> None:
         answer = await asking
         assert answer.status_code == 500
         assert f"{MOST_LOSSES + 1} targets were lost" in answer.text
+
+
+async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on() -> None:
+    """All that were on the first engine may be why it died. The second one dies with the one that is."""
+    poison = "die"
+    deadly, killed = TOKENIZER.encode(poison), 0
+
+    def script(submission: Submission) -> Sequence[int]:
+        nonlocal killed
+        if list(submission.prompt) == deadly:
+            killed += 1
+            raise KillsEngines
+        return counts(submission)
+
+    async with open_stack(script, burst=1) as stack:
+        expected = await whole_text(stack)
+        stack.decoder.gate.clear()
+        before = len(stack.decoder.submissions)
+        neighbours = [asyncio.create_task(whole_text(stack)) for _ in range(3)]
+        while len(stack.decoder.submissions) < before + 3:
+            await asyncio.sleep(0.01)
+        asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": poison, "max_tokens": 5}))
+        while not killed:
+            await asyncio.sleep(0.01)
+        await stack.targets[0].die()
+        for number in (1, 2):
+            await stack.add_target(script, burst=1, worker_id=f"following-{number}")
+        answer = await asking
+        assert (answer.status_code, killed) == (500, 2)
+        assert answer.headers["x-should-retry"] == "false"
+        assert answer.json()["error"]["message"] == "2 engines died while they served this request: it may be why"
+        assert await asyncio.gather(*neighbours) == [expected] * 3
+
+
+async def test_one_that_draws_tokens_again_is_not_what_an_engine_died_of() -> None:
+    """A long one may be there when many engines die of others."""
+    async with open_stack(counts, burst=1) as stack:
+        expected = await whole_text(stack)
+        asking = await held(stack, begun=True)
+        for number in range(3):
+            dying = stack.targets[-1]
+            following = await stack.add_target(counts, burst=1, worker_id=f"following-{number}")
+            following.decoder.hold_after = 4 if number < 2 else None
+            ended = asyncio.get_running_loop().create_future()
+            ended.set_result(None)
+            await dying.servicer.drain(0.0, ended)
+            while number < 2 and following.decoder.gate.is_set():
+                await asyncio.sleep(0.01)
+        assert (await asking).json()["choices"][0]["text"] == expected
 
 
 async def test_no_other_target_is_an_error_of_the_stream() -> None:

@@ -171,7 +171,7 @@ async def test_choices_that_never_began_leave_no_trace() -> None:
 
 async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of many choices once cut the links to all targets, one after the other, and everybody's streams."""
-    monkeypatch.setattr(target_link, "FRAME_BYTES", 20_000)
+    monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 20_000)
     async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 3, "bad_words": ["word " * 200]}
         answer = await stack.http.post("/v1/completions", json=body)
@@ -183,7 +183,7 @@ async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: p
 
 
 async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(target_link, "FRAME_BYTES", 2000)
+    monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 2000)
     async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
         answer = await stack.http.post("/v1/completions", json={"prompt": "x", "bad_words": ["word " * 200] * 5})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")

@@ -96,3 +96,45 @@ async def test_an_ipv6_address_stands_in_brackets() -> None:
     async with grpc.aio.insecure_channel(address) as channel:
         await asyncio.wait_for(channel.channel_ready(), 10.0)
     await server.stop()
+
+
+def as_it_is(data: bytes) -> bytes:
+    return data
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "/paceline.v1.DraftService/Describe",
+        "/paceline.v1.DraftService/Grow",
+        "/grpc.health.v1.Health/Check",
+        "/grpc.health.v1.Health/Watch",
+        "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    """They were once answered with UNKNOWN, and logged with a traceback."""
+    server = Server("127.0.0.1", 0)
+    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Reading(), DRAFT_SERVICE)
+    await server.start()
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        call = channel.stream_stream(method, as_it_is, as_it_is)()
+        await call.write(b"\xff\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+    await server.stop()
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details() == "3 bytes that are no message of this method"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+class Reading(draft_pb2_grpc.DraftServiceServicer):
+    """Wants messages."""
+
+    async def Describe(self, request: Any, context: Any) -> draft_pb2.DraftServiceDescribeResponse:  # noqa: N802
+        return draft_pb2.DraftServiceDescribeResponse()
+
+    async def Grow(self, incoming: Any, context: Any) -> AsyncIterator[draft_pb2.GrowthFrame]:  # noqa: N802
+        async for _ in incoming:
+            yield draft_pb2.GrowthFrame()

@@ -148,7 +148,7 @@ def test_a_key_at_its_own_limit_is_no_want_of_room(documents: list[Document]) ->
     assert refused.name == "paceline_rejections_total", "limits of keys are counted elsewhere"
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "services" / "gateway").glob("*.py"))
     reasons = set(re.findall(r'raise OverloadedError\(.*?reason="(\w+)"', code, re.DOTALL))
-    assert reasons == {"in_flight", "queue", "bodies", "grammars"}
+    assert reasons == {"in_flight", "queue", "bodies", "grammars", "texts"}
     for reason in reasons:
         assert takes(refused, {"reason": reason})
     for reason in ("no_target", "breaker", "closing", "connections"):
