@@ -22,7 +22,7 @@ from paceline.model.layers import Linear, Norm
 from paceline.model.lending import Lent
 from paceline.model.llama import Fusion
 from paceline.model.rows import Row
-from paceline.speculators.draft_config import draft_config, is_of_the_speculators_library
+from paceline.speculators.draft_config import draft_config
 from paceline.speculators.head_layers import HeadLayers, layers_of
 from paceline.speculators.head_vocabulary import embedding_of, ids_of, output_of
 from paceline.speculators.network import HeadOutput
@@ -42,15 +42,21 @@ class Eagle3Kind:
     logit_scale: float
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, lent: Lent, layers: Sequence[int] | None = None) -> Eagle3Kind:
-        """`layers`: what the user says instead of the configuration. Raises `CheckpointError`."""
+    def of(
+        cls,
+        checkpoint: Checkpoint,
+        lent: Lent,
+        layers: Sequence[int] | None = None,
+        norm_output: bool | None = None,
+    ) -> Eagle3Kind:
+        """`layers`, `norm_output`: what the user says instead of the configuration. Raises `CheckpointError`."""
         said = checkpoint.config
         # Without the key vLLM reads the library's files as if it were true; the library itself always writes it.
         residual = said.get("speculators_model_type") == "eagle3"
         return cls(
             _layers(checkpoint, lent, layers),
             bool(said.get("norm_before_residual", residual)),
-            bool(said.get("norm_output", False)) and is_of_the_speculators_library(checkpoint),
+            bool(said.get("norm_output")) if norm_output is None else norm_output,
             float(said.get("logit_scale", 1.0)),
         )
 
@@ -65,11 +71,12 @@ class Eagle3:
         slots: int,
         rope_theta: float | None = None,
         layers: Sequence[int] | None = None,
+        norm_output: bool | None = None,
     ) -> None:
-        """`layers`: see `Eagle3Kind`. Raises `CheckpointError` if this is no EAGLE-3 head for this target."""
+        """`layers`, `norm_output`: see `Eagle3Kind`. Raises `CheckpointError` if it is no such head for this target."""
         config = draft_config(checkpoint, rope_theta)
         weights = Weights(checkpoint, lent, bare)
-        kind = Eagle3Kind.of(checkpoint, lent, layers)
+        kind = Eagle3Kind.of(checkpoint, lent, layers, norm_output)
         h, eps = int(config.hidden_size), float(config.rms_norm_eps)
         _refuse_other_sizes(checkpoint, lent, h)
         self.model = checkpoint.folder.name

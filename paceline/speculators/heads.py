@@ -74,8 +74,9 @@ def _eagle3_layers(parts: _Parts) -> Sequence[int]:
 
 
 def _eagle3_network(parts: _Parts) -> Eagle3:
-    layers = parts.config.eagle_aux_hidden_state_layer_ids
-    return Eagle3(parts.checkpoint, parts.lent, parts.slots, parts.config.rope_theta, layers)
+    said = parts.config
+    layers, norm_output = said.eagle_aux_hidden_state_layer_ids, said.norm_output
+    return Eagle3(parts.checkpoint, parts.lent, parts.slots, said.rope_theta, layers, norm_output)
 
 
 def _eagle(parts: _Parts) -> Speculator:

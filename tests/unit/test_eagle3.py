@@ -248,11 +248,13 @@ class TestConfiguration:
 
     @pytest.mark.parametrize("library", [True, False])
     def test_feeding_back_what_was_normed(self, library: bool, target: Lent, tmp_path: Path) -> None:
-        """In other trainers' configurations the same key says that logits are of what was normed, as always."""
+        """EAGLE-3.1. What the user says counts more."""
         tensors = eagle3_tensors()
         config = of_the_library(norm_output=True) if library else llama_config(norm_output=True)
         stored = renamed(tensors, bare) if library else tensors
-        compare(loaded(save_head(tmp_path, stored, config), target), formula(tensors, norm_output=library))
+        folder = save_head(tmp_path, stored, config)
+        compare(loaded(folder, target), formula(tensors, norm_output=True))
+        compare(loaded(folder, target, norm_output=False), formula(tensors))
 
 
 def llama3_frequencies() -> Tensor:
