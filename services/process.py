@@ -12,8 +12,9 @@ import logging
 import os
 import secrets
 import signal
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.compute.process import CannotComputeError, Compute
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.file import ConfigFileError, as_arguments, read
 from paceline.models import ModelNotFoundError
 from paceline.state import StateError
 from paceline.telemetry import logs
@@ -53,9 +55,25 @@ class StoppedError(Exception):
     """The service was asked to stop before it had begun."""
 
 
+def parsed(known: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """With the options of a `--config` file before those of the command line, which count more. Exits if either makes
+    no sense."""
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for each in (first, known):
+        each.add_argument("--config", type=Path, metavar="FILE", help="options by name, YAML or TOML")
+    file = first.parse_known_args(arguments)[0].config
+    if file is None:
+        return known.parse_args(arguments)
+    names = {option.removeprefix("--").replace("-", "_") for option in known._option_string_actions}
+    try:
+        return known.parse_args([*as_arguments(read(file, names - {"config", "help"})), *arguments])
+    except ConfigFileError as error:
+        known.error(str(error))
+
+
 def parser(kind: str, description: str) -> argparse.ArgumentParser:
     """What every service can be told."""
-    arguments = argparse.ArgumentParser(prog=f"python -m services.{kind}", description=description, allow_abbrev=False)
+    arguments = argparse.ArgumentParser(prog=f"paceline {kind}", description=description, allow_abbrev=False)
     arguments.add_argument("--host", default="127.0.0.1", help="address to listen on")
     arguments.add_argument("--port", type=int, default=0, help="0: the system chooses")
     arguments.add_argument("--advertise", metavar="HOST:PORT", help="where others reach it; else where it listens")

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    known = argparse.ArgumentParser(prog="python -m services.rank", description="One rank of a shared model.")
+    known = argparse.ArgumentParser(prog="paceline rank", description="One rank of a shared model.")
     known.add_argument("--rendezvous", required=True, metavar="HOST:PORT", help="where rank 0 waits")
     known.add_argument("--rank", required=True, type=int, help="1 or more; 0 is the worker itself")
     known.add_argument("--device", help="this rank's, if not the one in rank 0's configuration")

@@ -16,7 +16,7 @@ import yaml
 from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.config.spelling import METHOD_ALIASES, SWITCHES
+from paceline.config.spelling import ALGORITHMS, METHOD_ALIASES, SWITCHES
 from paceline.telemetry.logs import LEVELS
 
 CHART = Path(__file__).parent / "paceline"
@@ -56,6 +56,7 @@ def speculation() -> Schema:
             properties.update((each, properties[key]) for each in spellings)
             twice += ({"required": list(pair)} for pair in combinations(spellings, 2))
     properties.update((key, {"type": "boolean"}) for key in SWITCHES)
+    properties["speculative_algorithm"] = one_of(*ALGORITHMS, *map(str.lower, ALGORITHMS))
     return {**schema, "not": {"anyOf": twice}}
 
 

@@ -11,17 +11,31 @@ from typing import Annotated
 
 import typer
 
+import paceline
 from paceline.cli.keys import keys
-from paceline.cli.options import Engine, Speculation, Speculations, start_errors
+from paceline.cli.options import Config, Engine, Speculation, Speculations, start_errors
 from paceline.config import EngineConfig
 
 main = typer.Typer(
     name="paceline",
-    help="The same tokens, sooner: speculative decoding over many processes.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        typer.echo(paceline.__version__)
+        raise typer.Exit
+
+
+@main.callback()
+def options(
+    *, version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True)] = False
+) -> None:
+    """The same tokens, sooner: speculative decoding over many processes."""
 
 
 @main.command()
@@ -39,6 +53,7 @@ def serve(
     api_keys: Annotated[Path | None, typer.Option(help="Ask clients for a key: see `paceline keys`.")] = None,
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
+    config: Config = None,
 ) -> None:
     """Serve a model on this machine: gateway, targets, drafts and Redis, restarted when they die."""
     from paceline.cli import deployment
@@ -286,6 +301,18 @@ def overlap() -> None:
 
 
 @bench.command()
+def hostile() -> None:
+    """What one client can do to the others: costly grammars, huge prompts, many choices, bytes that are no message."""
+    from rich.console import Console
+
+    from paceline.cli import bench_hostile
+
+    with start_errors():
+        result = bench_hostile.run(Console(highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@bench.command()
 def scaling() -> None:
     """What the control plane costs per token, up to ten thousand requests, and how many processes that makes."""
     from rich.console import Console
@@ -334,7 +361,7 @@ def plan(
 
 @main.command()
 def chat(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
 ) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from collections.abc import Coroutine
 from typing import Any
 
 import httpx
 from rich.console import Console
 
 from paceline.cli.child import StartError
-from paceline.cli.client import ApiRefusedError, Client, open_client
+from paceline.cli.client import Answer, ApiRefusedError, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
 
 PATH = "/v1/chat/completions"
@@ -23,18 +25,33 @@ def run(console: Console, url: str, sampling: dict[str, Any]) -> None:
 async def _chat(console: Console, url: str, sampling: dict[str, Any]) -> None:
     async with open_client(url) as client:
         model = await _model(client, url)
-        console.print(f"[bold]{model}[/bold] at {url} · Ctrl-D ends ·", LEGEND)
+        console.print(f"[bold]{model}[/bold] at {url} · Ctrl-C stops an answer, Ctrl-D ends ·", LEGEND)
         messages: list[dict[str, str]] = []
         while (question := _asked(console)) is not None:
             messages.append({"role": "user", "content": question})
+            answer = Answer()
             try:
-                answer = await client.stream(PATH, {"messages": messages, **sampling}, Painter(console))
+                asking = client.stream(PATH, {"messages": messages, **sampling}, Painter(console), answer)
+                stopped = await _unless_interrupted(asking)
             except (ApiRefusedError, httpx.TransportError) as error:
                 console.print(f"[red]{error}[/red]")
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer.text})
-            console.print(f"\n[dim]{summary(answer)}[/dim]")
+            console.print("\n[dim]stopped[/dim]" if stopped else f"\n[dim]{summary(answer)}[/dim]")
+
+
+async def _unless_interrupted(work: Coroutine[Any, Any, object]) -> bool:
+    """Do it until Ctrl-C; whether that came."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)
+    try:
+        await task
+    except asyncio.CancelledError:
+        return True
+    finally:
+        loop.remove_signal_handler(signal.SIGINT)
+    return False
 
 
 async def _model(client: Client, url: str) -> str:

@@ -73,10 +73,17 @@ class Client:
         return str(listed.raise_for_status().json()["data"][0]["id"])
 
     async def stream(
-        self, path: str, body: Mapping[str, Any], on_progress: Callable[[Answer], None] = lambda _: None
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        on_progress: Callable[[Answer], None] = lambda _: None,
+        answer: Answer | None = None,
     ) -> Answer:
-        """Generate; `on_progress` is told after every chunk. Raises `ApiRefusedError`, or httpx's errors."""
-        answer = Answer()
+        """Generate; `on_progress` is told after every chunk. Raises `ApiRefusedError`, or httpx's errors.
+
+        `answer`: what grows, for whoever wants it even if this is cancelled.
+        """
+        answer = answer or Answer()
         async for line in self._lines(path, body):
             _read(answer, line)
             on_progress(answer)
@@ -120,8 +127,9 @@ def _read(answer: Answer, line: str) -> None:
 
 @asynccontextmanager
 async def open_client(url: str) -> AsyncIterator[Client]:
-    """A client of the server at `url`, such as http://127.0.0.1:8000. Proxies are not for us."""
-    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, trust_env=False) as http:
+    """A client of the server at `url`, with or without the /v1 that OpenAI's clients want. Proxies are not for us."""
+    server = url.rstrip("/").removesuffix("/v1")
+    async with httpx.AsyncClient(base_url=server, timeout=TIMEOUT_S, trust_env=False) as http:
         yield Client(http)
 
 

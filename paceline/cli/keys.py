@@ -38,6 +38,7 @@ def add(
         write(file, KeyFile(keys=(*known, entry)))
     except ValueError:
         _refuse(f"{name!r} is taken, or is no name: choose up to 64 letters, digits, dots and dashes")
+    typer.echo(f"{file.absolute()} has its hash; the key, which is not shown again:", err=True)
     typer.echo(key)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -11,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.cli.child import COULD_NOT_START, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.file import ConfigFileError, as_text, read
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -41,6 +43,23 @@ def parsed_json(settings: type[Settings]) -> Callable[[str], Settings]:
     return parse
 
 
+def _from_file(context: typer.Context, file: Path | None) -> Path | None:
+    """Let a file's options be the command's defaults."""
+    if file is not None:
+        try:
+            values = read(file, {each.name or "" for each in context.command.params} - {"config"})
+        except ConfigFileError as error:
+            raise typer.BadParameter(str(error)) from None
+        context.default_map = {
+            name: value if isinstance(value, bool) else as_text(value) for name, value in values.items()
+        }
+    return file
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", callback=_from_file, is_eager=True, help="Options by name, in YAML or TOML."),
+]
 Speculation = Annotated[
     SpeculativeConfig | None,
     typer.Option(

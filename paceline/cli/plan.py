@@ -23,6 +23,12 @@ def run(console: Console, pair: Pair, demand: Demand) -> dict[str, Any]:
 
 
 def _show(console: Console, planned: Plan) -> None:
+    console.print("By formula, one request and a chain of guesses that are all as likely to be right:")
+    table = Table("guesses", "accepted, expected", "speed-up in lock-step", "if drafting is hidden")
+    for each in planned.formulas:
+        table.add_row(str(each.guesses), f"{each.accepted:.2f}", f"{each.lockstep:.2f}", f"{each.hidden:.2f}")
+    console.print(table)
+    console.print("Simulated, with trees of guesses that grow while the target computes:")
     table = Table("requests per target", "plain tokens/s", "streamed tokens/s", "streamed / plain", "ms per token")
     for load in planned.loads:
         table.add_row(

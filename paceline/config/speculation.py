@@ -21,7 +21,7 @@ from paceline.config.methods import (
     VocabularyMappingName,
 )
 from paceline.config.settings import Settings
-from paceline.config.spelling import METHOD_ALIASES, METHOD_KEYS, in_our_words
+from paceline.config.spelling import METHOD_ALIASES, METHOD_KEYS, MODEL_KEYS, in_our_words
 
 KEYS_OF_STRATEGIES = {
     ("block_verification",): ("residual",),
@@ -57,7 +57,7 @@ class SpeculativeConfig(Settings):
     beside: tuple[ModelFree, ...] = Field(
         (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'
     )
-    model: str | None = Field(None, validation_alias=AliasChoices("model", "draft_model_path"))
+    model: str | None = Field(None, validation_alias=AliasChoices(*MODEL_KEYS))
     num_speculative_tokens: int = Field(
         5,
         ge=0,
@@ -136,6 +136,11 @@ class SpeculativeConfig(Settings):
         None,
         description="what an EAGLE-3 head is fed with, if not what its checkpoint says, and what extract_hidden_states "
         "writes: n is the output of layer n",
+    )
+    norm_output: bool | None = Field(
+        None,
+        description="whether an EAGLE-3 head is fed with its own state after the last norm, if not as its checkpoint "
+        "says: SpecForge wrote true, until its pull request 879, for heads that are fed with the state before it",
     )
     hidden_states_path: str | None = Field(
         None, description="with method extract_hidden_states: the folder that files are written to, by who drafts"

@@ -21,7 +21,23 @@ METHOD_ALIASES = {
     **dict.fromkeys(MTP_ALIASES, "mtp"),
 }
 
+ALGORITHMS = {
+    "EAGLE": "eagle",
+    "EAGLE3": "eagle3",
+    "NEXTN": "mtp",
+    "STANDALONE": "draft_model",
+    "NGRAM": "ngram",
+}
+"""SGLang's `speculative_algorithm`."""
+UNKNOWN_HERE = {
+    "num_speculative_tokens_per_batch_size": "how many guesses a step verifies follows here from what its rows cost, "
+    "whatever the batch: set num_speculative_tokens and max_tree_nodes to the most that you want",
+    "synthetic_acceptance_rates": "set synthetic_acceptance_rate to the mean over the depths of the probability that "
+    "all guesses down to there are accepted",
+}
+"""Keys of others that cannot be translated, and what to do."""
 METHOD_KEYS = ("method", "speculative_method")
+MODEL_KEYS = ("model", "draft_model_path", "speculative_draft_model_path")
 SWITCHES = ("use_heterogeneous_vocab", "parallel_drafting")
 """Keys that are true or false and say what has another key or name here."""
 
@@ -31,6 +47,23 @@ def in_our_words(data: Data) -> Data:
     for spell in SPELLINGS:
         data = spell(data)
     return data
+
+
+def _others(data: Data) -> Data:
+    """SGLang's name for the method, and keys that have none here."""
+    for key, advice in UNKNOWN_HERE.items():
+        if key in data:
+            raise ValueError(f"{key}: {advice}")
+    if "speculative_algorithm" not in data:
+        return data
+    rest = dict(data)
+    algorithm = rest.pop("speculative_algorithm")
+    if str(algorithm).upper() not in ALGORITHMS:
+        raise ValueError(f"speculative_algorithm is one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
+    method = ALGORITHMS[str(algorithm).upper()]
+    if rest.setdefault("method", method) != method:
+        raise ValueError("speculative_algorithm and method contradict each other: give one of them")
+    return rest
 
 
 def _heterogeneous_vocab(data: Data) -> Data:
@@ -84,7 +117,7 @@ def _stack(data: Data) -> Data:
 
 def _model_alone(data: Data) -> Data:
     """A checkpoint without a method says itself what it is for."""
-    if not (data.get("model") or data.get("draft_model_path")):
+    if not any(data.get(key) for key in MODEL_KEYS):
         return data
     named = {key: value for key, value in data.items() if key not in METHOD_KEYS or value is not None}
     return named if any(key in named for key in METHOD_KEYS) else {"method": DETECT, **named}
@@ -112,6 +145,7 @@ def _suffix_depth(data: Data) -> Data:
 
 
 SPELLINGS: Sequence[Callable[[Data], Data]] = (
+    _others,
     _heterogeneous_vocab,
     _stack,
     _parallel_drafting,

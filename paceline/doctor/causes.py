@@ -25,6 +25,13 @@ SELDOM = 0.2
 """Accepted tokens per step, of what is looked up."""
 SOME = 0.2
 """A smaller share of guessed tokens cannot fall."""
+DEEP = 4
+"""Guesses one after the other: fewer are never too many."""
+RARE = 0.05
+"""Of verifications: a depth that is reached as seldom brings nothing."""
+FEWEST_ANSWERS = 4
+UNEVEN = 4.0
+"""Of shares of guessed tokens, the largest over the smallest."""
 FALLEN = 0.6
 """Of the other side, or less: it has fallen."""
 
@@ -153,6 +160,32 @@ def stale_state(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
+def too_deep(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+    """Guesses that are verified at a depth which hardly any verification reaches."""
+    surest = _surest(acceptances)
+    depths = sum(2 * drafted >= surest.verifications for drafted in surest.drafted_by_depth)
+    reached = [depth for depth, share in enumerate(surest.by_depth, 1) if share >= RARE]
+    wanted = max(reached, default=1)
+    if surest.first < CHANCE or depths < max(DEEP, 2 * wanted):
+        return None
+    return (
+        f"steps verify guesses {depths} deep, of which fewer than {RARE:.0%} are accepted beyond depth {wanted}: "
+        f"num_speculative_tokens {wanted} costs less and brings as much"
+    )
+
+
+def uneven(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+    """Requests of which some are foreseen well and others hardly."""
+    answers = [answer for answer in _surest(acceptances).answers if len(answer.accepted) >= FEWEST_TOKENS]
+    shares = sorted(_share(answer.accepted) for answer in answers)
+    if len(shares) < FEWEST_ANSWERS or shares[-1] < GOOD or shares[0] > shares[-1] / UNEVEN:
+        return None
+    return (
+        f"acceptance varies by request: {shares[0]:.0%} of an answer's tokens are guessed at the worst, "
+        f"{shares[-1]:.0%} at the best; what the draft was not trained on gains nothing, so look at your prompts apart"
+    )
+
+
 def no_repetition(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     if facts.trained or _surest(acceptances).per_step >= SELDOM:
         return None
@@ -168,6 +201,8 @@ CAUSES: dict[str, Look] = {
     "temperature": temperature,
     "context limit": context_limit,
     "stale state": stale_state,
+    "too deep": too_deep,
+    "uneven requests": uneven,
     "no repetition": no_repetition,
 }
 

@@ -16,6 +16,8 @@ from paceline.simulation.pair import Pair, simulate
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 """Requests that one target runs at once."""
+GUESSES = (1, 2, 4, 8)
+"""Of a chain, for the formula."""
 TOKENS = 96
 """Per simulated request."""
 PAYS = 1.02
@@ -53,9 +55,24 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
+class Formula:
+    """What a chain of so many guesses is worth to one request, by the formula of Leviathan et al. 2023, which takes
+    all guesses to be right with one probability."""
+
+    guesses: int
+    accepted: float
+    """Expected, of one verification: the sum over depths of the product of the rates down to there."""
+    lockstep: float
+    """Over plain decoding, if the draft waits for the verification and the other way round."""
+    hidden: float
+    """If drafting and network hide behind the verification altogether."""
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What it takes. `at_once`: requests that a target then runs."""
 
+    formulas: Sequence[Formula]
     loads: Sequence[Load]
     pays_up_to: int
     """Requests per target up to which speculation pays; 0: never."""
@@ -84,6 +101,7 @@ def plan(pair: Pair, demand: Demand) -> Plan:
     near = next((each for each in loads if each.requests >= at_once), loads[-1])
     pays = near.streamed >= PAYS * near.plain
     return Plan(
+        formulas=[formula(pair, guesses) for guesses in GUESSES],
         loads=loads,
         pays_up_to=max((each.requests for each in loads if each.streamed >= PAYS * each.plain), default=0),
         target_workers=targets,
@@ -91,6 +109,16 @@ def plan(pair: Pair, demand: Demand) -> Plan:
         at_once=at_once,
         token_ms=1e3 * at_once * targets / demanded,
     )
+
+
+def formula(pair: Pair, guesses: int) -> Formula:
+    """Of a pair with a draft, for a step of one request."""
+    assert pair.draft is not None
+    accepted = sum(pair.draft.agreement**depth for depth in range(1, guesses + 1))
+    plain, verified = pair.target.seconds(1), pair.target.seconds(1 + guesses)
+    drafted = guesses * pair.draft.seconds(1) + pair.rtt_s
+    tokens = 1 + accepted
+    return Formula(guesses, accepted, tokens * plain / (verified + drafted), tokens * plain / verified)
 
 
 def load(pair: Pair, requests: int) -> Load:

@@ -38,8 +38,6 @@ def load(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | No
             raise StartError(f"--target-model is needed for {speculation.method}: a head drafts for one model alone")
         return borrow(target_model, DTYPES.get(engine.dtype), engine.device)
 
-    if not speculation.enabled:
-        raise StartError('--speculative-config: a draft worker needs a method, such as {"method": "ngram"}')
     if engine.tensor_parallel_size not in (1, speculation.draft_tensor_parallel_size):
         raise StartError(
             "--engine-config: tensor_parallel_size is the target's; set draft_tensor_parallel_size for drafts"

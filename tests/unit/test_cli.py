@@ -83,10 +83,13 @@ def test_a_plan_is_that_of_the_figures_given() -> None:
     for load, each in zip(expected["loads"], planned.loads, strict=True):
         load["token_ms"] = pytest.approx(each.token_ms, abs=0.005)
     assert json.loads(told) == expected
-    assert [row.replace("│", " ").split() for row in shown if row.startswith("│")] == [
-        f"{x.requests} {x.plain:.0f} {x.streamed:.0f} {x.streamed / x.plain:.2f} {x.token_ms:.1f}".split()
+    formulas = (f"{x.guesses} {x.accepted:.2f} {x.lockstep:.2f} {x.hidden:.2f}" for x in planned.formulas)
+    loads = (
+        f"{x.requests} {x.plain:.0f} {x.streamed:.0f} {x.streamed / x.plain:.2f} {x.token_ms:.1f}"
         for x in planned.loads
-    ]
+    )
+    rows = [row.replace("│", " ").split() for row in shown if row.startswith("│")]
+    assert rows == [row.split() for row in (*formulas, *loads)]
     assert shown[-2:] == [
         f"speculation pays up to {planned.pays_up_to} requests per target",
         f"{planned.target_workers} target workers, {planned.draft_workers} draft workers: "

@@ -106,6 +106,43 @@ def test_a_cause_is_named_when_first_guesses_say_so(
     assert names(acceptances, facts) == named
 
 
+def deep(*shares: float, verified: int | None = None) -> Acceptance:
+    """By depth, how often it was reached; `verified`: to what depth most steps went."""
+    depth = len(shares) if verified is None else verified
+    drafted = [100 if d < depth else 10 for d in range(len(shares))]
+    stats = SpeculationStats(drafted, [round(100 * share) for share in shares], 100 * depth, 100, 100)
+    return Acceptance(0.0, [Answer(10, [], stats)])
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "told"),
+    [
+        (deep(0.6, 0.3, 0.1, 0.04, 0.02, 0.0), "num_speculative_tokens 3 costs less"),
+        (deep(0.6, 0.3, 0.1, 0.05, 0.02, 0.0), ""),
+        (deep(0.6, 0.0, 0.0, 0.0), "num_speculative_tokens 1 costs less"),
+        (deep(0.6, 0.0, 0.0), ""),
+        (deep(0.6, 0.3, 0.1, 0.04, 0.02, 0.0, verified=4), ""),
+        (deep(0.03, 0.0, 0.0, 0.0, 0.0, 0.0), ""),
+    ],
+)
+def test_guesses_that_go_deeper_than_they_are_accepted(acceptance: Acceptance, told: str) -> None:
+    says = [cause.says for cause in causes([acceptance], TRAINED) if cause.name == "too deep"]
+    assert [told in each for each in says] == [True] * bool(told)
+
+
+@pytest.mark.parametrize(
+    ("shares", "named"),
+    [
+        ([0.1, 0.4, 0.5, 0.6], ["uneven requests"]),
+        ([0.2, 0.4, 0.5, 0.6], []),
+        ([0.1, 0.4, 0.6], []),
+        ([0.1, 0.2, 0.3, 0.4], []),
+    ],
+)
+def test_requests_of_which_some_are_foreseen_and_others_hardly(shares: list[float], named: list[str]) -> None:
+    assert names([placed(*((10, guessed(share, 100)) for share in shares))]) == named
+
+
 EVEN = guessed(0.5, 80)
 FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
 

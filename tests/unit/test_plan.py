@@ -49,6 +49,16 @@ def test_targets_are_as_many_as_the_goal_takes(
     assert planned.pays_up_to == 4
 
 
+def test_the_formula_is_leviathan_s() -> None:
+    """With c the draft's step over the target's, and E[accepted] + 1 = (1 - a ** (K + 1)) / (1 - a)."""
+    a, k, c = 0.8, 4, 0.1
+    told = planning.formula(pair(a), k)
+    assert told.accepted + 1 == pytest.approx((1 - a ** (k + 1)) / (1 - a))
+    assert told.lockstep == pytest.approx((1 - a ** (k + 1)) / ((1 - a) * (k * c + 1)))
+    assert told.hidden == pytest.approx(told.accepted + 1)
+    assert planning.formula(pair(a, rtt_s=0.01), k).lockstep == pytest.approx((told.accepted + 1) / (k * c + 2))
+
+
 def rates(planned: Sequence[Load]) -> list[float]:
     return [load.streamed / load.plain for load in planned]
 

@@ -88,13 +88,13 @@ class TestLines:
 class TestAcceptanceLine:
     def test_the_line_operators_know(self) -> None:
         stats = Acceptance(160, (80, 80), (76, 69))
-        assert acceptance_line(stats, 812.4) == (
+        assert acceptance_line(stats, 225, 0.277) == (
             "Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus"
-            " | per position [95%, 91%] | 812 tokens/s"
+            " | per position [95%, 91%] | efficiency 94% | 812 tokens/s, 578 guesses/s"
         )
 
     def test_plain_decoding(self) -> None:
-        assert acceptance_line(Acceptance(), 100.0) == "Draft tokens: none verified | 100 tokens/s"
+        assert acceptance_line(Acceptance(), 200, 2.0) == "Draft tokens: none verified | 100 tokens/s"
 
 
 def verified(*steps: tuple[list[int], int]) -> SpeculationStats:
@@ -118,9 +118,9 @@ class TestAcceptanceLog:
         log.emit()
         assert caplog.messages == [
             "Draft tokens: 3/5 (60.00%) accepted | acceptance length 1.00/2 without bonus"
-            " | per position [67%, 50%] | 3 tokens/s",
+            " | per position [67%, 50%] | efficiency 75% | 3 tokens/s, 2 guesses/s",
             "Draft tokens: 1/1 (100.00%) accepted | acceptance length 1.00/1 without bonus"
-            " | per position [100%] | 2 tokens/s",
+            " | per position [100%] | efficiency 100% | 2 tokens/s, 1 guesses/s",
         ]
 
     def test_says_nothing_without_traffic(self, caplog: pytest.LogCaptureFixture) -> None:
