@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from services.gateway.errors import InvalidRequestError
 from services.gateway.structure import ResponseFormat, StructuredOutputs
@@ -53,7 +62,17 @@ def _moved(value: Any) -> None:
         raise ValueError("is a key of structured_outputs now")
 
 
-Strings = Annotated[list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], BeforeValidator(_listed)]
+def _or(*schemas: dict[str, Any]) -> WithJsonSchema:
+    """What a client may write, where it becomes something else here."""
+    return WithJsonSchema({"anyOf": list(schemas)})
+
+
+TEXT: dict[str, Any] = {"type": "string"}
+TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
+IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+Strings = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]], BeforeValidator(_listed), _or(TEXT, TEXTS)
+]
 Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
 Unsupported = Annotated[None, BeforeValidator(_refused)]
 """Known, but not built: accepted only where it asks for nothing."""
@@ -155,7 +174,11 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    prompt: Annotated[list[str] | list[list[int]], Field(max_length=MAX_PROMPTS)]
+    prompt: Annotated[
+        list[str] | list[list[int]],
+        Field(max_length=MAX_PROMPTS),
+        _or(TEXT, TEXTS, IDS, {"type": "array", "items": IDS}),
+    ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True
@@ -199,7 +222,7 @@ class Message(Body):
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str = Field(min_length=1)
-    content: str | None = None
+    content: Annotated[str | None, _or(TEXT, {"type": "array", "items": {"type": "object"}}, {"type": "null"})] = None
 
     @field_validator("content", mode="before")
     @classmethod

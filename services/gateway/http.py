@@ -31,6 +31,7 @@ from services.gateway.choice import Choice, Piece
 from services.gateway.entrance import Entrance, caller_of
 from services.gateway.errors import ApiError, BodyTooLargeError, InvalidRequestError, OverloadedError, SlowBodyError
 from services.gateway.gateway import Gateway, merged
+from services.gateway.manual import add_manual
 from services.gateway.models import Models
 from services.gateway.plan import plan_chat, plan_completion
 from services.gateway.prompts import aside, check_ids, encode, encode_chat
@@ -55,7 +56,7 @@ class JsonResponse(Response):
 
 def create_app(models: Models, registry: CollectorRegistry, callers: Callers, origins: Sequence[str] = ()) -> FastAPI:
     """The application. `/metrics` shows what `registry` holds. `origins`: sites whose pages may use it."""
-    app = FastAPI(title="Paceline", version=paceline.__version__)
+    app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(Entrance, models, callers, origins)
     if origins:
         app.add_middleware(
@@ -71,6 +72,7 @@ def create_app(models: Models, registry: CollectorRegistry, callers: Callers, or
     _add_models(app, models)
     _add_tokens(app, models)
     _add_operations(app, models, registry)
+    add_manual(app)
     return app
 
 
