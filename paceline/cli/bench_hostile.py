@@ -35,10 +35,12 @@ from rich.table import Table
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.deployment import Wish, plan
 from paceline.cli.processes import tree_pss_mb
+from paceline.cli.progress import progress
 from paceline.cli.stack import Stack, running
 
 ALONE = 9
 """How often the other asks while nothing else goes on."""
+ATTACKS = 6
 LOOK_EVERY_S = 0.2
 SIZE = 8_000_000
 METHODS = {
@@ -83,15 +85,19 @@ class Bench:
     attacks: list[Attack] = field(default_factory=list)
     _numbers: count[int] = field(default_factory=count)
 
-    async def all(self) -> list[Attack]:
-        """One after the other."""
-        self.attacks.append(await self._costly_grammars())
-        self.attacks.append(await self._huge_prompts())
-        self.attacks.append(await self._huge_texts())
-        self.attacks.append(await self._many_choices())
-        self.attacks.append(await self._no_messages())
-        self.attacks.append(await self._other_sites())
-        return self.attacks
+    async def all(self, done: Callable[[], None]) -> None:
+        """One after the other; `done` hears of each."""
+        every = (
+            self._costly_grammars,
+            self._huge_prompts,
+            self._huge_texts,
+            self._many_choices,
+            self._no_messages,
+            self._other_sites,
+        )
+        for attack in every:
+            self.attacks.append(await attack())
+            done()
 
     async def _costly_grammars(self) -> Attack:
         def costly(number: int) -> Ask:
@@ -240,8 +246,8 @@ async def _bench(console: Console) -> Result:
         await stack.ready()
         bench = Bench(stack, client)
         try:
-            with console.status("measuring"):
-                await bench.all()
+            with progress(console, "attacks", ATTACKS) as done:
+                await bench.all(done)
         finally:
             console.print(_table(bench.attacks))
     return Result(bench.attacks, sum("Traceback" in line for line in said))

@@ -16,10 +16,13 @@ equal. Speeds are medians over requests:
 
 Each prompt is asked once before anything is measured, so both find it in the prefix cache.
 
+Ctrl-C ends it with what was measured.
+
 The last line is one JSON document. At its top are the figures of act one, under `widened` the same of act two:
 
 - `workloads`: the speeds above;
 - `identical`: whether plain and speculative tokens were equal for every prompt; at the top, of both acts;
+- `outputs`, `same`: how many outputs were compared, one for each prompt and temperature, and how many were equal;
 - `ready_s`: until requests are served, from the start of the command, in act two from when the weights are written;
 - `rss_mb`: the proportional set size of the whole process tree after the act's measurements, in MB (10^6 bytes); memory
   that processes share is counted once. In act two that includes torch in this process, which made the weights.
@@ -45,6 +48,7 @@ from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.colours import LEGEND, Painter, summary
 from paceline.cli.deployment import TARGET, Wish, default_speculation, plan
 from paceline.cli.processes import tree_pss_mb
+from paceline.cli.progress import progress
 from paceline.cli.stack import ready_stack
 from paceline.cli.workloads import Workload, workloads
 
@@ -84,6 +88,8 @@ class Figures:
     """One act. The units are in the module's docstring."""
 
     identical: bool
+    outputs: int
+    same: int
     workloads: Sequence[Measured]
     ready_s: float
     rss_mb: float | None
@@ -91,9 +97,9 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Result(Figures):
-    """Act one, with act two below it. `identical` is about both."""
+    """Act one, with act two below it. `identical` is about both. None: it was not played."""
 
-    widened: Figures
+    widened: Figures | None
 
 
 @dataclass(slots=True)
@@ -106,11 +112,16 @@ class Runs:
     speculative: list[list[Answer]] = field(default_factory=list)
 
     @property
-    def identical(self) -> bool:
-        return all(
+    def same(self) -> int:
+        """Prompts to which all answers are equal."""
+        return sum(
             len({tuple(answer.tokens) for answer in (*plain, *speculative)}) == 1
             for plain, speculative in zip(self.plain, self.speculative, strict=True)
         )
+
+    @property
+    def identical(self) -> bool:
+        return self.same == len(self.plain)
 
     def measured(self) -> Measured:
         plain = [answer for answers in self.plain for answer in answers]
@@ -133,11 +144,22 @@ def acceptance_length(answers: Sequence[Answer]) -> float:
 
 async def demo(console: Console, began: float) -> Result:
     """Play both acts. `began`: when the command did, in seconds. Raises `StartError`, `StateError`."""
-    one = await play(console, _act_one(), began)
-    with TemporaryDirectory(prefix="paceline-demo-") as folder:
-        target = _widened_target(console, Path(folder))
-        two = await play(console, _act_two(target), time.monotonic())
-    return Result(one.identical and two.identical, one.workloads, one.ready_s, one.rss_mb, two)
+    one, whole = await play(console, _act_one(), began)
+    two: Figures | None = None
+    if whole:
+        with TemporaryDirectory(prefix="paceline-demo-") as folder:
+            target = _widened_target(console, Path(folder))
+            two, _ = await play(console, _act_two(target), time.monotonic())
+    console.print(Rule(characters="═"), verdict([one] if two is None else [one, two]), style="bold")
+    identical = one.identical and (two is None or two.identical)
+    return Result(identical, one.outputs, one.same, one.workloads, one.ready_s, one.rss_mb, two)
+
+
+def verdict(acts: Sequence[Figures]) -> str:
+    """In words."""
+    outputs, same = sum(act.outputs for act in acts), sum(act.same for act in acts)
+    best = max((each.speedup for act in acts for each in act.workloads), default=1.0)
+    return f"{same} of {outputs} outputs identical, up to {best:.1f} × sooner"
 
 
 def _act_one() -> Act:
@@ -170,33 +192,43 @@ def _widened_target(console: Console, folder: Path) -> Path:
     return target
 
 
-async def play(console: Console, act: Act, began: float) -> Figures:
-    """Start, show, measure and stop one stack. `began`: from when on `ready_s` counts."""
+async def play(console: Console, act: Act, began: float) -> tuple[Figures, bool]:
+    """Start, show, measure and stop one stack; and whether that was done to the end. `began`: from when on `ready_s`
+    counts."""
+    runs: list[Runs] = []
+    whole = True
     console.print(Rule(f"[bold]{act.title}[/bold]", characters="═"))
     console.print(act.intro)
     async with ready_stack(plan(act.wish), console) as stack, open_client(stack.deployment.url) as client:
         ready_s = time.monotonic() - began
         console.print(f"ready after {ready_s:.1f} s ·", LEGEND)
-        runs = [await _run(client, console, act, *case) for case in product(act.workloads, TEMPERATURES)]
+        try:
+            for workload, temperature in product(act.workloads, TEMPERATURES):
+                runs.append(Runs(workload, temperature))
+                await _run(client, console, act, runs[-1])
+        except asyncio.CancelledError:  # by Ctrl-C, the only one who does
+            whole = False
+            console.print("\n[yellow]stopped: what was measured so far counts[/yellow]")
         rss_mb = tree_pss_mb()
-    identical = all(run.identical for run in runs)
-    return Figures(identical, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
+    runs = [run for run in runs if run.plain]
+    outputs, same = sum(len(run.plain) for run in runs), sum(run.same for run in runs)
+    figures = Figures(same == outputs, outputs, same, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
+    return figures, whole
 
 
-async def _run(client: Client, console: Console, act: Act, workload: Workload, temperature: float) -> Runs:
-    """Show the first prompt's answer, then measure all of them."""
+async def _run(client: Client, console: Console, act: Act, runs: Runs) -> None:
+    """Show the first prompt's answer, then measure all of them, into `runs`."""
+    workload, temperature = runs.workload, runs.temperature
     console.print(Rule(f"{workload.name}, temperature {temperature:g}"))
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
     bodies = [body | sampling for body in workload.bodies]
     shown = await client.stream(workload.path, bodies[0], Painter(console))
     console.print(f"\n\n[dim]{summary(shown)}[/dim]")
-    runs = Runs(workload, temperature)
-    with console.status("measuring") as status:
-        for number, body in enumerate(bodies, 1):
-            status.update(f"measuring prompt {number} of {len(bodies)}, plain and speculative in turns")
+    with progress(console, "prompts, plain and speculative in turns", len(bodies)) as done:
+        for body in bodies:
             await _measure(client, runs, body, act.repetitions)
+            done()
     _print(console, runs)
-    return runs
 
 
 async def _measure(client: Client, runs: Runs, body: dict[str, Any], repetitions: int) -> None:

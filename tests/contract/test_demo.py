@@ -14,14 +14,14 @@ import pytest
 from rich.console import Console
 
 from paceline.cli.cores import available
-from paceline.cli.demo import TEMPERATURES, Act, play
+from paceline.cli.demo import TEMPERATURES, Act, play, verdict
 from paceline.cli.deployment import Wish
 from paceline.cli.workloads import Workload, workloads
 from paceline.config import EngineConfig, SpeculativeConfig
 
 SPEEDS = ("plain_tokens_per_s", "speculative_tokens_per_s", "plain_tokens_per_s_http", "speculative_tokens_per_s_http")
 MEASURED = {"name", "temperature", *SPEEDS, "speedup", "speedup_http", "acceptance_length"}
-FIGURES = {"identical", "workloads", "ready_s", "rss_mb"}
+FIGURES = {"identical", "outputs", "same", "workloads", "ready_s", "rss_mb"}
 
 
 async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
@@ -34,8 +34,11 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
         [Workload("counting", "/v1/completions", [{"prompt": "1 2 3"}])],
         repetitions=1,
     )
-    figures = await play(Console(file=(shown := io.StringIO())), act, time.monotonic())
+    figures, whole = await play(Console(file=(shown := io.StringIO())), act, time.monotonic())
+    assert whole
     assert figures.identical
+    assert (figures.outputs, figures.same) == (2, 2)
+    assert verdict([figures, figures]).startswith("4 of 4 outputs identical, up to ")
     assert figures.ready_s > 0
     assert [(each.name, each.temperature) for each in figures.workloads] == [("counting", t) for t in TEMPERATURES]
     assert all(getattr(each, speed) > 0 for each in figures.workloads for speed in SPEEDS)
