@@ -254,12 +254,12 @@ async def _bench(console: Console) -> Result:
 
 
 def _table(attacks: Sequence[Attack]) -> Table:
-    table = Table("attack", "sent", "answers", "s", "MB more", "other alone, ms", "beside, ms", "longest, ms")
+    table = Table("attack", "answers", "s", "MB more", "alone, ms", "beside", "longest", box=None)
     for each in attacks:
         answers = ", ".join(f"{number} × {answer}" for answer, number in each.answers.items())
         memory = "" if each.memory_mb is None else f"{each.memory_mb:.0f}"
         waits = ("" if wait is None else f"{1e3 * wait:.1f}" for wait in (each.alone_s, each.beside_s, each.longest_s))
-        table.add_row(each.name, str(each.sent), answers, f"{each.seconds:.2f}", memory, *waits)
+        table.add_row(each.name, answers, f"{each.seconds:.2f}", memory, *waits)
     return table
 
 
