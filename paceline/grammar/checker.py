@@ -2,19 +2,21 @@
 
 llguidance's own limits do not bound what compiling costs: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
 and 370 MB. So who lets grammars in compiles each in a process that ends when it has used up its time or its memory,
-with a vocabulary of single bytes: what costs much does so whatever the vocabulary.
+with a vocabulary of single bytes: what costs much does so whatever the vocabulary. It is a fork of one that has all it
+needs, which takes milliseconds.
 
     checker = Checker()
     await checker.check(grammar)
 
-`python -m paceline.grammar.checker SECONDS BYTES` is that process: a line is a grammar as JSON, and its answer what is
-wrong with it.
+`python -m paceline.grammar.checker SECONDS BYTES` is the one that forks: a line is a grammar as JSON, and its answer
+what is wrong with it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
 import resource
 import signal
 import sys
@@ -26,7 +28,7 @@ from llguidance import LLMatcher, LLTokenizer
 from paceline.grammar.writing import LIMITS, PREAMBLE, GrammarError, limit_of, plainly
 from paceline.launcher import dependent
 
-TIME_MS = 500
+TIME_MS = 250
 """CPU time of one grammar. Those that say what an answer must be take some milliseconds."""
 MEMORY_BYTES = 128 * 2**20
 """Of one grammar, address space."""
@@ -83,24 +85,16 @@ class _Process:
         except asyncio.CancelledError:
             await self.end()
             raise
-        code = await self._end()
-        if code == -signal.SIGPROF:
-            return f"compiling it takes more than {self._time_s:g} s: make it simpler"
-        return f"compiling it takes more than {self._memory_bytes >> 20} MB: make it simpler"
+        await self.end()
+        return "the process that compiles grammars has ended: try again"
 
     async def end(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-        if self._process is not None:
-            await self._end()
-
-    async def _end(self) -> int:
-        """Of a process that has ended, or is about to: its exit code."""
         process, self._process = self._process, None
-        assert process is not None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
         await process.communicate()
-        assert process.returncode is not None
-        return process.returncode
 
 
 def complaint(grammar: str) -> str:
@@ -119,16 +113,31 @@ def complaint(grammar: str) -> str:
 def main() -> None:
     """Ends with its input."""
     time_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    slow = f"compiling it takes more than {1e3 * time_s:.0f} ms: make it simpler"
+    large = f"compiling it takes more than {memory_bytes >> 20} MB: make it simpler"
+    for line in sys.stdin:
+        ours, theirs = os.pipe()
+        if not (child := os.fork()):
+            _limit(time_s, memory_bytes)
+            os.write(theirs, json.dumps(complaint(json.loads(line))).encode())
+            os._exit(0)
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as pipe:
+            answer = pipe.read().decode()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            answer = json.dumps(slow if code == -signal.SIGPROF else large)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def _limit(time_s: float, memory_bytes: int) -> None:
+    """This process ends by a signal when it has used up its time, and fails when it wants more memory."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + memory_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, time_s)  # whoever does not stop it in time is ended by its signal
-        answer = complaint(json.loads(line))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+    signal.setitimer(signal.ITIMER_PROF, time_s)
 
 
 _BYTES = LLTokenizer("byte")
