@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
+from paceline.config.complaints import complaint
 from paceline.config.settings import Settings
 
 PREFIX = "pl-"
@@ -59,9 +60,7 @@ def read(path: Path) -> KeyFile:
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
-        raise KeyFileError(f"{path} holds no API keys: {where}{': ' if where else ''}{first['msg']}") from None
+        raise KeyFileError(f"{path} holds no API keys: {complaint(error, quote=False)}") from None
 
 
 def write(path: Path, keys: KeyFile) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pydantic import Field, ValidationError
 
 from paceline.config import Settings
+from paceline.config.complaints import in_words
 
 PREFIX = "timed:"
 
@@ -39,7 +40,7 @@ class TimedModel(Settings):
         try:
             return cls.model_validate({key.strip(): value.strip() for key, _, value in pairs}, strict=False)
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {in_words(e)}" for e in error.errors())
             raise ValueError(f"{name!r} names no timed model: {told}") from error
 
     def seconds(self, rows: int) -> float:

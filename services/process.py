@@ -22,6 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.compute.process import CannotComputeError, Compute
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.complaints import complaint
 from paceline.config.file import ConfigFileError, as_arguments, read
 from paceline.models import ModelNotFoundError
 from paceline.state import StateError
@@ -155,8 +156,6 @@ def _json(settings: type[Settings]) -> Callable[[str], Settings]:
         try:
             return settings.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise argparse.ArgumentTypeError(f"{where}: {first['msg']}" if where else first["msg"]) from None
+            raise argparse.ArgumentTypeError(complaint(error)) from None
 
     return parse

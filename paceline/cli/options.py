@@ -12,6 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from paceline.cli.child import COULD_NOT_START, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.complaints import complaint
 from paceline.config.file import ConfigFileError, as_text, read
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -36,9 +37,7 @@ def parsed_json(settings: type[Settings]) -> Callable[[str], Settings]:
         try:
             return settings.model_validate_json(text)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise typer.BadParameter(f"{where}: {first['msg']}" if where else first["msg"]) from None
+            raise typer.BadParameter(complaint(error)) from None
 
     return parse
 

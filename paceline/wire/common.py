@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.config.complaints import in_words
 from paceline.messages import FinishReason, SpeculationStats, Timings
 from paceline.v1 import common_pb2 as pb
 from paceline.wire.errors import WireError
@@ -152,6 +153,6 @@ def decode_stats(message: pb.SpeculationStats) -> SpeculationStats:
 
 def _first(error: ValidationError) -> str:
     """The first complaint, as `.field: text`, or `: text` if it concerns several fields."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     path = "".join(f".{part}" for part in first["loc"])
-    return f"{path}: {first['msg']}"
+    return f"{path}: {in_words(first)}"

@@ -24,6 +24,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from paceline.config.complaints import in_words
+
 RETRY_AFTER_S = 1
 MOST_ECHOED = 80
 """Characters of what a client sent."""
@@ -216,9 +218,5 @@ def _complaint(detail: ErrorDetails, param: str | None) -> str:
             return f"unknown parameter: {param}"
         case "missing":
             return f"missing parameter: {param}"
-    message = detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    if not param:
-        return message
-    given = detail["input"]
-    shown = f", not {given!r}" if isinstance(given, str | int | float | bool | None) else ""
-    return f"{param}: {message[0].lower()}{message[1:]}{shown if len(shown) < 80 else ''}"
+    words = in_words(detail)
+    return f"{param}: {words[0].lower()}{words[1:]}" if param else words

@@ -107,7 +107,7 @@ def test_it_serves_mends_and_stops() -> None:
         (("/nowhere",), "no model at /nowhere"),
         (("table:256", "--speculative-config", '{"method": "draft_model", "model": "table:128"}'), "vocabularies of"),
         (("table:256", "--speculative-config", '{"method": "eagle3"}'), "method eagle3 needs `model`"),
-        (("table:256", "--engine-config", '{"slot": 5}'), "slot: Extra inputs"),
+        (("table:256", "--engine-config", '{"slot": 5}'), "slot: is not known here"),
     ],
 )
 def test_what_cannot_start_says_so_before_anything_is_started(arguments: tuple[str, ...], complaint: str) -> None:

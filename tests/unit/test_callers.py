@@ -119,7 +119,7 @@ def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "Invalid JSON"),
+        ("", "is not valid JSON"),
         ('{"keys": [{"name": "a", "key": "pl-plain"}]}', "sha256"),
         ('{"keys": [{"name": "a", "sha256": "pl-plain"}]}', "sha256"),
         ('{"keys": [{"name": "a b", "sha256": "pl-plain"}]}', "name"),

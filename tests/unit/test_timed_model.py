@@ -199,11 +199,11 @@ def test_a_name_says_it_all() -> None:
 @pytest.mark.parametrize(
     ("name", "told"),
     [
-        ("timed:speed=9", "speed: Extra inputs"),
-        ("timed:vocabulary=2", "vocabulary: Input should be greater"),
-        ("timed:agreement=1.5", "agreement: Input should be less"),
-        ("timed:step_ms=fast", "step_ms: Input should be a valid number"),
-        ("timed:512", "512: Extra inputs"),
+        ("timed:speed=9", "speed: is not known here"),
+        ("timed:vocabulary=2", "vocabulary: must be at least 16"),
+        ("timed:agreement=1.5", "agreement: must be at most 1"),
+        ("timed:step_ms=fast", "step_ms: must be a number"),
+        ("timed:512", "512: is not known here"),
     ],
 )
 def test_a_name_that_is_none_says_why(name: str, told: str) -> None:
