@@ -23,8 +23,8 @@ ASKED = 4
 """Chats of a kind that are asked for."""
 CODE_FILES = ("textwrap.py", "statistics.py", "fractions.py", "shlex.py")
 QUESTIONS = (
+    "What does json.dumps do?",  # the one that training saw comes first
     "What does textwrap.dedent do?",
-    "What does json.dumps do?",
     "How do I use heapq.heappush?",
     "Explain statistics.median.",
 )
