@@ -58,7 +58,8 @@ Ask = Callable[[], Awaitable[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """The units are in the module's docstring; None: nobody else asked, or nobody knows."""
+    """One row of the table. Units are in the module's docstring. `memory_mb` is None where the system does not tell,
+    times of the other client are None where an attack has none."""
 
     name: str
     sent: int

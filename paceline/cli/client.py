@@ -81,7 +81,7 @@ class Client:
     ) -> Answer:
         """Generate; `on_progress` is told after every chunk. Raises `ApiRefusedError`, or httpx's errors.
 
-        `answer`: what grows, for whoever wants it even if this is cancelled.
+        `answer` is filled and returned; a caller that passes its own keeps what came before a cancellation.
         """
         answer = answer or Answer()
         async for line in self._lines(path, body):

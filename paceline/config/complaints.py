@@ -1,4 +1,4 @@
-"""What is wrong with somebody's settings, in words for whoever wrote them: pydantic's are for programmers."""
+"""Validation errors of settings in plain words: pydantic's own are written for programmers."""
 
 from __future__ import annotations
 

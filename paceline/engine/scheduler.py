@@ -4,7 +4,8 @@ There is no prefill phase and no decode phase. A request has tokens computed and
 the gap within the step's rows, oldest request first. Where only the root is missing, guesses may ride along.
 
 Places are shared fairly: by clients, then by a client's groups (the choices of one request are a group), then in the
-order of arrival. Whoever has fewer running starts first, and takes the place of one of those who have two more.
+order of arrival. The client with the fewest running requests starts next. If no place is free, the youngest request of
+a client that runs two more is preempted.
 """
 
 from __future__ import annotations
@@ -111,7 +112,7 @@ class Scheduler:
 
     def _admissible(self) -> bool:
         """Whether a waiting request can start, by what can be told without looking into the cache."""
-        if not self.waiting or len(self.running) >= self._config.max_num_seqs:
+        if not self.waiting or self._full:
             return False
         return self._next().missing <= self.pool.free
 
@@ -120,7 +121,7 @@ class Scheduler:
 
         Nobody who runs misses a prompt at this point: there would be no rows left.
         """
-        if not self.waiting or not self._fits(request := self._next()):
+        if not self.waiting or self._full or not self._fits(request := self._next()):
             return None
         request.attach(self.pool)
         request.begin()
@@ -128,9 +129,14 @@ class Scheduler:
         self.waiting.remove(request)
         return self._next_rows(request, rows)
 
+    @property
+    def _full(self) -> bool:
+        """Whether as many run as may: then nobody need be looked for among those that wait."""
+        return len(self.running) >= self._config.max_num_seqs
+
     def _fits(self, request: Request) -> bool:
         """Whether a waiting request can start now."""
-        if len(self.running) >= self._config.max_num_seqs:
+        if self._full:
             return False
         request.attach(self.pool)
         fits = request.missing <= self.pool.free

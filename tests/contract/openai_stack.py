@@ -67,6 +67,8 @@ class ScriptedDecoder:
     """
 
     hold_after: int | None = None
+    first_after_s = 0.0
+    """How long a request's first token takes."""
 
     def __init__(self, script: Script, burst: int) -> None:
         self.servicer: TargetServicer
@@ -108,6 +110,7 @@ class ScriptedDecoder:
         stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
         output = output[: stops[0] + 1] if stops else output
         start = len(submission.committed)
+        await asyncio.sleep(self.first_after_s)
         for at in range(start, len(output), self._burst):
             await self.gate.wait()
             tokens = output[at : at + self._burst]

@@ -309,6 +309,16 @@ async def test_tenants_share_no_prefix(stack: Stack, keys: Keys) -> None:
     assert all(len(salt) == 32 for salt in salts), "digests, and nothing that a client said"
 
 
+async def test_targets_hear_who_asks_and_which_choices_belong_together(stack: Stack, keys: Keys) -> None:
+    """They share their places by it."""
+    for name in ("alice", "alice", "bob"):
+        await ask(stack, keys[name], n=2)
+    told = [(submission.client, submission.group) for submission in stack.decoder.submissions]
+    assert [client for client, _ in told] == ["alice"] * 4 + ["bob"] * 2
+    assert told[::2] == told[1::2], "the choices of a request"
+    assert len({group for _, group in told}) == 3
+
+
 async def test_without_keys_salts_alone_keep_apart() -> None:
     async with open_stack(counts) as stack:
         for salt in (None, "a", "b", "a"):

@@ -16,7 +16,17 @@ from paceline.messages import Submission
 from paceline.state.embedded import EmbeddedRedis
 from services.gateway.admission import Limits
 from services.gateway.run import MOST_LOSSES
-from tests.contract.openai_stack import MODEL, TOKENIZER, KillsEngines, Stack, counts, open_stack, says, start_target
+from tests.contract.openai_stack import (
+    MODEL,
+    TOKENIZER,
+    KillsEngines,
+    ScriptedDecoder,
+    Stack,
+    counts,
+    open_stack,
+    says,
+    start_target,
+)
 
 LONG: dict[str, Any] = {"prompt": "x", "seed": 7, "max_tokens": 60}
 
@@ -200,8 +210,9 @@ async def test_a_request_that_was_on_many_lost_targets_ends() -> None:
         assert f"{MOST_LOSSES + 1} targets were lost" in answer.text
 
 
-async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on() -> None:
-    """All that were on the first engine may be why it died. The second one dies with the one that is."""
+async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were on the first engine may be why it died. The second one dies with the one that is, and with no
+    other that has not drawn a token there."""
     poison = "die"
     deadly, killed = TOKENIZER.encode(poison), 0
 
@@ -223,6 +234,7 @@ async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on() -> N
         while not killed:
             await asyncio.sleep(0.01)
         await stack.targets[0].die()
+        monkeypatch.setattr(ScriptedDecoder, "first_after_s", 0.05)
         for number in (1, 2):
             await stack.add_target(script, burst=1, worker_id=f"following-{number}")
         answer = await asking

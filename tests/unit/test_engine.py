@@ -711,3 +711,17 @@ class TestEnds:
         [refused, *_] = target.step()
         assert refused.finish_reason is FinishReason.ERROR
         assert "'a' is in use" in refused.error
+
+
+def test_a_prompt_that_is_computed_serves_others_before_its_request_ends() -> None:
+    """As the choices of one request, which have the same one."""
+    this = engine(NoDrafting())
+    prompt = [number % VOCABULARY for number in range(40)]
+    this.submit(Submission("first", prompt, SamplingParams(max_tokens=50)))
+    this.step()
+    this.submit(Submission("second", prompt, SamplingParams(max_tokens=1)))
+    ended = [delta for _ in range(3) for delta in this.step() if delta.request_id == "second" and delta.usage]
+    assert this.load.running == 1, "the first goes on"
+    assert ended[0].usage is not None
+    assert ended[0].usage.cached_tokens == 32
+    this.check_integrity()
