@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -72,14 +72,13 @@ class TargetWorker:
 async def target_worker(
     speculation: SpeculativeConfig | None = None,
     model: Model | None = None,
-    hidden_state_layers: Sequence[int] = (),
     hang_s: float = PATIENCE_S,
 ) -> AsyncIterator[TargetWorker]:
     """It asks no draft until its pool reaches one, or a request names one; model-free methods draft beside it."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
     config = EngineConfig(slots=model.slots)
     async with joined() as (connection, pipe):
-        drafting = RemoteDrafting(pipe, hidden_state_layers)
+        drafting = RemoteDrafting(pipe)
         speculation = speculation or SpeculativeConfig()
         beside = [LocalDrafting(each) for each in build_beside(speculation)]
         engine = Engine(model, config, speculation, drafting, FREE, beside=beside)
@@ -87,7 +86,7 @@ async def target_worker(
         servicer = TargetServicer(described(model), notebook, RemoteEngine(connection))
         connection.deliver(Stepped, lambda step: servicer.deliver(step.deltas, step.load))
         terms = Terms(model.fingerprint, model.vocabulary_size, hang_s=hang_s)
-        pool = pooled(connection, terms, hidden_state_layers)
+        pool = pooled(connection, terms, model.layers)
         server = Server("127.0.0.1", 0)
         server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -31,6 +31,8 @@ from tests.pipes import computing, joined
 
 VOCABULARY = 1000
 FINGERPRINT = "v1"
+LAYERS = 2
+"""Of the target; hidden states are counted from 0 to one more."""
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 PATIENCE_S = 120.0
 """How long a test waits for what must happen. Only a test that fails waits that long."""
@@ -200,15 +202,14 @@ class Target:
 
 @asynccontextmanager
 async def target(
-    hidden_state_layers: tuple[int, ...] = (),
     hang_s: float = PATIENCE_S,
     observer: Observer | None = None,
     tls: Certificates | None = None,
 ) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
-        drafting = RemoteDrafting(pipe, hidden_state_layers)
+        drafting = RemoteDrafting(pipe)
         terms = Terms(FINGERPRINT, VOCABULARY, hang_s=hang_s, tls=tls)
-        pool = pooled(connection, terms, hidden_state_layers, observer or Unobserved())
+        pool = pooled(connection, terms, LAYERS, observer or Unobserved())
         try:
             yield Target(drafting, pool)
         finally:
@@ -218,11 +219,11 @@ async def target(
 def pooled(
     connection: Connection,
     terms: Terms,
-    hidden_state_layers: Sequence[int] = (),
+    layers: int,
     observer: Observer = Unobserved(),  # noqa: B008 - it has no state
 ) -> DraftPool:
     """The links to draft workers of the engine at the other end."""
-    pool = DraftPool(terms, connection.send, hidden_state_layers, observer)
+    pool = DraftPool(terms, connection.send, layers, observer)
     connection.deliver(Reach, pool.reach)
     connection.deliver(Say, pool.say)
     return pool

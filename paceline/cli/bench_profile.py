@@ -159,7 +159,7 @@ class Loopback(Sorter):
     def connect(self) -> None:
         """The draft is up."""
         assert self._speculator is not None
-        self.take(SessionUp(LINK, ADDRESS, ADDRESS, bool(self._speculator.hidden_state_layers)))
+        self.take(SessionUp(LINK, ADDRESS, ADDRESS, tuple(self._speculator.hidden_state_layers)))
 
     def send(self, message: object) -> None:
         with self._stopwatch.part("pipe"):
@@ -412,7 +412,7 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
     loopback = Loopback(stopwatch, speculator, llm.model.vocabulary_size)
     drafting: Drafting = NoDrafting()
     if speculator is not None:
-        drafting = RemoteDrafting(loopback, speculator.hidden_state_layers)  # type: ignore[arg-type]
+        drafting = RemoteDrafting(loopback)  # type: ignore[arg-type]
         loopback.connect()
     beside = [LocalDrafting(each) for each in build_beside(config)]
     engine = Engine(llm.model, llm.config, config, drafting, llm.cost, beside=beside)

@@ -15,7 +15,7 @@ from typing import TypeVar
 from paceline import family
 from paceline.cli import cores
 from paceline.cli.child import Program, StartError
-from paceline.config import MAPPING_HINT, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
+from paceline.config import MAPPING_HINT, POOL, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.models import ModelNotFoundError, is_weightless, resolve_model, served_name
 
 LOOPBACK = "127.0.0.1"
@@ -158,8 +158,8 @@ def plan(wish: Wish) -> Deployment:
     speculation = wish.speculation or default_speculation(wish.model)
     model = _place(wish.model)
     speculation = _checked(speculation, model)
-    drafts_elsewhere = speculation.enabled and speculation.draft_placement == "worker"
-    draft_workers = wish.draft_workers if drafts_elsewhere else 0
+    own_drafts = speculation.enabled and speculation.method != POOL and speculation.draft_placement == "worker"
+    draft_workers = wish.draft_workers if own_drafts else 0
     port, free = free_ports(wish.host, wish.port, 3 * (wish.target_workers + draft_workers))
     targets = _workers("target", free[: wish.target_workers])
     drafts = _workers("draft", free[wish.target_workers :][:draft_workers])

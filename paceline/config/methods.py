@@ -21,12 +21,15 @@ Method = Literal[
     "suffix",
     "custom_class",
     "extract_hidden_states",
+    "pool",
 ]
 ModelFree = Literal["ngram", "suffix"]
 DETECT = "detect"
 """The method that a checkpoint is for; `paceline.speculators.formats` finds it out."""
 AUTO = "auto"
 """What fits the target, see `paceline.speculators.auto`."""
+POOL = "pool"
+"""What the draft workers in the registry do: for targets, which learn it from them."""
 TOLD_BY_CHECKPOINT = (AUTO, DETECT, "dflash")
 """Methods of which a checkpoint says what the user need not, see `paceline.speculators.completed`."""
 HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")

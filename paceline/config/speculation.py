@@ -12,6 +12,7 @@ from paceline.config.methods import (
     DETECT,
     HEADS,
     MOST_DEPTH,
+    POOL,
     SHAREABLE,
     STACKS,
     SUFFIX_DEPTH,
@@ -52,7 +53,7 @@ class SpeculativeConfig(Settings):
         "none",
         validation_alias=AliasChoices(*METHOD_KEYS),
         description="detect: what the checkpoint in `model` is for, as if only `model` is given; auto: that, or "
-        "what fits the target, and suffix and ngram beside it",
+        "what fits the target, and suffix and ngram beside it; pool: for a target, whatever its draft workers do",
     )
     beside: tuple[ModelFree, ...] = Field(
         (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'
@@ -192,7 +193,12 @@ class SpeculativeConfig(Settings):
             raise ValueError(STACKS)
         needs_none = self.method == "mtp"  # its layer lies in the target's checkpoint
         if self.method in (DETECT, "draft_model", "pard", *HEADS) and not (self.model or needs_none):
-            raise ValueError(f"method {self.method} needs `model`: the path of the draft's checkpoint")
+            raise ValueError(
+                f"method {self.method} needs `model`: the path of the draft's checkpoint (a target whose draft workers "
+                "are started elsewhere needs none with method pool)"
+            )
+        if self.method == POOL and self.draft_placement == "target":
+            raise ValueError("method pool leaves drafting to draft workers: leave out draft_placement")
         if self.method == "custom_class" and not (self.speculator or self.model):
             raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
         if self.method == "extract_hidden_states" and not self.hidden_states_path:

@@ -93,7 +93,9 @@ class Engine:
             judged=speculation.row_budget and not lockstep,
             by_law=self._strategy.by_law,
         )
+        self._drafting = drafting
         self.hidden_layers = tuple(drafting.hidden_state_layers)
+        """Those of which hidden states are kept, for drafts."""
         self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
         """Of full passes."""
         budgeted = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
@@ -161,6 +163,9 @@ class Engine:
         self._reported = start if self.reports else self._reported
         drawing = list(self._scheduler.drawing())  # the scheduler's own list changes in the step
         self._guesses.gather(self._requests, drawing)
+        if (layers := tuple(self._drafting.hidden_state_layers)) != self.hidden_layers:
+            self._keep_hidden(layers)
+            drawing = []
         gathered = self._clock()
         works = self._scheduler.schedule()
         self._guesses.find_drafts(self._scheduler.running)  # before the pass: whoever drafts can begin with the prompt
@@ -173,6 +178,13 @@ class Engine:
             self._observe(drawing, guesses, self._clock() - gathered)
         self._report(works, deltas, self._clock() - start)
         return deltas
+
+    def _keep_hidden(self, layers: tuple[int, ...]) -> None:
+        """A draft is there that asks for these hidden states. What was computed without them is computed again: it
+        would guess badly for whoever shares any of it."""
+        self.hidden_layers = layers
+        self._hidden.forget()
+        self._scheduler.start_over()
 
     def _lost_to_drafts(self, drawing: Sequence[Request], seconds: float) -> float:
         """Tokens that drafting cost each request that is drafted for, in a step that took so long and ran these."""

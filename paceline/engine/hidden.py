@@ -19,6 +19,10 @@ class HiddenStates:
         self._slots = slots
         self._states: Tensor | None = None
 
+    def forget(self) -> None:
+        """Other layers are kept from now on."""
+        self._states = None
+
     def keep(self, slots: Sequence[int], states: Tensor) -> None:
         """`states` [rows, layers, hidden size] of the rows that were written to these slots."""
         if self._states is None:

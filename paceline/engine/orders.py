@@ -38,7 +38,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """Of the model that the engine runs, of the layers whose outputs it will send to drafts, and how these draft."""
+    """Of the model that the engine runs, and how drafts draft for it."""
 
     fingerprint: str
     vocabulary_size: int
@@ -46,7 +46,7 @@ class ModelFacts:
     slots: int
     rows_invariant: bool
     eos_token_ids: Sequence[int]
-    hidden_state_layers: Sequence[int]
+    layers: int
     method: str
     """Empty without speculation."""
     numerics: str

@@ -90,6 +90,12 @@ class Scheduler:
         self.waiting.clear()
         self.pool = self.pool.fresh()
 
+    def start_over(self) -> None:
+        """Compute again what running requests have, and nothing of it from the cache."""
+        for request in reversed(self.running.copy()):
+            self._preempt(request, cached=False)
+        self.pool = self.pool.fresh()
+
     def requests(self) -> Iterator[Request]:
         yield from self.running
         yield from self.waiting
@@ -172,10 +178,10 @@ class Scheduler:
         crowd = others or [each for each in same if groups[each.group] > groups[request.group] + 1]
         return self._heaviest(crowd) if crowd else None
 
-    def _preempt(self, request: Request) -> None:
+    def _preempt(self, request: Request, *, cached: bool = True) -> None:
         """Take its slots away; it waits before its equals and is computed again. Its tree stays."""
         self.running.remove(request)
-        request.detach(self.pool)
+        request.detach(self.pool, cached=cached)
         self.waiting.appendleft(request)
         self.preemptions += 1
 

@@ -30,6 +30,8 @@ class Model(Protocol):
     name: str
     vocabulary_size: int
     max_model_len: int
+    layers: int
+    """Hidden states are counted from 0, the embedding, to `layers` + 1, the final norm's output."""
     slots: int
     eos_token_ids: Sequence[int]
     fingerprint: str
@@ -63,6 +65,7 @@ class TransformersModel:
         self.name = name
         self.vocabulary_size = vocabulary_size
         self.max_model_len = max_model_len
+        self.layers = int(config.num_hidden_layers)
         self.slots = decoder.cache.slots - 1
         self.eos_token_ids: Sequence[int] = tuple(eos_token_ids)
         self.fingerprint = fingerprint

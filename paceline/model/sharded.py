@@ -19,6 +19,7 @@ class LeadingModel:
         self.name = part.name
         self.vocabulary_size = part.vocabulary_size
         self.max_model_len = part.max_model_len
+        self.layers = part.layers
         self.slots = part.slots
         self.eos_token_ids = part.eos_token_ids
         self.fingerprint = part.fingerprint

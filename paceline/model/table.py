@@ -33,6 +33,7 @@ class TableModel:
         self.name = f"{self.SCHEME}{vocabulary_size}"
         self.vocabulary_size = vocabulary_size
         self.max_model_len = max_model_len
+        self.layers = 2
         self.slots = slots
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = self.name

@@ -48,6 +48,7 @@ class SimulatedModel:
         self.name = name
         self.vocabulary_size = spec.vocabulary
         self.max_model_len = max_model_len
+        self.layers = 2
         self.slots = slots
         self.eos_token_ids: Sequence[int] = ()
         self.fingerprint = spec.fingerprint

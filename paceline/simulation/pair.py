@@ -139,7 +139,7 @@ class _Run:
 
     def _start_draft(self, spec: TimedModel, link: int) -> None:
         address = f"{ADDRESS}-{link}"
-        self._engine_pipe.put(SessionUp(link, address, address, wants_hidden_states=False))
+        self._engine_pipe.put(SessionUp(link, address, address, hidden_state_layers=()))
         pipe = _Pipe(self._time, partial(self._draft_says, link))
         self._draft_pipes.append(pipe)
         model, cost = self._model(spec, MOST_ROWS)

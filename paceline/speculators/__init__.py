@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from paceline.config import HEADS, MOST_DEPTH, SHAREABLE, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
+from paceline.config import HEADS, MOST_DEPTH, POOL, SHAREABLE, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
 from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
 from paceline.verify import strategy_of
 
@@ -76,6 +76,8 @@ def build(config: SpeculativeConfig, engine: EngineConfig, lend: Lend, target_mo
         return _extraction(config.hidden_states_path, config, lend())
     if config.method == "custom_class" and (path := config.speculator or config.model) is not None:
         return _custom(path, config, engine)
+    if config.method == POOL:
+        raise ValueError("method pool is for targets; say with which method or model this one drafts")
     raise ValueError(f"method {config.method!r} drafts nothing")
 
 
@@ -85,7 +87,7 @@ def build_beside(config: SpeculativeConfig) -> list[Speculator]:
 
 
 def hidden_state_layers(config: SpeculativeConfig, engine: EngineConfig, lend: Lend) -> Sequence[int]:
-    """What a speculator elsewhere, built from the same configuration, asks this target for.
+    """What a speculator built from this configuration asks its target for.
 
     Raises ValueError as `build` does.
     """

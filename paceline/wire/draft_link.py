@@ -292,7 +292,7 @@ class DraftLink:
     async def _hold(self, session: Session, stub: draft_pb2_grpc.DraftServiceStub) -> None:
         worker = session.description
         self.session = session
-        self._tell(SessionUp(session.number, self.address, worker.worker_id, bool(worker.hidden_state_layers)))
+        self._tell(SessionUp(session.number, self.address, worker.worker_id, tuple(worker.hidden_state_layers)))
         try:
             await session.run(stub)
         finally:

@@ -19,14 +19,14 @@ class DraftPool:
         self,
         terms: Terms,
         tell: Tell,
-        hidden_state_layers: Sequence[int] = (),
+        layers: int = 0,
         observer: Observer = Unobserved(),  # noqa: B008 - it has no state
     ) -> None:
-        """`hidden_state_layers`: what the engine is going to send. Workers that ask for others are refused."""
+        """`layers`: of the target."""
         self._terms = terms
         self._tell_engine = tell
         self._observer = observer
-        self._hidden_state_layers = tuple(hidden_state_layers)
+        self._layers = layers
         self._links: dict[str, DraftLink] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._numbers = itertools.count(1)
@@ -76,11 +76,24 @@ class DraftPool:
                 f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
                 f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
-        if tuple(worker.hidden_state_layers) not in ((), self._hidden_state_layers):
-            raise RefusedError(
-                f"it asks for hidden states of layers {tuple(worker.hidden_state_layers)}, this target sends "
-                f"{self._hidden_state_layers}: start both with the same --speculative-config"
-            )
+        if wanted := tuple(worker.hidden_state_layers):
+            self._check_layers(wanted)
+
+    def _check_layers(self, wanted: Sequence[int]) -> None:
+        """The target sends the same hidden states to all: what the first one asks for, until none is left of its kind.
+
+        Raises `RefusedError`.
+        """
+        most = self._layers + 1  # the final norm's output
+        if len(set(wanted)) < len(wanted) or max(wanted) > most:
+            raise RefusedError(f"it asks for hidden states of layers {wanted}, this target has 0 to {most}")
+        for link in self._sessions.values():
+            sent = link.session.description.hidden_state_layers if link.session is not None else ()
+            if sent and tuple(sent) != wanted:
+                raise RefusedError(
+                    f"it asks for hidden states of layers {wanted}, and draft {link.address} has those of "
+                    f"{tuple(sent)}: a target's drafts have to ask for the same"
+                )
 
     async def _keep(self, link: DraftLink) -> None:
         try:

@@ -40,11 +40,9 @@ class RemoteDrafting:
 
     concurrent = True
 
-    def __init__(
-        self, pipe: Pipe, hidden_state_layers: Sequence[int] = (), clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        """`hidden_state_layers`: what the engine is to send."""
-        self.hidden_state_layers: Sequence[int] = tuple(hidden_state_layers)
+    def __init__(self, pipe: Pipe, clock: Callable[[], float] = time.monotonic) -> None:
+        self.hidden_state_layers: Sequence[int] = ()
+        """What the workers ask for; `DraftPool` sees to it that those that are up agree."""
         self._pipe = pipe
         self._clock = clock
         self._sessions: dict[int, _Session] = {}
@@ -71,12 +69,12 @@ class RemoteDrafting:
 
     def context(self, context: Context) -> None:
         route = self._routes.get(context.request_id)
-        if route and route.session.up.wants_hidden_states:
+        if route and route.session.up.hidden_state_layers:
             self._frame(route.session).contexts.append(encode_context(context, route.wire_id))
 
     def commit(self, commit: Commit) -> None:
         if route := self._routes.get(commit.request_id):
-            if commit.hidden_states is not None and not route.session.up.wants_hidden_states:
+            if commit.hidden_states is not None and not route.session.up.hidden_state_layers:
                 commit = replace(commit, hidden_states=None)
             self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
 
@@ -106,6 +104,7 @@ class RemoteDrafting:
 
     def _take_up(self, up: SessionUp) -> None:
         self._sessions[up.number] = _Session(up)
+        self.hidden_state_layers = up.hidden_state_layers or self.hidden_state_layers
 
     def _take_news(self, news: SessionNews) -> None:
         session = self._sessions[news.number]

@@ -32,7 +32,8 @@ class SessionUp:
     number: int
     address: str
     worker_id: str
-    wants_hidden_states: bool
+    hidden_state_layers: Sequence[int]
+    """Whose hidden states it asks for; the same as those of all other sessions that are up, or none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ async def assemble(
     compute.connection.send(Hearsay(known.cell_drafted, known.cell_accepted))
     if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
         terms = Terms(facts.fingerprint, facts.vocabulary_size, tls=tls)
-        pool = DraftPool(terms, compute.connection.send, facts.hidden_state_layers, series)
+        pool = DraftPool(terms, compute.connection.send, facts.layers, series)
         compute.connection.deliver(Reach, pool.reach)
         compute.connection.deliver(Say, pool.say)
         series.follow_links(lambda: len(pool.connected))

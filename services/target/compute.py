@@ -19,7 +19,7 @@ from paceline.engine.loop import EngineLoop
 from paceline.engine.orders import ModelFacts
 from paceline.model import Model, load, settle_threads
 from paceline.model.probe import row_cost
-from paceline.speculators import build_beside, completed, hidden_state_layers
+from paceline.speculators import build_beside, completed
 from paceline.wire.drafting import RemoteDrafting
 from services.compute import build_speculator, run, speculator_errors
 from services.process import StartError
@@ -77,8 +77,7 @@ def drafting_for(model: Model, pipe: Pipe, speculation: SpeculativeConfig, confi
     if not speculation.enabled:
         return NoDrafting()
     if speculation.draft_placement == "worker":
-        with speculator_errors(speculation):
-            return RemoteDrafting(pipe, hidden_state_layers(speculation, config, model.lend))
+        return RemoteDrafting(pipe)
     local = build_speculator(speculation, config, model.lend, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
         raise StartError(
@@ -97,7 +96,7 @@ def facts(engine: Engine, speculation: SpeculativeConfig) -> ModelFacts:
         slots=model.slots,
         rows_invariant=model.rows_invariant,
         eos_token_ids=tuple(model.eos_token_ids),
-        hidden_state_layers=engine.hidden_layers,
+        layers=model.layers,
         method=speculation.method if speculation.enabled else "",
         numerics=model.numerics,
         rows_per_s=engine.rows_per_s,

@@ -196,7 +196,7 @@ async def test_a_worker_that_drops_a_request_is_passed_over(caplog: pytest.LogCa
 
 async def test_hidden_states_reach_a_speculator_that_asks() -> None:
     witness = Witness()
-    async with draft_worker(witness) as worker, target(hidden_state_layers=(0, 3)) as here:
+    async with draft_worker(witness) as worker, target() as here:
         await here.reach(worker.address)
         here.drafting.open(opening(1, tokens=[5, 6, 7]), [worker.address])
         here.drafting.context(Context(1, 0, states([5], 0)))
@@ -210,7 +210,7 @@ async def test_hidden_states_reach_a_speculator_that_asks() -> None:
 
 async def test_hidden_states_go_only_to_who_asks() -> None:
     """A worker that needs ids only would close the link if it were sent more."""
-    async with draft_worker() as worker, target(hidden_state_layers=(0, 3)) as here:
+    async with draft_worker() as worker, target() as here:
         await here.reach(worker.address)
         here.drafting.open(opening(1), [worker.address])
         here.drafting.context(Context(1, 0, states([5, 6], 0)))
@@ -221,10 +221,42 @@ async def test_hidden_states_go_only_to_who_asks() -> None:
         assert not news.lost
 
 
-async def test_other_layers_are_refused(caplog: pytest.LogCaptureFixture) -> None:
-    async with draft_worker(Witness()) as worker, target() as here:
+class Deeper(Witness):
+    """`layers`: what it asks for."""
+
+    def __init__(self, *layers: int) -> None:
+        super().__init__()
+        self.hidden_state_layers = layers  # type: ignore[assignment]
+
+
+async def test_a_target_learns_what_to_send_from_its_drafts() -> None:
+    async with draft_worker() as modest, draft_worker(Witness()) as worker, target() as here:
+        await here.reach(modest.address)
+        assert here.drafting.hidden_state_layers == ()
+        await here.reach(worker.address)
+        assert here.drafting.hidden_state_layers == (0, 3)
+
+
+async def test_drafts_that_ask_for_other_layers_wait_until_none_of_the_first_kind_is_left(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with draft_worker(Deeper(1, 2)) as late, target() as here:
+        async with draft_worker(Witness()) as first:
+            await here.reach(first.address)
+            here.pool.reach(Reach([late.address]))
+            await until(lambda: "asks for hidden states of layers (1, 2)" in caplog.text)
+            assert here.connected == [first.address]
+        await here.reach(late.address)
+        assert here.drafting.hidden_state_layers == (1, 2)
+
+
+@pytest.mark.parametrize("layers", [(0, 4), (1, 1)], ids=["too deep", "twice"])
+async def test_layers_that_a_target_has_not_are_refused(
+    layers: tuple[int, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with draft_worker(Deeper(*layers)) as worker, target() as here:
         here.pool.reach(Reach([worker.address]))
-        await until(lambda: "it asks for hidden states of layers (0, 3)" in caplog.text)
+        await until(lambda: f"asks for hidden states of layers {layers}, this target has 0 to 3" in caplog.text)
         assert here.connected == []
 
 

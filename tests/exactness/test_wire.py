@@ -85,8 +85,7 @@ async def served(
             for i, speculator in enumerate(speculators)
         ]
         addresses = [*drafts, *(worker.address for worker in workers)]
-        layers = {layer for each in speculators for layer in each.hidden_state_layers}
-        target = await stack.enter_async_context(target_worker(speculation, model, sorted(layers)))
+        target = await stack.enter_async_context(target_worker(speculation, model))
         target.pool.reach(Reach(addresses))
         await until(lambda: set(target.pool.connected) == set(addresses))
         [link] = await stack.enter_async_context(linked(target))

@@ -116,6 +116,11 @@ NO_MODEL = ("target", ("--model", "/no/such/folder"), "no model at /no/such/fold
         ),
         (
             "draft",
+            ("--speculative-config", '{"method": "pool"}'),
+            "method pool is for targets; say with which method or model this one drafts",
+        ),
+        (
+            "draft",
             ("--speculative-config", '{"method": "custom", "speculator": "no.such.factory"}'),
             "speculator 'no.such.factory' cannot be imported",
         ),
@@ -145,22 +150,19 @@ def test_a_service_that_cannot_start_says_what_to_do(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("service", MAINS)
 @pytest.mark.parametrize(
-    ("said", "complaint"),
+    ("service", "said", "complaint"),
     [
-        (
-            {"method": "eagle3"},
-            "the eagle3 speculator cannot be built: ",
-        ),
-        ({}, "the speculator cannot be built: "),
+        ("draft", {"method": "eagle3"}, "the eagle3 speculator cannot be built: "),
+        ("draft", {}, "the speculator cannot be built: "),
+        ("target", {}, "the speculator cannot be built: "),
     ],
-    ids=["named", "found out"],
+    ids=["named", "found out", "found out by the target"],
 )
 def test_a_head_that_cannot_be_read(
     service: str, said: dict[str, str], complaint: str, tmp_path: Path, pipe: Pipe
 ) -> None:
-    """One line: a target reads in the same checkpoint what its draft workers will ask for."""
+    """One line."""
     target = save_target(tmp_path / "target")
     head = save_head(tmp_path / "head", eagle3_tensors(), llama_config(eagle_aux_hidden_state_layer_ids=[2, 16, 29]))
     if not said:
@@ -405,13 +407,17 @@ async def test_an_engine_that_hangs_ends_its_target() -> None:
         await process.communicate()
 
 
-async def test_a_speculator_that_asks_for_hidden_states_gets_them(caplog: pytest.LogCaptureFixture) -> None:
-    """Both services, from the same --speculative-config: the target learns there what to send."""
+@pytest.mark.parametrize("knows", [True, False], ids=["the same settings", "pool"])
+async def test_a_speculator_that_asks_for_hidden_states_gets_them(
+    knows: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The target learns from it what to send, whether or not it was told how it drafts."""
     stop = asyncio.Event()
     custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.witness"}')
+    pool = custom if knows else ("--speculative-config", '{"method": "pool"}')
     async with (
         served(draft.serve(draft.parse([*custom, "--metrics-port", "0"]), stop), caplog) as (drafting, draft_at),
-        served(target.serve(target.parse([*TABLE, *custom]), stop), caplog) as (decoding, target_at),
+        served(target.serve(target.parse([*TABLE, *pool]), stop), caplog) as (decoding, target_at),
         linked_to(target_at) as link,
     ):
         plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))

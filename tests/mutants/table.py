@@ -441,6 +441,13 @@ MUTANTS = (
         SCHEDULER,
     ),
     Mutant(
+        "a draft that asks for hidden states gets none of what was computed before",
+        "paceline/engine/engine.py",
+        "        self._scheduler.start_over()\n",
+        "",
+        ("unit/test_engine.py",),
+    ),
+    Mutant(
         "who waits takes the place of somebody who has one more",
         "paceline/engine/scheduler.py",
         "clients[each.client] > clients[request.client] + 1",

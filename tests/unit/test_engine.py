@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from paceline.budget import Calibration, RowCost, Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
@@ -19,7 +20,7 @@ from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.model import Output
 from paceline.model.rows import Row
 from paceline.model.table import TableModel
-from paceline.speculators.base import Commit, Limit, Opening
+from paceline.speculators.base import Commit, Context, Limit, Opening
 from paceline.speculators.draft_model import DraftModel
 from paceline.telemetry.step import StepStats
 from services.target.compute import facts
@@ -75,6 +76,28 @@ class Listening(Script):
     def close(self, request_id: int) -> None:
         super().close(request_id)
         self.said.append(("close", request_id))
+
+
+class Fed(Script):
+    """Knows the hidden states that it was told of, by request and position, since that was opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fed: dict[int, dict[int, list[list[float]]]] = {}
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        self.fed[opening.request_id] = {}
+        return super().open(opening, drafts)
+
+    def context(self, context: Context) -> None:
+        self._take(context.request_id, context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        if commit.hidden_states is not None:
+            self._take(commit.request_id, commit.base_position, commit.hidden_states)
+
+    def _take(self, request_id: int, base_position: int, states: Tensor) -> None:
+        self.fed[request_id] |= {base_position + i: state for i, state in enumerate(states.tolist())}
 
 
 class Watched(TableModel):
@@ -265,6 +288,42 @@ class TestLogitsThatAreNotFinite:
         plain = served(engine(NoDrafting()), request)["a"].tokens
         never = Damaged(*range(VOCABULARY), value=-math.inf)
         assert served(engine(NoDrafting(), model=never), request)["a"].tokens == plain
+
+
+class TestHiddenStates:
+    """A table model's are a row's token and position."""
+
+    @pytest.mark.parametrize("before", [(), (1,), (0, 1)], ids=["none", "one layer", "others"])
+    def test_a_draft_that_asks_for_them_late_gets_all_of_them(self, before: tuple[int, ...]) -> None:
+        own = Fed()
+        own.hidden_state_layers = before
+        target = engine(own)
+        served(target, submission("a", 40))  # leaves its prompt in the cache
+        target.submit(submission("b", 40, output=30))
+        tokens = {"a": list[int](), "b": [token for _ in range(5) for delta in target.step() for token in delta.tokens]}
+        assert len(tokens["b"]) == 5, "it runs"
+        own.hidden_state_layers = (0, 3)
+        own.next = News(lost=[2])  # whoever drafted for it asked for others
+        target.submit(submission("a", 40))
+        while target.busy:
+            for delta in target.step():
+                tokens[delta.request_id] += delta.tokens
+            target.check_integrity()
+        for name, fed, output in (("b", own.fed[2], 30), ("a", own.fed[3], 10)):
+            asked = submission(name, 40, output)
+            assert tokens[name] == served(engine(NoDrafting()), asked)[name].tokens
+            computed = [*asked.prompt, *tokens[name][:-1]]
+            assert fed == {position: [[token, position]] * 2 for position, token in enumerate(computed)}
+
+    def test_nothing_is_computed_again_for_drafts_that_ask_for_the_same(self) -> None:
+        own = Fed()
+        own.hidden_state_layers = (0, 3)
+        target = engine(own)
+        served(target, submission("a", 40))
+        own.hidden_state_layers = [0, 3]
+        answer = served(target, submission("a", 40))["a"]
+        assert answer.usage is not None
+        assert answer.usage.cached_tokens == 32
 
 
 class TestDrafts:
