@@ -297,7 +297,7 @@ def overlap() -> None:
 
     with start_errors():
         result = bench_overlap.run(Console(highlight=False))
-    typer.echo(json.dumps(dataclasses.asdict(result)))
+    typer.echo(json.dumps(result.told()))
 
 
 @bench.command()

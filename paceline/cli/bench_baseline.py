@@ -35,6 +35,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
+from paceline.cli.progress import kept, progress
 from paceline.cli.workloads import QUESTIONS, code_prompts
 from paceline.config import SamplingParams
 from paceline.family import NAMES
@@ -75,37 +76,42 @@ class Measured:
 
     def summary(self) -> dict[str, Any]:
         return {
-            "prompts": len(self.tokens["plain"]),
+            "prompts": len(self.tokens.get("plain", ())),
             "tokens_per_s": {method: round(median(speeds), 1) for method, speeds in self.tokens_per_s.items()},
-            "reproduces_plain": {method: self.reproductions(method) for method in PLAIN_OF},
+            "reproduces_plain": {method: self.reproductions(method) for method in PLAIN_OF if method in self.tokens},
             "threads": self.threads,
         }
 
 
 def run(console: Console) -> dict[str, Any]:
-    """Measure, show, and return what the last line says."""
+    """Measure, show, and return what the last line says; after Ctrl-C, of the prompts that were measured by then."""
     with console.status("loading"):
         theirs = _Transformers()
         prompts = _prompts()
         threads = _best_threads(theirs, prompts[0])
         methods = theirs.methods() | _ours(threads)
-    with console.status("measuring"):
-        measured = measure(methods, prompts, threads)
+    measured = Measured(threads)
+    with kept(console), progress(console, "prompts, every method in turns", REPETITIONS * len(prompts)) as done:
+        measure(methods, prompts, measured, done)
     _show(console, measured.summary())
     return measured.summary()
 
 
-def measure(methods: Mapping[str, Method], prompts: Sequence[Sequence[int]], threads: int) -> Measured:
-    measured = Measured(threads)
+def measure(
+    methods: Mapping[str, Method], prompts: Sequence[Sequence[int]], measured: Measured, done: Callable[[], None]
+) -> None:
+    """`done` is told of each prompt and repetition."""
     for method in methods.values():
         method(prompts[0])  # compiles, fills caches of operators
     for _ in range(REPETITIONS):
         for number, prompt in enumerate(prompts):
+            runs = []
             for name, method in methods.items():
                 began = time.perf_counter()
-                tokens = method(prompt)
-                measured.add(name, number, tokens, time.perf_counter() - began)
-    return measured
+                runs.append((name, number, method(prompt), time.perf_counter() - began))
+            for run in runs:  # of every method, or of none
+                measured.add(*run)
+            done()
 
 
 class _Transformers:

@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
@@ -31,6 +31,7 @@ from rich.console import Console
 
 from paceline.cli.client import TIMEOUT_S, Answer
 from paceline.cli.deployment import Wish, plan
+from paceline.cli.progress import progress
 from paceline.cli.stack import ready_stack
 from paceline.config import SpeculativeConfig
 
@@ -75,13 +76,13 @@ def run(console: Console, streams: int) -> Result:
     return asyncio.run(_run(console, streams))
 
 
-async def measure(http: httpx.AsyncClient, streams: int) -> Result:
-    """Measure the server of TARGET behind `http`. Raises `OutputDiffersError`."""
-    plain = await _client(http, PROMPTS, speculative=False)
+async def measure(http: httpx.AsyncClient, streams: int, done: Callable[[], None] = lambda: None) -> Result:
+    """Measure the server of TARGET behind `http`. `done` is told of each request. Raises `OutputDiffersError`."""
+    plain = await _client(http, PROMPTS, done, speculative=False)
     expected = {recording.prompt: recording.answer().text for recording in plain}
-    alone = checked(await _client(http, PROMPTS[:REQUESTS_ALONE]), expected)
+    alone = checked(await _client(http, PROMPTS[:REQUESTS_ALONE], done), expected)
     began = time.perf_counter()
-    together = await asyncio.gather(*(_client(http, _share(number)) for number in range(streams)))
+    together = await asyncio.gather(*(_client(http, _share(number), done) for number in range(streams)))
     seconds = time.perf_counter() - began
     answers = [answer for recordings in together for answer in checked(recordings, expected)]
     return Result(
@@ -98,8 +99,9 @@ async def _run(console: Console, streams: int) -> Result:
         ready_stack(plan(wish), console) as stack,
         httpx.AsyncClient(base_url=stack.deployment.url, timeout=TIMEOUT_S, trust_env=False) as http,
     ):
-        with console.status("measuring"):
-            return await measure(http, streams)
+        asked = len(PROMPTS) + REQUESTS_ALONE + streams * REQUESTS_PER_STREAM
+        with progress(console, "requests", asked) as done:
+            return await measure(http, streams, done)
 
 
 def _share(number: int) -> Sequence[str]:
@@ -107,9 +109,15 @@ def _share(number: int) -> Sequence[str]:
     return [PROMPTS[(number * REQUESTS_PER_STREAM + i) % len(PROMPTS)] for i in range(REQUESTS_PER_STREAM)]
 
 
-async def _client(http: httpx.AsyncClient, prompts: Sequence[str], *, speculative: bool = True) -> list[Recording]:
+async def _client(
+    http: httpx.AsyncClient, prompts: Sequence[str], done: Callable[[], None], *, speculative: bool = True
+) -> list[Recording]:
     """One request after the other."""
-    return [await _record(http, prompt, speculative) for prompt in prompts]
+    recordings = []
+    for prompt in prompts:
+        recordings.append(await _record(http, prompt, speculative))
+        done()
+    return recordings
 
 
 async def _record(http: httpx.AsyncClient, prompt: str, speculative: bool) -> Recording:

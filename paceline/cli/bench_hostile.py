@@ -35,7 +35,7 @@ from rich.table import Table
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.deployment import Wish, plan
 from paceline.cli.processes import tree_pss_mb
-from paceline.cli.progress import progress
+from paceline.cli.progress import kept, progress
 from paceline.cli.stack import Stack, running
 
 ALONE = 9
@@ -71,10 +71,11 @@ class Attack:
     longest_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    attacks: list[Attack]
-    tracebacks: int
+    attacks: list[Attack] = field(default_factory=list)
+    tracebacks: int = 0
+    """In what the services logged meanwhile."""
 
 
 @dataclass(slots=True)
@@ -83,7 +84,7 @@ class Bench:
 
     stack: Stack
     client: Client
-    attacks: list[Attack] = field(default_factory=list)
+    attacks: list[Attack]
     _numbers: count[int] = field(default_factory=count)
 
     async def all(self, done: Callable[[], None]) -> None:
@@ -189,8 +190,13 @@ class Bench:
         all_ = asyncio.gather(*(ask() for ask in asks))
         looking = asyncio.create_task(_most_memory(all_))
         beside = []
-        while other and not all_.done():
-            beside.append(await _timed(other))
+        try:
+            while other and not all_.done():
+                beside.append(await _timed(other))
+        except asyncio.CancelledError:
+            all_.cancel()
+            await asyncio.gather(all_, looking, return_exceptions=True)
+            raise
         answers = Counter(await all_)
         seconds, most = time.perf_counter() - began, await looking
         memory = None if before is None or most is None else max(0.0, most - before)
@@ -239,19 +245,17 @@ def _told(seconds: Sequence[float]) -> tuple[float | None]:
     return (median(seconds) if seconds else None,)
 
 
-async def _bench(console: Console) -> Result:
+async def _bench(console: Console, result: Result) -> None:
     said: list[str] = []
     deployment = plan(Wish())
     async with running(deployment, said.append) as stack, open_client(deployment.url) as client:
         client.http.timeout = httpx.Timeout(600.0)
         await stack.ready()
-        bench = Bench(stack, client)
         try:
             with progress(console, "attacks", ATTACKS) as done:
-                await bench.all(done)
+                await Bench(stack, client, result.attacks).all(done)
         finally:
-            console.print(_table(bench.attacks))
-    return Result(bench.attacks, sum("Traceback" in line for line in said))
+            result.tracebacks = sum("Traceback" in line for line in said)
 
 
 def _table(attacks: Sequence[Attack]) -> Table:
@@ -265,5 +269,9 @@ def _table(attacks: Sequence[Attack]) -> Table:
 
 
 def run(console: Console) -> Result:
-    """Raises `StartError` or `StateError`."""
-    return asyncio.run(_bench(console))
+    """Measure and show; after Ctrl-C, what was measured by then. Raises `StartError` or `StateError`."""
+    result = Result()
+    with kept(console):
+        asyncio.run(_bench(console, result))
+    console.print(_table(result.attacks))
+    return result

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +25,7 @@ from rich.table import Table
 
 from paceline import family
 from paceline.cli.child import StartError
+from paceline.cli.progress import kept, progress
 from paceline.cli.workloads import Workload, repetitive_workloads, workloads
 from paceline.config import SamplingParams
 from paceline.llm import LLM, Completion
@@ -95,7 +96,8 @@ def methods() -> dict[str, dict[str, Any]]:
 
 
 def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
-    """Measure, show, and return what the last line says. `only`: names of methods; empty: all.
+    """Measure, show, and return what the last line says; after Ctrl-C, of the workloads that were measured by then.
+    `only`: names of methods; empty: all.
 
     Raises `StartError` for a name that is none.
     """
@@ -103,20 +105,26 @@ def run(console: Console, only: Collection[str] = ()) -> dict[str, Any]:
     if unknown := sorted(set(only) - set(known)):
         raise StartError(f"no method is called {unknown[0]!r}: choose of {', '.join(known)}")
     chosen = {name: config for name, config in known.items() if not only or name in only}
-    rows = []
-    with console.status("loading") as status:
+    rows: list[dict[str, Any]] = []
+    with console.status("loading"):
         llms = _llms(chosen)
-        for workload in (*workloads(), *repetitive_workloads()):
-            for temperature in TEMPERATURES:
-                status.update(f"{workload.name}, temperature {temperature}")
-                measured = measure(llms, prompts_of(workload), temperature)
-                rows += [row(name, workload.name, temperature, measured) for name in llms]
-                _show(console, workload.name, temperature, measured)
+    cells = list(product((*workloads(), *repetitive_workloads()), TEMPERATURES))
+    prompts = sum(len(workload.bodies) for workload, _ in cells)
+    with kept(console), progress(console, "prompts, every method in turns", REPETITIONS * prompts) as done:
+        for workload, temperature in cells:
+            measured = measure(llms, prompts_of(workload), temperature, done)
+            rows += [row(name, workload.name, temperature, measured) for name in llms]
+            _show(console, workload.name, temperature, measured)
     return {"rows": rows}
 
 
-def measure(llms: Mapping[str, LLM], prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Measured]:
-    """By method, and PLAIN: the first one's target alone."""
+def measure(
+    llms: Mapping[str, LLM],
+    prompts: Sequence[Sequence[int]],
+    temperature: float,
+    done: Callable[[], None] = lambda: None,
+) -> dict[str, Measured]:
+    """By method, and PLAIN: the first one's target alone. `done` is told of each prompt and repetition."""
     sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS, seed=7)
     plain = next(iter(llms.values()))
     measured = {name: Measured() for name in (PLAIN, *llms)}
@@ -129,6 +137,7 @@ def measure(llms: Mapping[str, LLM], prompts: Sequence[Sequence[int]], temperatu
                 began = time.perf_counter()
                 [completion] = llm.generate([prompt], sampling, speculative=name != PLAIN)
                 these.add(number, completion, time.perf_counter() - began)
+            done()
     return measured
 
 

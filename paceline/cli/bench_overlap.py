@@ -35,7 +35,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import harmonic_mean, median
 from typing import Any
@@ -46,6 +46,7 @@ from rich.table import Table
 
 from paceline.cli.client import Answer, Client, open_client
 from paceline.cli.deployment import LOOPBACK, Wish, plan
+from paceline.cli.progress import kept, progress
 from paceline.cli.stack import Stack, ready_stack
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.simulation.forecast import forecast
@@ -103,14 +104,27 @@ class Concurrency:
     fixed_k: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Result:
-    rtt: Sequence[RoundTrip]
-    concurrency: Sequence[Concurrency]
-    useless_draft_ratio: float
-    wire_bytes_per_token: float
-    plan_error: float
-    killed: dict[str, Any]
+    """What was measured by now."""
+
+    rtt: list[RoundTrip] = field(default_factory=list)
+    concurrency: list[Concurrency] = field(default_factory=list)
+    useless: list[float] = field(default_factory=list)
+    """Streamed over plain."""
+    killed: dict[str, Any] = field(default_factory=dict)
+
+    def told(self) -> dict[str, Any]:
+        """For JSON. What was not measured is null."""
+        errors = [abs(line.forecast / line.streamed - 1) for line in self.rtt]
+        return {
+            "rtt": [asdict(line) for line in self.rtt],
+            "concurrency": [asdict(line) for line in self.concurrency],
+            "useless_draft_ratio": round(min(self.useless), 3) if self.useless else None,
+            "wire_bytes_per_token": max((line.wire_bytes_per_token for line in self.rtt), default=None),
+            "plan_error": round(max(errors), 3) if errors else None,
+            "killed": self.killed or None,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,31 +230,35 @@ class Session:
 
 
 def run(console: Console) -> Result:
-    """Raises `StartError`, `StateError` or `OutputDiffersError`."""
-    return asyncio.run(_run(console))
+    """Measure and show; after Ctrl-C, what was measured by then. Raises `StartError`, `StateError` or
+    `OutputDiffersError`.
+    """
+    result = Result()
+    parts = len(ROUND_TRIPS_MS) + len(CONCURRENCY) + 1 + len(USELESS_CASES)
+    with kept(console), progress(console, "networks, loads and faults", parts) as done:
+        asyncio.run(_run(Session(console), result, done))
+    _show_round_trips(console, result.rtt)
+    _show_concurrency(console, result.concurrency)
+    console.print(f"useless draft, streamed over plain: {', '.join(f'{ratio:.3f}' for ratio in result.useless)}")
+    return result
 
 
-async def _run(console: Console) -> Result:
-    session = Session(console)
+async def _run(session: Session, result: Result, done: Callable[[], None]) -> None:
     async with session.bench() as streamed:
         async with session.bench(draft_schedule="lockstep", tree_width=1, least_path_probability=0.0) as lockstep:
-            rtt = [await _round_trip(rtt_ms, streamed, lockstep) for rtt_ms in ROUND_TRIPS_MS]
-            _show_round_trips(console, rtt)
+            for rtt_ms in ROUND_TRIPS_MS:
+                result.rtt.append(await _round_trip(rtt_ms, streamed, lockstep))
+                done()
             async with session.bench(row_budget=False) as fixed:
-                concurrency = [await _concurrency(n, streamed, lockstep, fixed) for n in CONCURRENCY]
-            _show_concurrency(console, concurrency)
-        killed = await _killed(streamed)
+                for requests in CONCURRENCY:
+                    result.concurrency.append(await _concurrency(requests, streamed, lockstep, fixed))
+                    done()
+        result.killed = await _killed(streamed)
+        done()
     async with session.bench(USELESS) as useless:
-        ratios = [await _useless(useless, *case) for case in USELESS_CASES]
-    console.print(f"useless draft, streamed over plain: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    return Result(
-        rtt,
-        concurrency,
-        useless_draft_ratio=round(min(ratios), 3),
-        wire_bytes_per_token=max(line.wire_bytes_per_token for line in rtt),
-        plan_error=round(max(abs(line.forecast / line.streamed - 1) for line in rtt), 3),
-        killed=killed,
-    )
+        for case in USELESS_CASES:
+            result.useless.append(await _useless(useless, *case))
+            done()
 
 
 async def _round_trip(rtt_ms: float, streamed: Bench, lockstep: Bench) -> RoundTrip:

@@ -50,6 +50,7 @@ from paceline import family
 from paceline.budget import Worth
 from paceline.cli.bench_methods import LIMITS, methods, prompts_of
 from paceline.cli.child import StartError
+from paceline.cli.progress import kept, progress
 from paceline.cli.svg import Bar, Panel, Part, drawing
 from paceline.cli.workloads import workloads
 from paceline.compute.garbage import settle
@@ -266,7 +267,8 @@ def run(
     method: str = METHOD,
     threads: int | None = None,
 ) -> dict[str, Any]:
-    """Measure, show, and return what the last line says. `threads`: None: one per core.
+    """Measure, show, and return what the last line says; after Ctrl-C, what was measured by then. `threads`: None: one
+    per core.
 
     Raises `StartError` for a name that is none.
     """
@@ -274,18 +276,20 @@ def run(
     clock = time.thread_time if threads == 1 else time.perf_counter
     _refuse_unknown(sizes, SIZES)
     _refuse_unknown([method], list(methods()))
-    floors, cases = {}, []
-    for size in sizes:
-        with TemporaryDirectory() as folder, console.status(f"{size}: loading"):
-            target, speculation = _models(size, method, Path(folder))
-            engine = {"threads": threads, "slots": SLOTS, "max_num_seqs": max(requests)}
-            llm = LLM(target, engine_config={**engine, "enable_prefix_caching": False})
-            floors[size] = measured_floor(target, clock)
-            settle()
-            for name, config in (("plain", SpeculativeConfig(method="none")), (method, speculation)):
-                for count in requests:
-                    with console.status(f"{size}, {count} requests, {name}"):
+    floors: dict[str, Floor] = {}
+    cases: list[Case] = []
+    with kept(console), progress(console, "kinds of steps", 2 * len(sizes) * len(requests)) as done:
+        for size in sizes:
+            with TemporaryDirectory() as folder:
+                target, speculation = _models(size, method, Path(folder))
+                engine = {"threads": threads, "slots": SLOTS, "max_num_seqs": max(requests)}
+                llm = LLM(target, engine_config={**engine, "enable_prefix_caching": False})
+                floors[size] = measured_floor(target, clock)
+                settle()
+                for name, config in (("plain", SpeculativeConfig(method="none")), (method, speculation)):
+                    for count in requests:
                         cases.append(measure(llm, Case(size, count, name), config, floors[size], clock))
+                        done()
     show(console, cases)
     return {
         "threads": threads,

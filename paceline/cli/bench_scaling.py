@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -27,6 +27,7 @@ from rich.table import Table
 from paceline.cli.client import Client, open_client
 from paceline.cli.deployment import Wish, plan
 from paceline.cli.processes import cpu_s, tree
+from paceline.cli.progress import kept, progress
 from paceline.cli.stack import Stack, ready_stack
 from paceline.compute.garbage import settle
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
@@ -50,6 +51,7 @@ SPECULATION = SpeculativeConfig(
 )
 SERVED = "timed:step_ms=60,knee_rows=2048"
 SERVED_DRAFT = "timed:step_ms=6,knee_rows=2048,agreement=0.8"
+WAYS = ("plain", "streamed")
 STREAMS = 48
 LONG, SHORT = 160, 4
 """Tokens of an answer."""
@@ -79,19 +81,23 @@ class Result:
 
 
 def run(console: Console) -> Result:
-    """Raises `StartError` or `StateError`."""
+    """Measure and show; after Ctrl-C, what was measured by then. Raises `StartError` or `StateError`."""
     settle()  # as a target's compute does
-    engine = []
-    for requests in REQUESTS:
-        with console.status(f"engine, {requests} requests"):
+    engine: list[Engine] = []
+    services: dict[str, dict[str, Moved]] = {}
+    with kept(console), progress(console, "loads of engine and services", len(REQUESTS) + len(WAYS)) as done:
+        for requests in REQUESTS:
             engine.append(measure_engine(requests))
+            done()
+        asyncio.run(_services(console, services, done))
     _show_engine(console, engine)
-    services = asyncio.run(_services(console))
-    _show_services(console, services)
-    plain = services["plain"]
-    costs = Costs([(each.requests, each.plain_ms / 1e3) for each in engine], plain["target"], plain["gateway"])
-    needs = [need(load, costs, TARGET, TOKEN_MS, ANSWER_TOKENS) for load in LOADS]
-    _show_needs(console, needs)
+    needs: list[Need] = []
+    if len(services) == len(WAYS):
+        _show_services(console, services)
+        plain = services["plain"]
+        costs = Costs([(each.requests, each.plain_ms / 1e3) for each in engine], plain["target"], plain["gateway"])
+        needs = [need(load, costs, TARGET, TOKEN_MS, ANSWER_TOKENS) for load in LOADS]
+        _show_needs(console, needs)
     told = {way: {name: _micro(moved) for name, moved in each.items()} for way, each in services.items()}
     return Result(engine, told, frames(), needs)
 
@@ -136,7 +142,8 @@ def frames() -> dict[str, float]:
     }
 
 
-async def _services(console: Console) -> dict[str, dict[str, Moved]]:
+async def _services(console: Console, services: dict[str, dict[str, Moved]], done: Callable[[], None]) -> None:
+    """Into `services`, by way."""
     speculation = SPECULATION.model_copy(update={"model": SERVED_DRAFT})
     engine = EngineConfig(slots=2**17, max_num_seqs=2 * STREAMS, max_num_batched_rows=2048, cpus=())
     async with (
@@ -144,8 +151,9 @@ async def _services(console: Console) -> dict[str, dict[str, Moved]]:
         open_client(stack.deployment.url) as client,
     ):
         await _asked(client, 2, SHORT, speculative=True)  # the first request has to find its draft
-        with console.status("measuring services"):
-            return {way: await _moved(stack, client, speculative=way == "streamed") for way in ("plain", "streamed")}
+        for way in WAYS:
+            services[way] = await _moved(stack, client, speculative=way == "streamed")
+            done()
 
 
 async def _moved(stack: Stack, client: Client, speculative: bool) -> dict[str, Moved]:

@@ -12,7 +12,7 @@ With `--url` the same prompts go to a running server, with `"speculative": false
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +23,7 @@ from rich.table import Table
 from paceline.cli import doctor_served
 from paceline.cli.bars import bar, columns
 from paceline.cli.child import StartError
+from paceline.cli.progress import progress
 from paceline.cli.workloads import workloads
 from paceline.config import EngineConfig, ModelFree, SpeculativeConfig
 from paceline.doctor.advice import Advice
@@ -55,8 +56,7 @@ class Wish:
 def run(console: Console, wish: Wish) -> dict[str, Any]:
     """Measure, show, and return what the last line says. Raises `StartError`."""
     prompts = _asked(wish)
-    with console.status("loading") as status:
-        diagnosis = _served(wish, prompts) if wish.url else _here(wish, prompts, status.update)
+    diagnosis = _served(console, wish, prompts) if wish.url else _here(console, wish, prompts)
     show(console, diagnosis)
     return diagnosis.told()
 
@@ -70,26 +70,30 @@ def _asked(wish: Wish) -> list[Prompt]:
     return [body.get("prompt") or body["messages"] for workload in workloads() for body in workload.bodies]
 
 
-def _here(wish: Wish, prompts: Sequence[Prompt], update: Callable[[str], None]) -> Diagnosis:
+def _here(console: Console, wish: Wish, prompts: Sequence[Prompt]) -> Diagnosis:
     engine: dict[str, Any] = {"enable_prefix_caching": False}
     if "threads" not in wish.engine.model_fields_set:
         engine["threads"] = os.cpu_count() or 1
     try:
         chosen = candidates(wish.model, wish.given)
-        target = LLM(wish.model, None, wish.engine.model_copy(update=engine))
+        with console.status("loading"):
+            target = LLM(wish.model, None, wish.engine.model_copy(update=engine))
         if target.tokenizer.chat_template is None and wish.prompts is None:
             prompts = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
         bare = are_bare(prompts, target.tokenizer)
         trial = Trial(encoded(prompts, target.tokenizer), wish.max_tokens, wish.temperatures, bare)
-        return diagnose(target, chosen, trial, update)
+        with progress(console, "ways to draft", len(chosen) + 1) as done:  # and the best two together
+            return diagnose(target, chosen, trial, done)
     except (ValueError, ModelNotFoundError) as error:
         raise StartError(str(error)) from error
 
 
-def _served(wish: Wish, prompts: Sequence[Prompt]) -> Diagnosis:
+def _served(console: Console, wish: Wish, prompts: Sequence[Prompt]) -> Diagnosis:
     assert wish.url is not None
     trained = not wish.given or wish.given[0].method not in get_args(ModelFree)
-    measured = doctor_served.measure(wish.url, prompts, wish.max_tokens, wish.temperatures, Facts(trained))
+    asked = doctor_served.asked(prompts, wish.temperatures)
+    with progress(console, "prompts, plain and speculative in turns", asked) as done:
+        measured = doctor_served.measure(wish.url, prompts, wish.max_tokens, wish.temperatures, Facts(trained), done)
     return Diagnosis([Case(measured)], [], None)
 
 
@@ -101,6 +105,8 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
         _show_case(console, case)
     for each in diagnosis.refused:
         console.print(f"[red]{each.name} was not measured[/red] ({each.cause}): {each.says}")
+    if diagnosis.left:
+        console.print(f"[yellow]interrupted: {', '.join(diagnosis.left)} not measured[/yellow]")
     if not diagnosis.identical:
         console.print("OUTPUT DIFFERS between plain and speculative decoding", style="bold red")
     if diagnosis.advice is not None:

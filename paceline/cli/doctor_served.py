@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import httpx
@@ -23,35 +23,62 @@ COUNTS = ("drafted_by_depth", "accepted_by_depth", "drafted_tokens", "verificati
 
 
 def measure(
-    url: str, prompts: Sequence[Prompt], max_tokens: int, temperatures: Sequence[float], facts: Facts
+    url: str,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    temperatures: Sequence[float],
+    facts: Facts,
+    done: Callable[[], None] = lambda: None,
 ) -> Measured:
-    """Raises `StartError` if no server answers at `url`, or it refuses a prompt."""
+    """`done` is told of each of the prompts `asked`. After Ctrl-C, what was measured by then, if anything was.
+
+    Raises `StartError` if no server answers at `url`, or it refuses a prompt.
+    """
     try:
-        return asyncio.run(_measure(url, prompts, max_tokens, temperatures, facts))
+        return asyncio.run(_measure(url, prompts, max_tokens, temperatures, facts, done))
     except ApiRefusedError as error:
         raise StartError(f"the server at {url} refuses a prompt: {error}") from error
     except httpx.HTTPError as error:
         raise StartError(f"no server answers at {url} ({error}): start one with `paceline serve`") from error
 
 
+def asked(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> int:
+    """How many prompts, over all passes."""
+    return sum(len(group) for _, at_once in passes(temperatures) for group in groups(prompts, at_once))
+
+
+def passes(temperatures: Sequence[float]) -> list[tuple[float, int]]:
+    """Over all prompts: at which temperature, and how many requests at once, which is tried at the first one only."""
+    return [(each, n) for each in temperatures for n in (1, *TOGETHER) if n == 1 or each == temperatures[0]]
+
+
 async def _measure(
-    url: str, prompts: Sequence[Prompt], max_tokens: int, temperatures: Sequence[float], facts: Facts
+    url: str,
+    prompts: Sequence[Prompt],
+    max_tokens: int,
+    temperatures: Sequence[float],
+    facts: Facts,
+    done: Callable[[], None],
 ) -> Measured:
     speeds: list[Speed] = []
     acceptances: list[Acceptance] = []
     same = promised = True
     async with open_client(url) as client:
         model = await client.model()
-        for temperature in temperatures:
+        for temperature, at_once in passes(temperatures):
             sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": SEED, **USAGE}
-            for at_once in (1, *TOGETHER) if temperature == temperatures[0] else (1,):
-                plain, speculative, (plain_s, speculative_s) = await _both(client, prompts, sampling, at_once)
-                same &= [answer.tokens for answer in plain] == [answer.tokens for answer in speculative]
-                promised &= all(answer.speculation["drafter_invariant"] for answer in speculative)
-                if temperature == temperatures[0]:
-                    speeds.append(Speed(at_once, _tokens(plain) / plain_s, _tokens(speculative) / speculative_s))
-                if at_once == 1:
-                    acceptances.append(Acceptance(temperature, list(map(told, speculative))))
+            try:
+                plain, speculative, (plain_s, speculative_s) = await _both(client, prompts, sampling, at_once, done)
+            except asyncio.CancelledError:  # by Ctrl-C, the only one who does
+                if not speeds:
+                    raise
+                break
+            same &= [answer.tokens for answer in plain] == [answer.tokens for answer in speculative]
+            promised &= all(answer.speculation["drafter_invariant"] for answer in speculative)
+            if temperature == temperatures[0]:
+                speeds.append(Speed(at_once, _tokens(plain) / plain_s, _tokens(speculative) / speculative_s))
+            if at_once == 1:
+                acceptances.append(Acceptance(temperature, list(map(told, speculative))))
     identical = same if promised else None
     return Measured(f"{model}, as served", SpeculativeConfig(), acceptances, speeds, identical, facts)
 
@@ -69,7 +96,7 @@ def body_of(prompt: Prompt) -> tuple[str, dict[str, Any]]:
 
 
 async def _both(
-    client: Client, prompts: Sequence[Prompt], sampling: Mapping[str, Any], at_once: int
+    client: Client, prompts: Sequence[Prompt], sampling: Mapping[str, Any], at_once: int, done: Callable[[], None]
 ) -> tuple[list[HttpAnswer], list[HttpAnswer], tuple[float, float]]:
     """Answers without and with speculation, and the seconds that each took. Prompts are cached before."""
     answers: tuple[list[HttpAnswer], list[HttpAnswer]] = ([], [])
@@ -80,12 +107,14 @@ async def _both(
             began = time.perf_counter()
             answers[side].extend(await _ask(client, group, {**sampling, "speculative": speculative}))
             seconds[side] += time.perf_counter() - began
+        for _ in group:
+            done()
     return *answers, (seconds[0], seconds[1])
 
 
 async def _ask(client: Client, group: Sequence[Prompt], options: Mapping[str, Any]) -> list[HttpAnswer]:
-    asked = ((path, {**body, **options}) for path, body in map(body_of, group))
-    return list(await asyncio.gather(*(client.collect(path, body) for path, body in asked)))
+    bodies = ((path, {**body, **options}) for path, body in map(body_of, group))
+    return list(await asyncio.gather(*(client.collect(path, body) for path, body in bodies)))
 
 
 def _tokens(answers: Sequence[HttpAnswer]) -> int:

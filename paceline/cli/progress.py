@@ -1,4 +1,4 @@
-"""How far a measurement is, and how long it goes on."""
+"""How far a measurement is, how long it goes on, and what is left of it when somebody ends it."""
 
 from __future__ import annotations
 
@@ -16,3 +16,12 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], N
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def kept(console: Console) -> Iterator[None]:
+    """Ctrl-C ends what is measured within, and nothing more: what was measured by then is told."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        console.print("[yellow]interrupted: what follows is what was measured[/yellow]")

@@ -47,6 +47,8 @@ class Diagnosis:
     cases: Sequence[Case]
     refused: Sequence[Refused]
     advice: Advice | None
+    left: Sequence[str] = ()
+    """Names of those that were not measured, since somebody ended it."""
 
     @property
     def identical(self) -> bool:
@@ -65,27 +67,35 @@ class Diagnosis:
 
 
 def diagnose(
-    target: LLM, candidates: Sequence[Candidate], trial: Trial, on_begin: Callable[[str], None] = lambda _: None
+    target: LLM, candidates: Sequence[Candidate], trial: Trial, done: Callable[[], None] = lambda: None
 ) -> Diagnosis:
-    """`target`: without cached prompts. `on_begin` is told the name of each candidate."""
+    """`target`: without cached prompts. `done` is told of each candidate. Ctrl-C ends it with what was
+    measured by then, if anything was.
+    """
     target.generate([trial.prompts[0]], trial.sampling(trial.temperatures[0]))  # fills caches of operators
     cases: list[Case] = []
     refused: list[Refused] = []
 
     def examine(candidate: Candidate) -> None:
-        on_begin(candidate.name)
         found = examined(target, candidate, trial)
         if isinstance(found, Case):
             cases.append(found)
         else:
             refused.append(found)
+        done()
 
-    for candidate in candidates:
-        examine(candidate)
-    both = together([case.measured for case in cases])
-    if both is not None and both.name not in {candidate.name for candidate in candidates}:
-        examine(both)
-    return Diagnosis(cases, refused, advice([case.measured for case in cases]))
+    try:
+        for candidate in candidates:
+            examine(candidate)
+        both = together([case.measured for case in cases])
+        if both is not None and both.name not in {candidate.name for candidate in candidates}:
+            examine(both)
+    except KeyboardInterrupt:
+        if not cases:
+            raise
+    seen = {case.measured.name for case in cases} | {each.name for each in refused}
+    left = [candidate.name for candidate in candidates if candidate.name not in seen]
+    return Diagnosis(cases, refused, advice([case.measured for case in cases]), left)
 
 
 def examined(target: LLM, candidate: Candidate, trial: Trial) -> Case | Refused:

@@ -102,6 +102,9 @@ class VirtualTime:
             while self._events and not until():
                 self._now, _, action = heapq.heappop(self._events)
                 action()
+        except KeyboardInterrupt:
+            self._actors.clear()  # one of them is at work, and cannot be stopped; their threads end with the process
+            raise
         finally:
             for actor in self._actors:
                 actor.stop()

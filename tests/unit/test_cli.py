@@ -17,6 +17,7 @@ from paceline.cli.bench_baseline import Measured
 from paceline.cli.client import Answer
 from paceline.cli.colours import ACCEPTED, BONUS, Painter, summary
 from paceline.cli.demo import Runs
+from paceline.cli.progress import kept, progress
 from paceline.cli.workloads import CODE_FILES, Workload, code_prompts, workloads
 from paceline.simulation import plan as planning
 from paceline.simulation.pair import Pair
@@ -52,6 +53,14 @@ def test_a_wrong_option_is_named(arguments: list[str], complaint: str) -> None:
     result = CliRunner().invoke(main, ["serve", *arguments])
     assert result.exit_code == 2
     assert complaint in " ".join(result.output.replace("│", " ").split())  # it comes in a box
+
+
+def test_ctrl_c_ends_what_is_measured_and_no_more() -> None:
+    console = Console(file=io.StringIO())
+    with kept(console), progress(console, "parts", 2) as done:
+        done()
+        raise KeyboardInterrupt
+    assert "interrupted: what follows is what was measured" in console.file.getvalue()  # type: ignore[attr-defined]
 
 
 def test_chat_without_a_server_says_how_to_get_one() -> None:

@@ -6,7 +6,7 @@ Figures are made by hand: of an answer, which tokens were guessed, and how many 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from paceline.doctor import diagnosis
 from paceline.doctor.advice import advice, pays_up_to
 from paceline.doctor.candidates import Candidate, candidates, named, together
 from paceline.doctor.causes import causes
-from paceline.doctor.diagnosis import Refused, examined, pasted
+from paceline.doctor.diagnosis import Case, Refused, examined, pasted
 from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
 from paceline.doctor.forecast import answering_s, forecast, node_worth
 from paceline.doctor.measure import Run, Side, Trial, facts_of, groups, need, other_special_tokens, speed
@@ -497,6 +497,30 @@ def test_what_is_predicted_is_of_all_groups_and_as_many_at_once() -> None:
         side.add(group, answers[2 * group : 2 * group + 2], 1.0)
     this = speed(llm, 2, Run(side, side), Acceptance(0.0, []))
     assert this.predicted == 16 / (2 * (2 + 3 * 2)), "a pass for two prompts and three for the rest, twice"
+
+
+def interrupted_at(name: str) -> Callable[..., Case]:
+    """What is measured of each candidate, until Ctrl-C at this one."""
+
+    def examined(target: object, candidate: Candidate, trial: object) -> Case:
+        if candidate.name == name:
+            raise KeyboardInterrupt
+        return Case(Measured(candidate.name, candidate.config, [], [Speed(1, 100.0, 150.0)], True, TRAINED))
+
+    return examined
+
+
+def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, trial = LLM("table:64", None, SMALL), Trial([[1, 2, 3]], 4, (0.0,), True)
+    chosen = named([SpeculativeConfig(method=each) for each in ("ngram", "suffix")])
+    monkeypatch.setattr(diagnosis, "examined", interrupted_at("suffix"))
+    found = diagnosis.diagnose(target, chosen, trial)
+    assert [case.measured.name for case in found.cases] == ["ngram"]
+    assert found.left == ["suffix"]
+    assert found.told()["recommended"] is not None
+    monkeypatch.setattr(diagnosis, "examined", interrupted_at("ngram"))
+    with pytest.raises(KeyboardInterrupt):
+        diagnosis.diagnose(target, chosen, trial)
 
 
 def test_groups_are_full() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from dataclasses import replace
 
 import pytest
@@ -154,3 +155,20 @@ def test_what_an_actor_raises_ends_the_run() -> None:
 def test_only_actors_wait() -> None:
     with pytest.raises(RuntimeError, match="only an actor"):
         VirtualTime().sleep(1.0)
+
+
+def test_ctrl_c_is_not_taken_for_an_error_of_who_was_at_work() -> None:
+    time, went_on = VirtualTime(), threading.Event()
+
+    def interrupting() -> None:
+        raise KeyboardInterrupt
+
+    def working() -> None:
+        time.sleep(2.0)
+        went_on.set()
+
+    time.start(working)
+    time.after(1.0, interrupting)
+    with pytest.raises(KeyboardInterrupt):
+        time.run(lambda: False)
+    assert not went_on.is_set()
