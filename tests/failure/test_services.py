@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
@@ -23,6 +24,8 @@ from paceline.messages import FinishReason
 from paceline.models import ModelNotFoundError
 from paceline.state import open_store
 from paceline.state.embedded import EmbeddedRedis
+from paceline.v1 import draft_pb2, draft_pb2_grpc
+from paceline.wire.channels import SUBMIT_FRAME_BYTES, server_options
 from paceline.wire.errors import EngineLost
 from paceline.wire.target_link import TargetLink
 from services import compute
@@ -432,6 +435,32 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(
         assert float(nodes) > 0, "it drafts only for requests of which it got every one"
         stop.set()
         await asyncio.gather(drafting, decoding)
+
+
+@pytest.mark.parametrize(
+    ("method", "code"),
+    [
+        ('{"method": "ngram"}', grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ('{"method": "custom", "speculator": "tests.workers.witness"}', grpc.StatusCode.INVALID_ARGUMENT),
+    ],
+    ids=["token ids only", "hidden states"],
+)
+async def test_a_draft_takes_large_frames_only_if_it_is_fed_with_hidden_states(
+    method: str, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else they are refused by their size; what is wrong with this one then is a request id of 0."""
+    stop = asyncio.Event()
+    large = draft_pb2.DraftFrame.Open(token_ids=[2**31] * (SUBMIT_FRAME_BYTES // 4))
+    async with (
+        served(draft.serve(draft.parse(["--speculative-config", method]), stop), caplog) as (drafting, address),
+        grpc.aio.insecure_channel(address, options=server_options()) as channel,
+    ):
+        call = draft_pb2_grpc.DraftServiceStub(channel).Grow(iter([draft_pb2.DraftFrame(opens=[large])]))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call.read()
+        assert refused.value.code() is code
+        stop.set()
+        await drafting
 
 
 def metrics_url(caplog: pytest.LogCaptureFixture) -> str:
