@@ -97,7 +97,7 @@ mutants: setup  ## the code changed in one wrong way after another: do tests not
 	@$(BIN)/python -m tests.mutants $(ARGS)
 
 models: setup  ## transformers' causal language models, tiny ones: which are computed as transformers computes them?
-	@$(BIN)/python -m tests.architectures $(ARGS)
+	@$(BIN)/python -m tests.helpers.architectures $(ARGS)
 
 chart: setup  ## the Helm chart with every combination of its main values
 	@$(BIN)/python -m tests.deploy.combinations

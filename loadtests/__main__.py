@@ -1,8 +1,8 @@
 """`python -m loadtests`: a bounded load against stacks that it starts itself, or against a server that runs.
 
 Every stack is loaded twice, with speculation off and on. The last line of output is one JSON document. The exit code is
-1 if an answer was an error, lacked a token or had another one, if memory grew (`loadtests.attack.FLAT`), or if guesses
-were accepted where speculation is off, or none where it is on.
+1 if an answer was an error, lacked a token or had another one, if memory grew (`loadtests.locust_process.FLAT`), or
+if guesses were accepted where speculation is off, or none where it is on.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.attack import attack
-from loadtests.profiles import PROFILES, Profile
-from loadtests.reference import recorded
-from loadtests.run import Run
-from loadtests.shapes import SHAPES
-from paceline.cli.client import open_client
-from paceline.cli.deployment import LOOPBACK, Deployment, free_ports, plan
+from loadtests.load_profiles import PROFILES, LoadProfile
+from loadtests.load_run import LoadRun
+from loadtests.load_shapes import SHAPES
+from loadtests.locust_process import run_locust
+from loadtests.recorded_answers import recorded
+from paceline.cli.deployment import LOOPBACK, Deployment, free_ports, plan_deployment
+from paceline.cli.http_client import open_client
+from paceline.cli.local_stack import ready_stack
 from paceline.cli.options import start_errors
-from paceline.cli.stack import ready_stack
-from paceline.models import is_weightless
+from paceline.model_names import is_fake_model
 
 WAYS = {"off": False, "on": True}
 """Speculation."""
@@ -53,19 +53,21 @@ def main(
     raise typer.Exit(0 if good else 1)
 
 
-def changed(profile: Profile, streams: int | None, seconds: float | None, step_ms: float | None) -> Profile:
-    wish = profile.wish
-    if step_ms is not None and is_weightless(wish.model):
+def changed(profile: LoadProfile, streams: int | None, seconds: float | None, step_ms: float | None) -> LoadProfile:
+    wish = profile.deployment_options
+    if step_ms is not None and is_fake_model(wish.model):
         wish = replace(wish, model=f"{wish.model},step_ms={step_ms:g}")
-    return replace(profile, wish=wish, streams=streams or profile.streams, seconds=seconds or profile.seconds)
+    return replace(
+        profile, deployment_options=wish, streams=streams or profile.streams, seconds=seconds or profile.seconds
+    )
 
 
-async def load(console: Console, profile: Profile, shape: str) -> dict[str, dict[str, Any]]:
+async def load(console: Console, profile: LoadProfile, shape: str) -> dict[str, dict[str, Any]]:
     """Both ways, one after the other, on one stack."""
-    deployment = replace(plan(profile.wish), grpc_port=free_ports(LOOPBACK, 0, 0)[0])
+    deployment = replace(plan_deployment(profile.deployment_options), grpc_port=free_ports(LOOPBACK, 0, 0)[0])
     async with ready_stack(deployment, console) as stack:
         questions: dict[str, Sequence[dict[str, Any]]] = {}
-        if not is_weightless(deployment.model):
+        if not is_fake_model(deployment.model):
             async with open_client(deployment.url) as client:
                 questions = await recorded(client)
         results = {}
@@ -73,19 +75,19 @@ async def load(console: Console, profile: Profile, shape: str) -> dict[str, dict
             run = run_of(deployment, profile, shape, speculative, questions)
             console.print(f"{profile.name}: {profile.streams} streams, speculation {way}, {profile.seconds:g} s")
             services = {name: child.pid for name, child in stack.supervisor.children.items() if child.pid}
-            results[way] = await attack(run, services)
+            results[way] = await run_locust(run, services)
         show(console, results)
         return results
 
 
 def run_of(
     deployment: Deployment,
-    profile: Profile,
+    profile: LoadProfile,
     shape: str,
     speculative: bool,
     questions: dict[str, Sequence[dict[str, Any]]],
-) -> Run:
-    return Run(
+) -> LoadRun:
+    return LoadRun(
         url=deployment.url,
         grpc=f"{LOOPBACK}:{deployment.grpc_port}",
         model=deployment.model,
@@ -94,7 +96,7 @@ def run_of(
         ramp_s=profile.ramp_s,
         seconds=profile.seconds,
         users=profile.users,
-        answers=profile.answers,
+        answer_tokens=profile.answer_tokens,
         goal=profile.goal,
         recorded=questions,
     )

@@ -14,9 +14,9 @@ from gevent import GreenletExit
 from grpc.experimental import gevent as grpc_gevent
 from locust import task
 
-from loadtests.questions import Question
-from loadtests.streams import Heard, judged, unended
-from loadtests.users import Asker
+from loadtests.http_users import RecordingUser
+from loadtests.load_requests import Question
+from loadtests.stream_check import ReceivedStream, check_stream, check_unfinished
 from paceline.v1 import common_pb2, inference_pb2_grpc
 from paceline.v1 import inference_pb2 as pb
 
@@ -26,7 +26,7 @@ LONGEST_S = 600.0
 """No answer takes longer, however slow the machine."""
 
 
-class Caller(Asker):
+class GrpcUser(RecordingUser):
     """`stub` is set before the first one is made."""
 
     kind = "grpc"
@@ -40,20 +40,20 @@ class Caller(Asker):
     @task
     def generate(self) -> None:
         question = self.questions.short(chat=False)
-        began, heard, left = time.time(), Heard(), False
+        began, heard, left = time.time(), ReceivedStream(), False
         call = self.stub.Generate(encoded(question, speculative=self.speculative), timeout=LONGEST_S)
         try:
             for response in call:
-                take(heard, time.time(), response)
+                add_response(heard, time.time(), response)
             heard.complete = True
         except grpc.RpcError as error:
             heard.error = repr(error)
         except GreenletExit:  # the run is over
-            heard, left = unended(began, heard, self.stalled_s), True
+            heard, left = check_unfinished(began, heard, self.stalled_s), True
             raise
         finally:
             call.cancel()
-            self.report(judged(self.kind, began, question, heard, left=left))
+            self.report(check_stream(self.kind, began, question, heard, left=left))
 
 
 def encoded(question: Question, *, speculative: bool) -> pb.GenerateRequest:
@@ -64,8 +64,8 @@ def encoded(question: Question, *, speculative: bool) -> pb.GenerateRequest:
     )
 
 
-def take(heard: Heard, when: float, response: pb.GenerateResponse) -> None:
-    heard.came(when, list(response.token_ids))
+def add_response(heard: ReceivedStream, when: float, response: pb.GenerateResponse) -> None:
+    heard.add_tokens(when, list(response.token_ids))
     if response.finish_reason:
         heard.finish_reason = common_pb2.FinishReason.Name(response.finish_reason)
         heard.counted, heard.prompt_tokens = response.completion_tokens, response.prompt_tokens

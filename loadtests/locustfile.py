@@ -16,23 +16,38 @@ from typing import Any
 from locust import LoadTestShape, events
 from locust.env import Environment
 
-from loadtests.figures import figures
-from loadtests.grpc_users import Caller
-from loadtests.run import Run
-from loadtests.shapes import users_at
-from loadtests.streams import Answer
-from loadtests.users import Abandoner, Asker, Chatter, Completer, LongReader, Malformer
+from loadtests.grpc_users import GrpcUser
+from loadtests.http_users import (
+    ChatUser,
+    CompletionUser,
+    DisconnectingUser,
+    LongCompletionUser,
+    MalformedRequestUser,
+    RecordingUser,
+)
+from loadtests.load_figures import figures
+from loadtests.load_run import LoadRun
+from loadtests.load_shapes import users_at
+from loadtests.stream_check import StreamRecord
 
-__all__ = ["Abandoner", "Caller", "Chatter", "Completer", "LongReader", "Malformer", "Profile"]
+__all__ = [
+    "ChatUser",
+    "CompletionUser",
+    "DisconnectingUser",
+    "GrpcUser",
+    "LongCompletionUser",
+    "MalformedRequestUser",
+    "ShapeFromRun",
+]
 
-FAULTS_TOLD = 10
+FAULTS_SHOWN = 10
 """So many different ones."""
 
 
-class Profile(LoadTestShape):
+class ShapeFromRun(LoadTestShape):
     """The run's shape; `run` is set before the first tick."""
 
-    run: Run
+    run: LoadRun
 
     def tick(self) -> tuple[int, float] | None:
         """Called by Locust every second."""
@@ -42,18 +57,22 @@ class Profile(LoadTestShape):
 
 @events.init_command_line_parser.add_listener
 def add_options(parser: ArgumentParser) -> None:
-    parser.add_argument("--run", type=Path, required=True, help="a file as loadtests.run.Run writes it")
+    parser.add_argument("--run", type=Path, required=True, help="a file as loadtests.load_run.LoadRun writes it")
 
 
 @events.init.add_listener
 def prepare(environment: Environment, **_: object) -> None:
     assert environment.parsed_options is not None  # it has a command line
-    run = Run.read(environment.parsed_options.run)
+    run = LoadRun.read(environment.parsed_options.run)
     environment.host = run.url
-    Profile.run = run
-    Asker.questions, Asker.speculative, Asker.stalled_s = run.questions(), run.speculative, run.stalled_s
-    Caller.connect(run.grpc)
-    answers: list[Answer] = []
+    ShapeFromRun.run = run
+    RecordingUser.questions, RecordingUser.speculative, RecordingUser.stalled_s = (
+        run.questions(),
+        run.speculative,
+        run.stalled_s,
+    )
+    GrpcUser.connect(run.grpc)
+    answers: list[StreamRecord] = []
     crashed: list[str] = []
     began: list[float] = []
 
@@ -75,7 +94,7 @@ def prepare(environment: Environment, **_: object) -> None:
     environment.events.quit.add_listener(sum_up)
 
 
-def summary(run: Run, answers: list[Answer], crashed: list[str], began: float) -> dict[str, Any]:
+def summary(run: LoadRun, answers: list[StreamRecord], crashed: list[str], began: float) -> dict[str, Any]:
     """Figures of the whole load and of each of its stages; what went wrong counts from the first user on."""
     stages = run.stages
     whole = began + stages[0].begins, began + stages[-1].ends
@@ -89,7 +108,7 @@ def summary(run: Run, answers: list[Answer], crashed: list[str], began: float) -
         "errors": len(faults),
         "lost_tokens": sum(each.lost for each in answers),
         "changed_tokens": sum(each.changed for each in answers),
-        "faults": list(dict.fromkeys(faults))[:FAULTS_TOLD],
+        "faults": list(dict.fromkeys(faults))[:FAULTS_SHOWN],
         "figures": asdict(figures(answers, *whole, run.goal)),
         "stages": by_stage if len(by_stage) > 1 else [],
     }

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
-from paceline.config.complaints import complaint
 from paceline.config.settings import Settings
+from paceline.config.validation_messages import first_error
 
 PREFIX = "pl-"
 """So that a key that leaked into a repository is recognised."""
@@ -60,7 +60,7 @@ def read(path: Path) -> KeyFile:
     except OSError as error:
         raise KeyFileError(f"{path} cannot be read: {error.strerror}") from error
     except ValidationError as error:
-        raise KeyFileError(f"{path} holds no API keys: {complaint(error, quote=False)}") from None
+        raise KeyFileError(f"{path} holds no API keys: {first_error(error, quote=False)}") from None
 
 
 def write(path: Path, keys: KeyFile) -> None:

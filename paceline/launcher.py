@@ -18,7 +18,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def dependent(argv: Sequence[str]) -> list[str]:
+def die_with_parent(argv: Sequence[str]) -> list[str]:
     """The command that runs `argv`, which begins with an absolute path, for as long as this process lives at most.
 
     To the kernel it is the thread that lives: start it from one that stays.

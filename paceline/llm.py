@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
+from paceline.drafting import build_model_free, build_speculator, complete_config
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
-from paceline.model import load, settle_threads
-from paceline.model.probe import row_cost
-from paceline.speculators import build, build_beside, completed
+from paceline.model import limit_torch_threads, load
+from paceline.model.row_probe import measure_row_cost
 from paceline.text import Detokenizer, StopStrings, Tokenizer
 
 Prompt = str | Sequence[int]
@@ -61,16 +61,16 @@ class LLM:
         self.config = EngineConfig.model_validate(engine_config or {})
         if "threads" not in self.config.model_fields_set:  # this process has nothing else to do, unlike a service
             self.config = self.config.model_copy(update={"threads": torch.get_num_threads()})
-        speculation = completed(SpeculativeConfig.model_validate(speculative_config or {}), model)
+        speculation = complete_config(SpeculativeConfig.model_validate(speculative_config or {}), model)
         torch.set_num_threads(self.config.threads)
         self.model = load(model, self.config)
-        settle_threads(self.model)
+        limit_torch_threads(self.model)
         self.tokenizer = Tokenizer.load(model)
-        self.cost = row_cost(self.model, self.config.max_num_batched_rows)
+        self.cost = measure_row_cost(self.model, self.config.max_num_batched_rows)
         self._serial = itertools.count()
-        self._begin(speculation)
+        self._create_engine(speculation)
 
-    def drafting_with(self, speculative_config: SpeculativeConfig | dict[str, Any]) -> LLM:
+    def with_speculation(self, speculative_config: SpeculativeConfig | dict[str, Any]) -> LLM:
         """Another one over the same loaded model, with drafts of its own. Only one may generate at a time.
 
         Raises as the constructor does, and ValueError if prompts are cached: what lies in the slots of the one would
@@ -79,12 +79,12 @@ class LLM:
         if self.config.enable_prefix_caching:
             raise ValueError("LLMs share a model without cached prompts: set enable_prefix_caching to false")
         other = copy.copy(self)
-        other._begin(completed(SpeculativeConfig.model_validate(speculative_config), self.model.name))
+        other._create_engine(complete_config(SpeculativeConfig.model_validate(speculative_config), self.model.name))
         return other
 
-    def _begin(self, speculation: SpeculativeConfig) -> None:
+    def _create_engine(self, speculation: SpeculativeConfig) -> None:
         drafting = self._drafting(speculation, self.config)
-        beside = [LocalDrafting(each) for each in build_beside(speculation)]
+        beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
         self.speculation = speculation
         self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, beside=beside)
 
@@ -118,7 +118,7 @@ class LLM:
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations = [messages] if single else messages
-        prompts = [self._write(conversation) for conversation in conversations]  # type: ignore[arg-type]
+        prompts = [self._render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         return self._complete(prompts, sampling, stop, speculative=speculative)
 
     def _complete(
@@ -130,34 +130,34 @@ class LLM:
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
-        answers: dict[str, _Answer] = {}
+        answers: dict[str, _CompletionBuilder] = {}
         try:
             for ids in prompts:
                 submission = Submission(f"llm-{next(self._serial)}", ids, params, options)
-                answers[submission.request_id] = _Answer(submission, self.tokenizer, stops)
+                answers[submission.request_id] = _CompletionBuilder(submission, self.tokenizer, stops)
                 self._engine.submit(submission)
             while self._engine.busy:
                 for delta in self._engine.step():
                     if answers[delta.request_id].take(delta):
                         self._engine.cancel(delta.request_id)
         except BaseException:
-            self._engine.abandon()
+            self._engine.reset()
             raise
         return [answer.completion() for answer in answers.values()]
 
-    def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> Drafting:
+    def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
         self.position_limit = 0
         """Its draft guesses nothing beyond; 0: no limit."""
         if not speculation.enabled:
-            return NoDrafting()
-        speculator = build(speculation, config, self.model.lend, self.model.name)
+            return NoDraftClient()
+        speculator = build_speculator(speculation, config, self.model.target_weights, self.model.name)
         if speculator.vocabulary_fingerprint not in ("", self.model.fingerprint):
             raise VocabularyMismatchError(
                 f"the vocabularies of {self.model.name} and {speculator.model} differ: "
                 f"choose a draft that was trained with the target's tokenizer, {MAPPING_HINT}"
             )
         self.position_limit = speculator.position_limit
-        return LocalDrafting(speculator)
+        return LocalDraftClient(speculator)
 
     def _encode(self, prompts: Prompt | Sequence[Prompt]) -> list[list[int]]:
         if isinstance(prompts, str):
@@ -169,14 +169,14 @@ class LLM:
             for prompt in prompts
         ]
 
-    def _write(self, conversation: Conversation) -> list[int]:
+    def _render_chat(self, conversation: Conversation) -> list[int]:
         template = self.tokenizer.chat_template
         if template is None:
             raise ValueError(f"{self.model.name} has no chat template: use generate")
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
 
-class _Answer:
+class _CompletionBuilder:
     """One request's deltas as they come together. A stop string ends it wherever it stands in them."""
 
     def __init__(self, submission: Submission, tokenizer: Tokenizer, stops: Sequence[str]) -> None:

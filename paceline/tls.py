@@ -18,7 +18,7 @@ class CertificateError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Pem:
+class PemFiles:
     """What the files hold."""
 
     certificate: bytes
@@ -42,7 +42,7 @@ class Certificates:
         self._pem = self._read()
 
     @property
-    def pem(self) -> Pem:
+    def pem(self) -> PemFiles:
         """The newest that is whole. The same object for as long as nothing changes. Any thread."""
         before = self._stamp
         stamp: Stamp | None = None
@@ -74,7 +74,7 @@ class Certificates:
             raise CertificateError(f"{error.filename} cannot be read: {error.strerror}") from error
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
 
-    def _read(self) -> Pem:
+    def _read(self) -> PemFiles:
         context = self.server_context()  # the key is the certificate's, or this raises
         try:
             if self.authority is not None:
@@ -82,7 +82,7 @@ class Certificates:
             texts = [path.read_bytes() for path in self._paths()]
         except (OSError, ValueError) as error:
             raise CertificateError(f"{self.authority or self.certificate} cannot be used: {error}") from error
-        return Pem(texts[0], texts[1], texts[2] if self.authority is not None else None)
+        return PemFiles(texts[0], texts[1], texts[2] if self.authority is not None else None)
 
     def _paths(self) -> list[Path]:
         return [path for path in (self.certificate, self.key, self.authority) if path is not None]

@@ -1,1 +1,1 @@
-"""The servers. Each is thin: decode, call the library, encode. `python -m services.target --help`."""
+"""The servers. Each is thin: decode, call the library, encode. `python -m paceline_services.target --help`."""

@@ -1,7 +1,8 @@
-"""python -m services.rank: a rank of a shared model other than 0. It has its part of the model, and nothing else.
+"""python -m paceline_services.rank: a rank of a shared model other than 0. It has its part of the model, and nothing
+else.
 
 Rank 0 is a target or a draft worker whose configuration has a tensor_parallel_size and a rendezvous; it tells the
-others there what to load. Exit codes are those of services, see `services.process`.
+others there what to load. Exit codes are those of services, see `paceline_services.service_entrypoint`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.model.loading import load_part
-from paceline.model.sharded import follow
-from paceline.models import ModelNotFoundError
+from paceline.model.loading import load_shard
+from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel.rendezvous import join_rank_group
+from paceline.model.tensor_parallel_model import run_rank
+from paceline.model_names import ModelNotFoundError
 from paceline.telemetry import logs
-from paceline.tensor_parallel.errors import MeetingError, RankLostError
-from paceline.tensor_parallel.meeting import following
-from services.process import COULD_NOT_START, FAILED
+from paceline_services.service_entrypoint import COULD_NOT_START, FAILED
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ def main() -> int:
     logs.configure("rank", f"{options.rank} of {options.rendezvous}")
     try:
         serve(options)
-    except (MeetingError, RankLostError) as error:
+    except (RendezvousError, RankLostError) as error:
         log.critical("%s", error)
         return FAILED  # with a rank 0 that has started again it may come out otherwise
     except (ModelNotFoundError, ValueError, OSError) as error:
@@ -49,13 +50,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def serve(options: argparse.Namespace) -> None:
     """From meeting rank 0 until it has no more passes to run."""
-    with following(options.rendezvous, options.rank, options.device) as (ranks, brief):
+    with join_rank_group(options.rendezvous, options.rank, options.device) as (ranks, brief):
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_IGN)  # requests may still run: rank 0 says when it is over
         torch.set_num_threads(brief.engine.threads)
-        part = load_part(brief.model, brief.engine, ranks)
+        part = load_shard(brief.model, brief.engine, ranks)
         log.info("rank %d of %d has its part of %s", ranks.rank, ranks.size, brief.model)
-        follow(part, ranks)
+        run_rank(part, ranks)
     log.info("rank %d is done", options.rank)
 
 

@@ -16,7 +16,7 @@ import yaml
 from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.config.spelling import ALGORITHMS, METHOD_ALIASES, SWITCHES
+from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
 from paceline.telemetry.logs import LEVELS
 
 CHART = Path(__file__).parent / "paceline"

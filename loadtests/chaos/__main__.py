@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from loadtests.chaos import run as chaos
-from loadtests.chaos.stack import running
-from paceline.cli.child import StartError
+from loadtests.chaos import chaos_run as chaos
+from loadtests.chaos.chaos_stack import running
+from paceline.cli.supervised_process import StartError
 from paceline.state import StateError
 
 LAST_LINES = 200
@@ -34,19 +34,19 @@ def main(
     """Exit code 1 if a token was lost or changed, a request failed, a worker was left with one, or nothing happened."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel("WARNING")
-    plan = chaos.Plan(seconds, every, clients, max_tokens, seed)
+    plan = chaos.ChaosOptions(seconds, every, clients, max_tokens, seed)
     said: deque[str] = deque(maxlen=None if verbose else LAST_LINES)
 
     async def whole() -> dict[str, Any]:
         say = (lambda line: print(line, file=sys.stderr)) if verbose else said.append  # noqa: T201
-        async with running(chaos.wish(model, targets, drafts), say, gateways) as stack:
+        async with running(chaos.chaos_deployment_options(model, targets, drafts), say, gateways) as stack:
             tally = await chaos.run(stack, plan)
         return {
             **tally.summary(),
             "seconds": seconds,
             "seed": seed,
             "model": model,
-            "clean": tally.clean and tally.tried,
+            "clean": tally.clean and tally.has_work,
         }
 
     try:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from paceline import family
-from paceline.cli import cores
-from paceline.cli.child import Program, StartError
-from paceline.config import MAPPING_HINT, POOL, TOLD_BY_CHECKPOINT, EngineConfig, SpeculativeConfig
-from paceline.models import ModelNotFoundError, is_weightless, resolve_model, served_name
+from paceline.cli import cpu_affinity
+from paceline.cli.supervised_process import Program, StartError
+from paceline.config import MAPPING_HINT, METHODS_READ_FROM_CHECKPOINT, POOL, EngineConfig, SpeculativeConfig
+from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0
@@ -29,7 +29,7 @@ TARGET, DRAFT = family.NAMES
 Found = TypeVar("Found")
 
 
-def default_speculation(model: str) -> SpeculativeConfig:
+def default_speculative_config(model: str) -> SpeculativeConfig:
     """The shipped target comes with a draft; for any other model nobody can know one."""
     if model == TARGET:
         return SpeculativeConfig(method="draft_model", model=DRAFT, beside=("ngram",), prompt_lookup_min=1)
@@ -38,7 +38,7 @@ def default_speculation(model: str) -> SpeculativeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Deployment:
-    """One gateway, with its targets and drafts. Construct it with `plan`."""
+    """One gateway, with its targets and drafts. Construct it with `plan_deployment`."""
 
     model: str
     served_model_name: str
@@ -55,7 +55,7 @@ class Deployment:
     """By worker id: the CPU cores that belong to a target; none if they are shared."""
     advertised: dict[str, str] = field(default_factory=dict)
     """By worker id: where others are to reach a draft, if not where it listens."""
-    meetings: dict[str, int] = field(default_factory=dict)
+    rendezvous_ports: dict[str, int] = field(default_factory=dict)
     """By worker id: the port where its ranks meet, if several processes share its model."""
     api_keys: Path | None = None
     """Who may use the gateway; None: anyone."""
@@ -63,7 +63,7 @@ class Deployment:
     """The gateway's, for gRPC clients; 0: any."""
 
     @property
-    def taken_cores(self) -> list[int]:
+    def target_cores(self) -> list[int]:
         """Those that are not for everybody."""
         return [core for cores in self.cores.values() for core in cores]
 
@@ -90,36 +90,36 @@ class Deployment:
         names = ("--model", self.model, "--served-model-name", self.served_model_name)
         size = self.engine.tensor_parallel_size
         devices = _devices(self.engine.device, index, size)
-        engine = self._shared(worker_id, size, devices, self.engine, {"cpus": self.cores[worker_id]})
+        engine = self._rank_0_config(worker_id, size, devices, self.engine, {"cpus": self.cores[worker_id]})
         worker = self._worker(redis_url, worker_id, port, engine)
         rank_0 = _service("target", worker_id, *names, *worker, "--drain-s", str(DRAIN_S), drain_s=DRAIN_S)
-        return [rank_0, *self._others(worker_id, devices)]
+        return [rank_0, *self._other_ranks(worker_id, devices)]
 
     def _draft(self, redis_url: str, index: int, worker_id: str, port: int) -> list[Program]:
         # The limit is the target's; a draft stops where its own model does. And it computes where there is room.
         changes: dict[str, object] = {"max_model_len": None, "cpus": ()}
-        if self.taken_cores:
-            left = len(set(cores.available()) - set(self.taken_cores))
+        if self.target_cores:
+            left = len(set(cpu_affinity.available()) - set(self.target_cores))
             changes["threads"] = max(1, min(self.engine.threads, left))
         named, size = self.speculation.draft_devices, self.speculation.draft_tensor_parallel_size
         devices = [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
-        engine = self._shared(worker_id, size, devices, self.engine, changes)
+        engine = self._rank_0_config(worker_id, size, devices, self.engine, changes)
         advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
         worker = self._worker(redis_url, worker_id, port, engine)
         rank_0 = _service("draft", worker_id, "--target-model", self.model, *worker, *advertised)
-        return [rank_0, *self._others(worker_id, devices)]
+        return [rank_0, *self._other_ranks(worker_id, devices)]
 
-    def _shared(
+    def _rank_0_config(
         self, worker_id: str, size: int, devices: Sequence[str], engine: EngineConfig, changes: Mapping[str, object]
     ) -> EngineConfig:
         """For rank 0 of so many."""
-        port = self.meetings.get(worker_id)
+        port = self.rendezvous_ports.get(worker_id)
         ranks = {"tensor_parallel_size": size, "rendezvous": None if port is None else f"{LOOPBACK}:{port}"}
         return engine.model_copy(update={**changes, **ranks, "device": devices[0]})
 
-    def _others(self, worker_id: str, devices: Sequence[str]) -> list[Program]:
+    def _other_ranks(self, worker_id: str, devices: Sequence[str]) -> list[Program]:
         """The other ranks. They stop when rank 0 does: only it knows whether requests still run."""
-        place = f"{LOOPBACK}:{self.meetings.get(worker_id)}"
+        place = f"{LOOPBACK}:{self.rendezvous_ports.get(worker_id)}"
         return [
             _service(
                 "rank",
@@ -139,7 +139,7 @@ class Deployment:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class DeploymentOptions:
     """What the user asked for. `speculation` None: the default for the model."""
 
     model: str = TARGET
@@ -153,9 +153,9 @@ class Wish:
     api_keys: Path | None = None
 
 
-def plan(wish: Wish) -> Deployment:
-    """Everything decided and checked that can be before anything is started. Raises `StartError`."""
-    speculation = wish.speculation or default_speculation(wish.model)
+def plan_deployment(wish: DeploymentOptions) -> Deployment:
+    """Everything decided and checked that can be before anything is started. Raises `ServiceStartError`."""
+    speculation = wish.speculation or default_speculative_config(wish.model)
     model = _place(wish.model)
     speculation = _checked(speculation, model)
     own_drafts = speculation.enabled and speculation.method != POOL and speculation.draft_placement == "worker"
@@ -177,7 +177,7 @@ def plan(wish: Wish) -> Deployment:
         drafts=drafts,
         metrics=dict(zip(workers, free[len(workers) :], strict=False)),
         cores=dict(zip(targets, _cores(wish, model), strict=True)),
-        meetings=dict(zip(shared, free[2 * len(workers) :], strict=False)),
+        rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=wish.api_keys,
     )
 
@@ -185,7 +185,7 @@ def plan(wish: Wish) -> Deployment:
 def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:
     """The port, if it is free now, for 0 one that is; and so many other free ones on the loopback interface.
 
-    All are held until the last is chosen: a port that is given back may be given again. Raises `StartError`.
+    All are held until the last is chosen: a port that is given back may be given again. Raises `ServiceStartError`.
     """
     with ExitStack() as held:
 
@@ -201,7 +201,8 @@ def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:
 
 
 def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
-    """With the draft's place resolved, and its method known. Raises `StartError` if it does not suit the target."""
+    """With the draft's place resolved, and its method known. Raises `ServiceStartError` if it does not suit the
+    target."""
     if not speculation.enabled:
         return speculation
     if speculation.model is not None:
@@ -218,12 +219,12 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
 
 
 def _completed(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
-    if speculation.method not in TOLD_BY_CHECKPOINT:
+    if speculation.method not in METHODS_READ_FROM_CHECKPOINT:
         return speculation  # without loading torch
-    from paceline.speculators import completed
+    from paceline.drafting import complete_config
 
     try:
-        return completed(speculation, model)
+        return complete_config(speculation, model)
     except ValueError as error:
         raise StartError(str(error)) from error
 
@@ -239,7 +240,7 @@ def _check_vocabularies(draft: str, model: str) -> None:
 
 
 def _check_mapping(draft: str, model: str, speculation: SpeculativeConfig) -> None:
-    from paceline.speculators.vocabularies import Vocabulary, VocabularyMapping
+    from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 
     target, other = _found(Vocabulary.load, model), _found(Vocabulary.load, draft)
     try:
@@ -255,17 +256,17 @@ def _devices(device: str, index: int, size: int) -> list[str]:
     return [f"cuda:{index * size + rank}" if device == "cuda" and size > 1 else device for rank in range(size)]
 
 
-def _cores(wish: Wish, model: str) -> list[tuple[int, ...]]:
+def _cores(wish: DeploymentOptions, model: str) -> list[tuple[int, ...]]:
     """Each target's, as far as they are not the user's to choose.
 
     Without weights nothing is worth a core; and ranks that share a model wait for each other, wherever they run.
     """
     engine = wish.engine
-    if engine.cpus is None and (is_weightless(model) or engine.tensor_parallel_size > 1):
+    if engine.cpus is None and (is_fake_model(model) or engine.tensor_parallel_size > 1):
         return [()] * wish.target_workers
     if engine.cpus is not None or engine.device != "cpu":
         return [engine.cpus or ()] * wish.target_workers
-    return cores.share_out(cores.available(), wish.target_workers, engine.threads)
+    return cpu_affinity.cores_by_target(cpu_affinity.available(), wish.target_workers, engine.threads)
 
 
 def _place(name: str) -> str:
@@ -293,4 +294,4 @@ def _workers(kind: str, ports: Sequence[int]) -> dict[str, int]:
 
 
 def _service(kind: str, name: str, *arguments: str, drain_s: float = 0.0) -> Program:
-    return Program(name, (sys.executable, "-m", f"services.{kind}", *arguments), stop_s=drain_s + GRACE_S)
+    return Program(name, (sys.executable, "-m", f"paceline_services.{kind}", *arguments), stop_s=drain_s + GRACE_S)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,12 +12,12 @@ from typing import Annotated, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
-from paceline.cli.child import COULD_NOT_START, StartError
+from paceline.cli.supervised_process import COULD_NOT_START, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.config.complaints import complaint
-from paceline.config.file import ConfigFileError, as_text, read
+from paceline.config.config_file import ConfigFileError, as_text, read
+from paceline.config.validation_messages import first_error
 
-Settings = TypeVar("Settings", bound=BaseModel)
+SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 @contextmanager
@@ -30,14 +32,14 @@ def start_errors() -> Iterator[None]:
         raise typer.Exit(COULD_NOT_START) from None
 
 
-def parsed_json(settings: type[Settings]) -> Callable[[str], Settings]:
+def parsed_json(settings: type[SettingsT]) -> Callable[[str], SettingsT]:
     """A parser for an option that takes these settings as a JSON object."""
 
-    def parse(text: str) -> Settings:
+    def parse(text: str) -> SettingsT:
         try:
             return settings.model_validate_json(text)
         except ValidationError as error:
-            raise typer.BadParameter(complaint(error)) from None
+            raise typer.BadParameter(first_error(error)) from None
 
     return parse
 
@@ -81,3 +83,12 @@ Engine = Annotated[
     EngineConfig | None,
     typer.Option("--engine-config", parser=parsed_json(EngineConfig), metavar="JSON", help="dtype, device, slots, ..."),
 ]
+
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Every argument, `--help` too, is the other program's."""
+
+
+def become(module: str, arguments: list[str]) -> None:
+    """Replace this process, so that signals and exit code are the service's own."""
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])

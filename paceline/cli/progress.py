@@ -19,7 +19,7 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], N
 
 
 @contextmanager
-def kept(console: Console) -> Iterator[None]:
+def results_kept_on_interrupt(console: Console) -> Iterator[None]:
     """Ctrl-C ends what is measured within, and nothing more: what was measured by then is told."""
     try:
         yield

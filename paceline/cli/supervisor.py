@@ -7,7 +7,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
 
-from paceline.cli.child import Backoff, Child, Program
+from paceline.cli.supervised_process import Backoff, Program, SupervisedProcess
 
 log = logging.getLogger(__name__)
 
@@ -32,18 +32,18 @@ class Supervisor:
         backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
         """`say` gets every line that a program writes."""
-        self._groups = [[Child(program, say, backoff()) for program in group] for group in groups]
-        self._running: dict[Child, asyncio.Task[None]] = {}
+        self._groups = [[SupervisedProcess(program, say, backoff()) for program in group] for group in groups]
+        self._running: dict[SupervisedProcess, asyncio.Task[None]] = {}
 
     @property
-    def children(self) -> dict[str, Child]:
+    def children(self) -> dict[str, SupervisedProcess]:
         """By name."""
         return {child.program.name: child for group in self._groups for child in group}
 
     async def until(self, condition: Awaitable[Result]) -> Result:
         """Await what the programs are started for. From then on, whatever dies is started again.
 
-        Raises `StartError` if before that a program cannot start.
+        Raises `ServiceStartError` if before that a program cannot start.
         """
         wanted = asyncio.ensure_future(condition)
         try:
@@ -54,7 +54,7 @@ class Supervisor:
         finally:
             wanted.cancel()
         for child in self._running:
-            child.settled = True
+            child.was_ready = True
         return result
 
     def kill(self) -> None:
@@ -76,10 +76,10 @@ class Supervisor:
             if task.done():
                 task.result()
 
-    async def _stop(self, child: Child) -> None:
+    async def _stop(self, child: SupervisedProcess) -> None:
         running = self._running[child]
         child.stop()
-        limit_s = child.program.stop_s if child.settled else min(child.program.stop_s, UNSETTLED_STOP_S)
+        limit_s = child.program.stop_s if child.was_ready else min(child.program.stop_s, UNSETTLED_STOP_S)
         _, late = await asyncio.wait([running], timeout=limit_s)
         if late:
             log.warning("%s did not stop within %g s and is killed", child.program.name, limit_s)

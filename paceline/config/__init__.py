@@ -3,35 +3,35 @@
 Nothing here needs torch; the gateway, the command line and the library share these classes.
 """
 
-from paceline.config.engine import EngineConfig
-from paceline.config.methods import (
+from paceline.config.engine_config import EngineConfig
+from paceline.config.method_names import (
     AUTO,
     DETECT,
     HEADS,
     MAPPING_HINT,
-    MOST_DEPTH,
+    MAX_DEPTH,
+    METHODS_READ_FROM_CHECKPOINT,
     POOL,
     SHAREABLE,
     SUFFIX_DEPTH,
-    TOLD_BY_CHECKPOINT,
     Method,
     ModelFree,
     Strategy,
 )
-from paceline.config.sampling import SamplingParams
+from paceline.config.sampling_params import SamplingParams
 from paceline.config.settings import Settings
-from paceline.config.speculation import SpeculativeConfig, SpeculativeOptions
+from paceline.config.speculative_config import SpeculativeConfig, SpeculativeOptions
 
 __all__ = [
     "AUTO",
     "DETECT",
     "HEADS",
     "MAPPING_HINT",
-    "MOST_DEPTH",
+    "MAX_DEPTH",
+    "METHODS_READ_FROM_CHECKPOINT",
     "POOL",
     "SHAREABLE",
     "SUFFIX_DEPTH",
-    "TOLD_BY_CHECKPOINT",
     "EngineConfig",
     "Method",
     "ModelFree",

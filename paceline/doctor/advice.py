@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import SpeculativeConfig
-from paceline.doctor.figures import Measured
+from paceline.doctor.measurements import MethodMeasurement
 
 PAYS = 1.02
 """A smaller speed-up is not worth a draft."""
@@ -18,7 +18,7 @@ class Advice:
     why: str
 
 
-def advice(measured: Sequence[Measured]) -> Advice:
+def advice(measured: Sequence[MethodMeasurement]) -> Advice:
     """The fastest whose output is plain decoding's, or none."""
     right = [each for each in measured if each.identical is not False and each.speeds]
     best = max(right, key=lambda each: each.speedup, default=None)
@@ -35,7 +35,7 @@ def advice(measured: Sequence[Measured]) -> Advice:
     )
 
 
-def pays_up_to(measured: Measured) -> int:
+def pays_up_to(measured: MethodMeasurement) -> int:
     """Requests at once, as far as they were measured; 0: never."""
     return max((speed.requests for speed in measured.speeds if speed.speedup >= PAYS), default=0)
 

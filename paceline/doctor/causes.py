@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.doctor.figures import Acceptance, Answer, Facts
+from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts
 
 FEWEST_STEPS = 16
 """That verified something, or of what is looked up any: with fewer nothing can be said."""
@@ -21,7 +21,7 @@ BAD = 0.4
 GOOD = 0.5
 LONG = 256
 """Tokens of a prompt: a draft that cannot read shorter ones was not trained at all."""
-SELDOM = 0.2
+LOW_DRAFT_SHARE = 0.2
 """Accepted tokens per step, of what is looked up."""
 SOME = 0.2
 """A smaller share of guessed tokens cannot fall."""
@@ -32,7 +32,7 @@ RARE = 0.05
 FEWEST_ANSWERS = 4
 UNEVEN = 4.0
 """Of shares of guessed tokens, the largest over the smallest."""
-FALLEN = 0.6
+FALLEN_RATIO = 0.6
 """Of the other side, or less: it has fallen."""
 
 
@@ -42,7 +42,7 @@ class Cause:
     says: str
 
 
-def causes(acceptances: Sequence[Acceptance], facts: Facts) -> list[Cause]:
+def causes(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> list[Cause]:
     """Those that the figures show, none if they are good or too few."""
     enough = [each for each in acceptances if (each.verifications if facts.trained else each.steps) >= FEWEST_STEPS]
     if not enough:
@@ -51,7 +51,7 @@ def causes(acceptances: Sequence[Acceptance], facts: Facts) -> list[Cause]:
     return [Cause(name, says) for name, says in found if says is not None]
 
 
-def wrong_head(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def wrong_head(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     first = _surest(acceptances).first
     if not facts.trained or not facts.same_vocabulary or first >= CHANCE:
         return None
@@ -61,7 +61,7 @@ def wrong_head(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def vocabulary(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def vocabulary(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     first = _surest(acceptances).first
     if not facts.trained or facts.same_vocabulary or first >= BAD:
         return None
@@ -71,7 +71,7 @@ def vocabulary(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def special_tokens(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def special_tokens(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     first = _surest(acceptances).first
     if not facts.other_special_tokens or first >= BAD:
         return None
@@ -81,7 +81,7 @@ def special_tokens(acceptances: Sequence[Acceptance], facts: Facts) -> str | Non
     )
 
 
-def chat_template(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def chat_template(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     first = _surest(acceptances).first
     if not facts.trained or not facts.bare_prompts or not CHANCE <= first < BAD:
         return None
@@ -91,13 +91,13 @@ def chat_template(acceptances: Sequence[Acceptance], facts: Facts) -> str | None
     )
 
 
-def temperature(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def temperature(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     greedy = [each for each in acceptances if each.temperature == 0.0]
     sampled = [each for each in acceptances if each.temperature > 0.0]
     if not greedy or not sampled or greedy[0].first < GOOD:
         return None
     worst = min(sampled, key=lambda each: each.first)
-    if worst.first > FALLEN * greedy[0].first:
+    if worst.first > FALLEN_RATIO * greedy[0].first:
         return None
     return (
         f"{greedy[0].first:.0%} of first guesses are accepted at temperature 0, {worst.first:.0%} at "
@@ -105,13 +105,13 @@ def temperature(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def context_limit(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def context_limit(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     if not facts.trained:
         return None
     return _beyond(acceptances, facts.position_limit) or _longer(acceptances)
 
 
-def _beyond(acceptances: Sequence[Acceptance], limit: int) -> str | None:
+def _beyond(acceptances: Sequence[MeasuredAcceptance], limit: int) -> str | None:
     if not limit:
         return None
     tokens = [token for each in acceptances for answer in each.answers for token in _placed(answer)]
@@ -125,7 +125,7 @@ def _beyond(acceptances: Sequence[Acceptance], limit: int) -> str | None:
     )
 
 
-def _longer(acceptances: Sequence[Acceptance]) -> str | None:
+def _longer(acceptances: Sequence[MeasuredAcceptance]) -> str | None:
     """Answers to the longer half of the prompts beside those to the shorter half."""
     answers = sorted(
         (answer for each in acceptances for answer in each.answers), key=lambda answer: answer.prompt_tokens
@@ -142,7 +142,7 @@ def _longer(acceptances: Sequence[Acceptance]) -> str | None:
     )
 
 
-def stale_state(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def stale_state(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     """Within an answer, before the draft's limit."""
     limit = facts.position_limit
     kept = [
@@ -160,7 +160,7 @@ def stale_state(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def too_deep(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def too_deep(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     """Guesses that are verified at a depth which hardly any verification reaches."""
     surest = _surest(acceptances)
     depths = sum(2 * drafted >= surest.verifications for drafted in surest.drafted_by_depth)
@@ -174,7 +174,7 @@ def too_deep(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def uneven(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
+def uneven(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
     """Requests of which some are foreseen well and others hardly."""
     answers = [answer for answer in _surest(acceptances).answers if len(answer.accepted) >= FEWEST_TOKENS]
     shares = sorted(_share(answer.accepted) for answer in answers)
@@ -186,13 +186,13 @@ def uneven(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
     )
 
 
-def no_repetition(acceptances: Sequence[Acceptance], facts: Facts) -> str | None:
-    if facts.trained or _surest(acceptances).per_step >= SELDOM:
+def no_repetition(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
+    if facts.trained or _surest(acceptances).per_step >= LOW_DRAFT_SHARE:
         return None
     return "this text does not repeat itself, so there is little to look up; it pays with edits, extraction and code"
 
 
-Look = Callable[[Sequence[Acceptance], Facts], str | None]
+Look = Callable[[Sequence[MeasuredAcceptance], MethodFacts], str | None]
 CAUSES: dict[str, Look] = {
     "wrong head": wrong_head,
     "tokenizer": vocabulary,
@@ -207,21 +207,21 @@ CAUSES: dict[str, Look] = {
 }
 
 
-def _surest(acceptances: Sequence[Acceptance]) -> Acceptance:
+def _surest(acceptances: Sequence[MeasuredAcceptance]) -> MeasuredAcceptance:
     """The one with the least noise in it."""
     return min(acceptances, key=lambda each: each.temperature)
 
 
-def _placed(answer: Answer) -> Iterable[tuple[int, bool]]:
+def _placed(answer: MeasuredCompletion) -> Iterable[tuple[int, bool]]:
     """Each token's position, and whether it was guessed."""
     return enumerate(answer.accepted, answer.prompt_tokens)
 
 
-def _tokens(answers: Sequence[Answer]) -> list[bool]:
+def _tokens(answers: Sequence[MeasuredCompletion]) -> list[bool]:
     return [accepted for answer in answers for accepted in answer.accepted]
 
 
-def _mean_prompt(answers: Sequence[Answer]) -> float:
+def _mean_prompt(answers: Sequence[MeasuredCompletion]) -> float:
     return sum(answer.prompt_tokens for answer in answers) / len(answers)
 
 
@@ -232,4 +232,4 @@ def _share(tokens: Sequence[bool]) -> float:
 def _has_fallen(before: Sequence[bool], after: Sequence[bool]) -> bool:
     if min(len(before), len(after)) < FEWEST_TOKENS or _share(before) < SOME:
         return False
-    return _share(after) <= FALLEN * _share(before)
+    return _share(after) <= FALLEN_RATIO * _share(before)

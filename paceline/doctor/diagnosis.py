@@ -11,21 +11,21 @@ import torch
 
 from paceline.config import SpeculativeConfig
 from paceline.doctor.advice import Advice, advice
-from paceline.doctor.candidates import Candidate, together
+from paceline.doctor.candidates import CandidateMethod, combined_candidate
 from paceline.doctor.causes import Cause, causes
-from paceline.doctor.figures import Measured
-from paceline.doctor.measure import Trial, measure, need
-from paceline.doctor.memory import Need, free_bytes
+from paceline.doctor.draft_memory import MemoryNeed, free_bytes
+from paceline.doctor.measurement import MeasurementSettings, measure, need
+from paceline.doctor.measurements import MethodMeasurement
 from paceline.llm import LLM, VocabularyMismatchError
-from paceline.models import ModelNotFoundError
+from paceline.model_names import ModelNotFoundError
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class DiagnosedMethod:
     """One way to draft that was measured. `free`: bytes before it was built; None: unknown."""
 
-    measured: Measured
-    need: Need = dataclasses.field(default_factory=Need)
+    measured: MethodMeasurement
+    need: MemoryNeed = dataclasses.field(default_factory=MemoryNeed)
     free: int | None = None
 
     @property
@@ -34,7 +34,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedMethod:
     """One that cannot draft for this target, or not here. `cause`: its likely name."""
 
     name: str
@@ -44,8 +44,8 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    cases: Sequence[Case]
-    refused: Sequence[Refused]
+    cases: Sequence[DiagnosedMethod]
+    refused: Sequence[RejectedMethod]
     advice: Advice | None
     left: Sequence[str] = ()
     """Names of those that were not measured, since somebody ended it."""
@@ -55,30 +55,33 @@ class Diagnosis:
         """Whether no output differs that must not."""
         return all(case.measured.identical is not False for case in self.cases)
 
-    def told(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "methods": [_told(case) for case in self.cases],
+            "methods": [_case_json(case) for case in self.cases],
             "refused": [dataclasses.asdict(each) for each in self.refused],
             "identical": self.identical,
-            "recommended": None if self.advice is None else pasted(self.advice.config),
+            "recommended": None if self.advice is None else config_json(self.advice.config),
             "why": None if self.advice is None else self.advice.why,
         }
 
 
 def diagnose(
-    target: LLM, candidates: Sequence[Candidate], trial: Trial, done: Callable[[], None] = lambda: None
+    target: LLM,
+    candidates: Sequence[CandidateMethod],
+    trial: MeasurementSettings,
+    done: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
     """`target`: without cached prompts. `done` is told of each candidate. Ctrl-C ends it with what was
     measured by then, if anything was.
     """
     target.generate([trial.prompts[0]], trial.sampling(trial.temperatures[0]))  # fills caches of operators
-    cases: list[Case] = []
-    refused: list[Refused] = []
+    cases: list[DiagnosedMethod] = []
+    refused: list[RejectedMethod] = []
 
-    def examine(candidate: Candidate) -> None:
+    def examine(candidate: CandidateMethod) -> None:
         found = examined(target, candidate, trial)
-        if isinstance(found, Case):
+        if isinstance(found, DiagnosedMethod):
             cases.append(found)
         else:
             refused.append(found)
@@ -87,7 +90,7 @@ def diagnose(
     try:
         for candidate in candidates:
             examine(candidate)
-        both = together([case.measured for case in cases])
+        both = combined_candidate([case.measured for case in cases])
         if both is not None and both.name not in {candidate.name for candidate in candidates}:
             examine(both)
     except KeyboardInterrupt:
@@ -98,19 +101,19 @@ def diagnose(
     return Diagnosis(cases, refused, advice([case.measured for case in cases]), left)
 
 
-def examined(target: LLM, candidate: Candidate, trial: Trial) -> Case | Refused:
+def examined(target: LLM, candidate: CandidateMethod, trial: MeasurementSettings) -> DiagnosedMethod | RejectedMethod:
     try:
         needed, free = need(target, candidate.config), free_bytes(torch.device(target.config.device))
         if not needed.fits(free):
-            return Refused(candidate.name, "memory", short_of(needed, free or 0))
-        return Case(measure(target, candidate, trial), needed, free)
+            return RejectedMethod(candidate.name, "memory", short_of(needed, free or 0))
+        return DiagnosedMethod(measure(target, candidate, trial), needed, free)
     except VocabularyMismatchError as error:
-        return Refused(candidate.name, "tokenizer", str(error))
+        return RejectedMethod(candidate.name, "tokenizer", str(error))
     except (ValueError, OSError, ModelNotFoundError) as error:
-        return Refused(candidate.name, "configuration", str(error))
+        return RejectedMethod(candidate.name, "configuration", str(error))
 
 
-def short_of(needed: Need, free: int) -> str:
+def short_of(needed: MemoryNeed, free: int) -> str:
     return (
         f"it takes {gigabytes(needed.weights)} of weights, {gigabytes(needed.cache)} of keys and values and "
         f"{gigabytes(needed.states)} of hidden states, and {gigabytes(free)} are free: lower `slots`, or choose "
@@ -122,18 +125,18 @@ def gigabytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB"
 
 
-def pasted(config: SpeculativeConfig) -> dict[str, Any]:
+def config_json(config: SpeculativeConfig) -> dict[str, Any]:
     """As the user would write it: what is not the default."""
     said: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
     beside = said.pop("beside", ())
     return said | {"method": [*beside, config.method] if beside else config.method}
 
 
-def _told(case: Case) -> dict[str, Any]:
+def _case_json(case: DiagnosedMethod) -> dict[str, Any]:
     this = case.measured
     return {
         "method": this.name,
-        "config": pasted(this.config) if this.config.enabled else None,
+        "config": config_json(this.config) if this.config.enabled else None,
         "acceptance": [
             {
                 "temperature": each.temperature,

@@ -4,12 +4,18 @@ A grammar is text in llguidance's dialect of Lark; JSON schemas, regular express
 (`writing`), so that one kind travels. `following` knows what text each token of a vocabulary adds, and needs numpy.
 """
 
-from paceline.grammar.writing import GrammarError, of_choices, of_grammar, of_regex, of_schema
+from paceline.grammar.lark import (
+    GrammarError,
+    grammar_from_choices,
+    grammar_from_regex,
+    grammar_from_schema,
+    grammar_from_text,
+)
 
 __all__ = [
     "GrammarError",
-    "of_choices",
-    "of_grammar",
-    "of_regex",
-    "of_schema",
+    "grammar_from_choices",
+    "grammar_from_regex",
+    "grammar_from_schema",
+    "grammar_from_text",
 ]

@@ -1,7 +1,7 @@
 """A transformers model run over rows: loading, attention, slots, probes."""
 
-from paceline.model.loading import load, settle_threads
-from paceline.model.model import Model, Output
-from paceline.model.rows import Lane, Row
+from paceline.model.loading import limit_torch_threads, load
+from paceline.model.model import Model, ModelOutput
+from paceline.model.rows import Row, SlotTable
 
-__all__ = ["Lane", "Model", "Output", "Row", "load", "settle_threads"]
+__all__ = ["Model", "ModelOutput", "Row", "SlotTable", "limit_torch_threads", "load"]

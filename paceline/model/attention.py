@@ -1,7 +1,7 @@
 """Attention over rows, the same for every row whatever its company: what transformers' layers ask for, and torch's way.
 
 `TorchPass` attends in two parts (see `paceline.model.rows`). On a CPU native code is quicker, where it can be had
-(`paceline.model.native.attention`).
+(`paceline.model.native.native_attention`).
 
 Shape suffixes: R rows, G groups, P rows of a call, K key-value heads, Q query heads per key-value
 head, D head size, C columns of a tile, N positions of a prefix.
@@ -23,11 +23,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.rows import TILE, Row, RowBatch, Segment, lay_out
+from paceline.model.rows import TILE, Row, RowBatch, Segment, build_row_batch
 
 ATTENTION = "paceline"
 """What transformers knows `attention_interface` by."""
-VECTORS = 64
+VECTOR_WIDTH = 64
 """Numbers that torch's loops over float32 take at a time, or a multiple of that."""
 DIFFERENT = "its layers differ in their attention heads: no cache for such models is known here"
 
@@ -142,7 +142,7 @@ class Pass(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrangement:
+class RowPermutation:
     """Rows regrouped for attention calls, and back.
 
     `take` picks from [R * K * Q, D]: call by call, and within a call by key-value head, then row, then query head.
@@ -150,11 +150,11 @@ class Arrangement:
     has the same result in each; a row in no call is said to stand at `absent`.
     """
 
-    take: Tensor
-    give: Tensor
+    gather_index: Tensor
+    scatter_index: Tensor
 
     @classmethod
-    def of(cls, calls: Sequence[Tensor], rows: int, heads: Heads, absent: int) -> Arrangement:
+    def of(cls, calls: Sequence[Tensor], rows: int, heads: Heads, absent: int) -> RowPermutation:
         """`calls`: int64 indices of rows, one tensor per call."""
         per_row = heads.kv_heads * heads.queries_per_kv
         device = calls[0].device
@@ -171,18 +171,18 @@ class TorchPass:
 
     cache: KVCache
     batch: RowBatch
-    tails: Arrangement
-    prefixes: Arrangement | None
-    _masks: dict[int, Tensor] = field(default_factory=dict)
+    tails: RowPermutation
+    prefixes: RowPermutation | None
+    _tail_masks: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
     def of(cls, cache: KVCache, rows: Sequence[Row]) -> TorchPass:
-        batch = lay_out(rows, cache.device, cache.slots)
+        batch = build_row_batch(rows, cache.device, cache.slots)
         count, segments = batch.slots.numel(), [s.rows for s in batch.segments]
-        tails = Arrangement.of(list(batch.groups), count, cache.heads, absent=0)
+        tails = RowPermutation.of(list(batch.groups), count, cache.heads, absent=0)
         # The last place of all stands for "no prefix".
         nowhere = sum(s.numel() for s in segments) * cache.heads.kv_heads * cache.heads.queries_per_kv
-        prefixes = Arrangement.of(segments, count, cache.heads, nowhere) if segments else None
+        prefixes = RowPermutation.of(segments, count, cache.heads, nowhere) if segments else None
         return cls(cache, batch, tails, prefixes)
 
     @property
@@ -195,15 +195,15 @@ class TorchPass:
 
     def tail_mask(self, window: int) -> Tensor:
         """Additive mask [G, 1, P * Q, C] of the tails under a sliding window; 0: no window."""
-        if window not in self._masks:
+        if window not in self._tail_masks:
             reach = self.batch.reach.unsqueeze(-1)
             columns = torch.arange(TILE, device=reach.device)
             seen = columns <= reach
             if window:
                 seen &= columns > reach - window
             mask = torch.zeros(seen.shape, dtype=self.cache.dtype, device=reach.device).masked_fill_(~seen, -math.inf)
-            self._masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
-        return self._masks[window]
+            self._tail_masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
+        return self._tail_masks[window]
 
     def attend(
         self,
@@ -240,7 +240,7 @@ def _elementwise(function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
     follows from the number of rows, unless their heads happen to fill vectors.
     """
     size = vectors[0].numel()
-    return function(*(F.pad(vector, (0, -size % VECTORS)) for vector in vectors))[:size]
+    return function(*(F.pad(vector, (0, -size % VECTOR_WIDTH)) for vector in vectors))[:size]
 
 
 def _tails(
@@ -249,19 +249,19 @@ def _tails(
     """Every row over its last tile: results [R * K * Q, D] and log-sum-exp [R * K * Q]."""
     heads, batch = this.cache.heads, this.batch
     groups = batch.groups.shape[0]
-    query = flat.index_select(0, this.tails.take).view(groups, heads.kv_heads, -1, heads.head_size)
+    query = flat.index_select(0, this.tails.gather_index).view(groups, heads.kv_heads, -1, heads.head_size)
     kv = cache.index_select(0, batch.tiles).view(groups, TILE, 2 * heads.kv_heads, heads.head_size)
     out, weight = _partial(query, kv, this.tail_mask(window), scale, softcap)
-    give = this.tails.give
+    give = this.tails.scatter_index
     return out.reshape(-1, heads.head_size).index_select(0, give), weight.reshape(-1).index_select(0, give)
 
 
 def _prefixes(
-    flat: Tensor, cache: Tensor, this: TorchPass, arrangement: Arrangement, scale: float, window: int, softcap: float
+    flat: Tensor, cache: Tensor, this: TorchPass, arrangement: RowPermutation, scale: float, window: int, softcap: float
 ) -> tuple[Tensor, Tensor]:
     """Every row over its full tiles: as `_tails`; a row without any has log-sum-exp -inf."""
     heads = this.cache.heads
-    query = flat.index_select(0, arrangement.take)
+    query = flat.index_select(0, arrangement.gather_index)
     # One place past the end, for rows without a prefix.
     out = query.new_zeros(query.shape[0] + 1, heads.head_size)
     weight = torch.full((query.shape[0] + 1,), -math.inf, dtype=torch.float32, device=query.device)
@@ -272,11 +272,11 @@ def _prefixes(
         kv = cache.index_select(0, segment.slots).unsqueeze(0)
         part = _partial(query[start:stop].view(1, heads.kv_heads, -1, heads.head_size), kv, mask, scale, softcap)
         if mask is not None:
-            part = _nothing_where_hidden(*part, mask)
+            part = _zero_hidden_rows(*part, mask)
         out[start:stop] = part[0].reshape(-1, heads.head_size)
         weight[start:stop] = part[1].reshape(-1)
         start = stop
-    return out.index_select(0, arrangement.give), weight.index_select(0, arrangement.give)
+    return out.index_select(0, arrangement.scatter_index), weight.index_select(0, arrangement.scatter_index)
 
 
 def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, dtype: torch.dtype) -> Tensor | None:
@@ -289,7 +289,7 @@ def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, d
     return mask.repeat_interleave(heads.queries_per_kv, 0)[None, None]
 
 
-def _nothing_where_hidden(out: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def _zero_hidden_rows(out: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """A window of no more than a tile may hide the whole prefix from a row. Kernels then give NaN, or a weight of 0."""
     seen = (mask > -math.inf).any(-1)
     return out.where(seen.unsqueeze(-1), 0.0), weight.where(seen, -math.inf)
@@ -305,11 +305,11 @@ def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float, softc
             query, key, value, attn_mask=mask, scale=scale
         )
     else:
-        out, weight = _by_formula(query, key, value, mask, scale, softcap)
+        out, weight = _reference_attention(query, key, value, mask, scale, softcap)
     return out, weight
 
 
-def _by_formula(
+def _reference_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
 ) -> tuple[Tensor, Tensor]:
     scores = (query.float() @ key.float().transpose(-1, -2)) * scale
@@ -325,7 +325,7 @@ _current: ContextVar[Pass] = ContextVar("pass")
 
 
 @contextmanager
-def attending(this: Pass) -> Iterator[None]:
+def use_pass(this: Pass) -> Iterator[None]:
     """Within it, `attention_interface` attends in this pass."""
     token = _current.set(this)
     try:
@@ -334,7 +334,7 @@ def attending(this: Pass) -> Iterator[None]:
         _current.reset(token)
 
 
-WITHOUT_EFFECT = frozenset(
+IGNORED_ARGUMENTS = frozenset(
     {
         "cache_position",
         "dropout",
@@ -371,7 +371,7 @@ def attention_interface(
     this = _current.get(None)
     if this is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
-    if unknown := sorted(name for name, given in others.items() if given is not None and name not in WITHOUT_EFFECT):
+    if unknown := sorted(name for name, given in others.items() if given is not None and name not in IGNORED_ARGUMENTS):
         raise ValueError(f"its attention takes what is not known here: {', '.join(unknown)}")
     if attention_mask is not None:
         raise ValueError("its attention has a mask of its own, which is not known here")
@@ -383,11 +383,11 @@ def attention_interface(
         raise ValueError(DIFFERENT)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    q, k, v = (_widened(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
+    q, k, v = (_pad_heads(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
     out = this.attend(q, k, v, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
     return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]].contiguous(), None
 
 
-def _widened(heads: Tensor, size: int) -> Tensor:
+def _pad_heads(heads: Tensor, size: int) -> Tensor:
     """[..., D] → [..., `size`], with zeros."""
     return heads if heads.shape[-1] == size else F.pad(heads, (0, size - heads.shape[-1]))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 SAFETENSORS = (".safetensors",)
 TORCH = (".bin", ".pt", ".pth")
-OF_THE_TRAINING = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
+TRAINING_STATE_PREFIXES = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
 """What files that trainers leave beside the weights begin with; they look like weights, and hold none."""
 
 
@@ -65,7 +65,7 @@ class Checkpoint:
         found = [name for name in self.names if name == ending or name.endswith(f".{ending}")]
         return min(found, key=len, default=None)
 
-    def ending_in(self, ending: str) -> str:
+    def find_required(self, ending: str) -> str:
         """The same; raises `CheckpointError` if there is none."""
         name = self.find(ending)
         if name is None:
@@ -82,15 +82,15 @@ class Checkpoint:
         tensor = self._shelf(name).tensor(name)
         return tensor.to(device=device, dtype=dtype if dtype is not None and tensor.is_floating_point() else None)
 
-    def _shelf(self, name: str) -> _Shelf:
+    def _shelf(self, name: str) -> _WeightFile:
         if name not in self._shelves:
             raise CheckpointError(f"{self} has no tensor {name}: it is incomplete, or no checkpoint of this kind")
         return self._shelves[name]
 
     @cached_property
-    def _shelves(self) -> Mapping[str, _Shelf]:
+    def _shelves(self) -> Mapping[str, _WeightFile]:
         """By tensor, the file that holds it."""
-        for endings, kind in ((SAFETENSORS, _Safetensors), (TORCH, _Torch)):
+        for endings, kind in ((SAFETENSORS, _SafetensorsFile), (TORCH, _TorchFile)):
             files = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
             shelves = {name: shelf for path in files for shelf in [kind(path)] for name in shelf.names}
             if shelves:
@@ -98,7 +98,7 @@ class Checkpoint:
         raise CheckpointError(f"{self} holds no weights: neither *.safetensors nor *.bin nor *.pt")
 
 
-class _Shelf:
+class _WeightFile:
     """One file with tensors."""
 
     names: Sequence[str]
@@ -110,7 +110,7 @@ class _Shelf:
         raise NotImplementedError
 
 
-class _Safetensors(_Shelf):
+class _SafetensorsFile(_WeightFile):
     def __init__(self, path: Path) -> None:
         try:
             self._file = safe_open(path, framework="pt")
@@ -126,7 +126,7 @@ class _Safetensors(_Shelf):
         return tensor
 
 
-class _Torch(_Shelf):
+class _TorchFile(_WeightFile):
     """Only tensors are unpickled: a file from a stranger must not run code. Other values are passed over."""
 
     def __init__(self, path: Path) -> None:
@@ -147,7 +147,7 @@ class _Torch(_Shelf):
 
 
 def _holds_weights(path: Path) -> bool:
-    return not path.name.startswith(OF_THE_TRAINING)
+    return not path.name.startswith(TRAINING_STATE_PREFIXES)
 
 
 def first_sentence(error: Exception) -> str:

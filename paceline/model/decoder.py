@@ -1,6 +1,6 @@
 """A causal language model as a function of rows: tokens and positions in, logits out.
 
-Two ways to run a transformers model, with one face. `LayeredDecoder` calls the model as it is, whatever its
+Two ways to run a transformers model, with one face. `TransformersDecoder` calls the model as it is, whatever its
 architecture. `LlamaDecoder` runs layers of the Llama kind (Llama, Mistral, Qwen2, Qwen3, SmolLM, ...) from the same
 weights: on a CPU as one native call for each pass, elsewhere with few operators.
 """
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from paceline.model.attention import ATTENTION, Heads, KVCache, Pass, attending
+from paceline.model.attention import ATTENTION, Heads, KVCache, Pass, use_pass
+from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables
 from paceline.model.layers import Linear
-from paceline.model.llama import Layer, RotaryTables
-from paceline.model.native.attention import NativeAttention
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.native.network import Network as NativeNetwork
-from paceline.model.network import Network, make_attention, make_network
-from paceline.model.products import piecewise
-from paceline.model.rows import GROUP, Lane, Row
+from paceline.model.native.native_attention import NativeAttention
+from paceline.model.native.native_network import NativeNetwork as NativeNetwork
+from paceline.model.network_factory import Network, make_attention, make_network
+from paceline.model.row_invariant_linear import use_chunked_linear
+from paceline.model.rows import GROUP, Row, SlotTable
 
 if TYPE_CHECKING:  # which a model of one process need not load
-    from paceline.model.sharding import Sharding
+    from paceline.model.parallel.sharding import Sharding
 
 
 class Decoder(Protocol):
@@ -41,7 +41,7 @@ class Decoder(Protocol):
         """Whether passes are native code."""
 
     @property
-    def attends_natively(self) -> bool:
+    def has_native_attention(self) -> bool:
         """Whether attention is."""
 
     def __call__(
@@ -69,7 +69,7 @@ def _route_row_by_row(model: Any) -> None:
         model.set_experts_implementation("batched_mm")
 
 
-class LayeredDecoder:
+class TransformersDecoder:
     """Any transformers causal language model, through its own forward and `attention_interface`."""
 
     native = False
@@ -83,12 +83,12 @@ class LayeredDecoder:
         self._layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self._parameters = inspect.signature(model.forward).parameters
         sample = _sample(model, positions, slots // 3)
-        theirs = None if sharding is not None else _eager(model, sample)
+        theirs = None if sharding is not None else _eager_logits(model, sample)
         model.set_attn_implementation(ATTENTION)
-        piecewise(model)
+        use_chunked_linear(model)
         _route_row_by_row(model)
         if sharding is not None:
-            sharding.complete(model)
+            sharding.install_collectives(model)
         weight = model.get_output_embeddings().weight
         self._attention, self.cache = make_attention(self._layers, heads, slots, weight)
         self._model = model
@@ -111,9 +111,9 @@ class LayeredDecoder:
         return logits, torch.stack([kept[n][: len(rows)] for n in layers], 1) if layers else None
 
     def _forward(self, this: Pass, wanted: Sequence[int]) -> Tensor:
-        places = padded(wanted, self.cache.device)
+        places = padded_row_indices(wanted, self.cache.device)
         keeps = "logits_to_keep" in self._parameters
-        with attending(this):
+        with use_pass(this):
             logits: Tensor = self._model(
                 input_ids=this.tokens.unsqueeze(0),
                 position_ids=this.positions.unsqueeze(0),
@@ -128,8 +128,8 @@ class LayeredDecoder:
         of the whole sample in one pass; and of its second half as guesses in the company of another request."""
         half, other = len(tokens) // 2, tokens[::-1]
         slots = iter(range(1, 3 * len(tokens) + 1))
-        whole, start, company = (Lane(itertools.islice(slots, n)) for n in (len(tokens), half, len(tokens)))
-        heard = _Heard(self._attention([whole.row(token, i) for i, token in enumerate(tokens)]))
+        whole, start, company = (SlotTable(itertools.islice(slots, n)) for n in (len(tokens), half, len(tokens)))
+        heard = _RecordingPass(self._attention([whole.row(token, i) for i, token in enumerate(tokens)]))
         logits = self._forward(heard, range(len(tokens)))
         if sorted(heard.layers) != list(range(self._layers)):
             raise ValueError(
@@ -145,14 +145,14 @@ class LayeredDecoder:
         mixed = [*beside[:half], *guesses, *beside[half:]]
         guessed, _ = self(mixed, range(half, half + len(guesses)), [])
         for shape, ours, wanted in (("", logits, theirs), (" beside another request", guessed, theirs[half:])):
-            each = _off(ours, wanted)
+            each = _relative_error(ours, wanted)
             # Where rounding may choose other experts here and there, a mistake still shows at most positions.
             off = float(each.max() if self.cache.dtype == torch.float32 else each.median())
             if not off <= TOLERANCE[self.cache.dtype]:
                 raise ValueError(f"its logits{shape} are off by {off:.2g} of the largest that transformers computes")
 
     @property
-    def attends_natively(self) -> bool:
+    def has_native_attention(self) -> bool:
         return isinstance(self._attention, NativeAttention)
 
     def embedding(self) -> Tensor:
@@ -170,7 +170,7 @@ class LayeredDecoder:
 
 
 @dataclass(slots=True)
-class _Heard:
+class _RecordingPass:
     """A pass that notes which layers attend."""
 
     inner: Pass
@@ -209,14 +209,14 @@ def _sample(model: Any, *most: int) -> list[int]:
 
 
 @torch.inference_mode()
-def _eager(model: Any, tokens: Sequence[int]) -> Tensor:
+def _eager_logits(model: Any, tokens: Sequence[int]) -> Tensor:
     """Logits [n, vocabulary], float32, as transformers computes them by plain formulas."""
     model.set_attn_implementation("eager")
     logits: Tensor = model(torch.tensor([tokens], device=model.device), use_cache=False).logits
     return logits[0].float()
 
 
-def _off(ours: Tensor, theirs: Tensor) -> Tensor:
+def _relative_error(ours: Tensor, theirs: Tensor) -> Tensor:
     """By how much logits [n, vocabulary] differ at most, [n], in parts of the largest of theirs."""
     return (ours.float() - theirs).abs().amax(-1) / theirs.abs().max()
 
@@ -228,14 +228,14 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
     return hook
 
 
-def padded(wanted: Sequence[int], device: torch.device) -> Tensor:
+def padded_row_indices(wanted: Sequence[int], device: torch.device) -> Tensor:
     """As many places of rows as a product takes: int64, a multiple of GROUP of them."""
     padding = -len(wanted) % GROUP if wanted else GROUP
     return torch.tensor([*wanted, *[0] * padding], device=device)
 
 
 class LlamaDecoder:
-    """Layers of the Llama kind, see `paceline.model.network`.
+    """Layers of the Llama kind, see `paceline.model.network_factory`.
 
     With ranks, weights and heads are one rank's: of every product but those that end attention and network, and the
     last of all, its rows; of those two its columns. All of this kind are shared so.
@@ -251,7 +251,7 @@ class LlamaDecoder:
         if ranks is not None:  # each may have a part of the vocabulary
             part, width = Linear(head.weight), head.out_features
             whole = len(head.weight) == width
-            self._gathered = part if whole else lambda x: ranks.gather(part(x), width)
+            self._gathered = part if whole else lambda x: ranks.all_gather(part(x), width)
         self._network, self.cache = make_network(
             [layer_of(layer) for layer in base.layers],
             heads,
@@ -264,7 +264,7 @@ class LlamaDecoder:
             embedding=self._embedding,
             norm=base.norm.weight,
             head=head.weight if ranks is None else None,
-            sums=None if ranks is None else ranks.sum,
+            sums=None if ranks is None else ranks.all_reduce,
         )
 
     def __call__(
@@ -274,14 +274,14 @@ class LlamaDecoder:
             return self._network.run(rows, wanted, layers)
         _, states = self._network.run(rows, [], [*layers, self._final])
         assert states is not None
-        logits = self._gathered(states[padded(wanted, states.device), -1])[: len(wanted)]
+        logits = self._gathered(states[padded_row_indices(wanted, states.device), -1])[: len(wanted)]
         return logits, states[:, :-1] if layers else None
 
     @property
     def native(self) -> bool:
         return isinstance(self._network, NativeNetwork)
 
-    attends_natively = native
+    has_native_attention = native
 
     def embedding(self) -> Tensor:
         return self._embedding
@@ -290,7 +290,7 @@ class LlamaDecoder:
         return self._network.output(final)
 
 
-def layer_of(layer: Any) -> Layer:
+def layer_of(layer: Any) -> DecoderLayerWeights:
     """What transformers' layer of the Llama kind is made of."""
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))
@@ -312,11 +312,12 @@ def layer_of(layer: Any) -> Layer:
     tensors: dict[str, Any] = {name: module.weight for name, module in products.items()}
     tensors |= {f"{name}_bias": module.bias for name, module in products.items()}
     tensors |= {name: None if module is None else module.weight for name, module in norms.items()}
-    return Layer(**tensors, window=int(window or 0))
+    return DecoderLayerWeights(**tensors, window=int(window or 0))
 
 
 LLAMA_KIND = frozenset({"llama", "mimo", "mistral", "qwen2", "qwen3"})
-"""`config.model_type` of architectures whose layers are exactly of the Llama kind, with options that `Layer` has."""
+"""`config.model_type` of architectures whose layers are exactly of the Llama kind, with options that
+`DecoderLayerWeights` has."""
 SAMPLE = 24
 """Tokens that a native model is compared with transformers' own by."""
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
@@ -339,7 +340,7 @@ def make_decoder(
     """
     if is_llama_kind(model.config):
         return LlamaDecoder(model, heads, slots + 1, positions, sharding)
-    return LayeredDecoder(model, heads, slots + 1, positions, sharding)
+    return TransformersDecoder(model, heads, slots + 1, positions, sharding)
 
 
 @torch.inference_mode()
@@ -347,8 +348,8 @@ def _compare(model: nn.Module, most: Sequence[int], network: Network) -> None:
     """Raises `NativeUnavailableError` unless the logits of a few tokens are those of transformers' own forward."""
     weight: Tensor = model.get_output_embeddings().weight  # type: ignore[operator]
     tokens = _sample(model, *most)
-    lane = Lane(range(1, len(tokens) + 1))
+    lane = SlotTable(range(1, len(tokens) + 1))
     ours, _ = network.run([lane.row(token, i) for i, token in enumerate(tokens)], range(len(tokens)))
-    off = float(_off(ours, _eager(model, tokens)).max())
+    off = float(_relative_error(ours, _eager_logits(model, tokens)).max())
     if not off <= TOLERANCE[weight.dtype]:
         raise NativeUnavailableError(f"its logits are off by {off:.2g} of the largest")

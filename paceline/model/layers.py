@@ -9,18 +9,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache, TorchPass
-from paceline.model.llama import Fusion, Layer, RotaryTables, Sums
+from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
-from paceline.model.native.library import DTYPES
-from paceline.model.native.product import Product
-from paceline.model.products import in_pieces
+from paceline.model.native.native_library import DTYPES
+from paceline.model.native.native_product import NativeProduct
+from paceline.model.row_invariant_linear import chunked_product
 from paceline.model.rows import GROUP, Row
 
-Turn = tuple[Tensor, Tensor]
+CosSin = tuple[Tensor, Tensor]
 """Cosines and sines of each row's position, [R, 1, D]."""
 
 
-class Norm:
+class RMSNorm:
     """RMSNorm as one operator."""
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -43,7 +43,7 @@ class Linear:
         self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
-    def joined(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
+    def of_parts(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
         """Of these weights and biases. Either all have a bias, or none has."""
         weights, biases = zip(*products, strict=True)
         return cls(*weights, biases=[bias for bias in biases if bias is not None])
@@ -57,7 +57,7 @@ def _native_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     if weight.device.type != "cpu" or weight.dtype not in DTYPES:
         return None
     try:
-        product = Product(weight, bias)
+        product = NativeProduct(weight, bias)
     except NativeUnavailableError:
         return None
     return lambda x: product(x).to(x.dtype)
@@ -72,10 +72,10 @@ def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
         y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
         return y
 
-    return lambda x: in_pieces(product, x)
+    return lambda x: chunked_product(product, x)
 
 
-class Rotary:
+class RotaryEmbedding:
     """Rotary position embedding (Su et al. 2021), half-split."""
 
     def __init__(self, tables: RotaryTables, like: Tensor) -> None:
@@ -84,11 +84,11 @@ class Rotary:
         self._cos = torch.cat([tables.cosines] * 2, -1).unsqueeze(1).to(like)
         self._sin = torch.cat((-tables.sines, tables.sines), -1).unsqueeze(1).to(like)
 
-    def __call__(self, positions: Tensor) -> Turn:
+    def __call__(self, positions: Tensor) -> CosSin:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def turned(x: Tensor, turn: Turn) -> Tensor:
+def apply_rotary(x: Tensor, turn: CosSin) -> Tensor:
     """Heads [R, heads, D], each row rotated to its position."""
     cos, sin = turn
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
@@ -110,7 +110,7 @@ class TorchNetwork:
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Sequence[DecoderLayerWeights],
         heads: Heads,
         cache: KVCache,
         rotary: RotaryTables,
@@ -121,17 +121,17 @@ class TorchNetwork:
         embedding: Tensor | None = None,
         norm: Tensor | None = None,
         head: Tensor | None = None,
-        sums: Sums | None = None,
-        fusion: Fusion | None = None,
+        sums: AllReduce | None = None,
+        fusion: StateFusion | None = None,
     ) -> None:
-        """As `paceline.model.native.network.Network`."""
+        """As `paceline.model.native.native_network.NativeNetwork`."""
         self._cache = cache
-        self._rotary = Rotary(rotary, cache.data.new_empty(1))
+        self._rotary = RotaryEmbedding(rotary, cache.data.new_empty(1))
         self._layers = [_TorchLayer(n, layer, heads, eps, scale, sums) for n, layer in enumerate(layers)]
         self._embedding = embedding
         self._norm = _norm(norm, eps)
         self._head = None if head is None else Linear(head)
-        self._fuse = None if fusion is None else _Fuse(fusion, eps)
+        self._fuse = None if fusion is None else _StateFusionModule(fusion, eps)
 
     def run(
         self,
@@ -147,7 +147,7 @@ class TorchNetwork:
         x, joined = F.embedding(this.tokens, self._embedding), None
         if self._fuse is not None:
             assert states is not None
-            x, joined = self._fuse(x, padded(states))
+            x, joined = self._fuse(x, pad_rows(states))
         outputs = [x]
         for n, layer in enumerate(self._layers):
             outputs.append(layer(outputs[-1], turn, this, joined if n == 0 else None))
@@ -159,13 +159,13 @@ class TorchNetwork:
 
     def output(self, final: Tensor) -> Tensor:
         assert self._head is not None
-        return self._head(padded(final))[: len(final)]
+        return self._head(pad_rows(final))[: len(final)]
 
 
-class _Fuse:
-    """See `Fusion`."""
+class _StateFusionModule:
+    """See `StateFusion`."""
 
-    def __init__(self, fusion: Fusion, eps: float) -> None:
+    def __init__(self, fusion: StateFusion, eps: float) -> None:
         self._token_norm, self._state_norm = _norm(fusion.token_norm, eps), _norm(fusion.state_norm, eps)
         biases = () if fusion.projection_bias is None else (fusion.projection_bias,)
         self._projection = None if fusion.projection is None else Linear(fusion.projection, biases=biases)
@@ -182,26 +182,28 @@ class _Fuse:
 
 
 class _TorchLayer:
-    def __init__(self, index: int, layer: Layer, heads: Heads, eps: float, scale: float, sums: Sums | None) -> None:
+    def __init__(
+        self, index: int, layer: DecoderLayerWeights, heads: Heads, eps: float, scale: float, sums: AllReduce | None
+    ) -> None:
         self._index, self._heads = index, heads
         self._scale, self._window, self._sinks, self._eps = scale, layer.window, layer.sinks, eps
         self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
         queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
-        self._qkv = Linear.joined(*queries_keys, (layer.value, layer.value_bias))
-        self._out = _total(layer.output, layer.output_bias, sums)
-        gate_up = Linear.joined((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
-        self._mlp = SwiGLU(gate_up, _total(layer.down, layer.down_bias, sums))
+        self._qkv = Linear.of_parts(*queries_keys, (layer.value, layer.value_bias))
+        self._out = _row_parallel_linear(layer.output, layer.output_bias, sums)
+        gate_up = Linear.of_parts((layer.gate, layer.gate_bias), (layer.up, layer.up_bias))
+        self._mlp = SwiGLU(gate_up, _row_parallel_linear(layer.down, layer.down_bias, sums))
         self._head_norm: Tensor | None = None
         if layer.query_norm is not None and layer.key_norm is not None:
             queries = heads.kv_heads * heads.queries_per_kv
             parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
             self._head_norm = torch.cat(parts)
 
-    def __call__(self, x: Tensor, turn: Turn, this: TorchPass, given: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, turn: CosSin, this: TorchPass, given: Tensor | None) -> Tensor:
         x = x + self._attend(self._into_attention(x) if given is None else given, turn, this)
         return x + self._mlp(self._into_mlp(x))
 
-    def _attend(self, x: Tensor, turn: Turn, this: TorchPass) -> Tensor:
+    def _attend(self, x: Tensor, turn: CosSin, this: TorchPass) -> Tensor:
         heads = self._heads
         queries = heads.kv_heads * heads.queries_per_kv
         rotated = queries + heads.kv_heads
@@ -209,17 +211,17 @@ class _TorchLayer:
         qk = projected[:, :rotated]
         if self._head_norm is not None:
             qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
-        qk = turned(qk, turn)
+        qk = apply_rotary(qk, turn)
         query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
         attended = this.attend(query, key, value, self._index, self._scale, self._window, sinks=self._sinks)
         return self._out(attended)
 
 
 def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
-    return (lambda x: x) if weight is None else Norm(weight, eps)
+    return (lambda x: x) if weight is None else RMSNorm(weight, eps)
 
 
-def _total(weight: Tensor, bias: Tensor | None, sums: Sums | None) -> Callable[[Tensor], Tensor]:
+def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
     """A product of which every rank computes a summand, if there are ranks; the bias is added once."""
     if sums is None:
         return Linear(weight, biases=() if bias is None else (bias,))
@@ -227,6 +229,6 @@ def _total(weight: Tensor, bias: Tensor | None, sums: Sums | None) -> Callable[[
     return lambda x: sums(part(x)) if bias is None else sums(part(x)) + bias
 
 
-def padded(x: Tensor) -> Tensor:
+def pad_rows(x: Tensor) -> Tensor:
     """[rows, n] with rows of zeros up to a multiple of GROUP."""
     return F.pad(x, (0, 0, 0, -len(x) % GROUP))

@@ -15,83 +15,82 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar
 
-from paceline import timed
 from paceline.config import EngineConfig
+from paceline.core.sampling import CANDIDATE_FINDERS
 from paceline.model.attention import ATTENTION, Heads, attention_interface
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.decoder import make_decoder
 from paceline.model.mimo import register_mimo
 from paceline.model.model import Model, TransformersModel
-from paceline.model.network import say_once
+from paceline.model.native.draw_candidates import draw_candidates
+from paceline.model.network_factory import log_once
 from paceline.model.numerics import numerics_of
-from paceline.model.probe import rows_invariant
-from paceline.model.quantised import is_multiplied_out, plain_weights
-from paceline.model.rotary import settle_rotary
-from paceline.model.table import LONGEST, TableModel
-from paceline.model.timed import SimulatedModel
-from paceline.models import is_weightless, resolve_model
-from paceline.tensor_parallel.errors import MeetingError, RankLostError
+from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.quantization import dequantized_weights, is_dequantized_at_load
+from paceline.model.rope import fix_rope_frequencies
+from paceline.model.row_probe import is_row_invariant
+from paceline.model_names import fake_model, resolve_model
 from paceline.text import vocabulary_fingerprint
 
 if TYPE_CHECKING:  # which a model of one process need not load
-    from paceline.model.sharding import Plan, Sharding
-    from paceline.tensor_parallel.ranks import Ranks
+    from paceline.model.parallel.sharding import Sharding, TpPlan
+    from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 
 log = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CACHED_ATTENTION = {"full_attention", "sliding_attention"}
 """Kinds of layers whose past is keys and values, by position."""
-TEXT_TOWER = {
+TEXT_KEY_MAPPING = {
     r"^(model\.)?language_model\.model\.": "model.",
     r"^(model\.)?language_model\.lm_head\.": "lm_head.",
     r"^(model\.)?language_model\.": "model.",
 }
 """Names of a multimodal checkpoint's tensors, by pattern, and what a text model calls them."""
-TEXT_KINDS = {
+TEXT_MODEL_TYPES = {
     "qwen2_vl_text": "qwen2",
     "qwen2_5_vl_text": "qwen2",
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
 """Text models that differ from these only in that a token has three positions, which are equal where it is text."""
-HARMLESS = re.compile(
+IGNORED_WEIGHTS = re.compile(
     r"rotary_emb\.(inv_freq|cos_cached|sin_cached)$"  # tables that everybody computes
     r"|attn(ention)?\.(masked_)?bias$|\.attention\.masked_bias$"  # GPT-2's and GPT-NeoX's triangles
     r"|(^|\.)mtp(_layers)?\."  # heads for drafting
     r"|\.[kv]_(proj\.output_)?scale$"  # for a cache of eight bits
 )
 """What a checkpoint may hold without its model having a place for it: it takes no part in the model's own forward."""
-OTHER_TOWERS = re.compile(
+NON_TEXT_WEIGHTS = re.compile(
     r"(^|\.)(vision|visual|audio|image|multi_modal|embed_vision|embed_audio|mm_|aligner|connector)"
 )
 """Likewise, of a multimodal checkpoint whose text model is loaded alone."""
 
 AttentionInterface.register(ATTENTION, attention_interface)
 register_mimo()
+CANDIDATE_FINDERS.append(draw_candidates)
 disable_progress_bar()  # a service says in one line that it has loaded its model
 
 
 def load(name: str, config: EngineConfig) -> Model:
-    """Load the model called `name`, see `paceline.models`; with a tensor_parallel_size over 1, as rank 0 of its ranks.
+    """Load the model called `name`, see `paceline.model_names`; with a tensor_parallel_size over 1, as rank 0 of its
+    ranks.
 
-    Raises `paceline.models.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and what is in
-    `paceline.tensor_parallel.errors` if the ranks do not come together.
+    Raises `paceline.model_names.ModelNotFoundError` if there is none, ValueError if it cannot be run here, and what
+    is in `paceline.model.parallel.rank_errors` if the ranks do not come together.
     """
     resolve_model(name)
-    if config.tensor_parallel_size > 1 and is_weightless(name):
-        raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
-    if name.startswith(TableModel.SCHEME):
-        return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
-    if name.startswith(timed.PREFIX):
-        spec = timed.TimedModel.parse(name)
-        return SimulatedModel(name, spec, slots=config.slots, max_model_len=config.max_model_len or LONGEST)
-    model = _lead(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
-    model.rows_invariant = rows_invariant(model)
+    if (scheme := fake_model(name)) is not None:
+        if config.tensor_parallel_size > 1:
+            raise ValueError(f"{name} has no weights to share among ranks: set tensor_parallel_size to 1")
+        fake: Model = scheme.load(name, config)
+        return fake
+    model = _load_tensor_parallel(name, config) if config.tensor_parallel_size > 1 else _load(name, config)
+    model.rows_invariant = is_row_invariant(model)
     return model
 
 
-def settle_threads(model: Model) -> None:
+def limit_torch_threads(model: Model) -> None:
     """Leave the cores to a native model's own threads.
 
     What is left to torch's operators is small, and a barrier between its threads costs more than they do.
@@ -100,26 +99,26 @@ def settle_threads(model: Model) -> None:
         torch.set_num_threads(1)
 
 
-def load_part(name: str, config: EngineConfig, ranks: Ranks) -> TransformersModel:
+def load_shard(name: str, config: EngineConfig, ranks: TensorParallelGroup) -> TransformersModel:
     """The part that one of the ranks has of a model. Raises as `load` does."""
-    return _load_part(name, config, _plan(name, config), ranks)
+    return _load_shard(name, config, _plan(name, config), ranks)
 
 
-def _lead(name: str, config: EngineConfig) -> Model:
-    from paceline.model.sharded import LeadingModel
-    from paceline.tensor_parallel.meeting import Brief, lead
+def _load_tensor_parallel(name: str, config: EngineConfig) -> Model:
+    from paceline.model.parallel.rendezvous import RankConfig, create_rank_group
+    from paceline.model.tensor_parallel_model import TensorParallelModel
 
     plan = _plan(name, config)  # what cannot be shared need not be waited for
-    replica = lead(Brief(model=name, engine=config))
+    replica = create_rank_group(RankConfig(model=name, engine=config))
     try:
-        return LeadingModel(_load_part(name, config, plan, replica.ranks), replica)
+        return TensorParallelModel(_load_shard(name, config, plan, replica.ranks), replica)
     except BaseException:
-        replica.abandon()
+        replica.abort()
         raise
 
 
-def _plan(name: str, config: EngineConfig) -> Plan:
-    from paceline.model.sharding import plan_for
+def _plan(name: str, config: EngineConfig) -> TpPlan:
+    from paceline.model.parallel.sharding import tp_plan_for
 
     if _device(config.device).type == "cpu" and torch.accelerator.is_available():
         raise ValueError(
@@ -127,14 +126,14 @@ def _plan(name: str, config: EngineConfig) -> Plan:
             "hide them, as CUDA_VISIBLE_DEVICES= does"
         )
     settings = AutoConfig.from_pretrained(resolve_model(name), local_files_only=True)
-    return plan_for(settings, config.tensor_parallel_size)
+    return tp_plan_for(settings, config.tensor_parallel_size)
 
 
-def _load_part(name: str, config: EngineConfig, plan: Plan, ranks: Ranks) -> TransformersModel:
-    from paceline.model.sharding import Sharding
+def _load_shard(name: str, config: EngineConfig, plan: TpPlan, ranks: TensorParallelGroup) -> TransformersModel:
+    from paceline.model.parallel.sharding import Sharding
 
     part = _load(name, config, Sharding(plan, ranks))
-    ranks.wait(part.numerics)
+    ranks.barrier(part.numerics)
     return part
 
 
@@ -164,11 +163,11 @@ def build(
     network = network.to(_device(config.device)).eval().requires_grad_(False)
     longest = _positions(settings, name, config.max_model_len)
     max_model_len = config.max_model_len or longest
-    settle_rotary(network, max_model_len)
+    fix_rope_frequencies(network, max_model_len)
     try:
         heads = Heads.of(settings) if sharding is None else sharding.heads(Heads.of(settings))
         decoder = make_decoder(network, heads, config.slots, longest, sharding)
-    except (MeetingError, RankLostError):
+    except (RendezvousError, RankLostError):
         raise
     except Exception as error:
         # Whatever an architecture does that is not foreseen here: its model is refused, and not tried again.
@@ -210,7 +209,7 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
 
     Raises ValueError if it cannot be read, lacks weights, or has weights that it has no place for.
     """
-    parts: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.as_transformers_reads()}
+    parts: dict[str, Any] = {} if sharding is None else {"distributed_config": sharding.distributed_config()}
     trusted = engine.trust_remote_code
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=trusted)
@@ -219,11 +218,11 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
         dtype = _dtype(config, engine)
         tower = text is not config and _text_kind(text) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         if tower:
-            parts["key_mapping"] = TEXT_TOWER
+            parts["key_mapping"] = TEXT_KEY_MAPPING
         asked: Any = _tower_config(config, text) if tower else config
         kind: Any = AutoModelForCausalLM
         folder: Path | None = path
-        if (weights := _multiplied_out(path, config, text, dtype)) is not None:
+        if (weights := _dequantized(path, config, text, dtype)) is not None:
             if sharding is not None:
                 raise ValueError("a quantised checkpoint cannot be shared by ranks yet: set tensor_parallel_size to 1")
             parts["state_dict"] = weights
@@ -255,30 +254,30 @@ def _read(path: Path, engine: EngineConfig, sharding: Sharding | None = None) ->
             "its format is not known here"
         )
     if sharding is not None:
-        sharding.localise(network)
+        sharding.unwrap_dtensors(network)
     loaded: nn.Module = network
     return loaded
 
 
-def _multiplied_out(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict[str, Tensor] | None:
+def _dequantized(path: Path, config: Any, text: Any, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """The weights of a checkpoint that is quantised in a way known here, whose configuration then says so no more."""
     settings = getattr(config, "quantization_config", None) or getattr(text, "quantization_config", None)
     aside = path / "hf_quant_config.json"  # where ModelOpt wrote it first
     if settings is None and aside.is_file():
         settings = {"quant_method": "modelopt", **json.loads(aside.read_text()).get("quantization", {})}
-    if settings is None or not is_multiplied_out(settings):
+    if settings is None or not is_dequantized_at_load(settings):
         return None
-    weights = plain_weights(Checkpoint(path), settings, dtype)
+    weights = dequantized_weights(Checkpoint(path), settings, dtype)
     for each in (config, text):
         if hasattr(each, "quantization_config"):
             del each.quantization_config
-    say_once(f"{settings['quant_method']} weights are multiplied out to {str(dtype).removeprefix('torch.')}")
+    log_once(f"{settings['quant_method']} weights are multiplied out to {str(dtype).removeprefix('torch.')}")
     return weights
 
 
 def _text_kind(text: Any) -> str:
     """The kind of model that computes what a multimodal checkpoint's text model does where there is only text."""
-    return TEXT_KINDS.get(text.model_type, str(text.model_type))
+    return TEXT_MODEL_TYPES.get(text.model_type, str(text.model_type))
 
 
 def _tower_config(whole: Any, text: Any) -> Any:
@@ -294,7 +293,7 @@ def _tower_config(whole: Any, text: Any) -> Any:
 
 def _is_harmless(key: str, settings: Any, *, tower: bool) -> bool:
     """Whether a model computes the same without this tensor. `tower`: it is the text model of a multimodal one."""
-    if HARMLESS.search(key) or (tower and OTHER_TOWERS.search(key)):
+    if IGNORED_WEIGHTS.search(key) or (tower and NON_TEXT_WEIGHTS.search(key)):
         return True
     layer = re.search(r"\blayers\.(\d+)\.", key)  # DeepSeek's and GLM's heads for drafting follow the layers
     return layer is not None and int(layer[1]) >= settings.num_hidden_layers and _has_heads(settings)
@@ -315,7 +314,7 @@ def _dtype(config: Any, engine: EngineConfig) -> torch.dtype:
     stored = getattr(config.get_text_config(decoder=True), "dtype", None) or config.dtype or torch.float32
     if stored == torch.float16 and on_cpu:
         stored = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-        say_once(f"a CPU has no products of float16: {str(stored).removeprefix('torch.')} instead")
+        log_once(f"a CPU has no products of float16: {str(stored).removeprefix('torch.')} instead")
     result: torch.dtype = stored
     return result
 

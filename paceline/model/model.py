@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from paceline.model.decoder import Decoder
-from paceline.model.lending import Lent
 from paceline.model.rows import Row
+from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class ModelOutput:
     """`logits` [wanted rows, vocabulary], float32 or of the model's dtype; `hidden`, if asked for, [rows, layers,
     hidden size] of the model's dtype."""
 
@@ -39,10 +39,10 @@ class Model(Protocol):
     numerics: str
     """One line that names all that its numbers depend on, beside its weights."""
 
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         """One forward pass over `rows`. Logits are those of the rows indexed by `wanted`, in that order."""
 
-    def lend(self) -> Lent:
+    def target_weights(self) -> TargetWeights:
         """What heads in this process draft with. Raises ValueError if there is nothing to lend."""
 
 
@@ -88,11 +88,11 @@ class TransformersModel:
         return self._decoder.native
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
-        return Output(*self._decoder(rows, wanted, hidden_layers))
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
+        return ModelOutput(*self._decoder(rows, wanted, hidden_layers))
 
-    def lend(self) -> Lent:
-        return Lent(
+    def target_weights(self) -> TargetWeights:
+        return TargetWeights(
             embedding=self._decoder.embedding,
             output=self._decoder.output,
             folder=self._folder,

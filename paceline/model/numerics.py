@@ -13,7 +13,7 @@ import transformers
 
 from paceline import __version__
 from paceline.model.decoder import Decoder
-from paceline.model.native.build import cpu_flags, description
+from paceline.model.native.build import cpu_flags, native_description
 
 VECTORS = ("sse", "avx", "amx", "fma", "f16c")
 """How CPU flags begin by which torch's libraries choose their kernels."""
@@ -30,9 +30,9 @@ def numerics_of(decoder: Decoder, config: Any) -> str:
     `config`: the network's own, in transformers' format.
     """
     device = decoder.cache.device
-    path = f"native {description()}" if decoder.native else "torch operators"
-    if decoder.attends_natively and not decoder.native:
-        path += f", native attention {description()}"
+    path = f"native {native_description()}" if decoder.native else "torch operators"
+    if decoder.has_native_attention and not decoder.native:
+        path += f", native attention {native_description()}"
     if device.type == "cpu" and not decoder.native:
         settings = [f"threads={torch.get_num_threads()}"]
         settings += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]

@@ -22,7 +22,7 @@ TILE = 64
 """Positions per tile: columns of the tail, and the unit in which a prefix grows."""
 GROUP = 8
 """Rows that share a tail; attention always works on whole groups. Rows are padded to a multiple of it."""
-SPARE_SLOT = 0
+NULL_SLOT = 0
 """Never handed out nor written: masked columns point here."""
 
 
@@ -41,19 +41,19 @@ class Row(NamedTuple):
 
     token: int
     position: int
-    lane: Lane
+    slot_table: SlotTable
     length: int
     branch: Sequence[int] = ()
 
     @property
     def slot(self) -> int:
         """Where its key and value go: the last of its path."""
-        return self.branch[-1] if self.branch else self.lane.slots[self.length - 1]
+        return self.branch[-1] if self.branch else self.slot_table.slots[self.length - 1]
 
     def path(self, start: int = 0) -> list[int]:
         """The slots of its path from position `start` on."""
         below = max(0, start - self.length)
-        return [*self.lane.slots[start : self.length], *self.branch[below:]]
+        return [*self.slot_table.slots[start : self.length], *self.branch[below:]]
 
     @property
     def tile(self) -> list[int]:
@@ -65,12 +65,12 @@ class Row(NamedTuple):
         """The full tiles before."""
         tiles = self.position // TILE
         if tiles * TILE <= self.length:
-            return self.lane.prefix(tiles)
+            return self.slot_table.prefix(tiles)
         # The branch crosses into a tile of its own, so this path's prefix is its own too.
         return Prefix(torch.tensor(self.path()[: tiles * TILE], dtype=torch.int64))
 
 
-class Lane:
+class SlotTable:
     """The slots of one request's path, by position. The owner appends, truncates and frees; rows are built here.
 
     They are 32-bit integers side by side, so that native code reads them where they lie.
@@ -148,7 +148,7 @@ class RowBatch:
     segments: list[Segment]
 
 
-def lay_out(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
+def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
     """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last, and write into
     `padding_slot`: what they compute may be anything, NaN as well, which a masked column would spread."""
 
@@ -163,7 +163,7 @@ def lay_out(rows: Sequence[Row], device: torch.device, padding_slot: int) -> Row
     for members in _groups(tails):
         longest = tails[members[-1]]
         tiles += longest
-        tiles += [SPARE_SLOT] * (TILE - len(longest))
+        tiles += [NULL_SLOT] * (TILE - len(longest))
         members = members + [members[0]] * (GROUP - len(members))
         groups.append(members)
         reach.append([len(tails[r]) - 1 for r in members])

@@ -3,27 +3,27 @@
 Losing it disturbs no running request: see `presence`.
 """
 
-from paceline.state.acceptance import Acceptance, AcceptanceStore, RequestState
-from paceline.state.errors import StateError, StateLostError
-from paceline.state.recorder import Recorder
-from paceline.state.registration import Registration
-from paceline.state.registry import Kind, Registered, Registry, WorkerRecord
-from paceline.state.store import Store, open_store
-from paceline.state.watcher import Watcher
+from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestState
+from paceline.state.acceptance_recorder import AcceptanceRecorder
+from paceline.state.state_errors import StateError, StateUnavailableError
+from paceline.state.state_store import StateStore, open_store
+from paceline.state.worker_registration import WorkerRegistration
+from paceline.state.worker_registry import RegisteredWorker, WorkerKind, WorkerRecord, WorkerRegistry
+from paceline.state.worker_watcher import WorkerWatcher
 
 __all__ = [
-    "Acceptance",
+    "AcceptanceCounts",
+    "AcceptanceRecorder",
     "AcceptanceStore",
-    "Kind",
-    "Recorder",
-    "Registered",
-    "Registration",
-    "Registry",
+    "RegisteredWorker",
     "RequestState",
     "StateError",
-    "StateLostError",
-    "Store",
-    "Watcher",
+    "StateStore",
+    "StateUnavailableError",
+    "WorkerKind",
     "WorkerRecord",
+    "WorkerRegistration",
+    "WorkerRegistry",
+    "WorkerWatcher",
     "open_store",
 ]

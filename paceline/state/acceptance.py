@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
 
-from paceline.budget import Calibration
-from paceline.messages import SpeculationStats
+from paceline.core.messages import SpeculationStats
+from paceline.core.policy.calibration import Calibration
 
 REQUEST_TTL_S = 3600.0
 
@@ -42,12 +42,12 @@ class RequestState:
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class AcceptanceCounts:
     """Counts of guesses and of hits; they add up. Floats, because stored totals fade (`AcceptanceStore`).
 
     `drafted` counts verified nodes, several per depth in a tree. `drafted_by_depth[i]` counts verifications
     in which some node at depth i + 1 was verified, `accepted_by_depth[i]` those in which it was accepted.
-    `cell_drafted` counts guesses by the cells of `budget.Calibration`, in its order, `cell_accepted` those of them
+    `cell_drafted` counts guesses by the cells of `Calibration`, in its order, `cell_accepted` those of them
     that the target drew, among those whose parent was accepted.
     """
 
@@ -58,7 +58,7 @@ class Acceptance:
     cell_accepted: Sequence[float] = ()
 
     @classmethod
-    def of(cls, stats: SpeculationStats) -> Acceptance:
+    def of(cls, stats: SpeculationStats) -> AcceptanceCounts:
         return cls(stats.drafted_tokens, tuple(stats.drafted_by_depth), tuple(stats.accepted_by_depth))
 
     @property
@@ -83,13 +83,13 @@ class Acceptance:
         return conditional_rates(self.drafted_by_depth, self.accepted_by_depth)
 
     def calibration(self) -> list[float | None]:
-        """Share drawn of the guesses to which the speculator gave a probability in each bin of `budget.Calibration`;
+        """Share drawn of the guesses to which the speculator gave a probability in each bin of `Calibration`;
         None for bins without a guess."""
         drafted, accepted = Calibration.by_bin(self.cell_drafted), Calibration.by_bin(self.cell_accepted)
         return [a / d if d else None for d, a in zip(drafted, accepted, strict=True)]
 
-    def __add__(self, other: Acceptance) -> Acceptance:
-        return Acceptance(
+    def __add__(self, other: AcceptanceCounts) -> AcceptanceCounts:
+        return AcceptanceCounts(
             self.drafted + other.drafted,
             _sum(self.drafted_by_depth, other.drafted_by_depth),
             _sum(self.accepted_by_depth, other.accepted_by_depth),
@@ -97,8 +97,8 @@ class Acceptance:
             _sum(self.cell_accepted, other.cell_accepted),
         )
 
-    def __mul__(self, factor: float) -> Acceptance:
-        return Acceptance(
+    def __mul__(self, factor: float) -> AcceptanceCounts:
+        return AcceptanceCounts(
             self.drafted * factor,
             *(
                 tuple(count * factor for count in counts)
@@ -113,7 +113,7 @@ class Acceptance:
 
 
 def conditional_rates(drafted_by_depth: Sequence[float], accepted_by_depth: Sequence[float]) -> list[float]:
-    """How often each depth was accepted, given that everything above it was (see `Acceptance.rates`)."""
+    """How often each depth was accepted, given that everything above it was (see `AcceptanceCounts.rates`)."""
     rates = []
     above = float("inf")
     for drafted, accepted in zip(drafted_by_depth, accepted_by_depth, strict=True):
@@ -124,7 +124,7 @@ def conditional_rates(drafted_by_depth: Sequence[float], accepted_by_depth: Sequ
 
 
 class AcceptanceStore(Protocol):
-    """Acceptance shared by all services. Every call may raise `StateLostError`."""
+    """Acceptance shared by all services. Every call may raise `StateUnavailableError`."""
 
     half_life_s: float
     """Stored totals of (model, speculator) halve over this time, so that they follow the traffic."""
@@ -138,13 +138,13 @@ class AcceptanceStore(Protocol):
 
     async def delete_request(self, request_id: str) -> None: ...
 
-    async def record(self, model: str, speculator: str, counts: Acceptance) -> None:
+    async def record(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
         """Let the totals fade by their age, then add `counts`; atomic.
 
-        After `StateLostError` they may have been added or not; a caller that repeats may count twice.
+        After `StateUnavailableError` they may have been added or not; a caller that repeats may count twice.
         """
 
-    async def acceptance(self, model: str, speculator: str) -> Acceptance:
+    async def acceptance(self, model: str, speculator: str) -> AcceptanceCounts:
         """Totals as of the last `record`; all zero for a pair never seen."""
 
 

@@ -12,13 +12,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
-from paceline.state.errors import StateError, StateLostError
+from paceline.state.state_errors import StateError, StateUnavailableError
 from paceline.tls import Certificates
 
-TIMEOUT_S = 1.0
+REDIS_TIMEOUT_S = 1.0
 
 
-def connect(url: str, timeout_s: float = TIMEOUT_S, tls: Certificates | None = None) -> Redis:
+def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S, tls: Certificates | None = None) -> Redis:
     """A client for a `redis://`, `rediss://` or `unix://` URL; nothing is sent yet. Raises `StateError`.
 
     A `rediss://` URL may name files itself (`?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`); else `tls` does.
@@ -47,9 +47,9 @@ def tls_files(tls: Certificates) -> dict[str, Any]:
 async def check(client: Redis, url: str) -> None:
     """Raises `StateError`, which says what to do, if nobody answers."""
     try:
-        with away():
+        with unavailable_on_error():
             await client.ping()
-    except StateLostError as error:
+    except StateUnavailableError as error:
         raise StateError(
             f"Redis at {without_secrets(url)} does not answer ({error}): start it, name another with "
             "--redis-url, or leave --redis-url out for an embedded one"
@@ -57,12 +57,12 @@ async def check(client: Redis, url: str) -> None:
 
 
 @contextmanager
-def away() -> Iterator[None]:
-    """Whatever Redis fails with, from no connection to no memory, it is no use now: `StateLostError`."""
+def unavailable_on_error() -> Iterator[None]:
+    """Whatever Redis fails with, from no connection to no memory, it is no use now: `StateUnavailableError`."""
     try:
         yield
     except (RedisError, OSError) as error:
-        raise StateLostError(str(error) or type(error).__name__) from error
+        raise StateUnavailableError(str(error) or type(error).__name__) from error
 
 
 def without_secrets(url: str) -> str:

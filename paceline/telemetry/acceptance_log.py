@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.messages import SpeculationStats
-from paceline.state.acceptance import Acceptance
+from paceline.core.messages import SpeculationStats
+from paceline.state.acceptance import AcceptanceCounts
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +16,7 @@ INTERVAL_S = 5.0
 """How often to `emit`."""
 
 
-def acceptance_line(stats: Acceptance, tokens: int, seconds: float) -> str:
+def acceptance_line(stats: AcceptanceCounts, tokens: int, seconds: float) -> str:
     """One line about so many committed tokens in so many seconds, for example:
 
     Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus | per position [95%, 91%]
@@ -45,7 +45,7 @@ class AcceptanceLog:
     """Adds up steps, and logs one line per interval in which tokens were committed."""
 
     clock: Callable[[], float] = time.monotonic
-    _totals: Acceptance = field(default_factory=Acceptance)
+    _totals: AcceptanceCounts = field(default_factory=AcceptanceCounts)
     _tokens: int = 0
     _since: float = field(init=False)
 
@@ -54,13 +54,13 @@ class AcceptanceLog:
 
     def add(self, stats: SpeculationStats, tokens: int) -> None:
         """One step verified this and committed so many tokens."""
-        self._totals += Acceptance.of(stats)
+        self._totals += AcceptanceCounts.of(stats)
         self._tokens += tokens
 
     def emit(self) -> None:
         """Log what came since the last time, if anything did."""
         now = self.clock()
         totals, tokens, seconds = self._totals, self._tokens, now - self._since
-        self._totals, self._tokens, self._since = Acceptance(), 0, now
+        self._totals, self._tokens, self._since = AcceptanceCounts(), 0, now
         if tokens:
             logger.info(acceptance_line(totals, tokens, seconds))

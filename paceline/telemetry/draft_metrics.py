@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry
 
-from paceline.telemetry.instruments import Instruments
-from paceline.telemetry.round import RoundStats
+from paceline.telemetry.instruments import MetricFactory
+from paceline.telemetry.round_stats import RoundStats
 
 ROUND_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -16,7 +16,7 @@ class DraftMetrics:
     """Every series is labelled with the speculator's method. May be called from any thread."""
 
     def __init__(self, registry: CollectorRegistry, method: str) -> None:
-        instruments, labels = Instruments(registry, "draft"), ["method"]
+        instruments, labels = MetricFactory(registry, "draft"), ["method"]
         self._round_s = instruments.histogram(
             "draft_round_seconds", "Wall-clock time of one round of drafting", labels, buckets=ROUND_SECONDS
         ).labels(method)
@@ -33,7 +33,7 @@ class DraftMetrics:
             self._round_s.observe(round_.round_s)
             self._nodes.inc(round_.nodes)
 
-    def follow(self, open_requests: Callable[[], int], target_links: Callable[[], int]) -> None:
+    def set_gauge_sources(self, open_requests: Callable[[], int], target_links: Callable[[], int]) -> None:
         """What to ask for the gauges at each scrape; asked on the exporter's thread."""
         self._open.set_function(open_requests)
         self._links.set_function(target_links)

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paceline.messages import FinishReason, Usage
-from paceline.telemetry.instruments import Instruments
+from paceline.core.messages import FinishReason, Usage
+from paceline.telemetry.instruments import MetricFactory
 from paceline.telemetry.key_metrics import KeyMetrics
 
 # vLLM's buckets, cut at the fine end where tokens of small models fall.
@@ -19,7 +19,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 REQUEST_SECONDS = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 480.0)
 
-States = Callable[[], Mapping[tuple[str, str], int]]
+BreakerStateSource = Callable[[], Mapping[tuple[str, str], int]]
 """Of circuit breakers, by kind and name of worker: 0 closed, 1 half-open, 2 open."""
 
 
@@ -34,9 +34,9 @@ class GatewayMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        make, model = Instruments(registry, "gateway"), ["model_name"]
+        make, model = MetricFactory(registry, "gateway"), ["model_name"]
         self.keys = KeyMetrics(make)
-        self._answers = make.counter("requests", "Answers by endpoint and status", ["endpoint", "status"])
+        self._responses = make.counter("requests", "Answers by endpoint and status", ["endpoint", "status"])
         self._running = make.gauge("requests_running", "Requests being answered", model)
         self.first_token_s = make.histogram(
             "time_to_first_token_seconds",
@@ -70,30 +70,30 @@ class GatewayMetrics:
         self._rejections = make.counter("rejections", "Requests turned away", [*model, "reason"])
         self.routed = make.counter("routed", "Requests sent to a target, by what kept them there", [*model, "affinity"])
         self.routed_tokens = make.counter("routed_cached_tokens", "Prompt tokens that their target should hold", model)
-        self._breakers = BreakerStates()
+        self._breakers = BreakerCollector()
         registry.register(self._breakers)
         self.replays = make.counter("replays", "Requests resumed on another target after a loss", model)
         self.replays_other_numerics = make.counter(
             "replays_other_numerics", "Requests with tokens, resumed on a target with other numerics", model
         )
 
-    def answered(self, endpoint: str, status: int | str) -> None:
+    def count_response(self, endpoint: str, status: int | str) -> None:
         """`endpoint`: the route and not the path: their number is bounded. `status`: HTTP's or gRPC's."""
-        self._answers.labels(endpoint, str(status)).inc()
+        self._responses.labels(endpoint, str(status)).inc()
 
     def rejected(self, model: str, reason: str) -> None:
         """`reason`: `in_flight`, `queue`, `bodies`, `grammars`, `no_target`, `breaker`, `closing` or `connections`."""
         self._rejections.labels(model, reason).inc()
 
-    def follow_queue(self, model: str, waiting: Callable[[], float]) -> None:
+    def set_queue_source(self, model: str, waiting: Callable[[], float]) -> None:
         """`waiting` is asked whenever somebody looks."""
         self._waiting.labels(model).set_function(waiting)
 
-    def follow_targets(self, model: str, up: Callable[[], int]) -> None:
+    def set_target_count_source(self, model: str, up: Callable[[], int]) -> None:
         """`up` is asked whenever somebody looks."""
         self._targets.labels(model).set_function(up)
 
-    def follow_breakers(self, model: str, states: States) -> None:
+    def set_breaker_source(self, model: str, states: BreakerStateSource) -> None:
         """`states` is asked whenever somebody looks."""
         self._breakers.sources[model] = states
 
@@ -104,11 +104,11 @@ class GatewayMetrics:
             yield RequestMetrics(self, model, clock)
 
 
-class BreakerStates(Collector):
+class BreakerCollector(Collector):
     """Workers come and go, so their states are asked for."""
 
     def __init__(self) -> None:
-        self.sources: dict[str, States] = {}
+        self.sources: dict[str, BreakerStateSource] = {}
 
     def collect(self) -> Iterator[Metric]:
         labels = ["model_name", "kind", "worker"]
@@ -152,7 +152,7 @@ class RequestMetrics:
         """The target was lost; another one takes over."""
         self._metrics.replays.labels(self._model).inc()
 
-    def replayed_by_other_numerics(self) -> None:
+    def replayed_with_other_numerics(self) -> None:
         """The target that takes over may draw other tokens than the lost one would have."""
         self._metrics.replays_other_numerics.labels(self._model).inc()
 

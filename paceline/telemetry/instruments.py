@@ -14,7 +14,7 @@ from paceline import __version__
 T = TypeVar("T", bound=Collector)
 
 
-class Instruments(Collector):
+class MetricFactory(Collector):
     """Makes instruments in a registry, and shows those that vLLM has too a second time, under its names.
 
     Names are given without a prefix: ours is `paceline_`, theirs `vllm:`. Where an instrument is labelled

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from paceline.telemetry.instruments import Instruments
+from paceline.telemetry.instruments import MetricFactory
 
 
 class KeyMetrics:
     """Tokens per minute of each key: 60 * rate(paceline_key_tokens_total[5m])"""
 
-    def __init__(self, make: Instruments) -> None:
+    def __init__(self, make: MetricFactory) -> None:
         self.requests = make.counter("key_requests", "Requests that were let in, by API key", ["key"])
         self.refused = make.counter("key_refused", "Requests beyond a limit of their API key", ["key", "limit"])
         self.tokens = make.counter("key_tokens", "Prompt and output tokens by API key", ["key", "kind"])

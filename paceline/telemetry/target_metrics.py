@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from paceline.messages import SpeculationStats
-from paceline.telemetry.instruments import Instruments
-from paceline.telemetry.step import StepStats
-from paceline.verify import Strategy
+from paceline.core.messages import SpeculationStats
+from paceline.core.verify import Strategy
+from paceline.telemetry.instruments import MetricFactory
+from paceline.telemetry.step_stats import StepStats
 
 STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 2.5)
 ROUND_TRIP_SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
@@ -22,7 +22,7 @@ class TargetMetrics:
     def __init__(self, registry: CollectorRegistry, model: str, slots: int) -> None:
         """`slots`: positions that the KV cache holds."""
         self._slots = slots
-        self._instruments = Instruments(registry, "target")
+        self._instruments = MetricFactory(registry, "target")
         self._model = model
         self._make_engine_instruments()
         self._make_growth_instruments()
@@ -49,11 +49,11 @@ class TargetMetrics:
         self._observe_growth(step)
         self._observe_speculation(step.speculation)
 
-    def follow_links(self, connected: Callable[[], int]) -> None:
+    def set_link_count_source(self, connected: Callable[[], int]) -> None:
         """Whom to ask at each scrape how many draft workers are connected; asked on the exporter's thread."""
         self._links.set_function(connected)
 
-    # What passes over the links to drafts (`paceline.wire.draft_link.Observer`).
+    # What passes over the links to drafts (`paceline.wire.draft_link.LinkObserver`).
 
     def sent(self, size: int) -> None:
         self._link_sent.inc(size)
@@ -61,7 +61,7 @@ class TargetMetrics:
     def received(self, size: int) -> None:
         self._link_received.inc(size)
 
-    def returned(self, seconds: float) -> None:
+    def round_trip(self, seconds: float) -> None:
         self._round_trip_s.observe(seconds)
 
     def _observe_load(self, step: StepStats) -> None:

@@ -1,8 +1,8 @@
 """Between text and token ids: tokenizer, chat template, decoding, stop strings. Needs no torch."""
 
-from paceline.text.chat import ChatTemplate, ChatTemplateError
+from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.detokenizer import Detokenizer
-from paceline.text.stops import StopStrings
+from paceline.text.stop_strings import StopStrings
 from paceline.text.tokenizer import Tokenizer, vocabulary_fingerprint
 
 __all__ = [

@@ -12,14 +12,14 @@ from typing import Any
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers
 
-from paceline.models import ModelNotFoundError, numbers, resolve_model
-from paceline.text.beginnings import without_beginning
-from paceline.text.chat import ChatTemplate
-from paceline.text.pieces import token_pieces
+from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model
+from paceline.text.chat_template import ChatTemplate
+from paceline.text.prefix_space import without_prefix_space
+from paceline.text.token_pieces import token_pieces
 
-TABLE_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
+FAKE_MODEL_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
-LONG = 4096
+RELEASE_GIL_FROM = 4096
 """Characters, or tokens, from which on it is worth while to let go of Python's lock. `tokenizers` does so for batches,
 but holds it through a single text, which may take seconds."""
 
@@ -48,11 +48,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
-        """The tokenizer of a model by name (see `paceline.models`). Raises `ModelNotFoundError`."""
+        """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError`."""
         place = resolve_model(model)
-        if vocabulary := numbers(place):
+        if vocabulary := fake_vocabulary(place):
             size, fingerprint = vocabulary
-            return cls(_numbers(size), {}, TABLE_CHAT_TEMPLATE, fingerprint)
+            return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
         folder = Path(place)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
@@ -62,19 +62,19 @@ class Tokenizer:
 
         While a long text is encoded other threads go on.
         """
-        if len(text) < LONG:
+        if len(text) < RELEASE_GIL_FROM:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
         [encoding] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoding.ids
 
-    def encode_inside(self, text: str) -> list[int]:
+    def encode_fragment(self, text: str) -> list[int]:
         """Token ids of text that stands inside a text: nothing is put before it, and what reads like a special token in
         it is text."""
-        return self._inside.encode(text, add_special_tokens=False).ids
+        return self._fragment_encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """While many are decoded other threads go on."""
-        if len(tokens) < LONG:
+        if len(tokens) < RELEASE_GIL_FROM:
             return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         [text] = self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
         return text
@@ -113,22 +113,22 @@ class Tokenizer:
         return max(map(len, self.pieces), default=1) * (1 if normalizer is None else 2)
 
     @cached_property
-    def beginning(self) -> list[int]:
+    def prefix_tokens(self) -> list[int]:
         """The special tokens that the model expects before a text, such as a BOS."""
         marked, bare = self.encode("a"), self.encode("a", add_special_tokens=False)
         starts = range(len(marked) - len(bare) + 1)
         return marked[: next((start for start in starts if marked[start : start + len(bare)] == bare), 0)]
 
     @cached_property
-    def begins_with_space(self) -> bool:
+    def adds_prefix_space(self) -> bool:
         """Whether a text is encoded as if it stood after a space."""
         bare = self.encode("a", add_special_tokens=False)
         return b"".join(map(self.piece, bare)).startswith(b" ")
 
     @cached_property
-    def _inside(self) -> Backend:
+    def _fragment_encoder(self) -> Backend:
         """The same, but for what is put before a text."""
-        inside = Backend.from_str(json.dumps(without_beginning(json.loads(self._backend.to_str()))))
+        inside = Backend.from_str(json.dumps(without_prefix_space(json.loads(self._backend.to_str()))))
         inside.encode_special_tokens = True
         return inside
 

@@ -7,7 +7,7 @@ import grpc
 from paceline.tls import Certificates
 from paceline.wire.credentials import channel_credentials
 
-Options = list[tuple[str, int | str]]
+ChannelOptions = list[tuple[str, int | str]]
 
 FRAME_BYTES = 64 * 2**20
 """Largest frame that carries hidden states, or what many requests were answered."""
@@ -17,20 +17,20 @@ GROWTH_FRAME_BYTES = 2**20
 """Largest frame that a target takes from a draft: guesses are small, and drafts are not trusted."""
 
 # A peer that is stopped, or whose network is cut, keeps its TCP connection: only an unanswered ping tells.
-PING_EVERY_MS = 5_000
-PING_TIMEOUT_MS = 5_000
+KEEPALIVE_TIME_MS = 5_000
+KEEPALIVE_TIMEOUT_MS = 5_000
 
-CONNECT_MS = 5_000
+CONNECT_TIMEOUT_MS = 5_000
 """How long a client gives one attempt to connect: with TLS that is three round trips, and a key to compute."""
-HANDSHAKE_MS = 10_000
+HANDSHAKE_TIMEOUT_MS = 10_000
 """How long a server gives a connection to become one."""
-STREAMS = 1024
+MAX_CONCURRENT_STREAMS = 1024
 """Calls at once on one connection. Between services there are two or three, long-lived ones."""
 
-_KEEPALIVE: Options = [
-    ("grpc.keepalive_time_ms", PING_EVERY_MS),
-    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_MS),  # or else a minute, which counts where much is being sent
+_KEEPALIVE: ChannelOptions = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
+    ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # or else a minute, which counts where much is being sent
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
@@ -41,16 +41,16 @@ def draft_frame_bytes(*, hidden_states: bool) -> int:
     return FRAME_BYTES if hidden_states else SUBMIT_FRAME_BYTES
 
 
-def server_options(receive_bytes: int = FRAME_BYTES) -> Options:
+def server_options(receive_bytes: int = FRAME_BYTES) -> ChannelOptions:
     """`receive_bytes`: of the largest message that is taken."""
     return [
         *_KEEPALIVE,
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_EVERY_MS // 2),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", FRAME_BYTES),
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
-        ("grpc.max_concurrent_streams", STREAMS),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
+        ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
         ("grpc.so_reuseport", 0),  # so that a port that is taken is an error, not half of the connections
     ]
 
@@ -59,12 +59,12 @@ def open_channel(
     address: str, *, receive_bytes: int = FRAME_BYTES, tls: Certificates | None = None, peer: str = ""
 ) -> grpc.aio.Channel:
     """A channel of its own to `host:port`. Connects when first used. With `tls`, only to a server that is `peer`."""
-    options: Options = [
+    options: ChannelOptions = [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", receive_bytes),
         ("grpc.max_send_message_length", FRAME_BYTES),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # the name misleads
+        ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # the name misleads
         ("grpc.max_reconnect_backoff_ms", 2_000),
         ("grpc.use_local_subchannel_pool", 1),  # links do not share a connection, nor each other's backoff
         ("grpc.enable_http_proxy", 0),  # workers talk to each other directly

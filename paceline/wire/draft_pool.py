@@ -7,9 +7,16 @@ import itertools
 from collections.abc import Sequence
 
 from paceline.config import MAPPING_HINT
-from paceline.wire.draft_frames import DraftDescription
-from paceline.wire.draft_link import DraftLink, Observer, RefusedError, Terms, Unobserved
-from paceline.wire.sessions import Reach, Say, SessionDown, SessionEvent, SessionUp, Tell
+from paceline.wire.draft_codec import DraftDescription
+from paceline.wire.draft_link import DraftLink, DraftLinkConfig, IncompatibleWorkerError, LinkObserver, NullLinkObserver
+from paceline.wire.session_messages import (
+    ConnectDrafts,
+    SendDraftFrame,
+    SessionDown,
+    SessionEvent,
+    SessionEventHandler,
+    SessionUp,
+)
 
 
 class DraftPool:
@@ -17,14 +24,14 @@ class DraftPool:
 
     def __init__(
         self,
-        terms: Terms,
-        tell: Tell,
+        terms: DraftLinkConfig,
+        tell: SessionEventHandler,
         layers: int = 0,
-        observer: Observer = Unobserved(),  # noqa: B008 - it has no state
+        observer: LinkObserver = NullLinkObserver(),  # noqa: B008 - it has no state
     ) -> None:
         """`layers`: of the target."""
         self._terms = terms
-        self._tell_engine = tell
+        self._on_event = tell
         self._observer = observer
         self._layers = layers
         self._links: dict[str, DraftLink] = {}
@@ -32,12 +39,12 @@ class DraftPool:
         self._numbers = itertools.count(1)
         self._sessions: dict[int, DraftLink] = {}
 
-    def reach(self, wish: Reach) -> None:
+    def connect(self, wish: ConnectDrafts) -> None:
         """Reach for these workers, so that they are there when a request names them."""
         for address in wish.addresses:
             if address not in self._links:
                 link = self._links[address] = self._new_link(address)
-                task = asyncio.create_task(self._keep(link), name=f"link to draft {address}")
+                task = asyncio.create_task(self._run_link(link), name=f"link to draft {address}")
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
 
@@ -46,11 +53,11 @@ class DraftPool:
         """Addresses of the workers that are up. Any thread."""
         return [link.address for link in list(self._sessions.values())]
 
-    def say(self, said: Say) -> None:
+    def send(self, said: SendDraftFrame) -> None:
         """Send this on its session. If that has ended, nobody wants to hear it any more."""
-        link = self._sessions.get(said.number)
+        link = self._sessions.get(said.session_id)
         if link is not None and link.session is not None:
-            link.session.say(said.frame)
+            link.session.send(said.frame)
 
     async def stop(self) -> None:
         """End every link. The workers forget what was open on them."""
@@ -63,16 +70,16 @@ class DraftPool:
 
     def _tell(self, event: SessionEvent) -> None:
         if isinstance(event, SessionUp):
-            self._sessions[event.number] = self._links[event.address]
+            self._sessions[event.session_id] = self._links[event.address]
         elif isinstance(event, SessionDown):
             del self._sessions[event.number]
-        self._tell_engine(event)
+        self._on_event(event)
 
     def _admit(self, worker: DraftDescription) -> None:
-        """Raises `RefusedError` if this worker cannot draft for this target."""
+        """Raises `IncompatibleWorkerError` if this worker cannot draft for this target."""
         expected = self._terms.vocabulary_fingerprint
         if worker.vocabulary_fingerprint not in ("", expected):
-            raise RefusedError(
+            raise IncompatibleWorkerError(
                 f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
                 f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
@@ -82,20 +89,20 @@ class DraftPool:
     def _check_layers(self, wanted: Sequence[int]) -> None:
         """The target sends the same hidden states to all: what the first one asks for, until none is left of its kind.
 
-        Raises `RefusedError`.
+        Raises `IncompatibleWorkerError`.
         """
         most = self._layers + 1  # the final norm's output
         if len(set(wanted)) < len(wanted) or max(wanted) > most:
-            raise RefusedError(f"it asks for hidden states of layers {wanted}, this target has 0 to {most}")
+            raise IncompatibleWorkerError(f"it asks for hidden states of layers {wanted}, this target has 0 to {most}")
         for link in self._sessions.values():
             sent = link.session.description.hidden_state_layers if link.session is not None else ()
             if sent and tuple(sent) != wanted:
-                raise RefusedError(
+                raise IncompatibleWorkerError(
                     f"it asks for hidden states of layers {wanted}, and draft {link.address} has those of "
                     f"{tuple(sent)}: a target's drafts have to ask for the same"
                 )
 
-    async def _keep(self, link: DraftLink) -> None:
+    async def _run_link(self, link: DraftLink) -> None:
         try:
             await link.run()
         finally:

@@ -10,7 +10,7 @@ from typing import Any, Never, TypeAlias
 import grpc
 from google.protobuf.message import DecodeError
 
-from paceline.wire.errors import Congested, Draining, EngineEnded, StrangerError, WireError
+from paceline.wire.link_errors import Congested, Draining, EngineDeadError, PeerIdentityError, WireError
 
 log = logging.getLogger(__name__)
 
@@ -20,19 +20,19 @@ STATUSES: Statuses = {
     WireError: grpc.StatusCode.INVALID_ARGUMENT,
     Draining: grpc.StatusCode.UNAVAILABLE,
     Congested: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    StrangerError: grpc.StatusCode.PERMISSION_DENIED,
-    EngineEnded: grpc.StatusCode.ABORTED,
+    PeerIdentityError: grpc.StatusCode.PERMISSION_DENIED,
+    EngineDeadError: grpc.StatusCode.ABORTED,
 }
 
 # Of any request and response: an interceptor sees every method of a server.
-Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+RpcContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
-Admit: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
+CallAdmission: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
 """Hears of a call before anything of its message is taken, and raises if that is not to be."""
 
 
-def admit_all(call: grpc.HandlerCallDetails) -> None:
+def admit_any_call(call: grpc.HandlerCallDetails) -> None:
     """Whoever can connect."""
 
 
@@ -44,7 +44,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     async generators where they stream. A coroutine that streams writes by itself.
     """
 
-    def __init__(self, statuses: Statuses, peer: str = "", admit: Admit = admit_all) -> None:
+    def __init__(self, statuses: Statuses, peer: str = "", admit: CallAdmission = admit_any_call) -> None:
         """`statuses` is looked up by class, then by base class; it adds to `STATUSES`.
 
         `peer`: whom a caller's certificate must name; "": anybody. Health and reflection are for everybody.
@@ -55,9 +55,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[RpcHandler | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Handler | None:
+    ) -> RpcHandler | None:
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -80,16 +80,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, peer), **codecs)
         raise NotImplementedError(f"{handler_call_details.method}: no service here streams requests only")
 
-    def _refusal(self, error: Exception) -> Handler:
+    def _refusal(self, error: Exception) -> RpcHandler:
         """Of any method: as one that streams requests it receives none before it asks for one."""
 
-        async def refuse(requests: Any, context: Context) -> None:
+        async def refuse(requests: Any, context: RpcContext) -> None:
             await self._abort(error, context)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
     def _reply(self, method: Callable[..., Awaitable[Any]], peer: str) -> Callable[..., Awaitable[Any]]:
-        async def reply(request: Any, context: Context) -> Any:
+        async def reply(request: Any, context: RpcContext) -> Any:
             try:
                 _check_peer(context, peer)
                 return await method(_parsed(request), context)
@@ -102,7 +102,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if inspect.iscoroutinefunction(method):
             return self._reply(method, peer)
 
-        async def stream(request: Any, context: Context) -> AsyncGenerator[Any]:
+        async def stream(request: Any, context: RpcContext) -> AsyncGenerator[Any]:
             try:
                 _check_peer(context, peer)
                 async for response in method(_parsed(request), context):
@@ -112,7 +112,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
         return stream
 
-    async def _abort(self, error: Exception, context: Context) -> Never:
+    async def _abort(self, error: Exception, context: RpcContext) -> Never:
         if isinstance(error, grpc.aio.AbortError):
             raise error
         for base in type(error).__mro__:
@@ -122,10 +122,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         await context.abort(grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}")
 
 
-def _check_peer(context: Context, peer: str) -> None:
+def _check_peer(context: RpcContext, peer: str) -> None:
     names = context.auth_context().get("x509_subject_alternative_name", ()) if peer else ()
     if peer and peer.encode() not in names:
-        raise StrangerError(f"the caller's certificate does not name it {peer}")
+        raise PeerIdentityError(f"the caller's certificate does not name it {peer}")
 
 
 def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
@@ -147,9 +147,9 @@ def _parsed(request: Any) -> Any:
     """A message, or an iterator of messages, that could be parsed. Raises `WireError`, or the iterator does."""
     if isinstance(request, WireError):
         raise request
-    return _each_parsed(request) if hasattr(request, "__aiter__") else request
+    return _parsed_stream(request) if hasattr(request, "__aiter__") else request
 
 
-async def _each_parsed(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
+async def _parsed_stream(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
     async for request in requests:
         yield _parsed(request)

@@ -8,11 +8,11 @@ from typing import Generic, Self, TypeVar
 
 from google.protobuf.message import Message
 
-from paceline.wire.errors import Congested
+from paceline.wire.link_errors import Congested
 
 Frame = TypeVar("Frame", bound=Message)
 
-ROOM = 64
+RESUME_DIVISOR = 64
 """There is room while no more than this part of a frame waits: with the largest frames, a megabyte."""
 
 
@@ -25,16 +25,16 @@ class Outbox(Generic[Frame]):
 
     def __init__(self, empty: type[Frame], limit_bytes: int, leaving: Callable[[Frame], None] = lambda _: None) -> None:
         """`leaving` is told of each frame when it is taken."""
-        self.taken = 0
+        self.frames_sent = 0
         """Frames that left so far."""
         self._empty = empty
         self._limit_bytes = limit_bytes
-        self._leaving = leaving
+        self._on_sent = leaving
         self._frame: Frame | None = None
         self._bytes = 0
         """Of the frame, or more."""
-        self._left = asyncio.Event()
-        self._changed = asyncio.Event()
+        self._sent = asyncio.Event()
+        self._ready = asyncio.Event()
         self._closed = False
         self._error: BaseException | None = None
 
@@ -53,37 +53,37 @@ class Outbox(Generic[Frame]):
             self._bytes = self._frame.ByteSize()  # less, where messages were replaced
         if self._bytes > self._limit_bytes:
             raise Congested(f"over {self._limit_bytes} bytes wait to be sent")
-        self._changed.set()
+        self._ready.set()
 
-    async def room(self) -> None:
+    async def wait_for_capacity(self) -> None:
         """Wait until what waits is a small part of what the peer takes in one frame, or the outbox is closed.
 
         Whoever has much to say waits here, so that nothing is congested and the event loop gets a turn in between.
         """
-        while self._bytes > self._limit_bytes // ROOM and not self._closed:
-            self._left.clear()
-            await self._left.wait()
+        while self._bytes > self._limit_bytes // RESUME_DIVISOR and not self._closed:
+            self._sent.clear()
+            await self._sent.wait()
 
     def close(self, error: BaseException | None = None) -> None:
         """End the iteration, with `error` if given. What waits is still sent, but not before an error."""
         if not self._closed:
             self._closed, self._error = True, error
-            self._changed.set()
-            self._left.set()
+            self._ready.set()
+            self._sent.set()
 
     def __aiter__(self) -> Self:
         return self
 
     async def __anext__(self) -> Frame:
-        await self._changed.wait()
+        await self._ready.wait()
         if self._error is not None:
             raise self._error
         if self._frame is None:
             raise StopAsyncIteration  # closed, since nothing else sets the event without a frame
         frame, self._frame, self._bytes = self._frame, None, 0
-        self._left.set()
+        self._sent.set()
         if not self._closed:
-            self._changed.clear()
-        self.taken += 1
-        self._leaving(frame)
+            self._ready.clear()
+        self.frames_sent += 1
+        self._on_sent(frame)
         return frame

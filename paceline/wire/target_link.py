@@ -18,15 +18,15 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from paceline.messages import Delta, Load, Submission, TargetDescription
+from paceline.core.messages import Delta, EngineLoad, Submission, TargetDescription
 from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, open_channel
 from paceline.wire.credentials import TARGET
-from paceline.wire.errors import Congested, EngineLost, HandedOver, TargetLost, WireError
+from paceline.wire.link_errors import Congested, HandedOver, TargetEngineDied, TargetLost, WireError
 from paceline.wire.outbox import Outbox
-from paceline.wire.target_frames import decode_delta, decode_description, decode_load, encode_submission
+from paceline.wire.target_codec import decode_delta, decode_load, decode_target_description, encode_submission
 
 log = logging.getLogger(__name__)
 
@@ -39,13 +39,13 @@ class TargetLink:
 
     def __init__(self, address: str, tls: Certificates | None = None) -> None:
         self.address = address
-        self.load: Load | None = None
+        self.load: EngineLoad | None = None
         """How busy the target was after the last step that this link heard of; None before the first."""
         self.draining = False
         """The target takes no new requests; those that run go on."""
         self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
-        self._open: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
+        self._streams: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
         self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
         self._lost = asyncio.Event()
         self._receiver: asyncio.Task[None] | None = None
@@ -59,7 +59,7 @@ class TargetLink:
         """Reach the target and learn what it serves. Raises `TargetLost` if it does not answer in time."""
         try:
             request = pb.TargetServiceDescribeRequest()
-            self.description = decode_description(await self._stub.Describe(request, timeout=timeout_s))
+            self.description = decode_target_description(await self._stub.Describe(request, timeout=timeout_s))
         except grpc.aio.AioRpcError as error:
             await self.close()
             raise TargetLost(f"target {self.address} does not answer: {error.details()}") from None
@@ -74,14 +74,14 @@ class TargetLink:
         breaks or the target drains before the end: submit again elsewhere, what came so far as `committed`.
         Raises `WireError` for what the contract cannot carry, `ValueError` for an id that is in use.
         """
-        await self._outbox.room()  # or many large requests at once would break the link for everybody
-        if submission.request_id in self._open:
+        await self._outbox.wait_for_capacity()  # or many large requests at once would break the link for everybody
+        if submission.request_id in self._streams:
             raise ValueError(f"request {submission.request_id} already runs on this link")
-        self._say(pb.SubmitFrame(submits=[_encoded(submission)]))
+        self._send(pb.SubmitFrame(submits=[_encoded(submission)]))
         if self.lost:
             raise TargetLost(f"target {self.address} is lost")
         arrived: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
-        self._open[submission.request_id] = arrived
+        self._streams[submission.request_id] = arrived
         ended = False
         try:
             while not ended:
@@ -93,12 +93,12 @@ class TargetLink:
         finally:
             if not ended:
                 self.cancel(submission.request_id)
-            del self._open[submission.request_id]
+            del self._streams[submission.request_id]
 
     def cancel(self, request_id: str) -> None:
         """Ask for the end of a request: its iterator ends with the finish reason `cancelled`."""
-        if request_id in self._open:
-            self._say(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
+        if request_id in self._streams:
+            self._send(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
 
     async def wait_lost(self) -> None:
         """Returns when the link is lost."""
@@ -112,7 +112,7 @@ class TargetLink:
             await asyncio.wait([self._receiver])
         await self._channel.close(None)
 
-    def _say(self, frame: pb.SubmitFrame) -> None:
+    def _send(self, frame: pb.SubmitFrame) -> None:
         try:
             self._outbox.put(frame)
         except Congested as error:
@@ -125,7 +125,7 @@ class TargetLink:
                 self._take(frame)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
-            kind = EngineLost if error.code() == grpc.StatusCode.ABORTED else TargetLost
+            kind = TargetEngineDied if error.code() == grpc.StatusCode.ABORTED else TargetLost
         except WireError as error:
             reason = f"it broke the contract: {error}"
         finally:
@@ -141,7 +141,7 @@ class TargetLink:
             log.info("target %s drains", self.address)
             self.draining = True
         for message in frame.deltas:
-            arrived = self._open.get(message.request_id)
+            arrived = self._streams.get(message.request_id)
             if arrived is None:
                 continue  # cancelled here a moment ago
             if message.finish_reason == common_pb2.FINISH_REASON_HANDED_OVER:
@@ -155,13 +155,13 @@ class TargetLink:
         self._lost.set()
         self._outbox.close()
         log.log(
-            logging.WARNING if self._open else logging.INFO,
+            logging.WARNING if self._streams else logging.INFO,
             "link to target %s lost with %d requests open: %s",
             self.address,
-            len(self._open),
+            len(self._streams),
             reason,
         )
-        for arrived in self._open.values():
+        for arrived in self._streams.values():
             arrived.put_nowait(kind(f"target {self.address} lost: {reason}"))
 
 

@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: one gateway."""
+"""`python -m paceline_services.gateway`: one gateway."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from paceline.models import served_name
+from paceline.model_names import served_name
 from paceline.telemetry import logs
-from services.gateway.admission import Limits
-from services.gateway.server import Settings, serve
-from services.process import REDIS_URL, parsed, positive, run
-from services.security import add_tls, certificates, together
+from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.server import GatewaySettings, serve
+from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
+from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
 
 
 def main() -> int:
     options = parse(sys.argv[1:])
     logs.configure("gateway", options.worker_id, options.log_level.upper())
-    return run(lambda stop: _serve(options, stop))
+    return run_service(lambda stop: _serve(options, stop))
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Exits, saying why, if they make no sense."""
     parser = _parser()
-    options = parsed(parser, arguments)
+    options = parse_with_config_file(parser, arguments)
     try:
         _names(options)
     except ValueError as error:
@@ -39,9 +39,9 @@ async def _serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     await serve(_settings(options), options.redis_url, stop)
 
 
-def _settings(options: argparse.Namespace) -> Settings:
+def _settings(options: argparse.Namespace) -> GatewaySettings:
     ((model, name), *more), aliases = _names(options)
-    return Settings(
+    return GatewaySettings(
         model=model,
         served_model_name=name,
         more_models=more,
@@ -50,7 +50,7 @@ def _settings(options: argparse.Namespace) -> Settings:
         port=options.port,
         grpc_port=options.grpc_port,
         drain_s=options.drain_s,
-        limits=Limits(
+        limits=AdmissionLimits(
             max_in_flight=options.max_in_flight,
             max_body_bytes=options.max_body_bytes,
             resume_s=options.resume_s,
@@ -59,8 +59,8 @@ def _settings(options: argparse.Namespace) -> Settings:
         ),
         api_keys=options.api_keys,
         allow_origin=options.allow_origin,
-        edge_tls=together({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
-        tls=certificates(options),
+        edge_tls=load_certificates({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
+        tls=service_certificates(options),
         worker_id=options.worker_id,
     )
 
@@ -96,7 +96,7 @@ def _aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    limits = Limits()
+    limits = AdmissionLimits()
     parser = argparse.ArgumentParser(
         prog="paceline gateway",
         description="OpenAI's HTTP API and gRPC in front of target workers.",
@@ -114,11 +114,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on")
     add("--port", type=int, default=8000, help="HTTP; 0: the system chooses")
     add("--grpc-port", type=int, default=0, help="0: the system chooses")
-    redis_url = os.environ.get(REDIS_URL)
-    add("--redis-url", default=redis_url, required=not redis_url, help=f"where workers are registered; or ${REDIS_URL}")
+    redis_url = os.environ.get(REDIS_URL_VARIABLE)
+    add(
+        "--redis-url",
+        default=redis_url,
+        required=not redis_url,
+        help=f"where workers are registered; or ${REDIS_URL_VARIABLE}",
+    )
     add("--worker-id", default=f"gateway-{secrets.token_hex(3)}", help="its name in logs and registry")
     add("--max-in-flight", type=int, default=limits.max_in_flight, help="completions generated at once")
-    add("--max-queue", type=positive, default=limits.max_queue, help="completions of a model without a first token")
+    add("--max-queue", type=positive_int, default=limits.max_queue, help="completions of a model without a first token")
     add("--max-body-bytes", type=int, default=limits.max_body_bytes, help="largest request body")
     add("--max-body-s", type=float, default=limits.max_body_s, help="seconds for a request body to come")
     add("--api-keys", type=Path, metavar="FILE", help="ask clients for a key: see `paceline keys`")
@@ -132,7 +137,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")
     add("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
-    add_tls(parser)
+    add_tls_options(parser)
     add("--resume-s", type=float, default=limits.resume_s, help="wait so long for another target after a loss")
     add("--drain-s", type=float, default=60.0, help="requests may go on so long after SIGTERM")
     return parser

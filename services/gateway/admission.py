@@ -10,16 +10,16 @@ import asyncio
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from services.gateway.errors import OverloadedError
-from services.gateway.fleet import Fleet
+from paceline_services.gateway.api_errors import OverloadedError
+from paceline_services.gateway.routing.fleet import Fleet
 
-BODIES_BYTES = 256 * 2**20
+MAX_BODIES_BYTES = 256 * 2**20
 """Of all bodies that are being read. While there are more, large ones are refused: they would fill the memory."""
 SMALL_BODY_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """`resume_s`: see `Run`. `max_in_flight`: choices being generated at once, over all requests and models.
 
     `max_queue`: choices of one model that wait for their first token, over all its targets and all gateways.
@@ -33,20 +33,22 @@ class Limits:
 
 
 @dataclass(slots=True)
-class Room:
+class Capacity:
     """Of a whole gateway. `closing`: no new requests."""
 
-    limits: Limits = field(default_factory=Limits)
+    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     in_flight: int = 0
-    reading: int = 0
+    bytes_reading: int = 0
     """Bytes of bodies that have come and are not whole yet."""
     closing: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check_body(self, size: int) -> None:
         """Raises `OverloadedError` if a body, of which so much has come, is one large one too many."""
-        if size > SMALL_BODY_BYTES and self.reading > max(BODIES_BYTES, self.limits.max_body_bytes):
-            raise OverloadedError(f"{self.reading} bytes of bodies are being read; try again soon", reason="bodies")
+        if size > SMALL_BODY_BYTES and self.bytes_reading > max(MAX_BODIES_BYTES, self.limits.max_body_bytes):
+            raise OverloadedError(
+                f"{self.bytes_reading} bytes of bodies are being read; try again soon", reason="bodies"
+            )
 
     async def drain(self, timeout_s: float) -> None:
         """Take no new requests, and wait until those that run have ended, or so many seconds."""
@@ -57,19 +59,19 @@ class Room:
                     self._idle.clear()
                     await self._idle.wait()
 
-    def left(self) -> None:
+    def released(self) -> None:
         self.in_flight -= 1
         if not self.in_flight:
             self._idle.set()
 
 
-class Queue:
+class AdmissionQueue:
     """What runs and waits of one model."""
 
-    def __init__(self, room: Room, fleet: Fleet) -> None:
+    def __init__(self, room: Capacity, fleet: Fleet) -> None:
         self.in_flight = 0
         """Choices of this gateway."""
-        self._room = room
+        self._capacity = room
         self._fleet = fleet
 
     @property
@@ -82,7 +84,7 @@ class Queue:
 
         An empty queue takes a request that is longer than the queue may be: else it would never be served.
         """
-        room, most = self._room, self._room.limits
+        room, most = self._capacity, self._capacity.limits
         if room.in_flight + choices > most.max_in_flight:
             raise OverloadedError(
                 f"{room.in_flight} completions are being generated, the limit is {most.max_in_flight}",
@@ -96,25 +98,25 @@ class Queue:
                 reason="queue",
             )
 
-    def enter(self, choices: int) -> list[Place]:
+    def permits(self, choices: int) -> list[Permit]:
         """A place for each. Raises `OverloadedError`."""
         self.check(choices)
         self.in_flight += choices
-        self._room.in_flight += choices
-        return [Place(self._room, self) for _ in range(choices)]
+        self._capacity.in_flight += choices
+        return [Permit(self._capacity, self) for _ in range(choices)]
 
 
-class Place:
+class Permit:
     """One choice's."""
 
-    def __init__(self, room: Room, queue: Queue) -> None:
-        self._room = room
+    def __init__(self, room: Capacity, queue: AdmissionQueue) -> None:
+        self._capacity = room
         self._queue = queue
-        self._taken = True
+        self._held = True
 
     def close(self) -> None:
         """It has ended. Harmless if it had before."""
-        if self._taken:
-            self._taken = False
+        if self._held:
+            self._held = False
             self._queue.in_flight -= 1
-            self._room.left()
+            self._capacity.released()

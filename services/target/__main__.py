@@ -1,4 +1,4 @@
-"""python -m services.target: one target worker.
+"""python -m paceline_services.target: one target worker.
 
 This process speaks: gRPC with gateways and drafts, Redis, metrics. Its engine runs in another one, `compute`.
 """
@@ -15,28 +15,35 @@ from contextlib import AsyncExitStack
 
 from prometheus_client import CollectorRegistry
 
-from paceline.compute.process import Compute, Connection, compute_process
-from paceline.engine.orders import Cancel, Hearsay, ModelFacts, Stepped
-from paceline.messages import Submission, TargetDescription
-from paceline.state import Acceptance, StateLostError, Store, WorkerRecord, open_store
+from paceline.core.messages import Submission, TargetDescription
+from paceline.core.verify import strategy_of
+from paceline.engine.engine_messages import CalibrationSeed, CancelRequest, ModelInfo, StepResult
+from paceline.ipc.model_process import ModelProcess, PipeConnection, model_process
+from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, open_store
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
 from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
-from paceline.verify import strategy_of
 from paceline.wire.channels import SUBMIT_FRAME_BYTES
 from paceline.wire.credentials import GATEWAY
-from paceline.wire.draft_link import Terms
+from paceline.wire.draft_link import DraftLinkConfig
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.server import Server
-from paceline.wire.sessions import Reach, Say
-from services.process import begun, either, exported, parsed, parser, run
-from services.security import add_tls, certificates
-from services.target.bookkeeping import Bookkeeping
-from services.target.drafts import reached
-from services.target.servicer import TargetServicer
-from services.target.watchdog import Watchdog
+from paceline.wire.grpc_server import GrpcServer
+from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame
+from paceline_services.service_entrypoint import (
+    metrics_endpoint,
+    parse_with_config_file,
+    run_service,
+    service_parser,
+    wait_until_ready,
+    wait_until_stopped,
+)
+from paceline_services.target.draft_discovery import draft_discovery
+from paceline_services.target.engine_watchdog import EngineWatchdog
+from paceline_services.target.stat_logger import StatLogger
+from paceline_services.target.target_servicer import TargetServicer
+from paceline_services.tls_options import add_tls_options, service_certificates
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
@@ -44,73 +51,73 @@ log = logging.getLogger(__name__)
 
 
 def main() -> int:
-    options = parse(sys.argv[1:])
+    options = parse_options(sys.argv[1:])
     logs.configure("target", options.worker_id, options.log_level.upper())
-    return run(lambda stop: serve(options, stop))
+    return run_service(lambda stop: serve(options, stop))
 
 
-def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    known = parser("target", "Decodes, and verifies what draft workers guess.")
+def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
+    known = service_parser("target", "Decodes, and verifies what draft workers guess.")
     known.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
     known.add_argument("--served-model-name", help="what clients call it; default: --model")
     known.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
     known.add_argument("--hang-s", type=float, default=120.0, help="an engine without a step for so long is ended")
-    add_tls(known)
-    return parsed(known, arguments)
+    add_tls_options(known)
+    return parse_with_config_file(known, arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
     """From loading the model to the last word on every link."""
-    tls = certificates(options)
+    tls = service_certificates(options)
     async with AsyncExitStack() as stack:
-        compute = await stack.enter_async_context(compute_process("services.target.compute", options))
+        compute = await stack.enter_async_context(model_process("paceline_services.target.engine_process", options))
         store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
-        facts = await begun(compute, stop)
-        assert isinstance(facts, ModelFacts)
-        description = describe(facts, options)
+        facts = await wait_until_ready(compute, stop)
+        assert isinstance(facts, ModelInfo)
+        description = target_description(facts, options)
         metrics = CollectorRegistry()
-        servicer = await assemble(facts, description, options, store, tls, compute, metrics, stack)
-        server = Server(options.host, options.port, tls=tls, peer=GATEWAY, receive_bytes=SUBMIT_FRAME_BYTES)
-        stack.enter_context(exported(metrics, options, server))
+        servicer = await build_servicer(facts, description, options, store, tls, compute, metrics, stack)
+        server = GrpcServer(options.host, options.port, tls=tls, peer=GATEWAY, receive_bytes=SUBMIT_FRAME_BYTES)
+        stack.enter_context(metrics_endpoint(metrics, options, server))
         server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         stack.push_async_callback(server.stop)  # however this ends
         address = await server.start()
-        record = registered_as(description, options.advertise or address)
+        record = worker_record(description, options.advertise or address)
         speed = {"rows_per_s": facts.rows_per_s}
-        async with store.registration(record, lambda: {**speed, **servicer.load_by_name()}) as registration:
+        async with store.registration(record, lambda: {**speed, **servicer.load_metrics()}) as registration:
             log.info("target ready on %s", address, extra={"numerics": facts.numerics})
-            await either(stop, compute.ended)
+            await wait_until_stopped(stop, compute.exited)
             await server.drain()
-            if not compute.ended.done():
-                servicer.refuse()
-                await registration.once()  # gateways without a link learn it from the registry
-            await servicer.drain(options.drain_s, compute.ended)
+            if not compute.exited.done():
+                servicer.stop_accepting()
+                await registration.run_once()  # gateways without a link learn it from the registry
+            await servicer.drain(options.drain_s, compute.exited)
         await server.stop(grace_s=1.0)
-        if compute.ended.done():
-            compute.ended.result()  # raises what is known of its end
+        if compute.exited.done():
+            compute.exited.result()  # raises what is known of its end
     log.info("target stopped")
 
 
-class RemoteEngine:
-    """The servicer's `Decoder`: the engine at the other end of the pipe."""
+class PipeEngineClient:
+    """The servicer's `EngineClient`: the engine at the other end of the pipe."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: PipeConnection) -> None:
         self._connection = connection
 
     def submit(self, submission: Submission) -> None:
         self._connection.send(submission)
 
     def cancel(self, request_id: str) -> None:
-        self._connection.send(Cancel(request_id))
+        self._connection.send(CancelRequest(request_id))
 
 
-async def assemble(
-    facts: ModelFacts,
+async def build_servicer(
+    facts: ModelInfo,
     description: TargetDescription,
     options: argparse.Namespace,
-    store: Store,
+    store: StateStore,
     tls: Certificates | None,
-    compute: Compute,
+    compute: ModelProcess,
     metrics: CollectorRegistry,
     stack: AsyncExitStack,
 ) -> TargetServicer:
@@ -119,31 +126,31 @@ async def assemble(
     series.set_rows_invariant(invariant=facts.rows_invariant)
     series.set_strategy(strategy_of(options.speculative_config))
     recorder = await stack.enter_async_context(store.recorder())
-    bookkeeping = await stack.enter_async_context(Bookkeeping(description, recorder, series))
-    servicer = TargetServicer(description, bookkeeping, RemoteEngine(compute.connection))
-    watchdog = Watchdog(options.hang_s, lambda: servicer.busy, compute.process.kill)
+    bookkeeping = await stack.enter_async_context(StatLogger(description, recorder, series))
+    servicer = TargetServicer(description, bookkeeping, PipeEngineClient(compute.connection))
+    watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, compute.process.kill)
     await stack.enter_async_context(watchdog)
 
-    def stepped(step: Stepped) -> None:
-        watchdog.stepped()
+    def stepped(step: StepResult) -> None:
+        watchdog.reset()
         bookkeeping.observe(step.stats)
         if step.deltas:
-            servicer.deliver(step.deltas, step.load)
+            servicer.send_deltas(step.deltas, step.load)
 
-    compute.connection.deliver(Stepped, stepped)
-    known = await known_acceptance(store, description)
-    compute.connection.send(Hearsay(known.cell_drafted, known.cell_accepted))
+    compute.connection.on(StepResult, stepped)
+    known = await stored_acceptance(store, description)
+    compute.connection.send(CalibrationSeed(known.cell_drafted, known.cell_accepted))
     if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
-        terms = Terms(facts.fingerprint, facts.vocabulary_size, tls=tls)
+        terms = DraftLinkConfig(facts.fingerprint, facts.vocabulary_size, tls=tls)
         pool = DraftPool(terms, compute.connection.send, facts.layers, series)
-        compute.connection.deliver(Reach, pool.reach)
-        compute.connection.deliver(Say, pool.say)
-        series.follow_links(lambda: len(pool.connected))
-        await stack.enter_async_context(reached(pool, store))
+        compute.connection.on(ConnectDrafts, pool.connect)
+        compute.connection.on(SendDraftFrame, pool.send)
+        series.set_link_count_source(lambda: len(pool.connected))
+        await stack.enter_async_context(draft_discovery(pool, store))
     return servicer
 
 
-def describe(facts: ModelFacts, options: argparse.Namespace) -> TargetDescription:
+def target_description(facts: ModelInfo, options: argparse.Namespace) -> TargetDescription:
     return TargetDescription(
         worker_id=options.worker_id,
         model=options.served_model_name or options.model,
@@ -158,15 +165,15 @@ def describe(facts: ModelFacts, options: argparse.Namespace) -> TargetDescriptio
     )
 
 
-async def known_acceptance(store: Store, description: TargetDescription) -> Acceptance:
+async def stored_acceptance(store: StateStore, description: TargetDescription) -> AcceptanceCounts:
     """What targets learned before about this model and method; nothing if that is not to be had now."""
     try:
         return await store.acceptance.acceptance(description.model, description.method or "none")
-    except StateLostError:
-        return Acceptance()
+    except StateUnavailableError:
+        return AcceptanceCounts()
 
 
-def registered_as(description: TargetDescription, address: str) -> WorkerRecord:
+def worker_record(description: TargetDescription, address: str) -> WorkerRecord:
     return WorkerRecord(
         kind="target",
         worker_id=description.worker_id,

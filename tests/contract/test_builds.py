@@ -12,12 +12,12 @@ from google.protobuf.descriptor_pb2 import FieldDescriptorProto
 from google.protobuf.message import Message
 from hypothesis import given
 
-from paceline.growth import Growth, Growths
-from paceline.messages import Delta, Submission
-from paceline.speculators.base import Opening
-from paceline.speculators.growing import Grown
+from paceline.core.growth import Growth, GrowthBatch
+from paceline.core.messages import Delta, Submission
+from paceline.drafting.draft_loop import DraftUpdate
+from paceline.drafting.speculator import Opening
 from paceline.v1 import common_pb2, draft_pb2, inference_pb2, target_pb2
-from paceline.wire import draft_frames, target_frames
+from paceline.wire import draft_codec, target_codec
 from tests.contract.test_frames import VOCABULARY, deltas, growths, openings, submissions
 
 AGREED = Path(__file__).parents[2] / "proto" / "agreed.txt"
@@ -66,25 +66,25 @@ def future(message: Message) -> Message:
 
 @given(submissions)
 def test_an_older_target_takes_a_newer_gateway_s_requests(submission: Submission) -> None:
-    wire = future(target_frames.encode_submission(submission)).SerializeToString()
+    wire = future(target_codec.encode_submission(submission)).SerializeToString()
     assert NEWS in wire
-    assert target_frames.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+    assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
 
 
 @given(deltas())
 def test_an_older_gateway_takes_a_newer_target_s_deltas(delta: Delta) -> None:
-    wire = future(target_frames.encode_delta(delta, delta.request_id)).SerializeToString()
-    assert target_frames.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
+    wire = future(target_codec.encode_delta(delta, delta.request_id)).SerializeToString()
+    assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
 
 
 @given(openings)
 def test_an_older_draft_takes_a_newer_target_s_requests(opening: Opening) -> None:
-    wire = future(draft_pb2.DraftFrame(opens=[draft_frames.encode_opening(opening, 1)])).SerializeToString()
-    assert draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire)) == [replace(opening, request_id=1)]
+    wire = future(draft_pb2.DraftFrame(opens=[draft_codec.encode_opening(opening, 1)])).SerializeToString()
+    assert draft_codec.decode_draft_frame(draft_pb2.DraftFrame.FromString(wire)) == [replace(opening, request_id=1)]
 
 
 @given(growths())
 def test_an_older_target_takes_a_newer_draft_s_growth(growth: Growth) -> None:
-    grown = Grown(Growths.of([(1, growth)]))
-    wire = future(draft_frames.encode_grown(grown)).SerializeToString()
-    assert draft_frames.decode_grown(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown
+    grown = DraftUpdate(GrowthBatch.of([(1, growth)]))
+    wire = future(draft_codec.encode_growth_frame(grown)).SerializeToString()
+    assert draft_codec.decode_growth_frame(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown

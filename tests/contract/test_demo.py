@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from paceline.cli.cores import available
-from paceline.cli.demo import TEMPERATURES, Act, play, verdict
-from paceline.cli.deployment import Wish
-from paceline.cli.workloads import Workload, workloads
+from paceline.cli.cpu_affinity import available
+from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline_lab.bench.demo import TEMPERATURES, DemoAct, play, verdict
+from paceline_lab.bench.workloads import Workload, workloads
 
 SPEEDS = ("plain_tokens_per_s", "speculative_tokens_per_s", "plain_tokens_per_s_http", "speculative_tokens_per_s_http")
 MEASURED = {"name", "temperature", *SPEEDS, "speedup", "speedup_http", "acceptance_length"}
@@ -27,10 +27,10 @@ FIGURES = {"identical", "outputs", "same", "workloads", "ready_s", "rss_mb"}
 async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
     """The next act's target would have no core of its own if the command stayed off the last one's."""
     before = available()
-    act = Act(
+    act = DemoAct(
         "Title",
         "What it shows.",
-        Wish("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=tuple(before[:1]))),
+        DeploymentOptions("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=tuple(before[:1]))),
         [Workload("counting", "/v1/completions", [{"prompt": "1 2 3"}])],
         repetitions=1,
     )

@@ -6,10 +6,10 @@ import logging
 import pytest
 import torch
 
-from paceline.engine.drafting import News
-from paceline.speculators.base import Commit, Context, Limit
-from paceline.wire.sessions import Reach
-from tests.workers import Counting, Witness, draft_worker, nodes, opening, target, until
+from paceline.drafting.speculator import Commit, Context, Limit
+from paceline.engine.draft_client import DraftUpdates
+from paceline.wire.session_messages import ConnectDrafts
+from tests.helpers.workers import Counting, Witness, draft_worker, nodes, opening, target, until
 
 
 async def test_growth_arrives_unasked() -> None:
@@ -19,7 +19,7 @@ async def test_growth_arrives_unasked() -> None:
         here.drafting.flush()
         news = await here.poll(lambda news: len(nodes(news, 1)) == 3)
         assert nodes(news, 1) == [8, 9, 10]
-        assert [growth.base_position for _, growth in news.grown] == [2] * len(news.grown)
+        assert [growth.base_position for _, growth in news.growths] == [2] * len(news.growths)
         assert not news.lost
 
 
@@ -33,7 +33,7 @@ async def test_commit_moves_the_root() -> None:
         here.drafting.flush()
         news = await here.poll(lambda news: len(nodes(news, 1)) == 3)
         assert nodes(news, 1) == [501, 502, 503]
-        assert {growth.base_position for _, growth in news.grown} == {4}
+        assert {growth.base_position for _, growth in news.growths} == {4}
 
 
 async def test_one_frame_says_all_of_a_step() -> None:
@@ -126,13 +126,13 @@ async def test_poll_returns_at_once_when_something_comes() -> None:
         here.drafting.open(opening(1), [worker.address])
         here.drafting.flush()
         async with asyncio.timeout(10):
-            assert (await polling).grown
+            assert (await polling).growths
 
 
 async def test_poll_without_news() -> None:
     async with target() as here:
-        assert here.drafting.poll(0.0) == News()
-        assert here.drafting.poll(0.01) == News()
+        assert here.drafting.poll(0.0) == DraftUpdates()
+        assert here.drafting.poll(0.01) == DraftUpdates()
 
 
 async def test_nobody_is_reachable() -> None:
@@ -165,7 +165,7 @@ async def test_two_targets_share_a_draft() -> None:
         await until(lambda: worker.servicer.open_requests == 1)
         here.drafting.commit(Commit(1, 0, [11], 1))
         here.drafting.flush()
-        assert nodes(await here.poll(lambda news: bool(news.grown)), 1)[0] == 14
+        assert nodes(await here.poll(lambda news: bool(news.growths)), 1)[0] == 14
 
 
 async def test_another_vocabulary_is_refused(caplog: pytest.LogCaptureFixture) -> None:
@@ -173,7 +173,7 @@ async def test_another_vocabulary_is_refused(caplog: pytest.LogCaptureFixture) -
         vocabulary_fingerprint = "v2"
 
     async with draft_worker(Foreign()) as worker, target() as here:
-        here.pool.reach(Reach([worker.address]))
+        here.pool.connect(ConnectDrafts([worker.address]))
         await until(lambda: "its vocabulary v2 is not the target's v1" in caplog.text)
         assert here.connected == []
         assert here.drafting.open(opening(1), [worker.address]) is None
@@ -243,7 +243,7 @@ async def test_drafts_that_ask_for_other_layers_wait_until_none_of_the_first_kin
     async with draft_worker(Deeper(1, 2)) as late, target() as here:
         async with draft_worker(Witness()) as first:
             await here.reach(first.address)
-            here.pool.reach(Reach([late.address]))
+            here.pool.connect(ConnectDrafts([late.address]))
             await until(lambda: "asks for hidden states of layers (1, 2)" in caplog.text)
             assert here.connected == [first.address]
         await here.reach(late.address)
@@ -255,7 +255,7 @@ async def test_layers_that_a_target_has_not_are_refused(
     layers: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     async with draft_worker(Deeper(*layers)) as worker, target() as here:
-        here.pool.reach(Reach([worker.address]))
+        here.pool.connect(ConnectDrafts([worker.address]))
         await until(lambda: f"asks for hidden states of layers {layers}, this target has 0 to 3" in caplog.text)
         assert here.connected == []
 

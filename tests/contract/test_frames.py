@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeOptions
-from paceline.growth import ROOT_ID, Growth, Growths
-from paceline.messages import (
+from paceline.core.growth import ROOT_ID, Growth, GrowthBatch
+from paceline.core.messages import (
     Delta,
+    EngineLoad,
     FinishReason,
-    Load,
     LogProbs,
     SpeculationStats,
     Submission,
@@ -22,13 +22,13 @@ from paceline.messages import (
     Timings,
     Usage,
 )
-from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.growing import Close, Grown
+from paceline.drafting.draft_loop import DraftUpdate, RequestClosed
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import draft_pb2, target_pb2
-from paceline.wire import draft_frames, target_frames
-from paceline.wire.errors import WireError
-from paceline.wire.node_bits import LOG_ODDS, log_probability
-from paceline.wire.tensors import decode_tensor, encode_tensor
+from paceline.wire import draft_codec, target_codec
+from paceline.wire.link_errors import WireError
+from paceline.wire.node_codec import LOG_ODDS, log_probability
+from paceline.wire.tensor_codec import decode_tensor, encode_tensor
 
 VOCABULARY = 1000
 
@@ -119,7 +119,7 @@ def growths(draw: st.DrawFn) -> Growth:
     )
 
 
-weights = st.integers(1, draft_frames.MAX_WEIGHT)
+weights = st.integers(1, draft_codec.MAX_WEIGHT)
 openings = st.builds(
     Opening,
     request_id=st.integers(1, 2**64 - 1),
@@ -127,7 +127,7 @@ openings = st.builds(
     output_tokens=st.integers(0, 3),
     sampling=samplings,
     max_depth=counts,
-    max_nodes=st.integers(0, draft_frames.MAX_NODES),
+    max_nodes=st.integers(0, draft_codec.MAX_NODES),
     strategy=texts,
     least_path_probability=st.floats(0, 1, width=32),
 )
@@ -139,7 +139,7 @@ def drawn_growths(draw: st.DrawFn) -> Growth:
     growth = draw(growths().filter(len))
     others = st.dictionaries(st.integers(0, VOCABULARY - 1), weights, max_size=5)
     laws = [draw(st.just({}) | others.map(lambda law, token=token: law | {token: 9})) for token in growth.tokens]
-    return replace(growth, laws=laws)
+    return replace(growth, distributions=laws)
 
 
 def rounds(queue_us: int, compute_us: int) -> Timings:
@@ -148,52 +148,52 @@ def rounds(queue_us: int, compute_us: int) -> Timings:
 
 @given(submissions)
 def test_submission(submission: Submission) -> None:
-    wire = target_frames.encode_submission(submission).SerializeToString()
-    assert target_frames.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+    wire = target_codec.encode_submission(submission).SerializeToString()
+    assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
 
 
 @given(deltas())
 def test_delta(delta: Delta) -> None:
-    wire = target_frames.encode_delta(delta, delta.request_id).SerializeToString()
-    assert target_frames.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
+    wire = target_codec.encode_delta(delta, delta.request_id).SerializeToString()
+    assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
 
 
-@given(st.builds(Load, counts, counts, counts, counts, seconds))
-def test_load(load: Load) -> None:
-    assert target_frames.decode_load(target_frames.encode_load(load)) == load
+@given(st.builds(EngineLoad, counts, counts, counts, counts, seconds))
+def test_load(load: EngineLoad) -> None:
+    assert target_codec.decode_load(target_codec.encode_load(load)) == load
 
 
 def test_target_description() -> None:
     description = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
-    assert target_frames.decode_description(target_frames.encode_description(description)) == description
+    assert target_codec.decode_target_description(target_codec.encode_target_description(description)) == description
 
 
 def test_draft_description() -> None:
-    description = draft_frames.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
-    assert draft_frames.decode_description(draft_frames.encode_description(description)) == description
+    description = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
+    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description(description)) == description
 
 
 @given(openings)
 def test_opening(opening: Opening) -> None:
-    wire = draft_pb2.DraftFrame(opens=[draft_frames.encode_opening(opening, opening.request_id)])
-    said = draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))
+    wire = draft_pb2.DraftFrame(opens=[draft_codec.encode_opening(opening, opening.request_id)])
+    said = draft_codec.decode_draft_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))
     assert said == [opening]
 
 
-@given(st.builds(Limit, counts, counts, st.integers(0, draft_frames.MAX_NODES), st.floats(0, 1, width=32)))
+@given(st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))
 def test_limit(limit: Limit) -> None:
-    wire = draft_pb2.DraftFrame(limits=[draft_frames.encode_limit(limit, limit.request_id)])
-    assert draft_frames.decode_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString())) == [limit]
+    wire = draft_pb2.DraftFrame(limits=[draft_codec.encode_limit(limit, limit.request_id)])
+    assert draft_codec.decode_draft_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString())) == [limit]
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
 def test_a_limit_that_is_no_probability(value: float) -> None:
     limited = draft_pb2.DraftFrame.Limit(request_id=1, least_path_probability=value)
     opening = Opening(1, [1], 0, SamplingParams(), 1, 1, least_path_probability=value)
-    opened = draft_frames.encode_opening(opening, 1)
+    opened = draft_codec.encode_opening(opening, 1)
     for frame in (draft_pb2.DraftFrame(limits=[limited]), draft_pb2.DraftFrame(opens=[opened])):
         with pytest.raises(WireError, match="no probability"):
-            draft_frames.decode_frame(frame)
+            draft_codec.decode_draft_frame(frame)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
@@ -221,10 +221,10 @@ def test_frame_says_everything_in_order() -> None:
     commit = Commit(7, 9, [4, 5], 1, states)
     frame = draft_pb2.DraftFrame(
         closes=[draft_pb2.DraftFrame.Close(request_id=7)],
-        commits=[draft_frames.encode_commit(commit, 7)],
-        contexts=[draft_frames.encode_context(context, 7)],
+        commits=[draft_codec.encode_commit(commit, 7)],
+        contexts=[draft_codec.encode_context(context, 7)],
     )
-    first, second, third = draft_frames.decode_frame(frame)
+    first, second, third = draft_codec.decode_draft_frame(frame)
     assert isinstance(first, Context)
     assert (first.request_id, first.base_position) == (7, 5)
     assert torch.equal(first.hidden_states, states)
@@ -232,40 +232,46 @@ def test_frame_says_everything_in_order() -> None:
     assert (second.base_position, second.tokens, second.accepted) == (9, [4, 5], 1)
     assert second.hidden_states is not None
     assert torch.equal(second.hidden_states, states)
-    assert third == Close(7)
+    assert third == RequestClosed(7)
 
 
 @given(
     st.builds(
-        Grown,
-        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3).map(Growths.of),
+        DraftUpdate,
+        growths=st.lists(st.tuples(st.integers(1, 2**64 - 1), growths() | drawn_growths()), max_size=3).map(
+            GrowthBatch.of
+        ),
         dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
         applied=counts,
         timings=st.builds(rounds, st.integers(0, 10**9), st.integers(0, 10**9)),
     )
 )
-def test_grown(grown: Grown) -> None:
-    wire = draft_frames.encode_grown(grown).SerializeToString()
-    assert draft_frames.decode_grown(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown
+def test_grown(grown: DraftUpdate) -> None:
+    wire = draft_codec.encode_growth_frame(grown).SerializeToString()
+    assert draft_codec.decode_growth_frame(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown
 
 
 def test_two_rounds_merge_into_one_frame() -> None:
     """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
     first = Growth(3, 1, [0], [10], [log_probability(2.0)])
     second = Growth(3, 2, [1], [11], [log_probability(-2.0)])
-    frame = draft_frames.encode_grown(Grown(Growths.of([(1, first)]), {}, 4, Timings(0.25, 0.5, 0.75)))
+    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, first)]), {}, 4, Timings(0.25, 0.5, 0.75)))
     frame.MergeFrom(
-        draft_frames.encode_grown(Grown(Growths.of([(1, second)]), {2: "full"}, 5, Timings(1e-9, 0.125, 0.125)))
+        draft_codec.encode_growth_frame(
+            DraftUpdate(GrowthBatch.of([(1, second)]), {2: "full"}, 5, Timings(1e-9, 0.125, 0.125))
+        )
     )
-    grown = draft_frames.decode_grown(frame, VOCABULARY)
+    grown = draft_codec.decode_growth_frame(frame, VOCABULARY)
     assert list(grown.growths) == [(1, first), (1, second)]
     assert (grown.dropped, grown.applied) == ({2: "full"}, 5)
     assert grown.timings == rounds(1, 125_000)
 
 
 def test_a_round_of_hours_is_the_longest_that_can_be_said() -> None:
-    grown = Grown(timings=Timings(-1.0, math.inf, math.inf))
-    assert draft_frames.decode_grown(draft_frames.encode_grown(grown), VOCABULARY).timings == rounds(0, 2**32 - 1)
+    grown = DraftUpdate(timings=Timings(-1.0, math.inf, math.inf))
+    assert draft_codec.decode_growth_frame(draft_codec.encode_growth_frame(grown), VOCABULARY).timings == rounds(
+        0, 2**32 - 1
+    )
 
 
 def test_what_a_typical_growth_costs() -> None:
@@ -273,7 +279,7 @@ def test_what_a_typical_growth_costs() -> None:
     all of them, so 48 bytes."""
     parents = [0, 0, *(100 + i // 2 for i in range(18))]
     growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
-    frame = draft_frames.encode_grown(Grown(Growths.of([(1, growth)])))
+    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
     assert len(frame.growths[0].nodes) == 2 + 48
     assert frame.ByteSize() == 61
 
@@ -298,24 +304,28 @@ def law_message(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftLa
     ],
 )
 def test_a_law_that_no_guess_can_come_from_is_refused(law: draft_pb2.DraftLaw, complaint: str) -> None:
-    frame = draft_frames.encode_grown(Grown(Growths.of([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))])))
+    frame = draft_codec.encode_growth_frame(
+        DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))]))
+    )
     frame.growths[0].draft_laws[0].CopyFrom(law)
     with pytest.raises(WireError, match=complaint):
-        draft_frames.decode_grown(frame, VOCABULARY)
+        draft_codec.decode_growth_frame(frame, VOCABULARY)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_there_is_a_law_for_every_node_or_none(count: int) -> None:
-    frame = draft_frames.encode_grown(Grown(Growths.of([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))])))
+    frame = draft_codec.encode_growth_frame(
+        DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))]))
+    )
     frame.growths[0].draft_laws.extend([law_message([5], [1])] * count)
     with pytest.raises(WireError, match=f"draft_laws: {count} for 2 nodes"):
-        draft_frames.decode_grown(frame, VOCABULARY)
+        draft_codec.decode_growth_frame(frame, VOCABULARY)
 
 
 def test_laws_travel_bit_for_bit_and_cost_four_bytes_a_token() -> None:
     law = {500 * i + 7: 2**15 - i for i in range(64)}
     growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [law])
-    frame = draft_frames.encode_grown(Grown(Growths.of([(1, growth)])))
+    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
     assert len(frame.growths[0].draft_laws[0].SerializeToString()) <= 64 * 5 + 6
-    [(_, decoded)] = draft_frames.decode_grown(frame, 2**15).growths
-    assert decoded.laws == [law]
+    [(_, decoded)] = draft_codec.decode_growth_frame(frame, 2**15).growths
+    assert decoded.distributions == [law]

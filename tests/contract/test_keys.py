@@ -17,12 +17,12 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
-from services.gateway.bodies import CompletionBody
-from services.gateway.callers import Caller
-from services.gateway.errors import OverloadedError
-from services.gateway.gateway import merged
-from services.gateway.plan import plan_completion
-from tests.contract.openai_stack import Stack, counts, open_stack
+from paceline_services.gateway.api_errors import OverloadedError
+from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.openai.request_builder import build_completion_requests
+from paceline_services.gateway.served_model import generate_all
+from tests.helpers.openai_stack import Stack, counts, open_stack
 
 HELLO = {"prompt": "hello", "max_tokens": 30}
 
@@ -180,17 +180,17 @@ async def test_prompts_count_once_and_choices_each(stack: Stack, keys: Keys) -> 
 
 async def test_who_is_turned_away_pays_nothing() -> None:
     """There was room when the request was read, and when it is to begin there is none."""
-    caller = Caller(ApiKey(name="alice", sha256=digest("x"), tokens_per_minute=1000), clock=lambda: 0.0)
+    caller = ApiClient(ApiKey(name="alice", sha256=digest("x"), tokens_per_minute=1000), clock=lambda: 0.0)
     async with open_stack(counts) as stack:
-        gateway, room = stack.gateway, stack.gateway.room
+        gateway, room = stack.gateway, stack.gateway.capacity
         body = CompletionBody.model_validate({"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 5})
-        choices = await plan_completion(body, gateway, caller)
+        choices = await build_completion_requests(body, gateway, caller)
         room.in_flight += gateway.limits.max_in_flight
         with pytest.raises(OverloadedError):
-            await anext(merged(gateway, choices))
+            await anext(generate_all(gateway, choices))
         assert caller.headers["x-ratelimit-remaining-tokens"] == "1000"
         room.in_flight -= gateway.limits.max_in_flight
-        assert len([each async for each in merged(gateway, choices)]) > 0
+        assert len([each async for each in generate_all(gateway, choices)]) > 0
         assert caller.headers["x-ratelimit-remaining-tokens"] == str(1000 - 4 - 4 * 5)
 
 

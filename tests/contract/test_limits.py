@@ -20,11 +20,12 @@ import pytest
 
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
-from services.gateway import admission, guard, server, streaming
-from services.gateway.admission import Limits
-from services.gateway.errors import OverloadedError
-from services.gateway.prompts import HUGE_TEXT, MOST_HUGE, Threads
-from tests.contract.openai_stack import CONTEXT, TOKENIZER, Stack, counts, open_stack
+from paceline_services.gateway import admission, server
+from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.api_errors import OverloadedError
+from paceline_services.gateway.openai import connection_limits, event_stream
+from paceline_services.gateway.openai.prompt_encoding import HUGE_TEXT, MAX_WAITING_HUGE, EncodingThreads
+from tests.helpers.openai_stack import CONTEXT, TOKENIZER, Stack, counts, open_stack
 
 MANUAL = Path(__file__).parents[2] / "docs" / "security.md"
 SOON_S = 0.05
@@ -66,7 +67,7 @@ async def whole_answer(reader: asyncio.StreamReader) -> int:
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"y"], ids=["many headers", "one without an end"])
 async def test_an_endless_head(line: bytes) -> None:
     async with open_stack() as stack, connected(stack) as (reader, writer):
-        writer.write(HEAD + b"z: " + line * (guard.HEAD_BYTES // len(line) + 1))
+        writer.write(HEAD + b"z: " + line * (connection_limits.MAX_HEAD_BYTES // len(line) + 1))
         assert await status(reader) == 431
         assert b"connection: close" in await reader.read()
 
@@ -74,14 +75,14 @@ async def test_an_endless_head(line: bytes) -> None:
 async def test_a_head_that_is_large_but_not_too_large() -> None:
     async with open_stack() as stack, connected(stack) as (reader, writer):
         for _ in range(3):  # each request on a connection has the whole of it
-            writer.write(HEAD + b"x: " + b"y" * (guard.HEAD_BYTES - 100) + b"\r\n\r\n")
+            writer.write(HEAD + b"x: " + b"y" * (connection_limits.MAX_HEAD_BYTES - 100) + b"\r\n\r\n")
             assert await status(reader) == 200
             await reader.readuntil(b"}")
 
 
 @pytest.mark.parametrize("begun", [b"", HEAD], ids=["nothing", "half of it"])
 async def test_a_head_that_does_not_come(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+    monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", SOON_S)
     async with open_stack() as stack, connected(stack) as (reader, writer):
         writer.write(begun)
         assert await status(reader) == 408
@@ -93,7 +94,7 @@ async def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch)
         writer.write(HEAD + b"\r\n")
         assert await status(reader) == 200
         await reader.readuntil(b"}")
-        monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+        monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", SOON_S)
         writer.write(HEAD)
         assert await status(reader) == 408
 
@@ -106,7 +107,7 @@ async def test_endless_trailers(line: bytes) -> None:
         for method in (b"GET /version", b"POST /v1/completions"):
             async with connected(stack) as (reader, writer):
                 writer.write(method + begun + line)
-                await closed_after(reader, writer, line * (guard.HEAD_BYTES // len(line)))
+                await closed_after(reader, writer, line * (connection_limits.MAX_HEAD_BYTES // len(line)))
 
 
 async def test_what_is_between_the_chunks_of_a_body_has_an_end() -> None:
@@ -115,14 +116,14 @@ async def test_what_is_between_the_chunks_of_a_body_has_an_end() -> None:
         writer.write(b"expect: 100-continue\r\n\r\n")
         assert await status(reader) == 100
         await reader.readline()
-        writer.write(b"1;" + b"x" * guard.HEAD_BYTES)
+        writer.write(b"1;" + b"x" * connection_limits.MAX_HEAD_BYTES)
         assert await status(reader) == 431
 
 
 async def test_trailers_are_no_headers() -> None:
     """And a body may come in any number of parts, and another request after it."""
     async with open_stack(counts) as stack, connected(stack) as (reader, writer):
-        for size in (guard.HEAD_BYTES, 1, 1):
+        for size in (connection_limits.MAX_HEAD_BYTES, 1, 1):
             whole = json.dumps({"prompt": "x", "max_tokens": 1, "user": "y" * size}).encode()
             parts = b"".join(b"8;z=1\r\n%-8b\r\n" % whole[at : at + 8] for at in range(0, len(whole), 8))
             writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
@@ -145,7 +146,7 @@ async def test_what_begins_after_an_answer_has_to_end(case: str, monkeypatch: py
     async with open_stack() as stack, connected(stack) as (reader, writer):
         writer.write(HEAD + end_of_head)
         assert await whole_answer(reader) == 200
-        monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+        monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", SOON_S)
         writer.write(late)
         async with asyncio.timeout(10.0):
             assert (await reader.readline()).startswith(b"HTTP/1.1 408" if case == "an empty line" else b"")
@@ -172,7 +173,7 @@ async def test_a_line_too_many_does_not_end_an_answer_that_is_due(monkeypatch: p
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
         while not stack.decoder.submissions:
             await asyncio.sleep(0.01)
-        monkeypatch.setattr(guard, "HEAD_S", SOON_S)
+        monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", SOON_S)
         writer.write(b"\r\n" + HEAD)
         await asyncio.sleep(3 * SOON_S)
         stack.decoder.gate.set()
@@ -184,7 +185,7 @@ async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     async with open_stack(counts) as stack:
         body = {"prompt": "x", "max_tokens": 1}
         assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
-        monkeypatch.setattr(guard, "MOST_CONNECTIONS", 1)
+        monkeypatch.setattr(connection_limits, "MAX_CONNECTIONS", 1)
         async with httpx.AsyncClient(base_url=stack.http.base_url) as late:
             refused = await late.post("/v1/completions", json=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -197,7 +198,10 @@ async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_body_that_does_not_come() -> None:
-    async with open_stack(counts, limits=Limits(max_body_s=SOON_S)) as stack, connected(stack) as (reader, writer):
+    async with (
+        open_stack(counts, limits=AdmissionLimits(max_body_s=SOON_S)) as stack,
+        connected(stack) as (reader, writer),
+    ):
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 100\r\n\r\n{")
         assert await status(reader) == 408
         answer = await reader.read()
@@ -205,15 +209,15 @@ async def test_a_body_that_does_not_come() -> None:
 
 
 async def test_large_bodies_that_come_slowly_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(admission, "BODIES_BYTES", 2**18)
+    monkeypatch.setattr(admission, "MAX_BODIES_BYTES", 2**18)
     monkeypatch.setattr(admission, "SMALL_BODY_BYTES", 2**12)
     large = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 200000\r\n\r\n"
-    async with open_stack(counts, limits=Limits(max_body_bytes=2**18)) as stack, AsyncExitStack() as clients:
-        room = stack.gateway.room
+    async with open_stack(counts, limits=AdmissionLimits(max_body_bytes=2**18)) as stack, AsyncExitStack() as clients:
+        room = stack.gateway.capacity
         for number in (1, 2):
             reader, writer = await clients.enter_async_context(connected(stack))
             writer.write(large + b" " * 150_000)
-            while number == 1 and room.reading < 150_000:
+            while number == 1 and room.bytes_reading < 150_000:
                 await asyncio.sleep(SOON_S)
         assert await status(reader) == 429
         assert (await stack.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
@@ -221,21 +225,21 @@ async def test_large_bodies_that_come_slowly_do_not_fill_the_memory(monkeypatch:
             'paceline_rejections_total{model_name="pydoc",reason="bodies"} 1.0'
             in (await stack.http.get("/metrics")).text
         )
-        assert room.reading == 150_000
-    assert room.reading == 0
+        assert room.bytes_reading == 150_000
+    assert room.bytes_reading == 0
 
 
 async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Its request is cancelled at the target: nobody generates into a full pipe. Nor does the connection stay."""
-    monkeypatch.setattr(streaming, "READ_S", SOON_S)
+    monkeypatch.setattr(event_stream, "CLIENT_READ_TIMEOUT_S", SOON_S)
     lost = asyncio.Event()
 
-    class Watched(guard.GuardedProtocol):
+    class Watched(connection_limits.LimitedHttpProtocol):
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
             lost.set()
 
-    monkeypatch.setattr(server, "GuardedProtocol", Watched)
+    monkeypatch.setattr(server, "LimitedHttpProtocol", Watched)
     body = json.dumps({"prompt": "x", "n": 128, "max_tokens": 100, "stream": True, "logprobs": 20}).encode()
     async with open_stack(counts) as stack:
         host, port = stack.addresses.http.rsplit(":", 1)
@@ -254,7 +258,7 @@ async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, capl
 
 async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """As over HTTP. It has told gRPC to take nothing that it did not ask for."""
-    monkeypatch.setattr(streaming, "READ_S", SOON_S)
+    monkeypatch.setattr(event_stream, "CLIENT_READ_TIMEOUT_S", SOON_S)
     options = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
     request = pb.GenerateRequest(text="x", sampling=pb.GenerateRequest.Sampling(max_tokens=100))
     async with open_stack(counts, burst=1) as stack:
@@ -263,7 +267,7 @@ async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyP
             unread = InferenceServiceStub(channel).Generate(request)
             async with asyncio.timeout(10.0):
                 await stack.decoder.cancelled.get()
-                while stack.gateway.room.in_flight:
+                while stack.gateway.capacity.in_flight:
                     await asyncio.sleep(0.01)
                 with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as told:
                     async for _ in unread:
@@ -273,7 +277,7 @@ async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyP
 
 
 async def test_a_message_over_grpc_that_is_too_large() -> None:
-    async with open_stack(counts, limits=Limits(max_body_bytes=10_000)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_body_bytes=10_000)) as stack:
         async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await InferenceServiceStub(channel).Generate(pb.GenerateRequest(text="x" * 20_000)).read()
@@ -328,7 +332,7 @@ def test_the_manual_s_limits_are_the_code_s() -> None:
     assert len(limits()) >= 20
     for number, place in limits():
         module, _, name = place.rpartition(".")
-        where = Limits() if module.endswith(".Limits") else import_module(module)
+        where = AdmissionLimits() if module.endswith(".AdmissionLimits") else import_module(module)
         assert float(number) == getattr(where, name), place
 
 
@@ -381,13 +385,13 @@ async def test_a_browser_learns_whose_pages_may() -> None:
 async def test_an_answer_s_body_does_not_wait_for_its_head_to_be_acknowledged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every answer over a connection that was kept once took 40 ms."""
     begun: list[socket.socket] = []
-    made = guard.GuardedProtocol.connection_made
+    made = connection_limits.LimitedHttpProtocol.connection_made
 
-    def note(protocol: guard.GuardedProtocol, transport: asyncio.Transport) -> None:
+    def note(protocol: connection_limits.LimitedHttpProtocol, transport: asyncio.Transport) -> None:
         made(protocol, transport)
         begun.append(transport.get_extra_info("socket"))
 
-    monkeypatch.setattr(guard.GuardedProtocol, "connection_made", note)
+    monkeypatch.setattr(connection_limits.LimitedHttpProtocol, "connection_made", note)
     async with open_stack() as stack, connected(stack):
         while not begun:
             await asyncio.sleep(0.01)
@@ -422,7 +426,7 @@ async def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyP
 
 
 async def test_huge_texts_wait_for_each_other_and_nobody_else_for_them() -> None:
-    threads, held, running, most = Threads(), threading.Event(), 0, 0
+    threads, held, running, most = EncodingThreads(), threading.Event(), 0, 0
 
     def work() -> None:
         nonlocal running, most
@@ -431,7 +435,7 @@ async def test_huge_texts_wait_for_each_other_and_nobody_else_for_them() -> None
         held.wait()
         running -= 1
 
-    huge = [asyncio.create_task(threads.run(HUGE_TEXT, work)) for _ in range(MOST_HUGE)]
+    huge = [asyncio.create_task(threads.run(HUGE_TEXT, work)) for _ in range(MAX_WAITING_HUGE)]
     while not running:
         await asyncio.sleep(0.01)
     assert await threads.run(HUGE_TEXT - 1, lambda: 1) + await threads.run(1, lambda: 2) == 3

@@ -7,8 +7,8 @@ import re
 from jsonschema import Draft202012Validator
 from jsonschema.validators import validator_for
 
-from services.gateway.bodies import ChatBody, CompletionBody
-from tests.contract.openai_stack import counts, open_stack
+from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody
+from tests.helpers.openai_stack import counts, open_stack
 
 BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 

@@ -12,8 +12,8 @@ import pytest
 import pytest_asyncio
 
 from paceline.text import Tokenizer
-from services.gateway.prompts import LONG_TEXT
-from tests.contract.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, says
+from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT
+from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

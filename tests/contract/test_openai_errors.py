@@ -12,8 +12,8 @@ import openai
 import pytest
 import pytest_asyncio
 
-from services.gateway.admission import Limits
-from tests.contract.openai_stack import MODEL, Stack, counts, open_stack
+from paceline_services.gateway.admission import AdmissionLimits
+from tests.helpers.openai_stack import MODEL, Stack, counts, open_stack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -34,7 +34,7 @@ def nested(depth: int) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
-    async with open_stack(counts, limits=Limits(max_body_bytes=BODY_LIMIT)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_body_bytes=BODY_LIMIT)) as stack:
         yield stack
 
 
@@ -202,7 +202,7 @@ async def test_a_failure_of_the_gateway_is_told_and_counted(stack: Stack, monkey
     def fails() -> None:
         raise KeyError("secret")
 
-    monkeypatch.setattr(stack.models, "check_alive", fails)
+    monkeypatch.setattr(stack.models, "check_available", fails)
     answer = await stack.http.get("/health")
     assert "secret" not in told(answer, 500)["message"]
     assert 'endpoint="/health",status="500"} 1.0' in (await stack.http.get("/metrics")).text
@@ -233,7 +233,7 @@ async def test_without_a_target_clients_are_told_to_come_back() -> None:
 
 
 async def test_too_many_requests_are_turned_away_at_once() -> None:
-    async with open_stack(counts, limits=Limits(max_in_flight=2)) as busy:
+    async with open_stack(counts, limits=AdmissionLimits(max_in_flight=2)) as busy:
         busy.decoder.gate.clear()
         stream = busy.http.stream("POST", "/v1/completions", json={"prompt": "x", "n": 2, "stream": True})
         waiting = asyncio.create_task(stream.__aenter__())
@@ -263,7 +263,7 @@ async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good
     path: str, body: dict[str, Any], param: str
 ) -> None:
     """They were told to come back, for ever."""
-    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         assert told(await stack.http.post(path, json=body), 400)["param"] == param
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "n": 4})).status_code == 200
 

@@ -12,8 +12,8 @@ import pytest_asyncio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway import grpc_api
-from tests.contract.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, says
+from paceline_services.gateway.grpc import inference_servicer
+from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, says
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -143,7 +143,7 @@ async def test_a_bug_is_counted_as_what_the_caller_reads(monkeypatch: pytest.Mon
     async def fails(*_: object) -> None:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr(grpc_api, "plan_completion", fails)
+    monkeypatch.setattr(inference_servicer, "build_completion_requests", fails)
     async with open_stack(counts) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await generated(channel, Request(text="x"))

@@ -12,11 +12,11 @@ import httpx
 import openai
 import pytest
 
-from paceline.messages import Submission
-from paceline.state.embedded import EmbeddedRedis
-from services.gateway.admission import Limits
-from services.gateway.run import MOST_LOSSES
-from tests.contract.openai_stack import (
+from paceline.core.messages import Submission
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.failover import MAX_TARGET_LOSSES
+from tests.helpers.openai_stack import (
     MODEL,
     TOKENIZER,
     KillsEngines,
@@ -114,7 +114,7 @@ async def test_what_has_tokens_goes_on_where_numerics_are_the_same_however_busy(
         idle_one = await stack.add_target(counts, numerics="avx2")
         busy_one = await stack.add_target(counts, numerics="avx512")
         await stack.store.registry.heartbeat(busy_one.record, {"running": 1000.0, "beat": 1.0})
-        while not any(target.told.others for target in stack.gateway.fleet.targets.values()):
+        while not any(target.load.other_requests for target in stack.gateway.fleet.targets.values()):
             await asyncio.sleep(0.01)
         await first.die()
         assert len((await asking).text)
@@ -182,7 +182,7 @@ async def test_a_request_may_be_handed_over_any_number_of_times() -> None:
         expected = await whole_text(stack)
         stack.decoder.gate.clear()
         asking = asyncio.create_task(whole_text(stack))
-        for number in range(MOST_LOSSES + 2):
+        for number in range(MAX_TARGET_LOSSES + 2):
             leaving = stack.targets[-1]
             while not leaving.servicer._owners:
                 await asyncio.sleep(0.01)
@@ -198,7 +198,7 @@ async def test_a_request_that_was_on_many_lost_targets_ends() -> None:
     async with open_stack(counts, burst=1) as stack:
         stack.decoder.gate.clear()
         asking = asyncio.create_task(stack.http.post("/v1/completions", json=LONG))
-        for number in range(MOST_LOSSES + 1):
+        for number in range(MAX_TARGET_LOSSES + 1):
             dying = stack.targets[-1]
             while not dying.servicer._owners:
                 await asyncio.sleep(0.01)
@@ -207,7 +207,7 @@ async def test_a_request_that_was_on_many_lost_targets_ends() -> None:
             await dying.die()
         answer = await asking
         assert answer.status_code == 500
-        assert f"{MOST_LOSSES + 1} targets were lost" in answer.text
+        assert f"{MAX_TARGET_LOSSES + 1} targets were lost" in answer.text
 
 
 async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ async def test_one_that_draws_tokens_again_is_not_what_an_engine_died_of() -> No
 
 
 async def test_no_other_target_is_an_error_of_the_stream() -> None:
-    async with open_stack(counts, burst=1, limits=Limits(resume_s=0.1)) as stack:
+    async with open_stack(counts, burst=1, limits=AdmissionLimits(resume_s=0.1)) as stack:
         stack.decoder.hold_after = 2
         stream = await stack.client.completions.create(model=MODEL, prompt="x", stream=True, max_tokens=60)
         await stack.targets[0].die()
@@ -292,7 +292,7 @@ async def test_health_follows_the_targets() -> None:
         target = await stack.add_target(says("hello"))
         assert (await stack.http.get("/health")).status_code == 200
         await target.die()
-        while stack.gateway.fleet.up:
+        while stack.gateway.fleet.available:
             await asyncio.sleep(0.01)
         assert (await stack.http.get("/health")).status_code == 503
 
@@ -303,7 +303,7 @@ async def test_a_target_with_another_vocabulary_or_model_is_not_used(caplog: pyt
         await stack.store.registry.register(target.record)
         while "its vocabulary differs" not in caplog.text:
             await asyncio.sleep(0.01)
-        assert not stack.gateway.fleet.up
+        assert not stack.gateway.fleet.available
         await target.die()
 
 
@@ -334,8 +334,8 @@ async def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more() ->
         asking = asyncio.create_task(whole_text(stack))
         while not stack.gateway.in_flight:
             await asyncio.sleep(0.01)
-        draining = asyncio.create_task(stack.gateway.room.drain(10.0))
-        while not stack.gateway.room.closing:
+        draining = asyncio.create_task(stack.gateway.capacity.drain(10.0))
+        while not stack.gateway.capacity.closing:
             await asyncio.sleep(0)
         refused = await stack.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -390,14 +390,14 @@ async def test_the_loss_of_redis_disturbs_nobody() -> None:
             async with streaming(stack) as events:
                 received = [await anext(events)]
                 redis.kill()
-                while not stack.store.presence.away:
+                while not stack.store.presence.unavailable:
                     await asyncio.sleep(0.01)
                 stack.decoder.gate.set()
                 received += [event async for event in events]
             assert text_of(received) == expected
             assert await whole_text(stack) == expected
             redis.start()
-            while stack.store.presence.away:
+            while stack.store.presence.unavailable:
                 await asyncio.sleep(0.01)
             assert await whole_text(stack) == expected
 

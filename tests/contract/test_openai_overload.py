@@ -14,38 +14,38 @@ import grpc
 import httpx
 import pytest
 
-from paceline.model.timed import SimulatedModel
 from paceline.state import WorkerRecord, open_store
-from paceline.timed import TimedModel
 from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import target_link
-from paceline.wire.target_frames import encode_submission
-from services.gateway.admission import Limits
-from services.gateway.server import Settings, running
-from tests.contract.openai_stack import counts, open_stack
-from tests.targets import target_worker
+from paceline.wire.target_codec import encode_submission
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import TimedModel
+from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.server import GatewaySettings, running
+from tests.helpers.openai_stack import counts, open_stack
+from tests.helpers.targets import target_worker
 
 TIMED = "timed:vocabulary=512,step_ms=50"
 """Far longer than a step takes to compute: only what is left of it can be made to stand still."""
 SERVED = "tested"
-"""As `tests.targets` calls it."""
+"""As `tests.helpers.targets` calls it."""
 QUEUE = 40
 
 
 @asynccontextmanager
-async def served(limits: Limits, moving: Event) -> AsyncIterator[httpx.AsyncClient]:
+async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.AsyncClient]:
     """A gateway, a target and its engine over a model that takes its time, and stands still unless `moving` is set."""
-    spec = TimedModel.parse(TIMED)
+    spec = TimedModelConfig.parse(TIMED)
 
     def sleep(seconds: float) -> None:
         moving.wait()
         time.sleep(seconds)
 
-    model = SimulatedModel(TIMED, spec, slots=512, max_model_len=256, sleep=sleep)
+    model = TimedModel(TIMED, spec, slots=512, max_model_len=256, sleep=sleep)
     async with (
         target_worker(model=model) as worker,
         open_store(None, ttl_s=3600.0) as store,
-        running(Settings(TIMED, SERVED, port=0, limits=limits), store) as (models, addresses),
+        running(GatewaySettings(TIMED, SERVED, port=0, limits=limits), store) as (models, addresses),
     ):
         record = WorkerRecord("target", "t", worker.address, SERVED, "", spec.fingerprint, time.time())
         await store.registry.register(record)
@@ -70,7 +70,7 @@ async def test_a_flood_is_served_as_far_as_there_is_room_and_nobody_is_served_wr
     """
     moving = Event()
     moving.set()
-    async with served(Limits(max_queue=QUEUE), moving) as http:
+    async with served(AdmissionLimits(max_queue=QUEUE), moving) as http:
 
         async def ask(number: int) -> httpx.Response:
             return await http.post("/v1/completions", json=body(number))
@@ -108,7 +108,7 @@ async def answer_to_a_beginning(base_url: httpx.URL) -> tuple[int, str | None]:
 
 async def test_whoever_finds_the_queue_full_is_told_while_nothing_moves() -> None:
     """And before the body is read: this one never ends."""
-    async with open_stack(counts, limits=Limits(max_queue=3)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_queue=3)) as stack:
         stack.decoder.gate.clear()
         body = {"prompt": "x", "max_tokens": 5, "seed": 3}
         waiting = [asyncio.create_task(stack.http.post("/v1/completions", json=body)) for _ in range(3)]
@@ -125,7 +125,7 @@ async def test_whoever_finds_the_queue_full_is_told_while_nothing_moves() -> Non
 
 async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
     """Everybody has been checked before anybody has begun."""
-    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
         asking = [asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(12)]
         while sum(task.done() for task in asking) < 8:
@@ -138,7 +138,7 @@ async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
 
 async def test_a_queue_counts_choices() -> None:
     """One request of many may be the first, since else it were never served, but finds no room behind others."""
-    async with open_stack(counts, limits=Limits(max_queue=4)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_queue=4)) as stack:
 
         async def asked(choices: int) -> int:
             body = {"prompt": "x", "n": choices, "max_tokens": 5}
@@ -158,7 +158,7 @@ async def test_a_queue_counts_choices() -> None:
 
 
 async def test_choices_that_never_began_leave_no_trace() -> None:
-    async with open_stack(counts, limits=Limits(max_in_flight=4)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
         asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x", "n": 4}))
         while stack.gateway.in_flight < 4:
@@ -166,13 +166,13 @@ async def test_choices_that_never_began_leave_no_trace() -> None:
         asking.cancel()
         while stack.gateway.in_flight:
             await asyncio.sleep(0.01)
-        assert stack.gateway.room.in_flight == 0
+        assert stack.gateway.capacity.in_flight == 0
 
 
 async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request of many choices once cut the links to all targets, one after the other, and everybody's streams."""
     monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 20_000)
-    async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 3, "bad_words": ["word " * 200]}
         answer = await stack.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
@@ -184,7 +184,7 @@ async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: p
 
 async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 2000)
-    async with open_stack(counts, limits=Limits(resume_s=0.1)) as stack:
+    async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
         answer = await stack.http.post("/v1/completions", json={"prompt": "x", "bad_words": ["word " * 200] * 5})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
         assert "the most is 1000" in answer.text
@@ -195,7 +195,7 @@ async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest
 async def test_grpc_clients_are_told_when_to_come_back(full: bool) -> None:
     """In the trailer that gRPC's own retries obey."""
     scripts = [counts] if full else []
-    async with open_stack(*scripts, limits=Limits(max_queue=1)) as stack:
+    async with open_stack(*scripts, limits=AdmissionLimits(max_queue=1)) as stack:
         if full:
             stack.decoder.gate.clear()
             waiting = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"}))

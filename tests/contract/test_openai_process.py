@@ -1,4 +1,4 @@
-"""`python -m services.gateway` as a supervisor sees it: ready line, exit codes, errors that say what to do."""
+"""`python -m paceline_services.gateway` as a supervisor sees it: ready line, exit codes, errors that say what to do."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from urllib.error import HTTPError
 
 import pytest
 
-from paceline.models import resolve_model
-from paceline.state.embedded import EmbeddedRedis
+from paceline.model_names import resolve_model
+from paceline.state.embedded_redis import EmbeddedRedis
 
 DEAD_REDIS = "redis://127.0.0.1:1/0"
 
@@ -27,7 +27,7 @@ def redis() -> Iterator[EmbeddedRedis]:
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "services.gateway", *arguments]
+    command = [sys.executable, "-m", "paceline_services.gateway", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 

@@ -9,14 +9,14 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.messages import Submission
-from paceline.state import Acceptance, WorkerRecord
+from paceline.core.messages import Submission
+from paceline.state import AcceptanceCounts, WorkerRecord
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
-from services.gateway.breaker import FAILURES, FIRST_PAUSE_S, State
-from services.gateway.drafts import kind_of
-from services.gateway.prefixes import BLOCK
-from services.gateway.routing import PREFIX_TOKENS, home, prompt_key
-from tests.contract.openai_stack import MODEL, GivesUp, RunningTarget, Stack, counts, open_stack, says
+from paceline_services.gateway.routing.circuit_breaker import FAILURES, FIRST_PAUSE_S, BreakerState
+from paceline_services.gateway.routing.draft_workers import draft_kind
+from paceline_services.gateway.routing.prefix_index import BLOCK
+from paceline_services.gateway.routing.worker_selection import PREFIX_TOKENS, prefix_key, rendezvous_worker
+from tests.helpers.openai_stack import MODEL, GivesUp, RunningTarget, Stack, counts, open_stack, says
 
 PROMPT = [300 + index for index in range(3 * BLOCK + 8)]
 
@@ -66,7 +66,7 @@ async def test_a_prompt_returns_to_the_target_that_holds_most_of_it() -> None:
     """It is at home elsewhere, but was sent away once: where it went is known, and counts for more."""
     async with open_stack(counts, counts) as stack:
         by_key = {key(target): target for target in stack.targets}
-        first = by_key[str(home(list(by_key), prompt_key(PROMPT)))]
+        first = by_key[str(rendezvous_worker(list(by_key), prefix_key(PROMPT)))]
         [second] = [target for target in stack.targets if target is not first]
         first.decoder.gate.clear()
         blocking = [asyncio.create_task(completed(stack, [*PROMPT[:PREFIX_TOKENS], 500 + i])) for i in range(2)]
@@ -114,7 +114,7 @@ async def test_a_target_that_says_in_the_registry_that_it_drains_gets_nothing_ne
         while len(await stack.store.registry.workers("target")) < 3:
             await asyncio.sleep(0.01)
         await asyncio.sleep(1.0)  # several looks at the list
-        assert not any("new@" in tended for tended in stack.gateway.fleet._tending)
+        assert not any("new@" in tended for tended in stack.gateway.fleet._link_tasks)
 
 
 async def test_a_look_at_the_registry_that_fails_is_not_the_last(
@@ -128,7 +128,7 @@ async def test_a_look_at_the_registry_that_fails_is_not_the_last(
             raise RuntimeError("cannot be learned")
 
         with monkeypatch.context() as patched:
-            patched.setattr(stack.gateway.fleet, "learn", fails)
+            patched.setattr(stack.gateway.fleet, "update_workers", fails)
             await failed.wait()
         await stack.add_target(counts)
         assert len(stack.gateway.fleet.targets) == 2
@@ -152,7 +152,7 @@ async def test_a_target_that_fails_repeatedly_is_left_alone_and_probed_and_nobod
         breaker, now = stack.gateway.fleet._breakers[key(stack.targets[0])], 0.0
         breaker._clock = lambda: now
         numbers = iter(range(300, 3000))
-        while breaker.state == State.CLOSED:
+        while breaker.state == BreakerState.CLOSED:
             await completed(stack, [next(numbers)])
         assert served(stack)[0] == FAILURES
         assert f'kind="target",model_name="{MODEL}",worker="{key(stack.targets[0])}"}} 2.0' in await metrics(stack)
@@ -165,7 +165,7 @@ async def test_a_target_that_fails_repeatedly_is_left_alone_and_probed_and_nobod
         assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
         moody.fails = False
         now += 2 * FIRST_PAUSE_S
-        while breaker.state != State.CLOSED:
+        while breaker.state != BreakerState.CLOSED:
             await completed(stack, [next(numbers)])
         assert served(stack)[0] == FAILURES + 2
 
@@ -182,7 +182,7 @@ async def test_a_request_that_every_target_refuses_is_its_own_fault() -> None:
             assert answer.status_code == 500
             assert "no grammar has this rule" in answer.text
         assert served(stack) == [2 * FAILURES, 2 * FAILURES]
-        assert set(stack.gateway.fleet.breaker_states().values()) == {State.CLOSED}
+        assert set(stack.gateway.fleet.breaker_states().values()) == {BreakerState.CLOSED}
 
 
 async def test_a_request_that_cannot_go_on_is_its_own_fault_however_much_came_at_once() -> None:
@@ -198,13 +198,13 @@ async def test_a_request_that_cannot_go_on_is_its_own_fault_however_much_came_at
         await stack.add_target(script, burst=3)
         for number in range(2 * FAILURES):
             for target in stack.targets:
-                stack.gateway.fleet._sessions.note(":talk", key(target))
+                stack.gateway.fleet._sessions.assign(":talk", key(target))
                 body = {"prompt": [300 + number], "seed": 13}
                 answer = await stack.http.post("/v1/completions", json=body, headers={"X-Session-Id": "talk"})
                 assert answer.status_code == 500
                 assert "too many states" in answer.text
         assert served(stack) == [2 * FAILURES, 2 * FAILURES]
-        assert set(stack.gateway.fleet.breaker_states().values()) == {State.CLOSED}
+        assert set(stack.gateway.fleet.breaker_states().values()) == {BreakerState.CLOSED}
         await completed(stack, "x")
 
 
@@ -214,27 +214,27 @@ async def test_a_request_that_a_stop_string_ends_has_ended_well(report: bool) ->
     async with open_stack(says("hello world and more"), burst=1) as stack:
         breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
         for _ in range(FAILURES):
-            breaker.failed()
+            breaker.on_failure()
             answer = await completed(stack, "x", stop="world", max_tokens=50, speculation_stats=report)
             assert answer["choices"][0]["stop_reason"] == "world"
-        assert breaker.state == State.CLOSED
-        assert stack.gateway.fleet.habits.output_tokens.value < 50
+        assert breaker.state == BreakerState.CLOSED
+        assert stack.gateway.fleet.request_cost.output_tokens.value < 50
 
 
 async def test_a_client_that_leaves_is_neither_a_failure_nor_a_success() -> None:
     async with open_stack(counts, burst=1) as stack:
         breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
         for _ in range(FAILURES - 1):
-            breaker.failed()
+            breaker.on_failure()
         stack.decoder.hold_after = 2
         async with stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}) as answer:
             await anext(answer.aiter_lines())
         await stack.decoder.cancelled.get()
         while stack.gateway.fleet.in_flight:
             await asyncio.sleep(0.01)
-        assert breaker.state == State.CLOSED
-        breaker.failed()
-        assert breaker.state == State.OPEN
+        assert breaker.state == BreakerState.CLOSED
+        breaker.on_failure()
+        assert breaker.state == BreakerState.OPEN
 
 
 async def test_who_refused_a_request_is_asked_again_when_the_other_one_is_lost() -> None:
@@ -248,7 +248,7 @@ async def test_who_refused_a_request_is_asked_again_when_the_other_one_is_lost()
     async with open_stack(refuses) as stack:
         other = await stack.add_target(counts)
         other.decoder.gate.clear()
-        stack.gateway.fleet._sessions.note(":talk", key(stack.targets[0]))
+        stack.gateway.fleet._sessions.assign(":talk", key(stack.targets[0]))
         asking = asyncio.create_task(
             stack.http.post("/v1/completions", json={"prompt": "x"}, headers={"X-Session-Id": "talk"})
         )
@@ -264,14 +264,14 @@ async def test_when_every_target_is_left_alone_the_answer_says_when_to_come_back
     async with open_stack(counts) as stack:
         breaker = stack.gateway.fleet._breakers[key(stack.targets[0])]
         for _ in range(FAILURES):
-            breaker.failed()
+            breaker.on_failure()
         answer = await stack.http.post("/v1/completions", json={"prompt": "x"})
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
         assert (await stack.http.get("/health")).status_code == 503
-        while breaker.state == State.OPEN:
+        while breaker.state == BreakerState.OPEN:
             await asyncio.sleep(0.05)
         await completed(stack, "x")
-        assert breaker.state == State.CLOSED
+        assert breaker.state == BreakerState.CLOSED
 
 
 async def test_what_every_gateway_has_seen_of_drafts_decides_who_is_asked_first() -> None:
@@ -287,14 +287,14 @@ async def test_what_every_gateway_has_seen_of_drafts_decides_who_is_asked_first(
             await stack.store.registry.register(draft)
         while len(stack.gateway.fleet.drafts.kinds()) < 4:
             await asyncio.sleep(0.01)
-        kinds = {draft.worker_id: kind_of(draft, greedy=False) for draft in drafts}
+        kinds = {draft.worker_id: draft_kind(draft, greedy=False) for draft in drafts}
         await completed(stack, "x")
         while not (mine := await stack.store.acceptance.acceptance(MODEL, kinds["d"])).verifications:
             await asyncio.sleep(0.05)
         assert (mine.verifications, mine.acceptance_length) == (4, 1.0)
-        better = Acceptance(200.0, [100.0], [90.0])
+        better = AcceptanceCounts(200.0, [100.0], [90.0])
         await stack.store.acceptance.record(MODEL, kinds["e"], better)
-        await stack.store.acceptance.record(MODEL, kinds["d"], better * 0.5 + Acceptance(0.0, [100.0], [0.0]))
+        await stack.store.acceptance.record(MODEL, kinds["d"], better * 0.5 + AcceptanceCounts(0.0, [100.0], [0.0]))
         known = stack.gateway.fleet.drafts._known
         while known[kinds["d"]].verifications < 100 or known[kinds["e"]].verifications < 100:
             await asyncio.sleep(0.05)

@@ -12,9 +12,9 @@ import grpc
 import pytest
 
 from paceline.v1 import draft_pb2, draft_pb2_grpc
-from paceline.wire.errors import Congested, Draining, WireError
-from paceline.wire.server import PortError, Server
-from tests.workers import DRAFT_SERVICE
+from paceline.wire.grpc_server import GrpcServer, PortInUseError
+from paceline.wire.link_errors import Congested, Draining, WireError
+from tests.helpers.workers import DRAFT_SERVICE
 
 
 class FullError(Exception):
@@ -35,7 +35,7 @@ class Failing(draft_pb2_grpc.DraftServiceServicer):
 
 @asynccontextmanager
 async def failing(error: Exception) -> AsyncIterator[draft_pb2_grpc.DraftServiceStub]:
-    server = Server("127.0.0.1", 0, {FullError: grpc.StatusCode.ALREADY_EXISTS})
+    server = GrpcServer("127.0.0.1", 0, {FullError: grpc.StatusCode.ALREADY_EXISTS})
     server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Failing(error), DRAFT_SERVICE)
     await server.start()
     try:
@@ -77,11 +77,11 @@ async def test_a_bug_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixtu
 
 
 async def test_a_taken_port_is_an_error() -> None:
-    first = Server("127.0.0.1", 0)
+    first = GrpcServer("127.0.0.1", 0)
     await first.start()
     port = int(first.address.rpartition(":")[2])
-    with pytest.raises(PortError, match=f"cannot listen on 127.0.0.1:{port}"):
-        await Server("127.0.0.1", port).start()
+    with pytest.raises(PortInUseError, match=f"cannot listen on 127.0.0.1:{port}"):
+        await GrpcServer("127.0.0.1", port).start()
     await first.stop()
 
 
@@ -90,7 +90,7 @@ async def test_an_ipv6_address_stands_in_brackets() -> None:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 here")
-    server = Server("::1", 0)
+    server = GrpcServer("::1", 0)
     address = await server.start()
     assert re.fullmatch(r"\[::1\]:[1-9]\d*", address)
     async with grpc.aio.insecure_channel(address) as channel:
@@ -114,7 +114,7 @@ def as_it_is(data: bytes) -> bytes:
 )
 async def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture) -> None:
     """They were once answered with UNKNOWN, and logged with a traceback."""
-    server = Server("127.0.0.1", 0)
+    server = GrpcServer("127.0.0.1", 0)
     server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Reading(), DRAFT_SERVICE)
     await server.start()
     async with grpc.aio.insecure_channel(server.address) as channel:

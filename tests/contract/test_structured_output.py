@@ -152,7 +152,7 @@ def test_a_target_that_is_killed_takes_no_token_along(client: openai.OpenAI, ser
     for thread in threads:
         thread.start()
     begun.wait()
-    victim = next(iter(served.children("services.target").values()))
+    victim = next(iter(served.children("paceline_services.target").values()))
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
         thread.join()

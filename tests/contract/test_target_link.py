@@ -10,13 +10,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SamplingParams
-from paceline.messages import FinishReason, Submission
+from paceline.core.messages import FinishReason, Submission
 from paceline.v1 import common_pb2, target_pb2, target_pb2_grpc
-from paceline.wire.errors import TargetLost, WireError
-from paceline.wire.target_frames import encode_submission
+from paceline.wire.link_errors import TargetLost, WireError
+from paceline.wire.target_codec import encode_submission
 from paceline.wire.target_link import TargetLink
-from tests.targets import NEVER_ENDS, VOCABULARY, collect, linked, submission, target_worker
-from tests.workers import until
+from tests.helpers.targets import NEVER_ENDS, VOCABULARY, collect, linked, submission, target_worker
+from tests.helpers.workers import until
 
 
 async def test_a_request_from_beginning_to_end() -> None:

@@ -14,25 +14,25 @@ import httpx
 import openai
 import pytest
 
-from paceline.state.embedded import EmbeddedRedis
-from paceline.state.errors import StateError
-from paceline.state.registry import WorkerRecord
-from paceline.state.store import open_store
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.state.state_errors import StateError
+from paceline.state.state_store import open_store
+from paceline.state.worker_registry import WorkerRecord
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from paceline.v1.target_pb2_grpc import TargetServiceStub
 from paceline.wire.channels import open_channel
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
-from paceline.wire.errors import TargetLost
+from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
-from services.process import StartError
-from services.security import together
-from tests.certificates import Authority
-from tests.contract.openai_stack import RunningTarget, counts, open_stack, start_target
-from tests.proxies import Streams, proxy
-from tests.targets import submission
-from tests.workers import draft_worker, nodes, opening, target
+from paceline_services.service_entrypoint import ServiceStartError
+from paceline_services.tls_options import load_certificates
+from tests.helpers.certificates import Authority
+from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target
+from tests.helpers.proxies import Streams, proxy
+from tests.helpers.targets import submission
+from tests.helpers.workers import draft_worker, nodes, opening, target
 
 HELLO = {"model": "pydoc", "prompt": "hello", "max_tokens": 30}
 
@@ -192,7 +192,7 @@ async def test_growth_comes_through_tls(authority: Authority, stranger: Authorit
 async def test_a_gateway_reaches_its_targets_through_tls(authority: Authority) -> None:
     async with open_stack(tls=authority.issue(GATEWAY)) as stack, served(authority.issue(TARGET)) as running:
         await stack.store.registry.register(running.record)
-        while not stack.gateway.fleet.up:
+        while not stack.gateway.fleet.available:
             await asyncio.sleep(0.01)
         answer = await stack.http.post("/v1/completions", json=HELLO)
         assert answer.json()["usage"]["completion_tokens"] == 30
@@ -274,11 +274,11 @@ async def behind(url: str, context: ssl.SSLContext) -> AsyncIterator[str]:
 
 def test_options_come_together_or_not_at_all(authority: Authority) -> None:
     certificate, key, ca = authority.replace(TARGET)
-    assert together({"tls_cert": None, "tls_key": None, "tls_ca": None}) is None
-    assert together({"tls_cert": certificate, "tls_key": key, "tls_ca": ca}) is not None
-    with pytest.raises(StartError, match="--tls-key and --tls-ca must be given, too"):
-        together({"tls_cert": certificate, "tls_key": None, "tls_ca": None})
-    with pytest.raises(StartError, match=f"{ca}"):
-        together({"tls_cert": certificate, "tls_key": ca, "tls_ca": ca})
-    with pytest.raises(StartError, match="no-such"):
-        together({"tls_cert": certificate, "tls_key": key, "tls_ca": Path("no-such")})
+    assert load_certificates({"tls_cert": None, "tls_key": None, "tls_ca": None}) is None
+    assert load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": ca}) is not None
+    with pytest.raises(ServiceStartError, match="--tls-key and --tls-ca must be given, too"):
+        load_certificates({"tls_cert": certificate, "tls_key": None, "tls_ca": None})
+    with pytest.raises(ServiceStartError, match=f"{ca}"):
+        load_certificates({"tls_cert": certificate, "tls_key": ca, "tls_ca": ca})
+    with pytest.raises(ServiceStartError, match="no-such"):
+        load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": Path("no-such")})

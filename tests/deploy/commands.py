@@ -7,10 +7,10 @@ import os
 from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
-import services.draft.__main__ as draft
-import services.gateway.__main__ as gateway
-import services.target.__main__ as target
-from services.target import pool
+import paceline_services.draft.__main__ as draft
+import paceline_services.gateway.__main__ as gateway
+import paceline_services.target.__main__ as target
+from paceline_services.target import ray_replicas
 from tests.deploy.helm import Document
 from tests.deploy.pods import command_line, environment
 
@@ -24,7 +24,7 @@ POD = {
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
-SERVICES: dict[str, Parse] = {"gateway": gateway.parse, "target": target.parse, "draft": draft.parse}
+SERVICES: dict[str, Parse] = {"gateway": gateway.parse, "target": target.parse_options, "draft": draft.parse_options}
 
 
 def options(container: Document) -> argparse.Namespace:
@@ -32,7 +32,7 @@ def options(container: Document) -> argparse.Namespace:
     name, *arguments = command_line(container, POD)
     with patch.dict(os.environ, environment(container, POD)):
         if name == "sh":
-            return pool.parse(command_of_shell(arguments))[0]
+            return ray_replicas.parse_pool_options(command_of_shell(arguments))[0]
         return SERVICES[name](arguments)
 
 

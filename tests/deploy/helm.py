@@ -42,7 +42,7 @@ class _Strict(yaml.CSafeLoader):
 
 
 def render(values: Values) -> list[Document]:
-    """What would be installed. Raises `RefusedError`."""
+    """What would be installed. Raises `IncompatibleWorkerError`."""
     return next(rendered([values]))
 
 
@@ -56,7 +56,7 @@ def refusal(values: Values) -> str:
 
 
 def rendered(every: Sequence[Values]) -> Iterator[list[Document]]:
-    """The same for many values, one after the other. Raises `RefusedError` at the first that is refused."""
+    """The same for many values, one after the other. Raises `IncompatibleWorkerError` at the first that is refused."""
     for answer in answers(every):
         if "error" in answer:
             raise RefusedError(answer["error"])

@@ -17,10 +17,10 @@ from jsonschema import ValidationError
 from ray.scripts.scripts import start as ray_start
 
 import paceline
-import services.gateway.__main__ as gateway_service
+import paceline_services.gateway.__main__ as gateway_service
 from paceline.cli.deployment import GRACE_S
-from paceline.state.embedded import EmbeddedRedis
-from services.target import pool
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline_services.target import ray_replicas
 from tests.deploy import combinations, commands
 from tests.deploy.helm import (
     CHART,
@@ -323,8 +323,8 @@ def test_a_pod_offers_ray_what_its_ranks_ask_for(device: str, threads: int) -> N
     """As Ray counts, a pod without a limit has all processors of its machine: every rank would be in the first."""
     drawn = render(merged(on_ray(8, 4), {"target": {"engine": {"device": device, "threads": threads}}}))
     head = the("RayCluster", "target", drawn)["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
-    options, rest = pool.parse(commands.command_of_shell(command_line(head, commands.POD)[1:]))
-    bundle = pool.ranks_of(options, rest).bundle
+    options, rest = ray_replicas.parse_pool_options(commands.command_of_shell(command_line(head, commands.POD)[1:]))
+    bundle = ray_replicas.replica_ranks(options, rest).bundle
     offered = ranks_group(drawn)["rayStartParams"]
     assert float(offered["num-cpus"]) == 4 * bundle["CPU"]
     assert float(offered["num-gpus"]) == 4 * bundle.get("GPU", 0)

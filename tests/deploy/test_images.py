@@ -177,7 +177,7 @@ def test_a_gateway_runs_with_what_its_image_has() -> None:
     assert "torch" in foreign
     code = (
         "import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));"
-        "import paceline.cli, services.gateway.__main__, services.gateway.server"
+        "import paceline.cli, paceline_services.gateway.__main__, paceline_services.gateway.server"
     )
     run = subprocess.run(
         [sys.executable, "-c", code, ",".join(foreign)], cwd=ROOT, capture_output=True, text=True, check=False

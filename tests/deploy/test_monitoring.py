@@ -9,10 +9,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from paceline.config import SpeculativeConfig
+from paceline.core.verify import strategy_of
 from paceline.telemetry.draft_metrics import DraftMetrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.telemetry.target_metrics import TargetMetrics
-from paceline.verify import strategy_of
 from tests.deploy.combinations import CHOICES, MONITORING
 from tests.deploy.helm import CHART, RELEASE, ROOT, Document, merged, on_cpus, render, the
 
@@ -146,7 +146,7 @@ def test_errors_are_those_of_clients(documents: list[Document]) -> None:
 def test_a_key_at_its_own_limit_is_no_want_of_room(documents: list[Document]) -> None:
     (refused,) = selectors(promql.parse(rules(documents)["PacelineRefusing"]["expr"]))
     assert refused.name == "paceline_rejections_total", "limits of keys are counted elsewhere"
-    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "services" / "gateway").glob("*.py"))
+    code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "services" / "gateway").rglob("*.py"))
     reasons = set(re.findall(r'raise OverloadedError\(.*?reason="(\w+)"', code, re.DOTALL))
     assert reasons == {"in_flight", "queue", "bodies", "grammars", "texts"}
     for reason in reasons:

@@ -24,6 +24,6 @@ def test_every_instruction_set(machine: str, isa: build.Isa, tmp_path: Path, mon
     monkeypatch.setenv("ZIG_LOCAL_CACHE_DIR", str(tmp_path))
     zig = Path(wheel.origin).with_name("zig")
     flags = [*build.FLAGS, "-Wall", "-Wextra", "-Werror", "-target", f"{machine}-linux-gnu", f"-mcpu={isa.zig}"]
-    command = [zig, "c++", *flags, "-c", build.HERE / build.MAIN, "-o", tmp_path / "native.o"]
+    command = [zig, "c++", *flags, "-c", build.SOURCES / build.MAIN_SOURCE, "-o", tmp_path / "native.o"]
     compiled = subprocess.run(command, capture_output=True, text=True, check=False)
     assert compiled.returncode == 0, compiled.stderr

@@ -13,8 +13,8 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import SpeculativeConfig
-from paceline.config.methods import Method
-from paceline.config.spelling import METHOD_ALIASES, SWITCHES
+from paceline.config.key_aliases import METHOD_ALIASES, SWITCHES
+from paceline.config.method_names import Method
 from tests.deploy import combinations
 from tests.deploy.helm import CHART, ROOT, Values, answers, defaults, merged, refusal
 from tests.unit.test_config import OTHER_WORDS, WRONG

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.model.native import build
-from tests.compilers import ASK, Fake, real_compiler, write_sources
 from tests.deploy.helm import ROOT
+from tests.helpers.compilers import ASK, Fake, real_compiler, write_sources
 
 BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
 SOURCES = {f"paceline/model/native/{name}" for name in ("__init__.py", "build.py", "native.cpp", "answer.hpp")}
@@ -28,7 +28,7 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "project"
     native = folder / "paceline" / "model" / "native"
     native.mkdir(parents=True)
-    (folder / "services").mkdir()
+    (folder / "paceline_services").mkdir()
     for file in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE", "paceline/__init__.py"):
         shutil.copy(ROOT / file, folder / file)
     for file in ("__init__.py", "build.py"):

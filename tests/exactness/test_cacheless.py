@@ -11,29 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import LocalDrafting, NoDrafting
+from paceline.core.messages import Delta, Submission
+from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.heads.medusa_heads import load_medusa
+from paceline.drafting.heads.mlp_network import load_mlp_speculator
+from paceline.drafting.methods.medusa import MedusaSpeculator
+from paceline.drafting.methods.mlp_speculator import MlpSpeculator
+from paceline.drafting.speculator import Speculator
+from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM, Completion
-from paceline.messages import Delta, Submission
 from paceline.model.checkpoint import Checkpoint
-from paceline.speculators.base import Speculator
-from paceline.speculators.medusa import Medusa
-from paceline.speculators.medusa_heads import load_medusa
-from paceline.speculators.mlp_network import load_mlp_speculator
-from paceline.speculators.mlp_speculator import MlpSpeculator
-from tests.llamas import LAWS
-from tests.markov import markov_model, save_markov, save_seeing
+from tests.helpers.llamas import LAWS
+from tests.helpers.markov import markov_model, save_markov, save_seeing
 
 FREE = RowCost([8, 256], [1.0, 1.001])
 METHODS = ["medusa", "mlp_speculator"]
 
 
 def speculator(method: str, folder: Path, dtype: torch.dtype) -> Speculator:
-    lent = markov_model(dtype).lend()
+    lent = markov_model(dtype).target_weights()
     if method == "medusa":
-        return Medusa(load_medusa(Checkpoint(folder), lent), lent, 3)
+        return MedusaSpeculator(load_medusa(Checkpoint(folder), lent), lent, 3)
     return MlpSpeculator(load_mlp_speculator(Checkpoint(folder), lent), lent, 3)
 
 
@@ -50,7 +50,7 @@ def served(
     """Whole answers, how many guesses were accepted, and how often a request was preempted."""
     config = EngineConfig(slots=slots, max_num_batched_rows=64)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
-    drafting = LocalDrafting(guessing) if guessing else NoDrafting()
+    drafting = LocalDraftClient(guessing) if guessing else NoDraftClient()
     engine = Engine(markov_model(dtype, slots), config, speculation, drafting, FREE)
     answers = {request.request_id: Delta(request.request_id) for request in requests}
     accepted = preemptions = 0

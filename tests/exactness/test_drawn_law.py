@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.sampling import History, Row, draw, gumbel
+from paceline.core.sampling import History, SamplingRow, draw, gumbel
 from tests.exactness.test_identity import joint
 from tests.exactness.test_sampling import reference_law, reference_logits
 
@@ -59,12 +59,12 @@ def chi_square_tail(counts: Sequence[int], law: Sequence[float]) -> float:
     return torch.special.gammaincc(degrees, torch.tensor(statistic / 2, dtype=torch.float64)).item()
 
 
-def plain_rows(params: SamplingParams, count: int, vocabulary: int) -> list[Row]:
+def plain_rows(params: SamplingParams, count: int, vocabulary: int) -> list[SamplingRow]:
     history = History(params, [], [], vocabulary)
-    return [Row(params, position, history) for position in range(count)]
+    return [SamplingRow(params, position, history) for position in range(count)]
 
 
-def many_draws(logits: Tensor, rows: Sequence[Row]) -> list[int]:
+def many_draws(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     drawn: list[int] = []
     for start in range(0, len(rows), 2000):
         batch = rows[start : start + 2000]
@@ -91,11 +91,11 @@ def test_many_draws_have_the_law(spread: float, settings: dict[str, object], acr
     logits = torch.randn(SMALL, generator=torch.Generator().manual_seed(9)) * spread
     params = SamplingParams(**settings)
     history = History(params, [1, 2], [4, 5, 5], SMALL)
-    count = 10_000 if history.rules else 20_000
+    count = 10_000 if history.has_logits_rules else 20_000
     if across == "positions":
-        rows = [Row(params, position, history) for position in range(count)]
+        rows = [SamplingRow(params, position, history) for position in range(count)]
     else:
-        rows = [Row(params.model_copy(update={"seed": seed}), 3, history) for seed in range(count)]
+        rows = [SamplingRow(params.model_copy(update={"seed": seed}), 3, history) for seed in range(count)]
     law = reference_law(reference_logits(logits.tolist(), params, [1, 2], [4, 5, 5]), params)
     counts = torch.tensor(many_draws(logits, rows)).bincount(minlength=SMALL).tolist()
     assert chi_square_tail(counts, law) > SIGNIFICANCE
@@ -116,7 +116,7 @@ def test_draws_next_to_each_other_are_unrelated(across: str) -> None:
     law = logits.double().softmax(-1)
     rows = plain_rows(SamplingParams(seed=3), 40_000, 5)
     if across == "seeds":
-        rows = [Row(SamplingParams(seed=row.position), 3, row.history) for row in rows]
+        rows = [SamplingRow(SamplingParams(seed=row.position), 3, row.history) for row in rows]
     first, second = torch.tensor(many_draws(logits, rows)).view(-1, 2).unbind(-1)
     counts = (first * 5 + second).bincount(minlength=25).tolist()
     assert chi_square_tail(counts, torch.outer(law, law).flatten().tolist()) > SIGNIFICANCE
@@ -159,7 +159,9 @@ class TestTheTestItself:
 
     def test_reused_noise_is_seen(self) -> None:
         logits = torch.zeros(4)
-        rows = [Row(row.params, row.position // 2, row.history) for row in plain_rows(SamplingParams(), 10_000, 4)]
+        rows = [
+            SamplingRow(row.params, row.position // 2, row.history) for row in plain_rows(SamplingParams(), 10_000, 4)
+        ]
         first, second = torch.tensor(many_draws(logits, rows)).view(-1, 2).unbind(-1)
         counts = (first * 4 + second).bincount(minlength=16).tolist()
         assert chi_square_tail(counts, [1 / 16] * 16) < SIGNIFICANCE

@@ -10,24 +10,24 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.growth import Growth
+from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.core.policy.step_cost import RowCost
+from paceline.core.tree import TokenTree
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.methods.ngram import NGramSpeculator
+from paceline.drafting.methods.suffix import SuffixSpeculator
+from paceline.drafting.speculator import Commit, Opening, Speculator
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
+from paceline.engine.draft_manager import POOL_SOURCE
 from paceline.engine.engine import Engine
-from paceline.engine.guesses import POOL
-from paceline.growth import Growth
-from paceline.messages import Delta, FinishReason, Submission
 from paceline.model.loading import build
 from paceline.model.model import Model
-from paceline.model.table import TableModel
-from paceline.speculators.base import Commit, Opening, Speculator
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.ngram import NGram
-from paceline.speculators.suffix import Suffix
-from paceline.telemetry.step import StepStats
-from paceline.tree import TokenTree
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
-from tests.parallel import drafting_for
+from paceline.telemetry.step_stats import StepStats
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.parallel import drafting_for
 
 FREE = RowCost([8, 256], [1.0, 1.001])
 """Rows that cost nothing: every guess is verified."""
@@ -68,22 +68,22 @@ class Liar(Speculator):
         return grown
 
 
-def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> Drafting:
+def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> DraftClient:
     speculators = {
-        "draft_model": lambda: DraftModel(llama(dtype, noise=0.02), width),
-        "perfect": lambda: DraftModel(llama(dtype), width),
-        "ngram": lambda: NGram(1, 4, width),
-        "suffix": lambda: Suffix(SpeculativeConfig(method="suffix", tree_width=width)),
+        "draft_model": lambda: DraftModelSpeculator(llama(dtype, noise=0.02), width),
+        "perfect": lambda: DraftModelSpeculator(llama(dtype), width),
+        "ngram": lambda: NGramSpeculator(1, 4, width),
+        "suffix": lambda: SuffixSpeculator(SpeculativeConfig(method="suffix", tree_width=width)),
         "liar": Liar,
     }
-    return LocalDrafting(speculators[method]())
+    return LocalDraftClient(speculators[method]())
 
 
 def engine(
     model: Model,
-    source: Drafting,
+    source: DraftClient,
     *,
-    beside: Sequence[Drafting] = (),
+    beside: Sequence[DraftClient] = (),
     depth: int = 4,
     nodes: int = 16,
     **settings: int,
@@ -140,7 +140,7 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="module")
 def plain(dtype: torch.dtype) -> dict[str, Delta]:
     """One request at a time, no speculation: what everything else is compared with."""
-    answers = run(engine(llama(dtype), NoDrafting()), submissions(), together=1)
+    answers = run(engine(llama(dtype), NoDraftClient()), submissions(), together=1)
     assert len({tuple(answer.tokens[:8]) for answer in answers.values()}) == len(answers)
     return answers
 
@@ -158,10 +158,10 @@ def test_speculators_that_grow_one_tree_change_no_token(
     others = [drafting(name, dtype, 2, 6) for name in beside]
     target = engine(llama(dtype), drafting(method, dtype, 3, 6), beside=others, depth=6, nodes=24)
     assert same(run(target, submissions()), plain)
-    sources = range(POOL + 1, POOL + 1 + len(beside))
+    sources = range(POOL_SOURCE + 1, POOL_SOURCE + 1 + len(beside))
     assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
     assert sum(accepted(target, source) for source in sources) > 0, "what the other one does not find"
-    assert method == "liar" or accepted(target, POOL) > 5, "and what the other one guesses"
+    assert method == "liar" or accepted(target, POOL_SOURCE) > 5, "and what the other one guesses"
 
 
 def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> None:
@@ -173,19 +173,19 @@ def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> Non
     def share(source: int) -> float:
         return accepted(target, source) / sum(sum(target.calibrations[source, g].drafted) for g in (True, False))
 
-    assert share(POOL + 1) < 0.1
-    assert share(POOL + 2) > 0.4
+    assert share(POOL_SOURCE + 1) < 0.1
+    assert share(POOL_SOURCE + 2) > 0.4
 
 
 def test_what_was_answered_before_is_guessed_when_it_is_asked_again(
     plain: dict[str, Delta], dtype: torch.dtype
 ) -> None:
     others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
-    target = engine(llama(dtype), NoDrafting(), beside=others, depth=6, nodes=24)
+    target = engine(llama(dtype), NoDraftClient(), beside=others, depth=6, nodes=24)
     run(target, submissions())
-    first = accepted(target, POOL + 2)
+    first = accepted(target, POOL_SOURCE + 2)
     assert same(run(target, submissions()), plain)
-    assert accepted(target, POOL + 2) > 2 * first + 20
+    assert accepted(target, POOL_SOURCE + 2) > 2 * first + 20
 
 
 @pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "suffix", "liar"])
@@ -202,7 +202,7 @@ def test_guesses_of_one_pass_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path
 ) -> None:
     """Prompts come in chunks; and twice, so that prefixes come from the cache."""
-    source = LocalDrafting(drafting_for(llama(dtype), method, tmp_path))
+    source = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path))
     target = engine(llama(dtype), source, depth=4, nodes=24, max_num_batched_rows=17)
     steps: list[StepStats] = []
     assert same(run(target, submissions(), steps=steps), plain)
@@ -216,7 +216,7 @@ def test_preemption_amid_guesses_of_one_pass_changes_no_token(
 ) -> None:
     steps: list[StepStats] = []
     model = llama(dtype, slots=256)
-    source = LocalDrafting(drafting_for(llama(dtype), method, tmp_path))
+    source = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
     target = Engine(model, EngineConfig(slots=256), speculation, source, FREE)
     assert same(run(target, submissions(), steps=steps), plain)
@@ -224,7 +224,7 @@ def test_preemption_amid_guesses_of_one_pass_changes_no_token(
 
 
 def test_company_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    assert same(run(engine(llama(dtype), NoDrafting()), submissions(), together=5), plain)
+    assert same(run(engine(llama(dtype), NoDraftClient()), submissions(), together=5), plain)
 
 
 @pytest.mark.parametrize("rows", [8, 17, 64])
@@ -244,7 +244,7 @@ def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype
 
 
 def test_prefix_cache_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    target = engine(llama(dtype), NoDrafting())
+    target = engine(llama(dtype), NoDraftClient())
     assert same(run(target, submissions(), together=1), plain)
     again = run(target, submissions(), together=3)
     assert same(again, plain)
@@ -304,7 +304,7 @@ def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None
 
 def test_cancelling_frees_everything() -> None:
     model = TableModel(VOCABULARY, 512, 512)
-    target = engine(model, LocalDrafting(DraftModel(TableModel(VOCABULARY, 512, 512), 2)))
+    target = engine(model, LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, 512, 512), 2)))
     for request in submissions():
         target.submit(request)
     for victim in submissions():
@@ -328,7 +328,7 @@ def test_cancelling_frees_everything() -> None:
     ],
 )
 def test_a_bad_request_ends_alone(submission: Submission, word: str) -> None:
-    target = engine(TableModel(VOCABULARY, 512, 512), NoDrafting())
+    target = engine(TableModel(VOCABULARY, 512, 512), NoDraftClient())
     good = Submission("good", [1, 2], SamplingParams(max_tokens=3))
     answers = run(target, [good, submission])
     assert answers[submission.request_id].finish_reason is FinishReason.ERROR

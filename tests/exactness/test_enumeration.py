@@ -9,8 +9,8 @@ from fractions import Fraction
 
 import pytest
 
-from tests.exactness.chance import Chance, law_of
-from tests.exactness.rules import (
+from tests.helpers.chance import Chance, law_of
+from tests.helpers.rules import (
     Chain,
     Coupled,
     drafter_changes_output,
@@ -18,7 +18,7 @@ from tests.exactness.rules import (
     normalised,
     truncated,
 )
-from tests.exactness.worlds import DRAFTERS, Tokens, World, nobody
+from tests.helpers.worlds import DRAFTERS, Tokens, World, nobody
 
 WORLDS = [World(vocabulary=3, length=3, seed=0), World(3, 3, seed=1), World(vocabulary=2, length=4, seed=3)]
 

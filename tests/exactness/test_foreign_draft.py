@@ -7,20 +7,20 @@ import random
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.drafting import Speculator, build_speculator
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
+from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
+from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 from paceline.llm import LLM, VocabularyMismatchError
 from paceline.model import load
-from paceline.speculators import Speculator, build
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.intersection import IntersectionDraft
-from paceline.speculators.strings import StringDraft
-from paceline.speculators.vocabularies import VocabularyMapping
 from tests.exactness.test_wire import both, run, served
 from tests.exactness.test_wire import requests as wire_requests
-from tests.foreign import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
-from tests.llamas import VOCABULARY, peaked_llama
+from tests.helpers.foreign import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
+from tests.helpers.llamas import VOCABULARY, peaked_llama
 
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
-KINDS = {"none": DraftModel, "intersection": IntersectionDraft, "strings": StringDraft}
+KINDS = {"none": DraftModelSpeculator, "intersection": IntersectionDraft, "strings": RetokenizedDraft}
 ENGINE = EngineConfig(slots=2048)
 
 
@@ -66,13 +66,16 @@ def test_a_draft_of_another_vocabulary_changes_no_token(
 @pytest.mark.parametrize("mapping", ["none", "intersection", "strings"])
 def test_a_draft_of_the_targets_own_vocabulary_is_not_mapped(target: str, mapping: str) -> None:
     model = load(target, ENGINE)
-    assert type(build(speculation(target, mapping), ENGINE, model.lend, target)) is DraftModel
+    assert (
+        type(build_speculator(speculation(target, mapping), ENGINE, model.target_weights, target))
+        is DraftModelSpeculator
+    )
 
 
 @pytest.mark.parametrize("mapping", KINDS)
 def test_the_configuration_names_the_way(target: str, draft: str, mapping: str) -> None:
     model = load(target, ENGINE)
-    built = build(speculation(draft, mapping), ENGINE, model.lend, target)
+    built = build_speculator(speculation(draft, mapping), ENGINE, model.target_weights, target)
     assert type(built) is KINDS[mapping]
     assert (built.vocabulary_fingerprint == model.fingerprint) is (mapping != "none")
 
@@ -84,7 +87,7 @@ def test_without_a_mapping_it_is_refused(target: str, draft: str) -> None:
 
 def test_without_the_targets_name_there_is_no_mapping(target: str, draft: str) -> None:
     with pytest.raises(ValueError, match="needs the name of the target"):
-        build(speculation(draft, "strings"), ENGINE, load(target, ENGINE).lend)
+        build_speculator(speculation(draft, "strings"), ENGINE, load(target, ENGINE).target_weights)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -93,7 +96,7 @@ async def test_over_the_wire_too(target: str, draft: str, mapping: str, temperat
     """The target waits for the draft, so that there are guesses however fast it is."""
     model, config = load(target, ENGINE), speculation(draft, mapping, width=1)
     config = config.model_copy(update={"draft_schedule": "lockstep", "least_path_probability": 0.0})
-    async with served(model, config, build(config, ENGINE, model.lend, target)) as (link, drafts):
+    async with served(model, config, build_speculator(config, ENGINE, model.target_weights, target)) as (link, drafts):
         alone, _ = await run(link, wire_requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
         assert mixed == plain == alone
@@ -101,29 +104,29 @@ async def test_over_the_wire_too(target: str, draft: str, mapping: str, temperat
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("draft", [DraftModel, IntersectionDraft, StringDraft])
+@pytest.mark.parametrize("draft", [DraftModelSpeculator, IntersectionDraft, RetokenizedDraft])
 def test_every_way_fits_the_books_of_a_target_that_speaks_words(draft: type[Speculator]) -> None:
     """Byte-level words against a sentencepiece's, in one engine with preemption: slots are few."""
-    from tests.exactness.test_engine import FREE, LocalDrafting, NoDrafting, Submission
+    from tests.exactness.test_engine import FREE, LocalDraftClient, NoDraftClient, Submission
     from tests.exactness.test_engine import Engine as TargetEngine
     from tests.exactness.test_engine import run as serve
 
     ours, theirs = vocabulary(byte_level()), vocabulary(metaspace())
     mapping = VocabularyMapping.between(ours, theirs)
-    if draft is DraftModel:
-        speculator: Speculator = DraftModel(Reciter(ours), 3)
+    if draft is DraftModelSpeculator:
+        speculator: Speculator = DraftModelSpeculator(Reciter(ours), 3)
     elif draft is IntersectionDraft:
         speculator = IntersectionDraft(Reciter(theirs), mapping, 3)
     else:
-        speculator = StringDraft(DraftModel(Reciter(theirs), 3), mapping)
+        speculator = RetokenizedDraft(DraftModelSpeculator(Reciter(theirs), 3), mapping)
     prompts = [ours.tokenizer.encode(TALE[at : at + 40]) for at in range(0, 120, 20)]
     sampling = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=60) for i in range(len(prompts))]
     asked = [Submission(str(i), each, how) for i, (each, how) in enumerate(zip(prompts, sampling, strict=True))]
     config = SpeculativeConfig(method="draft_model", model="-", num_speculative_tokens=4, max_tree_nodes=12)
     small = EngineConfig(slots=256)
-    plain = serve(TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, NoDrafting(), FREE), asked)
+    plain = serve(TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, NoDraftClient(), FREE), asked)
     drafted = serve(
-        TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, LocalDrafting(speculator), FREE), asked
+        TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, LocalDraftClient(speculator), FREE), asked
     )
     assert {key: answer.tokens for key, answer in drafted.items()} == {
         key: answer.tokens for key, answer in plain.items()

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.methods.ngram import NGramSpeculator
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.grammar.following import Grammars, GrammarState, Mask
-from paceline.messages import Delta, FinishReason, Submission
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.ngram import NGram
+from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from tests.exactness.test_engine import FREE, Liar, llama, run
-from tests.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
+from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 
 PROMPT = [13, 23, 24, 25, 13, 23, 24, 25, 40]
 LAWS = {
@@ -48,13 +48,13 @@ FEW = ("schema", "choice")
 """Enough to see that something is wrong."""
 
 
-def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> Drafting:
-    speculator = DraftModel(llama(torch.float32, noise), width)
+def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> DraftClient:
+    speculator = DraftModelSpeculator(llama(torch.float32, noise), width)
     speculator.grammars = grammars() if knows else None
-    return LocalDrafting(speculator)
+    return LocalDraftClient(speculator)
 
 
-def engine(drafting: Drafting, known: Grammars | None = None, **keys: object) -> Engine:
+def engine(drafting: DraftClient, known: GrammarCompiler | None = None, **keys: object) -> Engine:
     model = llama(torch.float32)
     speculation = {"method": "ngram", "num_speculative_tokens": 5, "max_tree_nodes": 20, **keys}
     config = SpeculativeConfig.model_validate(speculation)
@@ -64,7 +64,7 @@ def engine(drafting: Drafting, known: Grammars | None = None, **keys: object) ->
 @pytest.fixture(scope="module")
 def plain() -> dict[str, Delta]:
     """One request at a time, no speculation."""
-    return run(engine(NoDrafting()), submissions(), together=1)
+    return run(engine(NoDraftClient()), submissions(), together=1)
 
 
 def outcome(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None]]:
@@ -73,7 +73,7 @@ def outcome(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReaso
 
 def outside(answer: Delta, grammar: str) -> bool:
     """Whether an output is no beginning of what the grammar allows, by parsing it afresh."""
-    state = grammars().follow(grammar, (END,), [])
+    state = grammars().start(grammar, (END,), [])
     state.wait(10.0)
     return not all(state.permits(answer.tokens[:i], token) for i, token in enumerate(answer.tokens))
 
@@ -103,8 +103,8 @@ def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, wid
         "knows": lambda: draft_model(width, knows=True),
         "does not know": lambda: draft_model(width, knows=False),
         "perfect": lambda: draft_model(width, knows=True, noise=0.0),
-        "ngram": lambda: LocalDrafting(NGram(1, 3, width)),
-        "liar": lambda: LocalDrafting(Liar()),
+        "ngram": lambda: LocalDraftClient(NGramSpeculator(1, 3, width)),
+        "liar": lambda: LocalDraftClient(Liar()),
     }[drafter]()
     target = engine(drafting)
     assert outcome(run(target, submissions())) == outcome(plain)
@@ -157,7 +157,7 @@ STRATEGIES: list[dict[str, object]] = [
 @pytest.mark.parametrize("keys", STRATEGIES, ids=str)
 @pytest.mark.parametrize("drafter", ["does not know", "liar"])
 def test_no_strategy_commits_a_token_outside_the_grammar(keys: dict[str, object], drafter: str) -> None:
-    drafting = LocalDrafting(Liar()) if drafter == "liar" else draft_model(2, knows=False)
+    drafting = LocalDraftClient(Liar()) if drafter == "liar" else draft_model(2, knows=False)
     answers = run(engine(drafting, **keys), submissions(FEW))
     for request in submissions(FEW):
         answer = answers[request.request_id]
@@ -220,7 +220,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
         for key, grammar in bad.items()
     ]
     good = Submission("good", PROMPT, params, SpeculativeOptions(enabled=False))
-    answers = run(engine(NoDrafting()), [*requests, good])
+    answers = run(engine(NoDraftClient()), [*requests, good])
     assert len(answers.pop("good").tokens) == 9
     assert all(answer.finish_reason is FinishReason.ERROR and not answer.tokens for answer in answers.values())
     words = {
@@ -233,7 +233,7 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
 
 
 def test_cancelling_while_a_grammar_is_compiled_frees_everything() -> None:
-    target = engine(NoDrafting())
+    target = engine(NoDraftClient())
     request = submissions()[0]
     target.submit(request)
     target.cancel(request.request_id)
@@ -273,26 +273,26 @@ def ends(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason |
 def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(name: str) -> None:
     """Parsers of one grammar share a lexer: what guesses and other requests leave of its limits is nobody's outcome."""
     grammar, limits, reasons = TIGHT[name]
-    replays, replay = 0, Grammars.replay
+    replays, replay = 0, GrammarCompiler.replay
 
-    def counted(self: Grammars, *args: Any) -> Any:
+    def counted(self: GrammarCompiler, *args: Any) -> Any:
         nonlocal replays
         replays += 1
         return replay(self, *args)
 
     requests = limited(grammar)
-    with tight(**limits), patch.object(Grammars, "replay", counted):
+    with tight(**limits), patch.object(GrammarCompiler, "replay", counted):
         alone: dict[str, Delta] = {}
         for request in requests:
-            alone |= run(engine(NoDrafting()), [request])
+            alone |= run(engine(NoDraftClient()), [request])
         assert {answer.finish_reason for answer in alone.values()} == reasons
         assert all("too many" in a.error.lower() for a in alone.values() if a.finish_reason is FinishReason.ERROR)
-        for drafting in (lambda: LocalDrafting(NGram(1, 3, 2)), lambda: draft_model(2, knows=True)):
+        for drafting in (lambda: LocalDraftClient(NGramSpeculator(1, 3, 2)), lambda: draft_model(2, knows=True)):
             replays = 0
             assert ends(run(engine(drafting()), requests)) == ends(alone)
             assert replays > 0
             assert ends(run(engine(drafting()), requests, together=1)) == ends(alone)
-        plain = engine(NoDrafting())
+        plain = engine(NoDraftClient())
         for _ in range(2):
             assert ends(run(plain, requests)) == ends(alone)
         resumed = [
@@ -307,7 +307,7 @@ def test_who_takes_over_ends_what_a_lost_target_had_not_ended_yet() -> None:
     requests = [replace(s, sampling=s.sampling.model_copy(update={"max_tokens": 12})) for s in limited(MEMORY)]
     said: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
     with tight(states=60):
-        target = engine(NoDrafting())
+        target = engine(NoDraftClient())
         for request in requests:
             target.submit(request)
         while target.busy:
@@ -318,13 +318,13 @@ def test_who_takes_over_ends_what_a_lost_target_had_not_ended_yet() -> None:
         for request in late:
             *before, last = said[request.request_id]
             committed = [token for delta in before for token in delta.tokens]
-            answer = run(engine(NoDrafting()), [replace(request, committed=committed)])[request.request_id]
+            answer = run(engine(NoDraftClient()), [replace(request, committed=committed)])[request.request_id]
             assert (answer.tokens, answer.finish_reason, answer.error) == ([], last.finish_reason, last.error)
 
 
 def test_who_takes_over_a_text_that_is_complete_ends_it() -> None:
     params = SamplingParams(max_tokens=9, grammar=GRAMMARS["choice"])
-    answer = run(engine(NoDrafting()), [Submission("r", PROMPT, params, committed=[PIECES.index("de")])])["r"]
+    answer = run(engine(NoDraftClient()), [Submission("r", PROMPT, params, committed=[PIECES.index("de")])])["r"]
     assert (answer.tokens, answer.finish_reason, answer.error) == ([], FinishReason.STOP, "")
 
 
@@ -341,9 +341,9 @@ def test_who_waits_for_a_replay_holds_up_nobody() -> None:
         target.check_integrity()
 
     with tight(states=90):
-        alone = run(engine(NoDrafting()), [first])
+        alone = run(engine(NoDraftClient()), [first])
         known = grammars()
-        target = engine(NoDrafting(), known)
+        target = engine(NoDraftClient(), known)
         for each in (first, second, good):
             target.submit(each)
         while not answers[first.request_id].tokens:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.sampling import History, Row, draw
-from paceline.tree import ROOT, TokenTree
-from paceline.verify import STRATEGIES, walk
+from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.tree import ROOT, TokenTree
+from paceline.core.verify import STRATEGIES, walk
 
 VOCABULARY, LENGTH = 16, 40
 PROMPT = [3, 1, 4, 1, 5]
@@ -30,12 +30,12 @@ def plain(params: SamplingParams) -> list[int]:
     """One token at a time; nobody guesses."""
     output: list[int] = []
     for _ in range(LENGTH):
-        row = Row(params, len(PROMPT) + len(output), History(params, PROMPT, output, VOCABULARY))
+        row = SamplingRow(params, len(PROMPT) + len(output), History(params, PROMPT, output, VOCABULARY))
         output += draw(table_logits(PROMPT + output)[None], [row]).tolist()
     return output
 
 
-Rows = Callable[[Row], Row]
+Rows = Callable[[SamplingRow], SamplingRow]
 
 
 def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | None = None) -> list[int]:
@@ -48,7 +48,7 @@ def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | No
         grow(tree, right[len(output) :], guesser)
         verified = tree.best(guesser.randrange(12), max_depth=guesser.randrange(7))
         paths = [tree.path_tokens(node) for node in (ROOT, *verified)]
-        rows = [Row(params, len(PROMPT) + len(output) + len(path), history, path) for path in paths]
+        rows = [SamplingRow(params, len(PROMPT) + len(output) + len(path), history, path) for path in paths]
         if alter is not None:
             rows[1:] = map(alter, rows[1:])
         logits = torch.stack([table_logits([*PROMPT, *output, *path]) for path in paths])
@@ -94,7 +94,7 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(5))
 def test_guesses_change_nothing(params: SamplingParams, strategy: str, seed: int) -> None:
-    law = STRATEGIES[strategy].law(params)
+    law = STRATEGIES[strategy].effective_params(params)
     assert speculative(law, random.Random(seed)) == plain(law)
 
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import NoDrafting
+from paceline.core.sampling import History, draw
+from paceline.core.strategies import make_verifier
+from paceline.core.strategies.logit_comparison import LogitComparison
+from paceline.core.strategies.lossy import longest_accepted_path
+from paceline.core.strategies.relaxed_thinking import RelaxedThinking
+from paceline.core.strategies.synthetic import SyntheticAcceptance, conditional_rate
+from paceline.core.strategies.typical_acceptance import TypicalAcceptance
+from paceline.core.strategies.verifier import VerificationInput, Verifier
+from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.model.table import TableModel
-from paceline.sampling import History, draw
-from paceline.strategies import verifier
-from paceline.strategies.base import Guessed, Verifier
-from paceline.strategies.lenient import longest
-from paceline.strategies.logit_comparison import LogitComparison
-from paceline.strategies.synthetic import Synthetic, rate_at_each_depth
-from paceline.strategies.thinking import RelaxedThinking
-from paceline.strategies.typical import TypicalAcceptance
+from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_engine import FREE
-from tests.guessing import guessed
+from tests.helpers.guessing import guessed
 
 SEEDS = range(40)
 HOT = SamplingParams(temperature=1.0)
@@ -33,12 +33,12 @@ def law(*probabilities: float) -> Tensor:
     return torch.tensor(probabilities).log()
 
 
-def accepted(rule: Verifier, logits: Tensor, each: Guessed) -> int:
+def accepted(rule: Verifier, logits: Tensor, each: VerificationInput) -> int:
     [committed] = rule.verify(logits, [each])
     return len(committed) - 1
 
 
-def draws_of(logits: Tensor, each: Guessed) -> list[int]:
+def draws_of(logits: Tensor, each: VerificationInput) -> list[int]:
     return draw(logits, each.rows).tolist()
 
 
@@ -96,20 +96,20 @@ class TestLongest:
     def test_a_draw_goes_before_what_is_admitted(self) -> None:
         each = guessed(HOT, 5, [1], [2])
         first, second = each.verified
-        assert longest(each, [2, 0, 3], {first: 0.9, second: 0.1}) == [2, 3]
-        assert longest(each, [4, 0, 3], {first: 0.9, second: 0.1}) == [1, 0]
-        assert longest(each, [4, 0, 3], {first: 0.1, second: 0.9}) == [2, 3]
+        assert longest_accepted_path(each, [2, 0, 3], {first: 0.9, second: 0.1}) == [2, 3]
+        assert longest_accepted_path(each, [4, 0, 3], {first: 0.9, second: 0.1}) == [1, 0]
+        assert longest_accepted_path(each, [4, 0, 3], {first: 0.1, second: 0.9}) == [2, 3]
 
     def test_nothing_admitted_is_coupled(self) -> None:
         each = guessed(HOT, 5, [1, 2], [3])
-        assert longest(each, [1, 2, 4, 0], {}) == [1, 2, 4]
-        assert longest(each, [3, 2, 4, 0], {}) == [3, 0]
-        assert longest(each, [4, 2, 4, 0], {}) == [4]
+        assert longest_accepted_path(each, [1, 2, 4, 0], {}) == [1, 2, 4]
+        assert longest_accepted_path(each, [3, 2, 4, 0], {}) == [3, 0]
+        assert longest_accepted_path(each, [4, 2, 4, 0], {}) == [4]
 
     def test_below_what_is_refused_nothing_stands(self) -> None:
         each = guessed(HOT, 5, [1, 2])
         _, second = each.verified
-        assert longest(each, [4, 2, 3], {second: 0.9}) == [4]
+        assert longest_accepted_path(each, [4, 2, 3], {second: 0.9}) == [4]
 
 
 class TestLogitComparison:
@@ -190,18 +190,18 @@ class TestSynthetic:
     @pytest.mark.parametrize("depths", [1, 2, 5, 16])
     @pytest.mark.parametrize("rate", [0.0, 0.1, 0.6, 0.95, 1.0])
     def test_the_mean_joint_acceptance_is_what_was_asked(self, rate: float, depths: int) -> None:
-        each = rate_at_each_depth(rate, depths)
+        each = conditional_rate(rate, depths)
         assert sum(each**depth for depth in range(1, depths + 1)) / depths == pytest.approx(rate, abs=1e-9)
 
     def test_chains_are_accepted_at_that_rate(self) -> None:
-        rule = Synthetic(rate_at_each_depth(0.5, 3))
+        rule = SyntheticAcceptance(conditional_rate(0.5, 3))
         logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
         counts = [accepted(rule, logits, guessed(seeded(seed), 6, [1, 2, 3])) for seed in range(4000)]
         assert sum(counts) / 3 / len(counts) == pytest.approx(0.5, abs=0.03)
 
     def test_the_tokens_do_not_matter(self) -> None:
         logits = torch.tensor([0.0, -50.0]).expand(3, -1)
-        rule = Synthetic(0.5)
+        rule = SyntheticAcceptance(0.5)
         for seed in SEEDS:
             ones, zeros = (accepted(rule, logits, guessed(seeded(seed), 2, [t, t])) for t in (1, 0))
             assert ones == zeros
@@ -211,7 +211,7 @@ class TestSynthetic:
         """At 0 even what the target draws is not accepted, and at 1 the first of siblings is."""
         logits = torch.tensor([[0.0, 9.0, 0.0, 0.0]]).expand(4, -1)
         each = guessed(GREEDY, 4, [1, 2], [3])
-        [committed] = Synthetic(rate).verify(logits, [each])
+        [committed] = SyntheticAcceptance(rate).verify(logits, [each])
         assert committed == ([1, 2, 1] if tokens == 3 else [1])
 
 
@@ -238,9 +238,9 @@ def test_a_strategy_says_what_it_costs_when_it_starts(
     keys: dict[str, object], name: str, level: int | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     speculation = SpeculativeConfig(method="ngram", **keys)
-    assert isinstance(verifier(speculation), Verifier)
+    assert isinstance(make_verifier(speculation), Verifier)
     with caplog.at_level(logging.INFO):
-        Engine(TableModel(8, 256, 256), EngineConfig(slots=256), speculation, NoDrafting(), FREE)
+        Engine(TableModel(8, 256, 256), EngineConfig(slots=256), speculation, NoDraftClient(), FREE)
     said = [(record.levelno, record.message) for record in caplog.records if name in record.message]
     assert [lvl for lvl, _ in said] == ([level] if level else [])
     assert all(("lossy" in message) == (level == logging.WARNING) for _, message in said)

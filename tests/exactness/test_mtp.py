@@ -9,20 +9,20 @@ from pathlib import Path
 import pytest
 from torch import Tensor
 
-from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.messages import Delta, Submission
+from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.heads.head_speculator import HeadSpeculator
+from paceline.drafting.methods.mtp import MtpNetwork, load_mtp
+from paceline.drafting.speculator import Context, Opening
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.llm import LLM
-from paceline.messages import Delta, Submission
 from paceline.model import load
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.model import TransformersModel
-from paceline.model.rows import Lane
-from paceline.speculators.base import Context, Opening
-from paceline.speculators.head import Head
-from paceline.speculators.mtp import MultiTokenPrediction, load_mtp
-from tests.mtp_checkpoints import VOCABULARY, layer_tensors, oracle_tensors, save_speculators, save_target
+from paceline.model.rows import SlotTable
+from tests.helpers.mtp_checkpoints import VOCABULARY, layer_tensors, oracle_tensors, save_speculators, save_target
 
 FAMILIES = ["deepseek_v3", "glm4_moe", "mimo"]
 FREE = RowCost([8, 256], [1.0, 1.001])
@@ -42,14 +42,16 @@ def target(folder: Path, family: str, tensors: Mapping[str, Tensor], dtype: str 
     return model
 
 
-def layer_of(model: TransformersModel) -> MultiTokenPrediction:
-    lent = model.lend()
+def layer_of(model: TransformersModel) -> MtpNetwork:
+    lent = model.target_weights()
     return load_mtp(Checkpoint(lent.folder), lent, slots=1024)
 
 
-def head(model: TransformersModel, width: int = 2) -> Head:
-    lent = model.lend()
-    return Head("mtp", layer_of(model), lent.fingerprint, lent.vocabulary_size, width, least_path_probability=0.0)
+def head(model: TransformersModel, width: int = 2) -> HeadSpeculator:
+    lent = model.target_weights()
+    return HeadSpeculator(
+        "mtp", layer_of(model), lent.fingerprint, lent.vocabulary_size, width, least_path_probability=0.0
+    )
 
 
 def tokens(count: int, seed: int) -> list[int]:
@@ -61,7 +63,7 @@ def submissions() -> list[Submission]:
     return [Submission(f"r{i}", tokens(n, n), laws[i % 2]) for i, n in enumerate((1, 3, 40, 64, 65, 130))]
 
 
-def serve(model: TransformersModel, drafting: Drafting, **settings: int) -> dict[str, Delta]:
+def serve(model: TransformersModel, drafting: DraftClient, **settings: int) -> dict[str, Delta]:
     """The whole answers by request."""
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
     engine = Engine(model, EngineConfig(slots=1024, **settings), speculation, drafting, FREE)
@@ -90,17 +92,17 @@ def accepted(answers: Mapping[str, Delta]) -> int:
 def test_a_target_s_own_layer_changes_no_token(family: str, dtype: str, tmp_path: Path) -> None:
     """Greedy and drawn, for a layer that guesses well: one that looks the last token up, as its target nearly does."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)), dtype)
-    plain = serve(model, NoDrafting())
-    drafted = serve(model, LocalDrafting(head(model)))
+    plain = serve(model, NoDraftClient())
+    drafted = serve(model, LocalDraftClient(head(model)))
     assert texts(drafted) == texts(plain)
     assert accepted(drafted) > 80, "of 240 tokens"
-    assert texts(serve(model, LocalDrafting(head(model, width=1)), max_num_batched_rows=16)) == texts(plain)
+    assert texts(serve(model, LocalDraftClient(head(model, width=1)), max_num_batched_rows=16)) == texts(plain)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_knows_nothing_changes_no_token(family: str, tmp_path: Path) -> None:
     model = target(tmp_path, family, layer_tensors(family))
-    assert texts(serve(model, LocalDrafting(head(model)))) == texts(serve(model, NoDrafting()))
+    assert texts(serve(model, LocalDraftClient(head(model)))) == texts(serve(model, NoDraftClient()))
 
 
 ALWAYS = {"draft_schedule": "lockstep", "row_budget": False}
@@ -131,7 +133,7 @@ def test_a_layer_of_the_speculators_library_drafts_for_a_qwen3_target(tmp_path: 
 def test_a_layer_that_hands_on_its_state_says_what_the_target_said_there(family: str, tmp_path: Path) -> None:
     """So row i is fed with the state of position i, behind the final norm."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, HIDDEN)))
-    network, sequence, lane = layer_of(model), tokens(40, 5), Lane()
+    network, sequence, lane = layer_of(model), tokens(40, 5), SlotTable()
     lane.slots = list(range(1, 41))
     rows = [lane.row(token, i) for i, token in enumerate(sequence)]
     said = model.run(rows, range(40), network.hidden_state_layers)
@@ -146,10 +148,10 @@ def test_a_layer_that_hands_on_its_state_says_what_the_target_said_there(family:
 def test_a_layer_that_looks_up_its_token_looks_up_the_next_one(family: str, tmp_path: Path) -> None:
     """So row i is fed with the token of position i + 1: the first row's guess follows from the root, and so on."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)))
-    lent, sequence, lane = model.lend(), tokens(40, 5), Lane()
+    lent, sequence, lane = model.target_weights(), tokens(40, 5), SlotTable()
     lane.slots = list(range(1, 41))
     rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    said = model.run(rows, [], (lent.final,))
+    said = model.run(rows, [], (lent.final_layer,))
     assert said.hidden is not None
     expected, token = [], sequence[-1]
     for _ in range(3):
@@ -159,7 +161,7 @@ def test_a_layer_that_looks_up_its_token_looks_up_the_next_one(family: str, tmp_
     assert first_guesses(head(model, width=1), sequence, said.hidden) == expected
 
 
-def first_guesses(drafter: Head, sequence: Sequence[int], states: Tensor) -> list[int]:
+def first_guesses(drafter: HeadSpeculator, sequence: Sequence[int], states: Tensor) -> list[int]:
     """A chain of three, told of all states but the root's."""
     drafter.open(Opening(1, sequence, 0, GREEDY, max_depth=3, max_nodes=3))
     drafter.context(Context(1, 0, states[: len(sequence) - 1]))

@@ -7,8 +7,8 @@ from fractions import Fraction
 
 import pytest
 
-from paceline.tree import ROOT, TokenTree
-from tests.exactness.rules import (
+from paceline.core.tree import ROOT, TokenTree
+from tests.helpers.rules import (
     Chain,
     Coupled,
     Rule,
@@ -19,7 +19,7 @@ from tests.exactness.rules import (
     normalised,
     truncated,
 )
-from tests.exactness.worlds import DRAFTERS, Law, Scene, World, drawn, nobody
+from tests.helpers.worlds import DRAFTERS, Law, Scene, World, drawn, nobody
 
 # The smallest first: mutants that waste noise take long to count.
 WORLDS = [World(vocabulary=2, length=2), *(World(vocabulary=3, length=3, seed=seed) for seed in range(3))]

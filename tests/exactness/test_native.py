@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.model.attention import Heads, KVCache
+from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.layers import TorchNetwork
-from paceline.model.llama import Fusion, Layer, RotaryTables
-from paceline.model.native import network as native
-from paceline.model.native.library import Native
-from paceline.model.native.product import Product
-from paceline.model.rows import Lane
+from paceline.model.native import native_network as native
+from paceline.model.native.native_library import NativeLibrary
+from paceline.model.native.native_product import NativeProduct
+from paceline.model.rows import SlotTable
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
@@ -47,7 +47,7 @@ class Shape:
     biases: bool = False
     head_norms: bool = False
     fusion: str = ""
-    """Parts of the `Fusion`, if there is one."""
+    """Parts of the `StateFusion`, if there is one."""
 
     @property
     def heads(self) -> Heads:
@@ -83,7 +83,7 @@ VARIED = ["everything", "fusion, odd widths", "projection, odd widths"]
 class Weights:
     shape: Shape
     dtype: torch.dtype
-    layers: list[Layer] = field(init=False)
+    layers: list[DecoderLayerWeights] = field(init=False)
 
     def __post_init__(self) -> None:
         self._generator = torch.Generator().manual_seed(3)
@@ -99,15 +99,15 @@ class Weights:
         scale = sizes[-1] ** -0.5 if scale is None else scale
         return (torch.randn(*sizes, generator=self._generator) * scale).to(self.dtype)
 
-    def _fusion(self, parts: list[str]) -> Fusion:
+    def _fusion(self, parts: list[str]) -> StateFusion:
         hidden = self.shape.hidden
         sizes = {"token_norm": (hidden,), "state_norm": (hidden,), "projection_bias": (hidden,)}
         tensors = {name: self._random(*size, scale=1.0) for name, size in sizes.items() if name in parts}
         if "projection" in parts:
             tensors["projection"] = self._random(hidden, 2 * hidden)
-        return Fusion(**tensors, norms_residual="norms_residual" in parts)
+        return StateFusion(**tensors, norms_residual="norms_residual" in parts)
 
-    def _layer(self, n: int) -> Layer:
+    def _layer(self, n: int) -> DecoderLayerWeights:
         s = self.shape
         width = 2 * s.hidden if n == 0 and s.fusion and "projection" not in s.fusion else s.hidden
         queries, keys = s.query_heads * s.head_size, s.key_heads * s.head_size
@@ -127,13 +127,13 @@ class Weights:
             tensors |= {name: self._random(s.head_size, scale=1.0) for name in ("query_norm", "key_norm")}
         tensors |= {name: self._random(s.hidden, scale=1.0) for name in ("input_norm", "inner_norm")}
         sinks = torch.randn(s.query_heads, generator=self._generator) * 3 if s.sinks else None
-        return Layer(**tensors, sinks=sinks, window=s.windows[n])
+        return DecoderLayerWeights(**tensors, sinks=sinks, window=s.windows[n])
 
-    def network(self, kind: type = native.Network) -> native.Network:
+    def network(self, kind: type = native.NativeNetwork) -> native.NativeNetwork:
         s = self.shape
-        width = native.head_width(s.heads) if kind is native.Network else None
+        width = native.head_width(s.heads) if kind is native.NativeNetwork else None
         cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width)
-        made: native.Network = kind(
+        made: native.NativeNetwork = kind(
             self.layers,
             s.heads,
             cache,
@@ -181,7 +181,7 @@ class Weights:
         final = _normed(x, self.norm)
         return final @ self.head.double().T, [*states, final]
 
-    def _attention(self, layer: Layer, x: Tensor) -> Tensor:
+    def _attention(self, layer: DecoderLayerWeights, x: Tensor) -> Tensor:
         s, count = self.shape, len(x)
         query, key, value = (
             _product(x, layer, name).view(count, -1, s.head_size) for name in ("query", "key", "value")
@@ -212,7 +212,7 @@ def _normed(x: Tensor, weight: Tensor | None) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
 
 
-def _product(x: Tensor, layer: Layer, name: str) -> Tensor:
+def _product(x: Tensor, layer: DecoderLayerWeights, name: str) -> Tensor:
     bias = getattr(layer, f"{name}_bias")
     y = x @ getattr(layer, name).double().T
     return y if bias is None else y + bias.double()
@@ -222,8 +222,8 @@ def tokens(count: int) -> list[int]:
     return random.Random(7).choices(range(VOCABULARY), k=count)
 
 
-def one_by_one(network: native.Network, sequence: list[int], given: Tensor | None = None) -> Tensor:
-    lane, logits = Lane(), []
+def one_by_one(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
+    lane, logits = SlotTable(), []
     for i, token in enumerate(sequence):
         lane.slots.append(SLOTS - 1 - i)
         state = None if given is None else given[i : i + 1]
@@ -231,9 +231,9 @@ def one_by_one(network: native.Network, sequence: list[int], given: Tensor | Non
     return torch.cat(logits)
 
 
-def in_trees(network: native.Network, sequence: list[int], given: Tensor | None = None) -> Tensor:
+def in_trees(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
     """In steps of several rows: each verifies a part of the sequence as a branch among decoys, and commits it."""
-    rng, lane, logits = random.Random(3), Lane(), []
+    rng, lane, logits = random.Random(3), SlotTable(), []
     free = list(range(1, SLOTS))
     while (done := len(lane)) < len(sequence):
         rows, wanted, inputs = [], [], []
@@ -277,10 +277,10 @@ def test_rows_do_not_depend_on_their_company(shape: str, dtype: torch.dtype) -> 
 @pytest.fixture(params=[1, 2, 3, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     """So many threads, and parts, whatever the machine has."""
-    before = Native.instance()
-    Native.use(Native(request.param))
+    before = NativeLibrary.instance()
+    NativeLibrary.set_instance(NativeLibrary(request.param))
     yield request.param
-    Native.use(before)
+    NativeLibrary.set_instance(before)
 
 
 @pytest.mark.parametrize("shape", VARIED)
@@ -288,7 +288,7 @@ def test_rows_do_not_depend_on_the_number_of_threads(shape: str, threads: int, d
     weights, sequence = Weights(SHAPES[shape], dtype), tokens(90)
     given = weights.given(len(sequence))
     ours = in_trees(weights.network(), sequence, given)
-    Native.use(Native(1))
+    NativeLibrary.set_instance(NativeLibrary(1))
     assert torch.equal(ours, one_by_one(weights.network(), sequence, given))
 
 
@@ -306,7 +306,7 @@ def test_networks_may_run_in_several_threads(threads: int) -> None:
 def test_states_of_layers_are_the_formula_s(shape: str, threads: int) -> None:
     weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(50)
     _, expected = weights.formula(sequence)
-    lane = Lane(range(1, 51))
+    lane = SlotTable(range(1, 51))
     rows = [lane.row(token, i) for i, token in enumerate(sequence)]
     _, states = weights.network().run(rows, [49], [3, 0, 2, 1], states=weights.given(50))
     assert states is not None
@@ -331,7 +331,7 @@ def test_a_product_is_the_formula_s(out: int, into: int, dtype: torch.dtype, thr
     generator = torch.Generator().manual_seed(5)
     weight, bias, x = (torch.randn(*size, generator=generator) for size in ((out, into), (out,), (23, into)))
     weight, bias, x = weight.to(dtype), bias.to(dtype), x.to(dtype)
-    product = Product(weight, bias)
+    product = NativeProduct(weight, bias)
     together = product(x)
     expected = x.double() @ weight.double().T + bias.double()
     assert (together - expected).abs().max() < 1e-5 * expected.abs().max()
@@ -347,12 +347,12 @@ def test_a_sum_over_ranks_that_fails_ends_the_pass_with_its_error() -> None:
 
     s = weights.shape
     cache = KVCache(2, SLOTS, s.heads, torch.float32, torch.device("cpu"))
-    network = native.Network(
+    network = native.NativeNetwork(
         weights.layers, s.heads, cache, weights.rotary, hidden=64, eps=EPS, scale=1.0, embedding=weights.embedding,
         norm=weights.norm, head=weights.head, sums=lost,
     )  # fmt: skip
     with pytest.raises(ConnectionError, match="a rank is gone"):
-        network.run([Lane([1]).row(5, 0)], [0])
+        network.run([SlotTable([1]).row(5, 0)], [0])
 
 
 def test_memory_comes_back_when_a_network_is_dropped() -> None:

@@ -12,8 +12,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
-from paceline.model import Lane, load
-from paceline.models import resolve_model
+from paceline.model import SlotTable, load
+from paceline.model_names import resolve_model
 from paceline.text import Tokenizer
 
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
@@ -43,7 +43,7 @@ def test_logits_are_those_of_transformers(dtype: str, largest: float, agreement:
     """Both are compared with transformers in float32. Measured: 2.7e-5 and 100 %, 0.13 and 99.67 %; transformers' own
     bfloat16: 0.31 and 97.9 %."""
     exact, native = transformers_model(torch.float32), load("pydoc", EngineConfig(dtype=dtype, slots=256))
-    lane = Lane(range(1, LENGTH + 1))
+    lane = SlotTable(range(1, LENGTH + 1))
     off, agreed = 0.0, 0
     for passage in passages():
         with torch.inference_mode():

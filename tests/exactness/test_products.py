@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from paceline.config import EngineConfig
 from paceline.model.layers import Linear
 from paceline.model.loading import build
-from paceline.model.probe import rows_invariant
-from paceline.model.products import in_pieces, piecewise
+from paceline.model.row_invariant_linear import chunked_product, use_chunked_linear
+from paceline.model.row_probe import is_row_invariant
 from tests.exactness.test_rows import network
 
 ROWS = 256
@@ -30,8 +30,8 @@ def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.d
     x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
     module = nn.Linear(*weight.shape[::-1], bias=False, dtype=dtype)
     module.weight = nn.Parameter(weight, requires_grad=False)
-    piecewise(module)
-    for product in (Linear(weight), lambda some: in_pieces(lambda piece: F.linear(piece, weight), some), module):
+    use_chunked_linear(module)
+    for product in (Linear(weight), lambda some: chunked_product(lambda piece: F.linear(piece, weight), some), module):
         alone = torch.cat([product(some) for some in x.split(8)])
         assert torch.equal(product(x[:rows]), alone[:rows])
 
@@ -41,7 +41,7 @@ def test_a_layers_input_may_have_more_dimensions(rows: int) -> None:
     module = nn.Linear(64, 32).to(torch.bfloat16)
     x = torch.randn(1, rows, 2, 64).to(torch.bfloat16)
     expected = module(x)
-    piecewise(module)
+    use_chunked_linear(module)
     assert module(x).shape == expected.shape
     torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=2e-2)
 
@@ -50,4 +50,4 @@ def test_a_layers_input_may_have_more_dimensions(rows: int) -> None:
 def test_wide_models_have_invariant_rows(family: str) -> None:
     """By operators of ours, and by transformers' own."""
     wide = network(family, torch.bfloat16, hidden_size=768, intermediate_size=1536)
-    assert rows_invariant(build(wide, family, EngineConfig(slots=512), "", []))
+    assert is_row_invariant(build(wide, family, EngineConfig(slots=512), "", []))

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from paceline.strategies.block import as_a_block
-from paceline.strategies.residual import Link, Verdict, one_by_one
-from tests.exactness.chance import Chance, law_of
-from tests.exactness.rules import Coin, Rejection, by_position, law_error, left_over, normalised
+from paceline.core.strategies.block_verification import accept_block
+from paceline.core.strategies.residual import ChainAcceptance, ChainToken, accept_each
 from tests.exactness.test_identity import random_law
-from tests.exactness.worlds import Law, Scene, Tokens, World, nobody
+from tests.helpers.chance import Chance, law_of
+from tests.helpers.rules import Coin, Rejection, by_position, law_error, left_over, normalised
+from tests.helpers.worlds import Law, Scene, Tokens, World, nobody
 
 WORLDS = [
     *(World(vocabulary=2, length=3, seed=seed) for seed in (0, 2, 3)),
@@ -26,7 +26,7 @@ WORLDS = [
 ]
 VISIBLE = Fraction(1, 1000)
 
-RULES = {"one by one": one_by_one, "as a block": as_a_block}
+RULES = {"one by one": accept_each, "as a block": accept_block}
 
 
 class RandomPair:
@@ -41,9 +41,9 @@ class RandomPair:
         target, draft = random_law(rng, self.size), random_law(rng, self.size)
         return target, draft if rng.random() < 0.9 else target
 
-    def link(self, prefix: Tokens, token: int) -> Link:
+    def link(self, prefix: Tokens, token: int) -> ChainToken:
         target, draft = self.laws(prefix)
-        return Link(token, dict(enumerate(draft)), dict(enumerate(target)))
+        return ChainToken(token, dict(enumerate(draft)), dict(enumerate(target)))
 
     def verified(self, rule: Any, guesses: int, chance: Chance) -> tuple[Tokens, Tokens]:
         """The chain, and what is committed after one verification."""
@@ -88,7 +88,7 @@ def test_random_laws_become_the_targets(seed: int, rule: Any, guesses: int) -> N
 def test_one_guess_is_accepted_as_often_as_can_be(seed: int) -> None:
     pair = RandomPair(seed)
     target, draft = pair.laws(())
-    accepted = law_of(lambda chance: len(pair.verified(one_by_one, 1, chance)[1]) - 1)
+    accepted = law_of(lambda chance: len(pair.verified(accept_each, 1, chance)[1]) - 1)
     assert accepted.get(1, 0) == sum(map(min, target, draft))
 
 
@@ -99,8 +99,8 @@ def test_a_block_accepts_at_least_as_many(seed: int) -> None:
         return sum((count * weight for count, weight in law.items()), Fraction(0))
 
     pair = RandomPair(3 * seed)  # of two tokens
-    assert mean(as_a_block, pair) >= mean(one_by_one, pair)
-    assert seed > 3 or mean(as_a_block, pair) > mean(one_by_one, pair)
+    assert mean(accept_block, pair) >= mean(accept_each, pair)
+    assert seed > 3 or mean(accept_block, pair) > mean(accept_each, pair)
 
 
 def rows_by_own_token(scene: Scene, nodes: Sequence[int]) -> int:
@@ -130,10 +130,10 @@ RIGHT = {
     "rows by the guess": Rejection(ahead=3, rows=rows_by_own_token),
     "rows by the guess after it": Rejection(ahead=3, rows=rows_by_the_next_token),
     "keyed by position": Rejection(ahead=3, guess_key=by_position, coin_key=by_position),
-    "a block": Rejection(as_a_block, ahead=2),
-    "a long block": Rejection(as_a_block, ahead=3),
-    "blocks without rows": Rejection(as_a_block, ahead=3, rows=nothing_has_rows),
-    "blocks by prefix": Rejection(as_a_block, ahead=3, rows=rows_by_prefix),
+    "a block": Rejection(accept_block, ahead=2),
+    "a long block": Rejection(accept_block, ahead=3),
+    "blocks without rows": Rejection(accept_block, ahead=3, rows=nothing_has_rows),
+    "blocks by prefix": Rejection(accept_block, ahead=3, rows=rows_by_prefix),
 }
 
 
@@ -147,27 +147,27 @@ def sharper(law: Law) -> Law:
     return normalised([p * p for p in law])
 
 
-def unaccumulated(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+def unaccumulated(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
     """Block verification without the joint weight: each guess by its own ratio, the last success counts."""
-    verdict = Verdict(0)
+    verdict = ChainAcceptance(0)
     for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
         if u * link.draft_probs[link.token] < link.target_probs[link.token]:
-            verdict = Verdict(depth)
+            verdict = ChainAcceptance(depth)
     return verdict
 
 
-def unweighted(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+def unweighted(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
     """The weight is forgotten when a guess is replaced."""
-    return Verdict(as_a_block(links, uniforms).accepted)
+    return ChainAcceptance(accept_block(links, uniforms).accepted)
 
 
-def accepts_to_the_end(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
+def accepts_to_the_end(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
     """The running weight alone decides at every place, as it should at the last one only."""
-    verdict, weight = Verdict(0), Fraction(1)
+    verdict, weight = ChainAcceptance(0), Fraction(1)
     for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
         weight = min(Fraction(1), weight * link.target_probs[link.token] / link.draft_probs[link.token])
         if u < weight:
-            verdict = Verdict(depth, weight)
+            verdict = ChainAcceptance(depth, weight)
     return verdict
 
 
@@ -191,16 +191,16 @@ MUTANTS = {
     "a slot chosen by its own token": Rejection(ahead=3, rows=rows_by_own_token, beyond=False),
     "a guess sent only if it is likely": Rejection(sent=lambda law, token: law[token] >= Fraction(1, 2)),
     "accepts by argmax": Rejection(
-        lambda links, uniforms: Verdict(
+        lambda links, uniforms: ChainAcceptance(
             next((i for i, x in enumerate(links) if x.target_probs[x.token] < max(x.target_probs.values())), len(links))
         )
     ),
     "block without the joint weight": Rejection(unaccumulated, ahead=3),
     "block forgets the weight of what is left": Rejection(unweighted, ahead=3),
     "block accepts by the weight at every place": Rejection(accepts_to_the_end, ahead=3),
-    "block whose end follows from the guess after it": Rejection(as_a_block, ahead=3, rows=rows_by_the_next_token),
-    "block with guesses' noise keyed by position": Rejection(as_a_block, ahead=3, guess_key=by_position),
-    "block with tests' noise keyed by position": Rejection(as_a_block, ahead=3, coin_key=by_position),
+    "block whose end follows from the guess after it": Rejection(accept_block, ahead=3, rows=rows_by_the_next_token),
+    "block with guesses' noise keyed by position": Rejection(accept_block, ahead=3, guess_key=by_position),
+    "block with tests' noise keyed by position": Rejection(accept_block, ahead=3, coin_key=by_position),
 }
 
 
@@ -210,8 +210,8 @@ def test_mutants_of_residual_are_caught(rule: Rejection) -> None:
 
 
 def test_a_swapped_ratio_is_caught() -> None:
-    def swapped(links: Sequence[Link], uniforms: Sequence[Any]) -> Verdict:
-        return one_by_one([Link(each.token, each.target_probs, each.draft_probs) for each in links], uniforms)
+    def swapped(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
+        return accept_each([ChainToken(each.token, each.target_probs, each.draft_probs) for each in links], uniforms)
 
     # A target probability of 0 would divide by it; two worlds have none.
     errors = []
@@ -224,14 +224,14 @@ def test_a_swapped_ratio_is_caught() -> None:
 
 def test_a_guess_that_the_target_cannot_draw_is_refused_by_every_uniform_number() -> None:
     """The smallest one is 0: a rule that accepts at equality would let it pass."""
-    impossible = Link(0, {0: 1.0}, {0: 0.0})
-    assert one_by_one([impossible], [0.0]) == Verdict(0)
-    assert as_a_block([impossible], [0.0]).accepted == 0
+    impossible = ChainToken(0, {0: 1.0}, {0: 0.0})
+    assert accept_each([impossible], [0.0]) == ChainAcceptance(0)
+    assert accept_block([impossible], [0.0]).accepted == 0
 
 
 def test_uniform_numbers_on_a_grid_accept_their_share() -> None:
     levels = [i / 64 for i in range(64)]
     for share in (0, 16, 32, 63, 64):
-        link = Link(3, {3: 1.0}, {3: share / 64})
-        assert sum(one_by_one([link], [u]).accepted for u in levels) == share
-        assert sum(as_a_block([link], [u]).accepted for u in levels) == share
+        link = ChainToken(3, {3: 1.0}, {3: share / 64})
+        assert sum(accept_each([link], [u]).accepted for u in levels) == share
+        assert sum(accept_block([link], [u]).accepted for u in levels) == share

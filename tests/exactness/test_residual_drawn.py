@@ -12,20 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import sampling
 from paceline.config import SamplingParams
-from paceline.grammar import of_choices
-from paceline.sampling import History, Purpose, Row, draw, keyed, probabilities, uniform
-from paceline.speculators.by_law import WHOLE, draw_guesses, drawn, rounded
-from paceline.strategies import residual
-from paceline.strategies.base import Guessed
-from paceline.strategies.block import as_a_block
-from paceline.strategies.residual import Residual, Rule, one_by_one, remaining
-from paceline.tree import TokenTree
+from paceline.core import sampling
+from paceline.core.sampling import History, NoisePurpose, SamplingRow, draw, noise_key, probabilities, uniform
+from paceline.core.strategies import residual
+from paceline.core.strategies.block_verification import accept_block
+from paceline.core.strategies.residual import AcceptanceRule, Residual, accept_each, residual_weights
+from paceline.core.strategies.verifier import VerificationInput
+from paceline.core.tree import TokenTree
+from paceline.drafting.sampled_drafts import WEIGHT_SUM, draw_token, quantised_distribution, sample_draft_tokens
+from paceline.grammar import grammar_from_choices
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail, plain_rows
 from tests.exactness.test_sampling import reference_law, reference_logits
-from tests.grammars import END, PIECES, grammars
-from tests.llamas import VOCABULARY
+from tests.helpers.grammars import END, PIECES, grammars
+from tests.helpers.llamas import VOCABULARY
 
 FLAT, PEAKED, SMALL = 0.3, 3.0, 8
 
@@ -39,75 +39,75 @@ class TestDraftsLaw:
         """The whole range of keys, in even steps."""
         law = {3: 1, 4: 5, 9: 2}
         keys = [i * (2**64 // 64) for i in range(64)]
-        assert Counter(drawn(law, key) for key in keys) == {3: 8, 4: 40, 9: 16}
-        assert drawn(law, 2**64 - 1) == 9
+        assert Counter(draw_token(law, key) for key in keys) == {3: 8, 4: 40, 9: 16}
+        assert draw_token(law, 2**64 - 1) == 9
 
     def test_a_certain_guess_is_certain(self) -> None:
-        assert drawn({7: 3}, 0) == drawn({7: 3}, 2**64 - 1) == 7
+        assert draw_token({7: 3}, 0) == draw_token({7: 3}, 2**64 - 1) == 7
 
     def test_rounding_leaves_out_what_weighs_nothing_and_sorts(self) -> None:
-        assert rounded([5, 2, 9], [0.75, 0.25, 1e-6]) == {2: 16384, 5: 49151}
-        assert list(rounded([5, 2], [0.75, 0.25])) == [2, 5]
-        assert rounded([5], [1.0]) == {5: WHOLE}
+        assert quantised_distribution([5, 2, 9], [0.75, 0.25, 1e-6]) == {2: 16384, 5: 49151}
+        assert list(quantised_distribution([5, 2], [0.75, 0.25])) == [2, 5]
+        assert quantised_distribution([5], [1.0]) == {5: WEIGHT_SUM}
 
     @pytest.mark.parametrize("settings", [{}, {"temperature": 0.5}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.2}])
     def test_it_follows_temperature_and_filters(self, settings: dict[str, float]) -> None:
         params = SamplingParams(**settings)
         [row] = plain_rows(params, 1, SMALL)
-        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
+        [guess] = sample_draft_tokens(logits(1, 1.0)[None], [row])
         expected = reference_law(logits(1, 1.0).tolist(), params)
-        law = [guess.law.get(token, 0) / sum(guess.law.values()) for token in range(SMALL)]
+        law = [guess.distribution.get(token, 0) / sum(guess.distribution.values()) for token in range(SMALL)]
         assert law == pytest.approx(expected, abs=2e-5)
 
     def test_it_follows_penalties_along_the_path(self) -> None:
         params = SamplingParams(frequency_penalty=1.5, bad_words=((2,),))
-        row = Row(params, 5, History(params, [1], [4], SMALL), [3, 3])
-        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
+        row = SamplingRow(params, 5, History(params, [1], [4], SMALL), [3, 3])
+        [guess] = sample_draft_tokens(logits(1, 1.0)[None], [row])
         expected = reference_law(reference_logits(logits(1, 1.0).tolist(), params, [1], [4, 3, 3]), params)
-        law = [guess.law.get(token, 0) / sum(guess.law.values()) for token in range(SMALL)]
+        law = [guess.distribution.get(token, 0) / sum(guess.distribution.values()) for token in range(SMALL)]
         assert law == pytest.approx(expected, abs=2e-5)
-        assert 2 not in guess.law
+        assert 2 not in guess.distribution
 
     def test_at_temperature_0_it_is_the_largest_logit(self) -> None:
         [row] = plain_rows(SamplingParams(temperature=0), 1, SMALL)
-        [guess] = draw_guesses(logits(1, 1.0)[None], [row])
-        assert guess.law == {guess.token: WHOLE}
+        [guess] = sample_draft_tokens(logits(1, 1.0)[None], [row])
+        assert guess.distribution == {guess.token: WEIGHT_SUM}
         assert guess.token == logits(1, 1.0).argmax()
 
     def test_columns_may_stand_for_other_tokens(self) -> None:
         [row] = plain_rows(SamplingParams(), 1, 100)
         ids = torch.arange(SMALL) * 10 + 3
-        [guess] = draw_guesses(logits(1, 1.0)[None], [row], ids)
-        assert set(guess.law) <= set(ids.tolist())
+        [guess] = sample_draft_tokens(logits(1, 1.0)[None], [row], ids)
+        assert set(guess.distribution) <= set(ids.tolist())
 
     @pytest.mark.parametrize("temperature", [0.0, 0.8])
     def test_where_no_column_is_of_a_token_that_may_come_there_is_no_guess(self, temperature: float) -> None:
         """A head of a smaller vocabulary under a grammar: the chain ends there, and nobody else's does."""
         params = SamplingParams(temperature=temperature, seed=1, stop_token_ids=(END,))
-        state = grammars().follow(of_choices(["abc"]), (END,), [])
+        state = grammars().start(grammar_from_choices(["abc"]), (END,), [])
         state.wait(30.0)
         known = torch.tensor([token for token in range(VOCABULARY) if PIECES[token : token + 1] != ["bc"]])
         history = History(params, [2], [], VOCABULARY, state)
-        rows = [Row(params, 1, history), Row(params, 2, history, [PIECES.index("a")])]
-        first, second = draw_guesses(torch.zeros(2, len(known)), rows, known)
+        rows = [SamplingRow(params, 1, history), SamplingRow(params, 2, history, [PIECES.index("a")])]
+        first, second = sample_draft_tokens(torch.zeros(2, len(known)), rows, known)
         assert first is not None
         assert second is not None
         known = known[[PIECES[token : token + 1] != ["b"] for token in known.tolist()]]
-        first, second = draw_guesses(torch.zeros(2, len(known)), rows, known)
+        first, second = sample_draft_tokens(torch.zeros(2, len(known)), rows, known)
         assert first is not None
         assert second is None
 
     @pytest.mark.parametrize("spread", [FLAT, PEAKED])
     def test_many_guesses_have_it(self, spread: float) -> None:
         rows = plain_rows(SamplingParams(seed=5), 20_000, SMALL)
-        guesses = draw_guesses(logits(3, spread).expand(len(rows), -1), rows)
+        guesses = sample_draft_tokens(logits(3, spread).expand(len(rows), -1), rows)
         counts = Counter(guess.token for guess in guesses)
-        law = [guesses[0].law.get(token, 0) / sum(guesses[0].law.values()) for token in range(SMALL)]
+        law = [guesses[0].distribution.get(token, 0) / sum(guesses[0].distribution.values()) for token in range(SMALL)]
         assert chi_square_tail([counts[token] for token in range(SMALL)], law) > SIGNIFICANCE
 
     def test_its_word_says_nothing_of_the_token(self) -> None:
         rows = plain_rows(SamplingParams(), 50, SMALL)
-        guesses = draw_guesses(logits(3, PEAKED).expand(50, -1), rows)
+        guesses = sample_draft_tokens(logits(3, PEAKED).expand(50, -1), rows)
         assert len({guess.token for guess in guesses}) > 1
         assert len({guess.log_prob for guess in guesses}) == 1
 
@@ -119,13 +119,13 @@ class TestNoise:
 
     def test_purposes_and_places_are_told_apart(self) -> None:
         several = ((), (0,), (1,), (0, 1), (1, 0))
-        keys = [keyed(seed, purpose, *places) for seed in (0, 1) for purpose in Purpose for places in several]
+        keys = [noise_key(seed, purpose, *places) for seed in (0, 1) for purpose in NoisePurpose for places in several]
         assert len(set(keys)) == len(keys)
 
-    @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(Purpose, 2)))
-    def test_purposes_are_unrelated(self, first: Purpose, second: Purpose) -> None:
+    @pytest.mark.parametrize(("first", "second"), list(itertools.combinations(NoisePurpose, 2)))
+    def test_purposes_are_unrelated(self, first: NoisePurpose, second: NoisePurpose) -> None:
         pairs = Counter(
-            (int(4 * uniform(keyed(7, first, i))), int(4 * uniform(keyed(7, second, i)))) for i in range(20_000)
+            (int(4 * uniform(noise_key(7, first, i))), int(4 * uniform(noise_key(7, second, i)))) for i in range(20_000)
         )
         counts = [pairs[a, b] for a in range(4) for b in range(4)]
         assert chi_square_tail(counts, [1 / 16] * 16) > SIGNIFICANCE
@@ -134,8 +134,8 @@ class TestNoise:
         rows = plain_rows(SamplingParams(seed=2), 20_000, 4)
         flat = torch.zeros(len(rows), 4)
         draws = draw(flat, rows).tolist()
-        guesses = [guess.token for guess in draw_guesses(flat, rows)]
-        coins = [int(4 * uniform(keyed(2, Purpose.ACCEPT, row.position, 0))) for row in rows]
+        guesses = [guess.token for guess in sample_draft_tokens(flat, rows)]
+        coins = [int(4 * uniform(noise_key(2, NoisePurpose.ACCEPT, row.position, 0))) for row in rows]
         for pair in ((draws, guesses), (draws, coins), (guesses, coins)):
             counts = Counter(zip(*pair, strict=True))
             table = [counts[a, b] for a in range(4) for b in range(4)]
@@ -146,23 +146,25 @@ class TestNoise:
         history = History(params, [], [], 50)
         flat = torch.zeros(1, 50)
         paths = ([], [1], [2], [1, 2], [2, 1], [1, 2, 3])
-        tokens = {tuple(path): draw_guesses(flat, [Row(params, 30, history, path)])[0].token for path in paths}
+        tokens = {
+            tuple(path): sample_draft_tokens(flat, [SamplingRow(params, 30, history, path)])[0].token for path in paths
+        }
         assert len(set(tokens.values())) > 3
 
 
 class TestRemaining:
     def test_it_is_what_the_target_has_more(self) -> None:
         target = torch.tensor([[0.5, 0.3, 0.2]])
-        assert remaining(target, [1.0], [{0: 0.7, 2: 0.1}])[0].tolist() == pytest.approx([0.0, 0.3, 0.1])
-        assert remaining(target, [0.5], [{0: 0.2}])[0].tolist() == pytest.approx([0.05, 0.15, 0.1])
+        assert residual_weights(target, [1.0], [{0: 0.7, 2: 0.1}])[0].tolist() == pytest.approx([0.0, 0.3, 0.1])
+        assert residual_weights(target, [0.5], [{0: 0.2}])[0].tolist() == pytest.approx([0.05, 0.15, 0.1])
 
     def test_without_a_law_it_is_the_targets(self) -> None:
         target = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]])
-        assert torch.equal(remaining(target, [1.0, 1.0], [{}, {}]), target)
+        assert torch.equal(residual_weights(target, [1.0, 1.0], [{}, {}]), target)
 
     def test_where_nothing_is_left_the_targets_law_stands(self) -> None:
         target = torch.tensor([[0.5, 0.5]])
-        assert torch.equal(remaining(target, [1.0], [{0: 0.5, 1: 0.5}]), target)
+        assert torch.equal(residual_weights(target, [1.0], [{0: 0.5, 1: 0.5}]), target)
 
 
 SETTINGS = {
@@ -207,16 +209,16 @@ class Request:
         """The guesses' tokens."""
         return self.tree.tokens[1:]
 
-    def row(self, depth: int) -> Row:
-        return Row(self.params, self.tree.position + 1 + depth, self.history, self.chain[:depth])
+    def row(self, depth: int) -> SamplingRow:
+        return SamplingRow(self.params, self.tree.position + 1 + depth, self.history, self.chain[:depth])
 
     def logits(self, model: int, spread: float, depth: int) -> Tensor:
         return after(model, [*self.tokens, *self.chain[:depth]], spread)
 
-    def guessed(self, rows: int) -> Guessed:
+    def guessed(self, rows: int) -> VerificationInput:
         verified = self.tree.nodes()[:rows]
         places = [self.row(depth) for depth in range(len(verified) + 1)]
-        return Guessed(self.tree, verified, places, [0, *self.tokens])
+        return VerificationInput(self.tree, verified, places, [0, *self.tokens])
 
     def commit(self, committed: Sequence[int]) -> None:
         self.tree.commit(committed)
@@ -225,7 +227,7 @@ class Request:
 
 
 def decoded(
-    settings: dict[str, object], count: int, spread: float, rule: Rule, guesses: int, rows: int
+    settings: dict[str, object], count: int, spread: float, rule: AcceptanceRule, guesses: int, rows: int
 ) -> list[tuple[int, ...]]:
     """Three tokens for each of `count` seeds, by as many steps as it takes."""
     requests = [Request(SamplingParams(**settings, seed=seed)) for seed in range(count)]
@@ -236,7 +238,9 @@ def decoded(
             ends = [len(each.chain) for each in short]
             stacked = [each.logits(1, spread, end) for each, end in zip(short, ends, strict=True)]
             places = [each.row(end) for each, end in zip(short, ends, strict=True)]
-            for each, guess in zip(short, draw_guesses(torch.stack(stacked), places) if short else (), strict=True):
+            for each, guess in zip(
+                short, sample_draft_tokens(torch.stack(stacked), places) if short else (), strict=True
+            ):
                 each.tree.add(each.tree.size, *guess)
         step = [each.guessed(rows) for each in running]
         depths = [(each, depth) for each, one in zip(running, step, strict=True) for depth in range(len(one.rows))]
@@ -266,17 +270,17 @@ def law_of_three(params: SamplingParams, spread: float) -> dict[tuple[int, ...],
 )
 def test_decoding_has_the_targets_law(name: str, spread: float) -> None:
     settings = SETTINGS[name]
-    rule = as_a_block if spread == PEAKED else one_by_one
+    rule = accept_block if spread == PEAKED else accept_each
     counts = Counter(decoded(settings, SEEDS, spread, rule, 3, 2))
     assert tail(counts, law_of_three(SamplingParams(**settings), spread)) > SIGNIFICANCE
 
 
-@pytest.mark.parametrize("rule", [one_by_one, as_a_block])
+@pytest.mark.parametrize("rule", [accept_each, accept_block])
 @pytest.mark.parametrize(
     ("guesses", "rows"),
     [(3, 3), (4, 1), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0), (1, 0), (1, 1)))],
 )
-def test_decoding_has_the_targets_law_however_much_is_guessed(guesses: int, rows: int, rule: Rule) -> None:
+def test_decoding_has_the_targets_law_however_much_is_guessed(guesses: int, rows: int, rule: AcceptanceRule) -> None:
     counts = Counter(decoded({}, SEEDS, 1.0, rule, guesses, rows))
     assert tail(counts, law_of_three(SamplingParams(), 1.0)) > SIGNIFICANCE
 
@@ -285,8 +289,8 @@ def tail(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) ->
     return chi_square_tail([counts[each] for each in law], list(law.values()))
 
 
-@pytest.mark.parametrize("rule", [one_by_one, as_a_block])
-def test_at_temperature_0_it_is_greedy_decoding(rule: Rule) -> None:
+@pytest.mark.parametrize("rule", [accept_each, accept_block])
+def test_at_temperature_0_it_is_greedy_decoding(rule: AcceptanceRule) -> None:
     expected: list[int] = []
     while len(expected) < LENGTH:
         expected.append(int(after(0, expected, PEAKED).argmax()))
@@ -302,13 +306,15 @@ def test_requests_of_a_step_do_not_touch_each_other() -> None:
         tree = TokenTree(0, 0)
         path = list[int]()
         for _ in range(seed % 4):
-            [guess] = draw_guesses(after(1, path, 1.0)[None], [Row(params, len(path) + 1, history, path)])
+            [guess] = sample_draft_tokens(
+                after(1, path, 1.0)[None], [SamplingRow(params, len(path) + 1, history, path)]
+            )
             tree.add(tree.size, *guess)
             path.append(guess.token)
         verified = tree.nodes()[: max(0, seed % 4 - 1)]
-        rows = [Row(params, 1 + i, history, path[:i]) for i in range(len(verified) + 1)]
+        rows = [SamplingRow(params, 1 + i, history, path[:i]) for i in range(len(verified) + 1)]
         logits_RV = torch.stack([after(0, row.path, 1.0) for row in rows])
-        together.append(Guessed(tree, verified, rows, [0]))
+        together.append(VerificationInput(tree, verified, rows, [0]))
         stacked.append(logits_RV)
         alone += Residual().verify(logits_RV, together[-1:])
     assert Residual().verify(torch.cat(stacked), together) == alone
@@ -329,34 +335,34 @@ class TestMutantsAreSeen:
     """What would break the law, broken in the code that runs."""
 
     def seen(self) -> bool:
-        counts = Counter(decoded({}, SEEDS, 1.0, one_by_one, 2, 1))
+        counts = Counter(decoded({}, SEEDS, 1.0, accept_each, 2, 1))
         return tail(counts, law_of_three(SamplingParams(), 1.0)) < SIGNIFICANCE
 
     def test_a_replacement_from_the_targets_law(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(residual, "remaining", lambda target, weights, taken: target)
+        monkeypatch.setattr(residual, "residual_weights", lambda target, weights, taken: target)
         assert self.seen()
 
     def test_noise_without_purposes(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Tests and guesses share theirs: a guess drawn by a small number is accepted more often."""
 
-        def shared(seed: int, purpose: Purpose, *places: int) -> int:
-            return keyed(seed, Purpose.GUESS, places[0] if places else 0)
+        def shared(seed: int, purpose: NoisePurpose, *places: int) -> int:
+            return noise_key(seed, NoisePurpose.GUESS, places[0] if places else 0)
 
-        for module in ("paceline.strategies.residual", "paceline.speculators.by_law"):
-            monkeypatch.setattr(f"{module}.keyed", shared)
+        for module in ("paceline.core.strategies.residual", "paceline.drafting.sampled_drafts"):
+            monkeypatch.setattr(f"{module}.noise_key", shared)
         assert self.seen()
 
     def test_a_law_that_is_not_the_one_drawn_from(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """The draft draws at half the temperature that it says."""
 
         def colder(law: dict[int, int], key: int) -> int:
-            return drawn({token: weight * weight for token, weight in law.items()}, key)
+            return draw_token({token: weight * weight for token, weight in law.items()}, key)
 
-        monkeypatch.setattr("paceline.speculators.by_law.drawn", colder)
+        monkeypatch.setattr("paceline.drafting.sampled_drafts.draw_token", colder)
         assert self.seen()
 
     def test_a_target_law_without_its_temperature(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        def colder(logits_RV: Tensor, rows: Sequence[Row]) -> Tensor:
+        def colder(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
             return sampling.probabilities(logits_RV * 1.5, rows)
 
         monkeypatch.setattr(residual, "probabilities", colder)

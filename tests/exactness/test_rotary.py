@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
 from paceline.model.loading import build
-from paceline.model.rows import Lane
+from paceline.model.rows import SlotTable
 
 VOCABULARY, ORIGINAL, LONGEST = 96, 64, 256
 LONGROPE = {
@@ -64,7 +64,7 @@ def test_numbers_are_those_of_a_text_as_long_as_texts_may_be(
     with torch.inference_mode():
         theirs = network(kind, rope)(torch.tensor([tokens]), use_cache=False).logits[0]
     model = build(network(kind, rope), kind, EngineConfig(slots=256, max_model_len=max_model_len), "", [])
-    lane, ours = Lane(), []
+    lane, ours = SlotTable(), []
     for position, token in enumerate(tokens):
         lane.slots.append(position + 1)
         ours.append(model.run([lane.row(token, position)], [0]).logits[0])

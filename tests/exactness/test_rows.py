@@ -12,13 +12,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
-from paceline.model.attention import Heads, attending, attention_interface
+from paceline.model.attention import Heads, attention_interface, use_pass
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
-from paceline.model.native.library import Native
-from paceline.model.network import make_attention
-from paceline.model.probe import rows_invariant
-from paceline.model.rows import TILE, Lane, Row
+from paceline.model.native.native_library import NativeLibrary
+from paceline.model.network_factory import make_attention
+from paceline.model.row_probe import is_row_invariant
+from paceline.model.rows import TILE, Row, SlotTable
 
 VOCABULARY = 256
 LONGEST = 3 * TILE + 11
@@ -93,7 +93,7 @@ def model(family: str, dtype: torch.dtype, slots: int = 1024, **changes: Any) ->
     with pytest.MonkeyPatch.context() as patch:
         if family.endswith(BY_TORCH):
             patch.setenv("PACELINE_NATIVE", "0")
-            patch.setattr(Native, "_instance", None)
+            patch.setattr(NativeLibrary, "_instance", None)
         return build(network(family, dtype, **changes), family, EngineConfig(slots=slots), "", [])
 
 
@@ -102,7 +102,7 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tensor]:
-    lane, logits = Lane(), []
+    lane, logits = SlotTable(), []
     for position, token in enumerate(sequence):
         lane.slots.append(position + 1)
         logits.append(model.run([lane.row(token, position)], [0]).logits[0])
@@ -111,7 +111,7 @@ def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tens
 
 @cache
 def reference(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The logits of `tokens(LONGEST)`, one row at a time. A shorter sequence of the same seed begins alike."""
+    """The logits of `tokens(MAX_POSITIONS)`, one row at a time. A shorter sequence of the same seed begins alike."""
     return one_by_one(model(family, dtype), tokens(LONGEST))
 
 
@@ -127,10 +127,10 @@ def test_rows_compute_what_transformers_computes(family: str) -> None:
 def test_the_embedding_that_is_lent_is_what_the_first_layer_is_given(family: str) -> None:
     """Gemma scales it."""
     target, sequence = model(family, torch.bfloat16), tokens(20)
-    lane = Lane(range(1, 21))
+    lane = SlotTable(range(1, 21))
     given = target.run([lane.row(token, i) for i, token in enumerate(sequence)], [], (0,)).hidden
     assert given is not None
-    assert torch.equal(target.lend().embedding()[sequence], given[:, 0])
+    assert torch.equal(target.target_weights().embedding()[sequence], given[:, 0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -160,7 +160,7 @@ def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dty
 def test_a_path_that_is_taken_back_and_goes_on_otherwise_leaves_nothing_behind(family: str) -> None:
     before, after = tokens(2 * TILE + 9), tokens(2 * TILE + 9, seed=9)
     sequence = [*before[: TILE + 3], *after[TILE + 3 :]]
-    runner, lane, free = model(family, torch.float32), Lane(), iter(range(1, 1000))
+    runner, lane, free = model(family, torch.float32), SlotTable(), iter(range(1, 1000))
     logits: list[torch.Tensor] = []
     for each in (before, sequence):
         lane.truncate(TILE + 3)
@@ -198,8 +198,8 @@ def test_what_is_not_a_number_stays_with_its_own_request(family: str) -> None:
     """A pass of one request leaves NaN in its slots, and in those of the rows that fill it up."""
     sequence, runner = tokens(20), model(family, torch.float32)
     poison = next(token for token in range(VOCABULARY) if token not in sequence)
-    runner.lend().embedding()[poison] = float("nan")
-    other, lane = Lane([900]), Lane()
+    runner.target_weights().embedding()[poison] = float("nan")
+    other, lane = SlotTable([900]), SlotTable()
     logits = []
     for position, token in enumerate(sequence):
         lane.slots.append(position + 1)
@@ -212,7 +212,7 @@ def test_what_is_not_a_number_stays_with_its_own_request(family: str) -> None:
 def test_attention_that_is_not_known_is_refused_by_name() -> None:
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, 4, 8, 32), torch.zeros(1, 2, 8, 32)
-    with attending(begin([Lane([1]).row(5, 0)])), pytest.raises(ValueError, match="not known here: indices"):
+    with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match="not known here: indices"):
         attention_interface(torch.nn.Module(), query, key, key, None, indices=torch.zeros(1))
 
 
@@ -222,13 +222,13 @@ def test_heads_that_the_cache_has_no_room_for_are_refused(sizes: tuple[int, int,
     queries, keys, size = sizes
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
-    this = attending(begin([Lane([1]).row(5, 0)]))
+    this = use_pass(begin([SlotTable([1]).row(5, 0)]))
     with this, pytest.raises(ValueError, match="layers differ in their attention heads"):
         attention_interface(torch.nn.Module(), query, key, key, None)
 
 
 def test_the_probe_says_so() -> None:
-    assert rows_invariant(model("llama", torch.float32))
+    assert is_row_invariant(model("llama", torch.float32))
 
 
 def test_the_probe_notices_a_row_that_depends_on_its_company() -> None:
@@ -243,10 +243,10 @@ def test_the_probe_notices_a_row_that_depends_on_its_company() -> None:
         return output
 
     broken.run = leaky  # type: ignore[method-assign, assignment]
-    assert not rows_invariant(broken)
+    assert not is_row_invariant(broken)
 
 
-MUTANTS: dict[str, Callable[[Lane, int, list[int]], Row]] = {
+MUTANTS: dict[str, Callable[[SlotTable, int, list[int]], Row]] = {
     # The key of a guess stands in the column of its place in the batch, not of its position.
     "column by arrival": lambda lane, token, branch: shuffled(lane.branch_row(token, branch)),
     # A branch sees another branch's node in place of its own.
@@ -267,7 +267,7 @@ def shuffled(row: Row) -> Row:
     """Its path with all slots of the last tile but its own in reverse."""
     border = row.position // TILE * TILE
     *tile, own = row.path(border)
-    return Lane([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
+    return SlotTable([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
 
 
 def repositioned(row: Row, depth: int) -> Row:
@@ -278,11 +278,11 @@ def repositioned(row: Row, depth: int) -> Row:
 def random_trees(
     model: TransformersModel,
     sequence: list[int],
-    make: Callable[[Lane, int, list[int]], Row] = Lane.branch_row,
+    make: Callable[[SlotTable, int, list[int]], Row] = SlotTable.branch_row,
 ) -> list[torch.Tensor]:
     """Runs `sequence` in steps: each verifies part of it as a path among decoys, then commits the path."""
     rng = random.Random(3)
-    lane, logits, free = Lane(), [], list(range(1000, 0, -1))
+    lane, logits, free = SlotTable(), [], list(range(1000, 0, -1))
     while len(logits) < len(sequence):
         depth = min(rng.randint(1, 6), len(sequence) - len(logits))
         rows, wanted, path, decoys = [], [], [], []
@@ -300,7 +300,7 @@ def random_trees(
 
 
 def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[torch.Tensor]:
-    lane, logits = Lane(), []
+    lane, logits = SlotTable(), []
     lane.slots = random.Random(9).sample(range(1, 1000), len(sequence))
     slots, lane.slots = lane.slots, []
     for start in range(0, len(sequence), size):
@@ -313,7 +313,7 @@ def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[tor
 
 def lockstep(model: TransformersModel, sequences: list[list[int]]) -> list[list[torch.Tensor]]:
     """One token of every sequence that is not at its end, pass by pass."""
-    lanes = [Lane() for _ in sequences]
+    lanes = [SlotTable() for _ in sequences]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     free = list(range(2000, 0, -1))
     for position in range(max(map(len, sequences))):

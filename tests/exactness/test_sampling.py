@@ -12,10 +12,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline import sampling
 from paceline.config import SamplingParams
-from paceline.model.native.rivals import rivals
-from paceline.sampling import LOWEST_TEMPERATURE, History, Row, draw, gumbel, log_probs, noise_bits, scores, shortlist
+from paceline.core import sampling
+from paceline.core.sampling import (
+    LOWEST_TEMPERATURE,
+    History,
+    SamplingRow,
+    draw,
+    gumbel,
+    log_probs,
+    noise_bits,
+    scores,
+    top_scores,
+)
+from paceline.model.native.draw_candidates import draw_candidates
 
 VOCABULARY = 24
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU here")
@@ -64,7 +74,7 @@ def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float
     return [probabilities.get(t, 0.0) for t in range(len(logits))]
 
 
-def law_behind(logits: Tensor, row: Row) -> Tensor:
+def law_behind(logits: Tensor, row: SamplingRow) -> Tensor:
     """The law that a row draws from: its scores without the noise."""
     noise = gumbel(noise_bits([row.params.seed], [row.position], torch.arange(len(logits))))
     return (scores(logits[None], [row]) - noise)[0].double().softmax(-1)
@@ -121,7 +131,7 @@ class TestLaw:
 
     def test_it_is_the_references(self, params: SamplingParams, seed: int) -> None:
         logits = self.logits(seed)
-        row = Row(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
+        row = SamplingRow(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
         expected = reference_law(reference_logits(logits, params, PROMPT, OUTPUT + PATH), params)
         law = law_behind(torch.tensor(logits), row).tolist()
         assert law == pytest.approx(expected, rel=2e-4, abs=1e-9)
@@ -130,7 +140,7 @@ class TestLaw:
     def test_at_temperature_zero_the_largest_logit_wins(self, params: SamplingParams, seed: int) -> None:
         greedy = params.model_copy(update={"temperature": 0.0})
         logits = self.logits(seed)
-        row = Row(greedy, 12, History(greedy, PROMPT, OUTPUT, VOCABULARY), PATH)
+        row = SamplingRow(greedy, 12, History(greedy, PROMPT, OUTPUT, VOCABULARY), PATH)
         expected = reference_logits(logits, greedy, PROMPT, OUTPUT + PATH)
         assert scores(torch.tensor([logits]), [row])[0].tolist() == pytest.approx(expected, rel=1e-5)
         assert draw(torch.tensor([logits]), [row]).tolist() == [expected.index(max(expected))]
@@ -140,15 +150,15 @@ class TestHistory:
     def test_a_path_counts_like_output(self, params: SamplingParams) -> None:
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
-        guessed = history.apply(logits, PATH)
-        assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply(logits, []))
+        guessed = history.apply_logits_rules(logits, PATH)
+        assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply_logits_rules(logits, []))
 
     def test_guesses_leave_no_trace(self, params: SamplingParams) -> None:
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
-        before, given = history.apply(logits, []), logits.clone()
-        history.apply(logits, PATH)
-        assert torch.equal(history.apply(logits, []), before)
+        before, given = history.apply_logits_rules(logits, []), logits.clone()
+        history.apply_logits_rules(logits, PATH)
+        assert torch.equal(history.apply_logits_rules(logits, []), before)
         assert torch.equal(logits, given)
 
     def test_it_may_be_told_bit_by_bit(self, params: SamplingParams) -> None:
@@ -157,7 +167,10 @@ class TestHistory:
         for tokens in (OUTPUT[:1], [], OUTPUT[1:4], OUTPUT[4:]):
             history.extend(tokens)
         assert history.output_tokens == len(OUTPUT)
-        assert torch.equal(history.apply(logits, PATH), History(params, PROMPT, OUTPUT, VOCABULARY).apply(logits, PATH))
+        assert torch.equal(
+            history.apply_logits_rules(logits, PATH),
+            History(params, PROMPT, OUTPUT, VOCABULARY).apply_logits_rules(logits, PATH),
+        )
 
     def test_ids_outside_the_vocabulary_are_void(self) -> None:
         params = SamplingParams(
@@ -170,13 +183,13 @@ class TestHistory:
         history = History(params, [99, 3], [99, 1], VOCABULARY)
         inside = History(SamplingParams(repetition_penalty=1.5), [3], [1], VOCABULARY)
         logits = torch.ones(VOCABULARY)
-        assert torch.equal(history.apply(logits, [99]), inside.apply(logits, []))
+        assert torch.equal(history.apply_logits_rules(logits, [99]), inside.apply_logits_rules(logits, []))
 
 
 class TestDraw:
-    def row(self, history: Sequence[int] = (), position: int = 5, **settings: object) -> Row:
+    def row(self, history: Sequence[int] = (), position: int = 5, **settings: object) -> SamplingRow:
         params = SamplingParams(**settings)
-        return Row(params, position, History(params, [], history, VOCABULARY))
+        return SamplingRow(params, position, History(params, [], history, VOCABULARY))
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
     @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 1}])
@@ -223,7 +236,7 @@ class TestDraw:
     def test_top_p_keeps_just_enough_of_a_large_vocabulary(self, spread: float, top_p: float) -> None:
         logits = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * spread
         params = SamplingParams(top_p=top_p)
-        kept = law_behind(logits, Row(params, 5, History(params, [], [], 3000))) > 0
+        kept = law_behind(logits, SamplingRow(params, 5, History(params, [], [], 3000))) > 0
         law = logits.double().softmax(-1)
         assert law[kept].min() > law[~kept].max()
         assert law[kept].sum() >= top_p > law[kept].sum() - law[kept].min()
@@ -239,7 +252,7 @@ class TestDraw:
         given = logits.clone()
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
         greedy = self.row(temperature=0.0)
-        draw(logits, [Row(params, 3, history, PATH), greedy])
+        draw(logits, [SamplingRow(params, 3, history, PATH), greedy])
         draw(logits, [greedy, greedy])
         assert torch.equal(logits, given)
 
@@ -264,7 +277,7 @@ def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules
     """Bit for bit the same scores whichever rows share the call, in whatever order."""
     every = [SamplingParams(seed=seed, **RULES[rule]) for seed, rule in enumerate(rules)]
     every += [every[-1], SamplingParams(temperature=0.0), every[0], SamplingParams(top_p=0.4)]
-    rows = [Row(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
+    rows = [SamplingRow(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
     logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(device, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -287,7 +300,7 @@ class TestRivals:
         """Draws, and where the scores of the same rows are largest."""
         params = SamplingParams(seed=17, **settings)
         history = History(params, [], [], 60)
-        rows = [Row(params, position, history) for position in range(count)]
+        rows = [SamplingRow(params, position, history) for position in range(count)]
         logits = torch.randn(count, 60, generator=torch.Generator().manual_seed(7)) * spread
         return draw(logits, rows), scores(logits, rows).argmax(-1)
 
@@ -299,7 +312,7 @@ class TestRivals:
 
     @pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
     def test_a_limit_that_is_too_low_is_seen(self, leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "LENIENCY", leniency)
+        monkeypatch.setattr(sampling, "ROUNDING_MARGIN", leniency)
         drawn, largest = self.drawn_and_scored(0.3, 20_000)
         assert not torch.equal(drawn, largest)
 
@@ -315,9 +328,9 @@ class TestRivals:
                 ties += 1
         assert ties > 50
 
-    def row(self, position: int) -> Row:
+    def row(self, position: int) -> SamplingRow:
         params = SamplingParams()
-        return Row(params, position, History(params, [], [], VOCABULARY))
+        return SamplingRow(params, position, History(params, [], [], VOCABULARY))
 
 
 class TestLogProbs:
@@ -361,10 +374,10 @@ def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
         SamplingParams(temperature=1.3, seed=4, min_p=0.1, top_k=4, logit_bias={7: 3.0}),
         SamplingParams(temperature=0.5, seed=5, presence_penalty=1.0),
     ]
-    rows = [Row(law, 9 + i, History(law, [1, 2], [3], VOCABULARY), [5]) for i, law in enumerate(laws)]
+    rows = [SamplingRow(law, 9 + i, History(law, [1, 2], [3], VOCABULARY), [5]) for i, law in enumerate(laws)]
     logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(1))
     whole = scores(logits, rows)
-    tokens, listed = shortlist(logits, rows, count)
+    tokens, listed = top_scores(logits, rows, count)
     assert torch.equal(listed, whole.gather(-1, tokens))
     assert tokens.shape[-1] == min(count, VOCABULARY)
     if count >= VOCABULARY:
@@ -387,10 +400,10 @@ def test_native_code_and_numpy_find_the_same_rivals(vocabulary: int) -> None:
         largest = x.argmax(-1)
         x -= x.max(-1, keepdims=True)
         keys = np.random.default_rng(vocabulary).integers(2**32, size=(9, 2), dtype=np.uint32)
-        found = rivals(x, keys, largest, sampling.LENIENCY)
+        found = draw_candidates(x, keys, largest, sampling.ROUNDING_MARGIN)
         assert found is not None
         native = dict(zip(*(each.tolist() for each in found), strict=True))
-        indices, integers = sampling._rivals(x, keys, largest)
+        indices, integers = sampling._candidates(x, keys, largest)
         expected = dict(zip(indices.tolist(), integers.tolist(), strict=True))
         assert len(native.keys() ^ expected.keys()) <= 1
         assert all(native[index] == expected[index] for index in native.keys() & expected.keys())

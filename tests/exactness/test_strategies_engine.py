@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.growth import Growth, GrowthBatch
+from paceline.core.messages import Submission
+from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.methods.ngram import NGramSpeculator
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.growth import Growth, Growths
-from paceline.messages import Submission
 from paceline.model.model import Model
-from paceline.model.rows import Lane
-from paceline.model.table import TableModel
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.ngram import NGram
-from paceline.tree import ROOT, TokenTree
+from paceline.model.rows import SlotTable
+from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
 from tests.exactness.test_engine import FREE, Liar, llama, run
 from tests.exactness.test_sampling import reference_law
@@ -38,7 +38,7 @@ def _favourites(begin: Sequence[int], count: int) -> list[int]:
 
 
 def _logits(model: Model, tokens: Sequence[int]) -> list[float]:
-    lane = Lane()
+    lane = SlotTable()
     lane.slots.extend(range(1, len(tokens) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, [len(rows) - 1]).logits[0].float().tolist()  # type: ignore[no-any-return]
@@ -52,7 +52,7 @@ def table(disagreement: float = 0.0) -> TableModel:
     return TableModel(SIZE, 1024, 1024, disagreement)
 
 
-def engine(model: Model, drafting: Drafting, keys: dict[str, object], beside: Sequence[Drafting] = ()) -> Engine:
+def engine(model: Model, drafting: DraftClient, keys: dict[str, object], beside: Sequence[DraftClient] = ()) -> Engine:
     speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
     return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, beside=beside)
 
@@ -106,9 +106,13 @@ EVERY_LAW = [
 
 @pytest.mark.parametrize(("method", "keys", "settings"), EVERY_LAW)
 def test_residual_has_the_targets_law(method: str, keys: dict[str, object], settings: dict[str, float]) -> None:
-    drafts = {"draft_model": DraftModel(table(0.5), 1), "ngram": NGram(1, 3, 1), "both": DraftModel(table(0.5), 1)}
-    beside = [LocalDrafting(NGram(1, 3, 1))] if method == "both" else []
-    target = engine(table(), LocalDrafting(drafts[method]), keys, beside)
+    drafts = {
+        "draft_model": DraftModelSpeculator(table(0.5), 1),
+        "ngram": NGramSpeculator(1, 3, 1),
+        "both": DraftModelSpeculator(table(0.5), 1),
+    }
+    beside = [LocalDraftClient(NGramSpeculator(1, 3, 1))] if method == "both" else []
+    target = engine(table(), LocalDraftClient(drafts[method]), keys, beside)
     answers = run(target, submissions(800, **settings), together=40)
     law = law_after(table(), SamplingParams(**settings), LENGTH)
     assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
@@ -118,7 +122,9 @@ def test_residual_has_the_targets_law(method: str, keys: dict[str, object], sett
 
 @pytest.mark.slow
 def test_residual_has_a_transformers_law() -> None:
-    target = engine(llama(torch.float32), LocalDrafting(DraftModel(llama(torch.float32, noise=0.02), 1)), RESIDUAL)
+    target = engine(
+        llama(torch.float32), LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1)), RESIDUAL
+    )
     answers = run(target, submissions(400, 2), together=50)
     law = law_after(llama(torch.float32), SamplingParams(), 2)
     assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
@@ -127,7 +133,7 @@ def test_residual_has_a_transformers_law() -> None:
 def test_a_draft_that_claims_another_law_is_seen() -> None:
     """What the test above is worth."""
 
-    class Flatterer(DraftModel):
+    class Flatterer(DraftModelSpeculator):
         def grow(self) -> dict[int, Growth]:
             return {
                 key: Growth(
@@ -141,15 +147,18 @@ def test_a_draft_that_claims_another_law_is_seen() -> None:
                 for key, g in super().grow().items()
             }
 
-    target = engine(table(), LocalDrafting(Flatterer(table(0.5), 1)), RESIDUAL)
+    target = engine(table(), LocalDraftClient(Flatterer(table(0.5), 1)), RESIDUAL)
     answers = run(target, submissions(800), together=40)
     assert tail([a.tokens for a in answers.values()], law_after(table(), SamplingParams(), LENGTH)) < SIGNIFICANCE
 
 
 @pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
 def test_residual_at_temperature_0_is_greedy_decoding(keys: dict[str, object]) -> None:
-    plain = run(engine(table(), NoDrafting(), {}), submissions(2, 60, temperature=0.0))
-    ours = run(engine(table(), LocalDrafting(DraftModel(table(0.3), 1)), keys), submissions(2, 60, temperature=0.0))
+    plain = run(engine(table(), NoDraftClient(), {}), submissions(2, 60, temperature=0.0))
+    ours = run(
+        engine(table(), LocalDraftClient(DraftModelSpeculator(table(0.3), 1)), keys),
+        submissions(2, 60, temperature=0.0),
+    )
     assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
 
 
@@ -157,7 +166,8 @@ def test_the_same_drafting_gives_the_same_tokens() -> None:
     """Noise is keyed, so a run can be repeated."""
     steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # what is guessed when asks no clock
     first, second = (
-        run(engine(table(), LocalDrafting(DraftModel(table(0.5), 1)), steady), submissions(10, 40)) for _ in range(2)
+        run(engine(table(), LocalDraftClient(DraftModelSpeculator(table(0.5), 1)), steady), submissions(10, 40))
+        for _ in range(2)
     )
     assert [a.tokens for a in first.values()] == [a.tokens for a in second.values()]
 
@@ -194,21 +204,21 @@ class LiarByLaw(Liar):
 )
 def test_a_lying_draft_breaks_nothing(keys: dict[str, object], temperature: float) -> None:
     requests = submissions(6, 50, temperature=temperature)
-    answers = run(engine(table(), LocalDrafting(LiarByLaw()), keys), requests)
+    answers = run(engine(table(), LocalDraftClient(LiarByLaw()), keys), requests)
     assert all(len(answer.tokens) == 50 for answer in answers.values())
 
 
 @pytest.mark.parametrize("keys", [RESIDUAL, BLOCK, {"rejection_sampling_strategy": "logit-comparison"}], ids=str)
 def test_greedy_requests_are_exact_whatever_a_draft_says_of_its_law(keys: dict[str, object]) -> None:
-    plain = run(engine(table(), NoDrafting(), {}), submissions(3, 40, temperature=0.0))
-    ours = run(engine(table(), LocalDrafting(LiarByLaw()), keys), submissions(3, 40, temperature=0.0))
+    plain = run(engine(table(), NoDraftClient(), {}), submissions(3, 40, temperature=0.0))
+    ours = run(engine(table(), LocalDraftClient(LiarByLaw()), keys), submissions(3, 40, temperature=0.0))
     assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
 
 
 def test_synthetic_acceptance_comes_out_as_asked() -> None:
     target = engine(
         table(),
-        LocalDrafting(DraftModel(table(0.9), 3, least_path_probability=0.0)),
+        LocalDraftClient(DraftModelSpeculator(table(0.9), 3, least_path_probability=0.0)),
         {
             "synthetic_acceptance_rate": 0.6,
             "num_speculative_tokens": 3,
@@ -242,7 +252,7 @@ def test_synthetic_acceptance_comes_out_as_asked() -> None:
     ids=str,
 )
 def test_the_report_says_how_guesses_were_verified(keys: dict[str, object], said: tuple[str, bool, bool]) -> None:
-    target = engine(table(), LocalDrafting(DraftModel(table(), 1)), keys)
+    target = engine(table(), LocalDraftClient(DraftModelSpeculator(table(), 1)), keys)
     target.submit(submissions(1)[0])
     last = [delta for _ in range(20) for delta in target.step() if delta.finish_reason]
     stats = last[0].speculation
@@ -262,16 +272,16 @@ class TestChain:
         tree = TokenTree(0, 0, chain=True)
         tree.graft(Growth(0, 1, [0], [5], [-0.1], [{5: 1, 6: 2}]), 10)
         assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
-        assert tree.laws[1] == {5: 1, 6: 2}
+        assert tree.distributions[1] == {5: 1, 6: 2}
         assert (tree.tokens, tree.parents) == ([0, 5, 8], [-1, ROOT, 1])
 
     def test_laws_stay_with_their_nodes_in_growth(self) -> None:
         tree = TokenTree(0, 0)
         first = tree.add(ROOT, 5, -0.1, {5: 2})
         both = [(1, tree.growth([first])), (1, tree.growth([tree.add(first, 6, -0.1)]))]
-        [(_, growth)] = Growths.of(both)
-        assert growth.laws == [{5: 2}, {}]
-        assert (tree.growth([tree.add(first, 7, -0.1)])).laws == ()
+        [(_, growth)] = GrowthBatch.of(both)
+        assert growth.distributions == [{5: 2}, {}]
+        assert (tree.growth([tree.add(first, 7, -0.1)])).distributions == ()
 
     @pytest.mark.parametrize("law", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
     def test_a_law_that_a_guess_cannot_come_from_is_no_growth(self, law: dict[int, int]) -> None:

@@ -10,14 +10,13 @@ import torch
 from transformers import AutoConfig
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.engine.drafting import LocalDrafting, NoDrafting
-from paceline.engine.guesses import POOL
-from paceline.model.lending import Lent
+from paceline.drafting import build_speculator as build_speculator
+from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
+from paceline.engine.draft_manager import POOL_SOURCE
 from paceline.model.loading import load
-from paceline.model.rows import TILE, Lane
-from paceline.model.sharding import plan_for
-from paceline.speculators import build as build_speculator
-from tests.checkpoints import save_checkpoint, save_tokenizer
+from paceline.model.parallel.sharding import tp_plan_for
+from paceline.model.rows import TILE, SlotTable
+from paceline.model.target_weights import TargetWeights
 from tests.exactness.test_engine import accepted, drafting, engine, llama, run, same, submissions
 from tests.exactness.test_rows import (
     VOCABULARY,
@@ -29,7 +28,8 @@ from tests.exactness.test_rows import (
     random_trees,
     tokens,
 )
-from tests.ranks import Followers
+from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
+from tests.helpers.ranks import Followers
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHAPES: dict[int, dict[str, int]] = {
@@ -114,7 +114,7 @@ def test_speculation_changes_no_token_of_a_shared_model(followers: Followers, dt
     """Greedy and sampled, under every rule; one at a time and all at once."""
     folder, requests = save_checkpoint(tmp_path), submissions()
     with followers.led(folder, 2, dtype) as model:
-        plain = run(engine(model, NoDrafting()), requests, together=1)
+        plain = run(engine(model, NoDraftClient()), requests, together=1)
         for method in ("draft_model", "liar"):
             assert same(run(engine(model, drafting(method, DTYPES[dtype], 3, 4)), requests), plain)
 
@@ -122,23 +122,23 @@ def test_speculation_changes_no_token_of_a_shared_model(followers: Followers, dt
 def test_a_draft_of_several_processes_drafts_for_a_target_of_one(followers: Followers, tmp_path: Path) -> None:
     folder, requests = save_checkpoint(tmp_path), submissions()
     speculation = SpeculativeConfig(method="draft_model", model=str(folder), draft_tensor_parallel_size=2)
-    plain = run(engine(llama(torch.float32), NoDrafting()), requests, together=1)
+    plain = run(engine(llama(torch.float32), NoDraftClient()), requests, together=1)
     with followers.ready(2) as rendezvous:
         speculator = build_speculator(speculation, EngineConfig(slots=2048, rendezvous=rendezvous), refuse_to_lend)
-        target = engine(llama(torch.float32), LocalDrafting(speculator))
+        target = engine(llama(torch.float32), LocalDraftClient(speculator))
         assert same(run(target, requests), plain)
-        assert accepted(target, POOL) > 300
+        assert accepted(target, POOL_SOURCE) > 300
 
 
-def refuse_to_lend() -> Lent:
+def refuse_to_lend() -> TargetWeights:
     raise AssertionError("a model of its own needs nothing")
 
 
 def test_a_shared_model_lends_what_the_whole_one_does(followers: Followers, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
-    whole = load(str(folder), EngineConfig(slots=256)).lend()
+    whole = load(str(folder), EngineConfig(slots=256)).target_weights()
     with followers.led(folder, 2) as model:
-        lent = model.lend()
+        lent = model.target_weights()
         assert torch.equal(lent.embedding(), whole.embedding())
         assert torch.allclose(lent.output(lent.embedding()), whole.output(whole.embedding()))
         assert (lent.layers, lent.vocabulary_size, lent.fingerprint) == (2, 64, whole.fingerprint)
@@ -147,7 +147,7 @@ def test_a_shared_model_lends_what_the_whole_one_does(followers: Followers, tmp_
 def test_hidden_states_are_whole(followers: Followers, tmp_path: Path) -> None:
     folder, layers = save_checkpoint(tmp_path), (0, 1, 3)
     sequence = tokens(40)
-    rows = [Lane().branch_row(token % 64, [*range(1, i + 2)]) for i, token in enumerate(sequence)]
+    rows = [SlotTable().branch_row(token % 64, [*range(1, i + 2)]) for i, token in enumerate(sequence)]
     whole = load(str(folder), EngineConfig(slots=256)).run(rows, [39], layers).hidden
     with followers.led(folder, 2) as model:
         parts = model.run(rows, [39], layers).hidden
@@ -166,4 +166,4 @@ def test_hidden_states_are_whole(followers: Followers, tmp_path: Path) -> None:
 def test_what_cannot_be_shared_is_refused_in_one_sentence(family: str, size: int, why: str) -> None:
     config = AutoConfig.for_model(family) if family == "gpt2" else network(family, torch.float32).config
     with pytest.raises(ValueError, match=why):
-        plan_for(config, size)
+        tp_plan_for(config, size)

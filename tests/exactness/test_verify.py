@@ -8,8 +8,8 @@ import pytest
 
 from paceline import config
 from paceline.config import SamplingParams
-from paceline.tree import ROOT, TokenTree
-from paceline.verify import STRATEGIES, strategy_of, walk
+from paceline.core.tree import ROOT, TokenTree
+from paceline.core.verify import STRATEGIES, strategy_of, walk
 
 
 @pytest.fixture
@@ -73,15 +73,18 @@ def test_every_strategy_that_can_be_asked_for_exists() -> None:
 
 def test_what_strategies_draw_with() -> None:
     asked = SamplingParams(temperature=0.7, top_k=5, presence_penalty=0.5, seed=3)
-    assert STRATEGIES["coupled"].law(asked) == asked
-    assert STRATEGIES["greedy"].law(asked) == asked.model_copy(update={"temperature": 0.0})
+    assert STRATEGIES["coupled"].effective_params(asked) == asked
+    assert STRATEGIES["greedy"].effective_params(asked) == asked.model_copy(update={"temperature": 0.0})
     assert [name for name, strategy in STRATEGIES.items() if strategy.exact] == ["coupled", "residual"]
     assert [name for name, strategy in STRATEGIES.items() if strategy.drafter_invariant] == ["coupled", "greedy"]
-    assert [name for name, strategy in STRATEGIES.items() if strategy.by_law] == ["residual", "logit-comparison"]
+    assert [name for name, strategy in STRATEGIES.items() if strategy.sampled_drafts] == [
+        "residual",
+        "logit-comparison",
+    ]
 
 
 def test_what_is_promised_is_said() -> None:
-    said = {name: strategy.caveat for name, strategy in STRATEGIES.items()}
+    said = {name: strategy.warning for name, strategy in STRATEGIES.items()}
     assert said.pop("coupled") == ""
     assert "not drafter-invariant" in said.pop("residual")
     assert all("lossy" in caveat for caveat in said.values())

@@ -16,29 +16,29 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.messages import SpeculationStats, Submission
+from paceline.core.messages import SpeculationStats, Submission
+from paceline.drafting import build_speculator as build_speculator
+from paceline.drafting.heads.head_speculator import HeadSpeculator
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.ngram import NGramSpeculator
+from paceline.drafting.methods.suffix import SuffixSpeculator
+from paceline.drafting.speculator import Speculator
 from paceline.model import Model, load
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.lending import borrow
 from paceline.model.loading import build
-from paceline.model.table import TableModel
-from paceline.speculators import build as build_speculator
-from paceline.speculators.base import Speculator
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.eagle import Eagle
-from paceline.speculators.head import Head
-from paceline.speculators.ngram import NGram
-from paceline.speculators.suffix import Suffix
-from paceline.wire.sessions import Reach
+from paceline.model.target_weights import load_target_weights
+from paceline.wire.session_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
+from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_drawn_law import SIGNIFICANCE
 from tests.exactness.test_strategies_engine import LENGTH, SIZE, law_after, submissions, tail
-from tests.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
-from tests.llamas import peaked_llama
-from tests.markov import save_markov, save_seeing
-from tests.parallel import drafting_for
-from tests.targets import collect, linked, target_worker
-from tests.workers import Witness, draft_worker, until
+from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
+from tests.helpers.llamas import peaked_llama
+from tests.helpers.markov import save_markov, save_seeing
+from tests.helpers.parallel import drafting_for
+from tests.helpers.targets import collect, linked, target_worker
+from tests.helpers.workers import Witness, draft_worker, until
 
 TABLE_VOCABULARY = 24  # small, so that what was said before is said again, and n-grams have something to find
 SLOTS = 2048
@@ -86,7 +86,7 @@ async def served(
         ]
         addresses = [*drafts, *(worker.address for worker in workers)]
         target = await stack.enter_async_context(target_worker(speculation, model))
-        target.pool.reach(Reach(addresses))
+        target.pool.connect(ConnectDrafts(addresses))
         await until(lambda: set(target.pool.connected) == set(addresses))
         [link] = await stack.enter_async_context(linked(target))
         yield link, addresses
@@ -98,8 +98,8 @@ def config(method: str | Sequence[str], depth: int, width: int) -> SpeculativeCo
 
 def speculator(method: str, width: int) -> Speculator:
     if method == "draft_model":
-        return DraftModel(table(0.3), width)
-    return NGram(1, 4, width) if method == "ngram" else Suffix(config("suffix", 4, width))
+        return DraftModelSpeculator(table(0.3), width)
+    return NGramSpeculator(1, 4, width) if method == "ngram" else SuffixSpeculator(config("suffix", 4, width))
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
@@ -150,7 +150,7 @@ async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> Non
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, temperature: float) -> None:
-    draft = DraftModel(llama(dtype, noise=0.01), tree_width=3)
+    draft = DraftModelSpeculator(llama(dtype, noise=0.01), tree_width=3)
     async with served(llama(dtype), config("draft_model", 5, 3), draft) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
@@ -183,7 +183,7 @@ async def test_speculation_from_one_hidden_state_changes_nothing(
     head = save_seeing(method, tmp_path / "head", temperature)
     speculation = config(method, 3, 3).model_copy(update={"model": str(head)})
     settings = EngineConfig(slots=SLOTS)
-    speculator = build_speculator(speculation, settings, lambda: borrow(target, None, "cpu"))
+    speculator = build_speculator(speculation, settings, lambda: load_target_weights(target, None, "cpu"))
     async with served(load(target, settings), speculation, speculator) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
         (mixed, plain), stats = await both(link, temperature, drafts)
@@ -198,7 +198,7 @@ async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object
     """The target waits for guesses and their laws, or three tokens were over before any; many requests are counted."""
     waiting = {"draft_schedule": "lockstep", "row_budget": False}
     speculation = {"method": "draft_model", "model": "-", "rejection_sampling_strategy": "residual", **waiting, **keys}
-    model, draft = TableModel(SIZE, SLOTS, 512), DraftModel(TableModel(SIZE, SLOTS, 512, 0.5), 1)
+    model, draft = TableModel(SIZE, SLOTS, 512), DraftModelSpeculator(TableModel(SIZE, SLOTS, 512, 0.5), 1)
     async with served(model, SpeculativeConfig.model_validate(speculation), draft) as (link, drafts):
         answers, stats = [], []
         for start in range(0, 400, 20):
@@ -213,7 +213,7 @@ async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object
 
 async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None:
     speculation = config("draft_model", 4, 1).model_copy(update={"rejection_sampling_strategy": "residual"})
-    async with served(table(), speculation, DraftModel(table(0.3), 1)) as (link, drafts):
+    async with served(table(), speculation, DraftModelSpeculator(table(0.3), 1)) as (link, drafts):
         alone, _ = await run(link, requests(0.0, plain=True))
         (mixed, plain), stats = await both(link, 0.0, drafts)
         assert mixed == plain == alone
@@ -234,8 +234,8 @@ async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: flo
     for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
         tensors[f"layers.0.{name}"].zero_()
     model = target_model(network, slots=SLOTS)
-    head = Eagle(Checkpoint(save_head(tmp_path, tensors, llama_config())), model.lend(), SLOTS)
-    speculator = Head("eagle", head, "", model.vocabulary_size, 3)
+    head = EagleNetwork(Checkpoint(save_head(tmp_path, tensors, llama_config())), model.target_weights(), SLOTS)
+    speculator = HeadSpeculator("eagle", head, "", model.vocabulary_size, 3)
     waiting = config("eagle", 5, 3).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
     async with served(model, waiting, speculator) as (link, drafts):
         alone, _ = await run(link, requests(temperature, plain=True))
@@ -248,7 +248,7 @@ async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: flo
 async def test_a_draft_killed_halfway_changes_nothing() -> None:
     """SIGKILL to a real process; its requests are counted on the next draft."""
     async with draft_process() as (process, address):
-        spare = DraftModel(table(0.3), 3)
+        spare = DraftModelSpeculator(table(0.3), 3)
         async with served(table(), config("draft_model", 5, 3), spare, drafts=[address]) as (link, drafts):
             long: dict[str, Any] = {
                 "temperature": 0.8,
@@ -313,7 +313,7 @@ async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str
     speculation = config("draft_model", 5, 3).model_copy(update={"model": f"table:{TABLE_VOCABULARY}:0.3"})
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.draft", "--worker-id", "killed"),
+        *("-m", "paceline_services.draft", "--worker-id", "killed"),
         *("--speculative-config", speculation.model_dump_json()),
         stderr=asyncio.subprocess.PIPE,
     )

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 import pytest
 
 from paceline.config import SpeculativeConfig
-from paceline.messages import Delta, Submission
-from paceline.model.model import Output
+from paceline.core.messages import Delta, Submission
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit
+from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.model.table import TableModel
-from paceline.speculators.base import Commit
-from paceline.speculators.draft_model import DraftModel
-from paceline.wire.draft_link import Unobserved
-from paceline.wire.impaired import ImpairedLink, Impairment
-from paceline.wire.sessions import Reach
+from paceline.wire.draft_link import NullLinkObserver
+from paceline.wire.session_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
-from tests.targets import SLOTS, VOCABULARY, TargetWorker, linked, submission, target_worker
-from tests.workers import DraftWorker, draft_worker, nodes, opening, target, until
+from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, linked, submission, target_worker
+from tests.helpers.workers import DraftWorker, draft_worker, nodes, opening, target, until
 
 DRAFTED = SpeculativeConfig(method="draft_model", model="table")
 TOKENS = 700
@@ -39,7 +39,7 @@ class Unhurried(TableModel):
 
     pause_s = 0.0
 
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         time.sleep(self.pause_s)
         return super().run(rows, wanted, hidden_layers)
 
@@ -78,7 +78,7 @@ class Scene:
 
     target: TargetWorker
     drafts: list[DraftWorker]
-    network: list[ImpairedLink]
+    network: list[ImpairmentProxy]
     model: Unhurried
     link: TargetLink
 
@@ -110,13 +110,13 @@ async def scene(
         here = await stack.enter_async_context(target_worker(DRAFTED, model, hang_s=hang_s))
         drafts = []
         for name, slots in enumerate(draft_slots, 1):
-            speculator = DraftModel(TableModel(VOCABULARY, slots, SLOTS, disagreement=0.2), 3)
+            speculator = DraftModelSpeculator(TableModel(VOCABULARY, slots, SLOTS, disagreement=0.2), 3)
             drafts.append(await stack.enter_async_context(draft_worker(speculator, str(name))))
         network = [
-            stack.enter_context(ImpairedLink(place(draft.address), impairment))
+            stack.enter_context(ImpairmentProxy(place(draft.address), impairment))
             for draft, impairment in zip(drafts, impairments, strict=True)
         ]
-        here.pool.reach(Reach([each.address for each in network]))
+        here.pool.connect(ConnectDrafts([each.address for each in network]))
         [link] = await stack.enter_async_context(linked(here))
         yield Scene(here, drafts, network, model, link)
 
@@ -126,7 +126,7 @@ def place(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-class Frames(Unobserved):
+class Frames(NullLinkObserver):
     """Counts those that left the target."""
 
     frames = 0
@@ -147,7 +147,7 @@ async def test_a_link_that_is_told_far_more_than_it_can_carry() -> None:
     """What is said faster than frames leave is merged. Growth comes late, and is where it should be."""
     seen = Frames()
     async with draft_worker() as worker, target(observer=seen) as here:
-        with ImpairedLink(place(worker.address), Impairment()) as link:
+        with ImpairmentProxy(place(worker.address), Impairment()) as link:
             await here.reach(link.address)
             here.drafting.open(opening(1), [link.address])
             here.drafting.flush()
@@ -178,7 +178,7 @@ async def test_a_request_moves_from_one_draft_to_another_on_different_paths() ->
 
 async def test_growth_of_the_old_draft_that_comes_after_that_of_the_new_one_is_not_heard() -> None:
     async with draft_worker(worker_id="old") as old, draft_worker(worker_id="new") as new, target() as here:
-        with ImpairedLink(place(old.address), Impairment(delay_s=0.05)) as far:
+        with ImpairmentProxy(place(old.address), Impairment(delay_s=0.05)) as far:
             await here.reach(far.address, new.address)
             assert here.drafting.open(opening(1), [far.address]) == "old"
             here.drafting.flush()

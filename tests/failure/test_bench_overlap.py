@@ -7,8 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli import bench_overlap
 from paceline.cli.app import main
+from paceline_lab.bench import overlap
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
         "TURNS": 1,
     }
     for name, value in small.items():
-        assert hasattr(bench_overlap, name)
-        monkeypatch.setattr(bench_overlap, name, value)
+        assert hasattr(overlap, name)
+        monkeypatch.setattr(overlap, name, value)
 
 
 @pytest.mark.alone
@@ -49,9 +49,9 @@ def test_the_whole_benchmark() -> None:
 
 
 def test_other_tokens_end_it() -> None:
-    bench = bench_overlap.Bench(stack=None, client=None, link=None, tokens={})  # type: ignore[arg-type]
+    bench = overlap.OverlapBench(stack=None, client=None, link=None, tokens={})  # type: ignore[arg-type]
     bench.check("a", [1, 2])
     bench.check("a", [1, 2, 3])
     bench.check("a", [1])
-    with pytest.raises(bench_overlap.OutputDiffersError):
+    with pytest.raises(overlap.OverlapOutputDiffersError):
         bench.check("a", [1, 2, 4])

@@ -20,22 +20,22 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from loadtests.chaos import run as chaos
-from loadtests.chaos.blows import REDIS, Blow
-from loadtests.chaos.cases import LAST, Case, ask
-from loadtests.chaos.client import Client
-from loadtests.chaos.run import Plan
-from loadtests.chaos.stack import ChaosStack, running
-from loadtests.chaos.tally import Tally
-from paceline.cli.deployment import Wish
+from loadtests.chaos import chaos_run as chaos
+from loadtests.chaos.chaos_cases import LAST, ChaosCase, ask
+from loadtests.chaos.chaos_client import ChaosClient
+from loadtests.chaos.chaos_report import ChaosReport
+from loadtests.chaos.chaos_run import ChaosOptions
+from loadtests.chaos.chaos_stack import ChaosStack, running
+from loadtests.chaos.faults import REDIS, Fault
+from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
-from tests.streams import PATIENCE_S, came, client, streaming, unfinished
+from tests.helpers.streams import PATIENCE_S, came, client, streaming, unfinished
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TARGET = "timed:vocabulary=512,step_ms=20"
 DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step_ms=2,agreement=0.8")
-MUTANT = "tests.failure.off_by_one"
+MUTANT = "tests.helpers.off_by_one"
 TOKENS = 120
 FOR_LONG = {"max_tokens": 8000}
 """Far longer than anybody waits here."""
@@ -47,21 +47,21 @@ SECONDS_S = 20.0
 class Scene:
     stack: ChaosStack
     http: httpx.AsyncClient
-    known: list[Case]
+    known: list[ChaosCase]
     mutant: ChaosStack
     """The same one, with the gateway that makes a mistake as the only one."""
 
-    def long(self, count: int) -> list[Case]:
+    def long(self, count: int) -> list[ChaosCase]:
         """Requests that would go on for minutes."""
         return [replace(case, body={**case.body, **FOR_LONG}) for case in self.known[:count]]
 
     @asynccontextmanager
-    async def load(self, clients: int) -> AsyncIterator[Tally]:
+    async def load(self, clients: int) -> AsyncIterator[ChaosReport]:
         """Clients who compare, one request after the other, for as long as the context lasts."""
-        tally, stop = Tally(), asyncio.Event()
+        tally, stop = ChaosReport(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for number in range(clients):
-                tasks.create_task(Client(self.stack, self.http, tally, Random(number)).run(self.known, stop))
+                tasks.create_task(ChaosClient(self.stack, self.http, tally, Random(number)).run(self.known, stop))
             try:
                 yield tally
             finally:
@@ -70,7 +70,7 @@ class Scene:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
-    wish = Wish(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
+    wish = DeploymentOptions(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
     said: list[str] = []
     async with running(wish, said.append, 2, (MUTANT,)) as stack, client() as http:
         urls = dict(stack.urls)
@@ -100,7 +100,7 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(s
     async with streaming(scene.http, scene.long(4), first) as streams:
         await came(streams, 20)
         await _told(scene.stack.requests)
-        scene.stack.strike(Blow(0.0, ("gateway-1",), "kill"))
+        scene.stack.inject(Fault(0.0, ("gateway-1",), "kill"))
     assert all(stream.lost for stream in streams)
     async with asyncio.timeout(SECONDS_S):
         await scene.stack.idle()
@@ -109,7 +109,7 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(s
         assert again.tokens[:20] == stream.got.tokens[:20]
         assert again.tokens == stream.case.expected.tokens
     async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.whole()
+        await scene.stack.wait_ready()
 
 
 async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) -> None:
@@ -117,11 +117,11 @@ async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) ->
     known = [case for case in scene.known if case.name.startswith(("grammar", "barred"))]
     async with streaming(scene.http, known, *scene.stack.urls.values()) as streams:
         await came(streams, 10)
-        assert scene.stack.strike(Blow(0.0, tuple(scene.stack.deployment.targets), "kill")) == 2
+        assert scene.stack.inject(Fault(0.0, tuple(scene.stack.deployment.targets), "kill")) == 2
     for stream in streams:
         stream.check()
     async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.whole()
+        await scene.stack.wait_ready()
 
 
 @pytest.mark.slow
@@ -142,17 +142,17 @@ async def test_whoever_hangs_is_left_and_may_come_back(scene: Scene) -> None:
             await came(streams, 10)
             for name in ("gateway-1", hung, next(iter(stack.deployment.drafts))):
                 stack.send(name, signal.SIGSTOP, "both")
-            await _until(lambda: all(stream.got.whole for stream in streams if stream.url == other))
+            await _until(lambda: all(stream.got.complete for stream in streams if stream.url == other))
             async with asyncio.timeout(SECONDS_S):
                 while await stack.busy(alive):
                     await asyncio.sleep(0.1)
-            assert not all(stream.got.whole for stream in streams if stream.url == first)
-            stack.go_on()
-            await _until(lambda: all(stream.got.whole for stream in streams))
+            assert not all(stream.got.complete for stream in streams if stream.url == first)
+            stack.resume()
+            await _until(lambda: all(stream.got.complete for stream in streams))
     for stream in streams:
         stream.check()
     async with asyncio.timeout(PATIENCE_S):
-        await stack.whole()
+        await stack.wait_ready()
         await stack.idle()
 
 
@@ -164,7 +164,7 @@ async def test_redis_is_killed_and_comes_back_empty(scene: Scene) -> None:
             stack.send(REDIS, signal.SIGKILL)
             await _until(lambda: stack.redis.pid not in (None, pid) and tally.requests >= before + 6)  # noqa: B023
     async with asyncio.timeout(PATIENCE_S):
-        await stack.whole()
+        await stack.wait_ready()
     assert tally.clean
     assert (tally.refused, tally.retries) == (0, 0)
 
@@ -180,11 +180,11 @@ async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogC
     async with scene.load(6) as tally:
         for turn in turns:
             for name in turn:
-                stack.strike(Blow(0.0, (name,), "terminate"))
+                stack.inject(Fault(0.0, (name,), "terminate"))
                 await _until(lambda name=name: f"{name} ended with exit code" in caplog.text)  # type: ignore[misc]
                 assert f"{name} ended with exit code 0" in caplog.text
             async with asyncio.timeout(PATIENCE_S):
-                await stack.whole()
+                await stack.wait_ready()
     assert tally.clean
     assert tally.requests >= 6
 
@@ -192,7 +192,9 @@ async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogC
 @pytest.mark.slow
 async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loadtests")
-    tally = await chaos.run(scene.stack, Plan(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11))
+    tally = await chaos.run(
+        scene.stack, ChaosOptions(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11)
+    )
     summary = tally.summary()
     assert {name: summary[name] for name in ("errors", "changed_outputs", "lost_tokens", "unsettled")} == {
         "errors": 0,
@@ -213,13 +215,13 @@ async def test_a_replay_with_another_seed_is_seen(scene: Scene) -> None:
     sampled = replace(scene, stack=scene.mutant, known=[case for case in scene.known if case.body["temperature"] > 0])
     async with sampled.load(8) as tally, asyncio.timeout(PATIENCE_S):
         while not tally.changed_outputs:
-            await scene.stack.whole()
+            await scene.stack.wait_ready()
             victim = next(iter(scene.stack.deployment.targets))
             if await scene.stack.busy(victim):
-                scene.stack.strike(Blow(0.0, (victim,), "kill"))
+                scene.stack.inject(Fault(0.0, (victim,), "kill"))
             await asyncio.sleep(0.5)
     async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.whole()
+        await scene.stack.wait_ready()
     assert not tally.clean
     assert (tally.errors, tally.lost_tokens) == (0, 0)
 

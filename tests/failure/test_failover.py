@@ -16,13 +16,13 @@ import pytest
 import pytest_asyncio
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from loadtests.chaos.blows import Half
-from loadtests.chaos.cases import Case, cases
-from loadtests.chaos.stack import REPLAYS, ChaosStack, running
-from paceline.cli.deployment import Wish
+from loadtests.chaos.chaos_cases import ChaosCase, cases
+from loadtests.chaos.chaos_stack import REPLAYS, ChaosStack, running
+from loadtests.chaos.faults import ProcessPart
+from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
-from tests.llamas import VOCABULARY, peaked_llama
-from tests.streams import PATIENCE_S, Stream, client, streaming
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+from tests.helpers.streams import PATIENCE_S, Stream, client, streaming
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
@@ -31,7 +31,7 @@ MARGIN = 100
 """Tokens that are still to come when a target is killed."""
 PROMPTS = ("1 2 3", "7 11 13 7 11")
 
-Scene = tuple[ChaosStack, httpx.AsyncClient, list[Case]]
+Scene = tuple[ChaosStack, httpx.AsyncClient, list[ChaosCase]]
 
 
 def save_model(folder: Path, noise: float) -> str:
@@ -49,7 +49,7 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     speculation = SpeculativeConfig(method="draft_model", model=draft, row_budget=False)
     # One at a time: so small a network would have said everything before anybody had looked.
     engine = EngineConfig(threads=1, dtype="float32", max_num_seqs=1)
-    wish = Wish(target, speculation, engine, target_workers=2, draft_workers=1)
+    wish = DeploymentOptions(target, speculation, engine, target_workers=2, draft_workers=1)
     said: list[str] = []
     async with running(wish, said.append, 1) as stack, client() as http:
         known = await cases(http, stack.urls["gateway-1"], PROMPTS, TOKENS, {"ignore_eos": True})
@@ -59,15 +59,15 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
 
 async def both_in_mid_answer(streams: Sequence[Stream]) -> bool:
     """Wait until two streams are: each target serves one at a time. False: all came to their ends before."""
-    while not all(stream.got.whole for stream in streams):
-        if sum(0 < len(stream.got.tokens) < TOKENS - MARGIN and not stream.got.whole for stream in streams) == 2:
+    while not all(stream.got.complete for stream in streams):
+        if sum(0 < len(stream.got.tokens) < TOKENS - MARGIN and not stream.got.complete for stream in streams) == 2:
             return True
         await asyncio.sleep(0.001)
     return False
 
 
 @pytest.mark.parametrize("half", [pytest.param("service", marks=pytest.mark.slow), "compute"])
-async def test_a_target_is_killed(scene: Scene, half: Half) -> None:
+async def test_a_target_is_killed(scene: Scene, half: ProcessPart) -> None:
     """What it had begun goes on at the other one, and what waited there begins.
 
     So small a network has said everything in a second: again, until both were seen at work, and one of them killed.
@@ -77,7 +77,7 @@ async def test_a_target_is_killed(scene: Scene, half: Half) -> None:
     replays = await stack.metric(url, REPLAYS)
     async with asyncio.timeout(2 * PATIENCE_S):
         while await stack.metric(url, REPLAYS) == replays:
-            await stack.whole()
+            await stack.wait_ready()
             async with streaming(http, known, url) as streams:
                 if await both_in_mid_answer(streams):
                     assert stack.send(next(iter(stack.deployment.targets)), signal.SIGKILL, half)

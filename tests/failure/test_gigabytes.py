@@ -15,7 +15,7 @@ import pytest
 from paceline.v1 import draft_pb2
 from paceline.wire.target_link import TargetLink
 from tests.failure.test_draft_links import Liar, lying, packed
-from tests.targets import collect, submission
+from tests.helpers.targets import collect, submission
 
 pytestmark = pytest.mark.alone
 
@@ -98,7 +98,7 @@ async def test_gigabytes(size: int, all_mb: int, target: tuple[str, int]) -> Non
 @pytest.fixture(scope="module")
 def target() -> Iterator[tuple[str, int]]:
     """Its address and process id."""
-    command = (sys.executable, "-m", "services.target", "--model", MODEL, "--speculative-config", DRAFTED)
+    command = (sys.executable, "-m", "paceline_services.target", "--model", MODEL, "--speculative-config", DRAFTED)
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     assert process.stderr is not None
     try:

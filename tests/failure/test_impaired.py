@@ -10,7 +10,7 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from paceline.wire.impaired import ImpairedLink, Impairment
+from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 
 SOON_S = 10.0
 
@@ -41,7 +41,7 @@ def echo() -> Iterator[tuple[str, int]]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-def connected(link: ImpairedLink) -> socket.socket:
+def connected(link: ImpairmentProxy) -> socket.socket:
     host, _, port = link.address.rpartition(":")
     return socket.create_connection((host, int(port)), timeout=SOON_S)
 
@@ -61,18 +61,18 @@ def round_trip(end: socket.socket, data: bytes = b"ping") -> float:
 
 
 def test_nothing_comes_before_its_time() -> None:
-    with echo() as server, ImpairedLink(server, Impairment(delay_s=0.05)) as link, connected(link) as end:
+    with echo() as server, ImpairmentProxy(server, Impairment(delay_s=0.05)) as link, connected(link) as end:
         assert round_trip(end) >= 0.1
 
 
 def test_bytes_come_no_faster_than_they_may() -> None:
-    with echo() as server, ImpairedLink(server, Impairment(bytes_per_s=1e6)) as link, connected(link) as end:
+    with echo() as server, ImpairmentProxy(server, Impairment(bytes_per_s=1e6)) as link, connected(link) as end:
         assert round_trip(end, bytes(100_000)) >= 0.1
 
 
 def test_what_is_not_delivered_yet_is_not_taken_in_either() -> None:
     """Or else whoever sends would not notice: it has to wait."""
-    with echo() as server, ImpairedLink(server, Impairment(bytes_per_s=1000.0)) as link, connected(link) as end:
+    with echo() as server, ImpairmentProxy(server, Impairment(bytes_per_s=1000.0)) as link, connected(link) as end:
         end.settimeout(0.2)
         with pytest.raises(TimeoutError):
             end.sendall(bytes(2**26))
@@ -84,7 +84,7 @@ def test_what_is_not_delivered_yet_is_not_taken_in_either() -> None:
 
 def test_connections_that_have_ended_are_forgotten() -> None:
     """But not while something is under way in one direction."""
-    with echo() as server, ImpairedLink(server, Impairment(delay_s=0.02)) as link:
+    with echo() as server, ImpairmentProxy(server, Impairment(delay_s=0.02)) as link:
         ends = [connected(link) for _ in range(3)]
         for end in ends:
             round_trip(end)
@@ -106,7 +106,7 @@ def test_bytes_stay_in_order_and_are_counted() -> None:
     sent = b"".join(bytes([i % 256]) * 97 for i in range(2000))
     with (
         echo() as server,
-        ImpairedLink(server, Impairment(delay_s=0.001, jitter_s=0.003)) as link,
+        ImpairmentProxy(server, Impairment(delay_s=0.001, jitter_s=0.003)) as link,
         connected(link) as end,
     ):
         threading.Thread(target=end.sendall, args=(sent,), daemon=True).start()
@@ -115,7 +115,7 @@ def test_bytes_stay_in_order_and_are_counted() -> None:
 
 
 def test_an_impairment_may_change_on_the_way() -> None:
-    with echo() as server, ImpairedLink(server, Impairment()) as link, connected(link) as end:
+    with echo() as server, ImpairmentProxy(server, Impairment()) as link, connected(link) as end:
         round_trip(end)
         link.impair(Impairment(delay_s=0.05))
         assert round_trip(end) >= 0.1
@@ -123,7 +123,7 @@ def test_an_impairment_may_change_on_the_way() -> None:
 
 def test_connections_overtake_one_another() -> None:
     """With jitter, each has a delay of its own."""
-    with echo() as server, ImpairedLink(server, Impairment(jitter_s=0.3), seed=1) as link:
+    with echo() as server, ImpairmentProxy(server, Impairment(jitter_s=0.3), seed=1) as link:
         ends = [connected(link) for _ in range(4)]
         arrived: list[int] = []
 
@@ -144,7 +144,7 @@ def test_connections_overtake_one_another() -> None:
 
 
 def test_a_cut_ends_connections_and_refuses_new_ones_until_it_is_mended() -> None:
-    with echo() as server, ImpairedLink(server, Impairment()) as link:
+    with echo() as server, ImpairmentProxy(server, Impairment()) as link:
         with connected(link) as end:
             round_trip(end)
             link.cut()
@@ -157,7 +157,7 @@ def test_a_cut_ends_connections_and_refuses_new_ones_until_it_is_mended() -> Non
 
 
 def test_a_network_that_hangs_tells_nobody_and_loses_nothing() -> None:
-    with echo() as server, ImpairedLink(server, Impairment()) as link, connected(link) as end:
+    with echo() as server, ImpairmentProxy(server, Impairment()) as link, connected(link) as end:
         round_trip(end)
         link.hang()
         end.sendall(b"ping")

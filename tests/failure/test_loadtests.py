@@ -11,18 +11,18 @@ from dataclasses import replace
 
 import pytest
 
-from loadtests.attack import attack
-from loadtests.figures import Goal
-from loadtests.questions import TimedQuestions
-from loadtests.run import Run
-from paceline.messages import Delta, Load
-from paceline.model.timed import SimulatedModel
+from loadtests.load_figures import LatencyGoal
+from loadtests.load_requests import TimedQuestions
+from loadtests.load_run import LoadRun
+from loadtests.locust_process import run_locust
+from paceline.core.messages import Delta, EngineLoad
 from paceline.state import WorkerRecord, open_store
-from paceline.timed import TimedModel
-from services.gateway.server import Addresses, Settings, running
-from tests.proxies import proxy
-from tests.targets import TargetWorker, target_worker
-from tests.workers import PATIENCE_S
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import TimedModel
+from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from tests.helpers.proxies import proxy
+from tests.helpers.targets import TargetWorker, target_worker
+from tests.helpers.workers import PATIENCE_S
 
 pytestmark = pytest.mark.alone
 
@@ -34,10 +34,10 @@ ALL_KINDS = 27
 
 @asynccontextmanager
 async def served() -> AsyncIterator[tuple[Addresses, TargetWorker]]:
-    spec = TimedModel.parse(MODEL)
-    settings = Settings(MODEL, "tested", port=0, drain_s=1.0)
+    spec = TimedModelConfig.parse(MODEL)
+    settings = GatewaySettings(MODEL, "tested", port=0, drain_s=1.0)
     async with (
-        target_worker(model=SimulatedModel(MODEL, spec, SLOTS, 4096)) as worker,
+        target_worker(model=TimedModel(MODEL, spec, SLOTS, 4096)) as worker,
         open_store(None, ttl_s=3600.0) as store,
     ):
         record = WorkerRecord("target", "t", worker.address, "tested", "", spec.fingerprint, time.time())
@@ -47,14 +47,14 @@ async def served() -> AsyncIterator[tuple[Addresses, TargetWorker]]:
             yield addresses, worker
 
 
-def run_against(addresses: Addresses) -> Run:
-    goal = Goal(first_token_ms=60e3, token_ms=60e3)
-    return Run(f"http://{addresses.http}", addresses.grpc, MODEL, False, "soak", 1.0, 6.0, ALL_KINDS, (2, 12), goal)
+def run_against(addresses: Addresses) -> LoadRun:
+    goal = LatencyGoal(first_token_ms=60e3, token_ms=60e3)
+    return LoadRun(f"http://{addresses.http}", addresses.grpc, MODEL, False, "soak", 1.0, 6.0, ALL_KINDS, (2, 12), goal)
 
 
 async def test_every_kind_of_user_is_served() -> None:
     async with served() as (addresses, _):
-        told = await attack(run_against(addresses), {})
+        told = await run_locust(run_against(addresses), {})
     assert told["good"], told
     assert told["faults"] == []
     found = told["figures"]
@@ -67,10 +67,10 @@ async def test_every_kind_of_user_is_served() -> None:
 @pytest.mark.parametrize("mutant", ["changes", pytest.param("loses", marks=pytest.mark.slow)])
 async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
     async with served() as (addresses, worker):
-        deliver = worker.servicer.deliver
+        deliver = worker.servicer.send_deltas
         spoilt: list[str] = []
 
-        def spoil(deltas: Sequence[Delta], load: Load) -> None:
+        def spoil(deltas: Sequence[Delta], load: EngineLoad) -> None:
             for delta in deltas:
                 if delta.tokens and delta.finish_reason is None and not spoilt:
                     spoilt.append(delta.request_id)
@@ -78,8 +78,8 @@ async def test_a_token_that_is_lost_or_changed_is_seen(mutant: str) -> None:
                     delta.accepted = delta.accepted[: len(delta.tokens)]
             deliver(deltas, load)
 
-        worker.servicer.deliver = spoil  # type: ignore[method-assign]
-        told = await attack(run_against(addresses), {})
+        worker.servicer.send_deltas = spoil  # type: ignore[method-assign]
+        told = await run_locust(run_against(addresses), {})
     assert spoilt
     assert not told["good"]
     assert told["lost_tokens"] + told["changed_tokens"] > 0
@@ -91,7 +91,7 @@ async def test_streams_that_are_cut_are_errors() -> None:
     async with served() as (addresses, _):
         host, _, port = addresses.http.rpartition(":")
         async with proxy(lambda: asyncio.open_connection(host, int(port)), cut_after=b"token_ids") as front:
-            told = await attack(run_against(replace(addresses, http=f"127.0.0.1:{front}")), {})
+            told = await run_locust(run_against(replace(addresses, http=f"127.0.0.1:{front}")), {})
     assert not told["good"]
     assert told["errors"] > ALL_KINDS
     assert any("chat" in fault for fault in told["faults"]), told["faults"]
@@ -100,15 +100,15 @@ async def test_streams_that_are_cut_are_errors() -> None:
 @pytest.mark.slow
 async def test_streams_that_hang_until_the_run_ends_are_errors() -> None:
     async with served() as (addresses, worker):
-        deliver, told_of = worker.servicer.deliver, [0]
+        deliver, told_of = worker.servicer.send_deltas, [0]
 
-        def stall(deltas: Sequence[Delta], load: Load) -> None:
+        def stall(deltas: Sequence[Delta], load: EngineLoad) -> None:
             told_of[0] += len(deltas)
             if told_of[0] < 20 * ALL_KINDS:
                 deliver(deltas, load)
 
-        worker.servicer.deliver = stall  # type: ignore[method-assign]
-        told = await attack(replace(run_against(addresses), stalled_s=1.0), {})
+        worker.servicer.send_deltas = stall  # type: ignore[method-assign]
+        told = await run_locust(replace(run_against(addresses), stalled_s=1.0), {})
     assert not told["good"]
     hung = {fault.partition(":")[0] for fault in told["faults"] if "nothing came" in fault}
     assert {"grpc", "chat"} <= hung, told["faults"]
@@ -119,7 +119,7 @@ async def test_users_that_crash_are_errors() -> None:
     question = TimedQuestions(MODEL, (2, 4)).short(chat=False).as_json()
     kinds = {"chats": [], "texts": [question], "longs": [question]}
     async with served() as (addresses, _):
-        told = await attack(replace(run_against(addresses), recorded=kinds), {})
+        told = await run_locust(replace(run_against(addresses), recorded=kinds), {})
     assert not told["good"]
     [fault] = told["faults"]
     assert fault.startswith("a user stopped")
@@ -129,6 +129,6 @@ async def test_users_that_crash_are_errors() -> None:
 @pytest.mark.slow
 async def test_speculation_that_is_asked_for_and_does_not_happen_is_seen() -> None:
     async with served() as (addresses, _):
-        told = await attack(replace(run_against(addresses), speculative=True), {})
+        told = await run_locust(replace(run_against(addresses), speculative=True), {})
     assert told["faults"] == []
     assert not told["good"]

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.processes import tree
-from paceline.state.embedded import EmbeddedRedis
-from paceline.tensor_parallel.place import Place
+from paceline.cli.process_tree import process_and_descendants
+from paceline.model.parallel.host_port import HostPort
+from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.wire.target_link import TargetLink
-from tests.checkpoints import save_checkpoint
-from tests.ranks import free_place
-from tests.targets import collect, submission
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.ranks import free_place
+from tests.helpers.targets import collect, submission
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
@@ -58,7 +58,7 @@ class Pool:
 
     def pid(self, module: str) -> int:
         """Of the one process of this kind that the pool has started."""
-        [found] = [pid for pid in tree(self.process.pid) if f"\0-m\0{module}\0" in _command(pid)]
+        [found] = [pid for pid in process_and_descendants(self.process.pid) if f"\0-m\0{module}\0" in _command(pid)]
         return found
 
 
@@ -83,7 +83,7 @@ async def started(folder: str, *command: str) -> AsyncIterator[asyncio.subproces
         yield process
     finally:
         if process.returncode is None:
-            for pid in list(tree(process.pid)):
+            for pid in list(process_and_descendants(process.pid)):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         await process.wait()
@@ -120,7 +120,7 @@ async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) 
             before = await tokens_at((await running.wait_for(READY))["address"])
             assert len(before) == 20
 
-            os.kill(running.pid("services.rank"), signal.SIGKILL)
+            os.kill(running.pid("paceline_services.rank"), signal.SIGKILL)
             await running.wait_for(r"rank 1 is gone: the replica ends as a whole")
             await running.wait_for(r"replica 1 ended .* and is started again")
             assert await tokens_at((await running.wait_for(READY))["address"]) == before
@@ -143,7 +143,9 @@ async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
         assert len(before) == 20
         assert await tokens_at(second["address"]) == before
 
-        [victim] = [pid for pid in tree(int(first["actor"])) if "\0-m\0services.target\0" in _command(pid)]
+        [victim] = [
+            pid for pid in process_and_descendants(int(first["actor"])) if "\0-m\0services.target\0" in _command(pid)
+        ]
         os.kill(victim, signal.SIGKILL)
         await running.wait_for(r"replica \d ended .* and is started again")
         assert await tokens_at(second["address"]) == before
@@ -158,7 +160,7 @@ async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str
     model, address = str(save_checkpoint(tmp_path)), str(free_place())
     wish = ("--model", model, "--tensor-parallel-size", "2", "--placement", "spread")
     async with (
-        node(folder, "--head", f"--port={Place.parse(address).port}", "--include-dashboard=false") as head,
+        node(folder, "--head", f"--port={HostPort.parse(address).port}", "--include-dashboard=false") as head,
         node(folder, f"--address={address}") as other,
     ):
         async with pool(folder, *wish, ray=address) as running:
@@ -181,7 +183,7 @@ def first_of(count: int) -> int:
     for port in range(20_000, 30_000, count):
         with suppress(OSError), ExitStack() as stack:
             for each in range(port, port + count):
-                stack.enter_context(Place("0.0.0.0", each).listen())
+                stack.enter_context(HostPort("0.0.0.0", each).listen())
             return port
     raise AssertionError(f"no {count} ports in a row are free")
 
@@ -198,7 +200,7 @@ async def tokens_at(address: str) -> list[int]:
 
 def _commands(root: int) -> str:
     """Of a process and all that it started."""
-    return "\n".join(map(_command, tree(root)))
+    return "\n".join(map(_command, process_and_descendants(root)))
 
 
 def _command(pid: int) -> str:

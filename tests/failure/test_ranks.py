@@ -20,17 +20,17 @@ import pytest
 from torch import Tensor
 
 from paceline.config import EngineConfig
-from paceline.model.rows import Lane
-from paceline.tensor_parallel import meeting
-from paceline.tensor_parallel.errors import MeetingError, RankLostError
-from paceline.tensor_parallel.meeting import following
-from paceline.tensor_parallel.place import Place
-from paceline.tensor_parallel.ranks import Ranks
-from services.process import FAILED, StartError
-from services.target.compute import load_model
-from tests.checkpoints import save_checkpoint
+from paceline.model.parallel import rendezvous
+from paceline.model.parallel.host_port import HostPort
+from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
+from paceline.model.parallel.rendezvous import join_rank_group
+from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
+from paceline.model.rows import SlotTable
+from paceline_services.service_entrypoint import FAILED, ServiceStartError
+from paceline_services.target.engine_process import load_model
 from tests.failure.test_supervisor_stack import Served, serving
-from tests.ranks import LOOPBACK, Followers, free_place
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.ranks import LOOPBACK, Followers, free_place
 
 pytestmark = pytest.mark.alone
 
@@ -65,11 +65,11 @@ def test_a_replica_that_loses_a_rank_ends_and_starts_as_one(tmp_path: Path) -> N
 
 
 def test_a_rank_that_hangs_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "PASS_S", 1.0)
+    monkeypatch.setattr(rendezvous, "PASS_TIMEOUT_S", 1.0)
     followers = Followers(1)
     try:
         with followers.led(save_checkpoint(tmp_path), 2) as model:
-            lane = Lane()
+            lane = SlotTable()
             lane.slots = [1]
             model.run([lane.row(5, 0)], [0])
             os.kill(followers.pid(1), signal.SIGSTOP)
@@ -85,11 +85,11 @@ def test_a_pass_that_was_interrupted_is_the_last(tmp_path: Path, monkeypatch: py
     followers = Followers(1)
     try:
         with followers.led(save_checkpoint(tmp_path), 2) as model:
-            lane = Lane()
+            lane = SlotTable()
             lane.slots = [1]
             model.run([lane.row(5, 0)], [0])
             with monkeypatch.context() as patch:
-                patch.setattr(Ranks, "_gathered", _out_of_memory)
+                patch.setattr(TensorParallelGroup, "_gathered", _out_of_memory)
                 with pytest.raises(MemoryError):
                     model.run([lane.row(5, 0)], [0])
             began = time.monotonic()
@@ -104,17 +104,17 @@ def test_a_pass_that_was_interrupted_is_the_last(tmp_path: Path, monkeypatch: py
 def test_a_rank_that_fails_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """It used to say goodbye, as if its work was done."""
     lost: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(meeting, "end_process", lost.put)
-    rendezvous = str(free_place())
-    follower = multiprocessing.get_context("spawn").Process(target=_fail, args=(rendezvous,), daemon=True)
+    monkeypatch.setattr(rendezvous, "exit_process", lost.put)
+    address = str(free_place())
+    follower = multiprocessing.get_context("spawn").Process(target=_fail, args=(address,), daemon=True)
     follower.start()
     try:
-        engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous)
-        replica = meeting.lead(meeting.Brief(model="none", engine=engine))
+        engine = EngineConfig(tensor_parallel_size=2, rendezvous=address)
+        replica = rendezvous.create_rank_group(rendezvous.RankConfig(model="none", engine=engine))
         try:
             assert lost.get(timeout=PATIENCE_S) == "rank 1 is gone"
         finally:
-            replica.abandon()
+            replica.abort()
     finally:
         follower.kill()
         follower.join()
@@ -127,7 +127,7 @@ def test_ranks_that_compute_in_different_ways_do_not_start(tmp_path: Path, monke
         followers = Followers(1)
     try:
         refused = pytest.raises(
-            MeetingError, match=r"rank 0 has \(native .*\) and rank 1 \(torch operators, .*\): start"
+            RendezvousError, match=r"rank 0 has \(native .*\) and rank 1 \(torch operators, .*\): start"
         )
         with refused, followers.led(save_checkpoint(tmp_path), 2):
             pass
@@ -146,7 +146,7 @@ def test_ranks_of_one_machine_listen_to_nobody_else(host: str, tmp_path: Path) -
     before = set(_listening(os.getpid()))
     try:
         with followers.led(save_checkpoint(tmp_path), 2, host=host) as model:
-            lane = Lane()
+            lane = SlotTable()
             lane.slots = [1]
             model.run([lane.row(5, 0)], [0])
             ours = set(_listening(os.getpid())) - before
@@ -173,8 +173,8 @@ def test_what_computes_does_not_outlive_its_service(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_rendezvous_that_is_taken_may_be_free_the_next_time(tmp_path: Path) -> None:
-    with Place(LOOPBACK, 0).listen() as taken:
-        place = Place(LOOPBACK, int(taken.getsockname()[1]))
+    with HostPort(LOOPBACK, 0).listen() as taken:
+        place = HostPort(LOOPBACK, int(taken.getsockname()[1]))
         with _target(save_checkpoint(tmp_path), str(place)) as service:
             said, _ = service.communicate(timeout=PATIENCE_S)
     assert service.returncode == FAILED
@@ -182,23 +182,23 @@ def test_a_rendezvous_that_is_taken_may_be_free_the_next_time(tmp_path: Path) ->
 
 
 def test_a_rendezvous_that_is_none_cannot_become_one(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="rendezvous 'here' is not HOST:PORT"):
+    with pytest.raises(ServiceStartError, match="rendezvous 'here' is not HOST:PORT"):
         load_model(str(save_checkpoint(tmp_path)), EngineConfig(tensor_parallel_size=2, rendezvous="here"))
 
 
 def _target(folder: Path, rendezvous: str) -> subprocess.Popen[str]:
     """The service of a rank 0 to which nobody comes."""
     engine = EngineConfig(tensor_parallel_size=2, rendezvous=rendezvous).model_dump_json()
-    command = [sys.executable, "-m", "services.target", "--model", str(folder), "--engine-config", engine]
+    command = [sys.executable, "-m", "paceline_services.target", "--model", str(folder), "--engine-config", engine]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def _out_of_memory(ranks: Ranks, part: Tensor) -> Tensor:
+def _out_of_memory(ranks: TensorParallelGroup, part: Tensor) -> Tensor:
     raise MemoryError
 
 
 def _fail(rendezvous: str) -> None:
-    with following(rendezvous, 1, None):
+    with join_rank_group(rendezvous, 1, None):
         raise MemoryError
 
 
@@ -232,7 +232,9 @@ def _link(path: Path) -> str:
 
 def _ranks(served: Served) -> list[int]:
     """Process ids, by rank."""
-    return [pid for kind in ("services.target", "services.rank") for pid in served.children(kind).values()]
+    return [
+        pid for kind in ("paceline_services.target", "paceline_services.rank") for pid in served.children(kind).values()
+    ]
 
 
 CLIENT = {"trust_env": False, "timeout": PATIENCE_S}

@@ -24,9 +24,9 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from paceline.config import SamplingParams, SpeculativeOptions
-from paceline.messages import Delta, FinishReason, Submission
+from paceline.core.messages import Delta, FinishReason, Submission
 from paceline.wire.target_link import TargetLink
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 
 pytestmark = pytest.mark.alone
 
@@ -53,7 +53,7 @@ class Worker:
 
 
 def start(service: str, worker_id: str, *flags: str) -> Worker:
-    command = [sys.executable, "-m", f"services.{service}", "--worker-id", worker_id, *flags]
+    command = [sys.executable, "-m", f"paceline_services.{service}", "--worker-id", worker_id, *flags]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return Worker(subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment))
 

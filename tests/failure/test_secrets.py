@@ -13,7 +13,7 @@ import grpc
 import pytest
 
 from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
-from paceline.state.embedded import EmbeddedRedis
+from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -35,7 +35,7 @@ def test_nothing_secret_is_logged(tmp_path: Path) -> None:
     write(tmp_path / "keys.json", KeyFile(keys=(ApiKey(name="alice", sha256=digest(key)),)))
     with EmbeddedRedis() as redis:
         place = ("--api-keys", str(tmp_path / "keys.json"), "--redis-url", redis.url)
-        command = [sys.executable, "-m", "services.gateway", *OPTIONS, *place]
+        command = [sys.executable, "-m", "paceline_services.gateway", *OPTIONS, *place]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             lines = []

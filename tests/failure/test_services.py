@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,31 +19,31 @@ import grpc
 import httpx
 import pytest
 
-from paceline.compute.pipe import Pipe
-from paceline.compute.process import ComputeError
-from paceline.messages import FinishReason
-from paceline.models import ModelNotFoundError
+from paceline.core.messages import FinishReason
+from paceline.ipc.model_process import ModelProcessDiedError
+from paceline.ipc.pipe import Pipe
+from paceline.model_names import ModelNotFoundError
 from paceline.state import open_store
-from paceline.state.embedded import EmbeddedRedis
+from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, server_options
-from paceline.wire.errors import EngineLost
+from paceline.wire.link_errors import TargetEngineDied
 from paceline.wire.target_link import TargetLink
-from services import compute
-from services.draft import __main__ as draft
-from services.draft import compute as draft_compute
-from services.gateway import __main__ as gateway
-from services.process import StartError
-from services.target import __main__ as target
-from services.target import compute as target_compute
-from tests.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
-from tests.targets import NEVER_ENDS, collect, submission
-from tests.workers import opening, until
-from tests.workers import target as drafted
+from paceline_services import model_entrypoint
+from paceline_services.draft import __main__ as draft
+from paceline_services.draft import speculator_process as draft_compute
+from paceline_services.gateway import __main__ as gateway
+from paceline_services.service_entrypoint import ServiceStartError
+from paceline_services.target import __main__ as target
+from paceline_services.target import engine_process as target_compute
+from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
+from tests.helpers.targets import NEVER_ENDS, collect, submission
+from tests.helpers.workers import opening, until
+from tests.helpers.workers import target as drafted
 
 MAINS = {"target": target.main, "draft": draft.main}
-PARSERS = {"target": target.parse, "draft": draft.parse}
-COMPUTES = {"target": target_compute.serve, "draft": draft_compute.serve}
+PARSERS = {"target": target.parse_options, "draft": draft.parse_options}
+COMPUTES = {"target": target_compute.serve_engine, "draft": draft_compute.serve_speculator}
 TABLE = ("--model", "table:1000")
 LONG = 1000
 NGRAM = ("--speculative-config", '{"method": "ngram"}')
@@ -79,7 +80,7 @@ def pipe() -> Iterator[Pipe]:
 
 def refusal(service: str, arguments: Sequence[str], pipe: Pipe) -> str:
     """Why this service's compute does not begin with these arguments, in this process."""
-    with pytest.raises((StartError, ModelNotFoundError)) as refused:
+    with pytest.raises((ServiceStartError, ModelNotFoundError)) as refused:
         COMPUTES[service](pipe, PARSERS[service](arguments))
     return str(refused.value)
 
@@ -232,7 +233,7 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
     """Real processes without a registry: the target reaches the draft that the request names. Both exit with 0."""
     processes = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
+            *(sys.executable, "-m", f"paceline_services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
         )
         for service, arguments in (("target", (*TABLE, *NGRAM)), ("draft", NGRAM))
     ]
@@ -262,7 +263,7 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
 async def test_everybody_is_told_that_a_target_drains_for_as_long_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
     stop = asyncio.Event()
     with EmbeddedRedis() as redis:
-        options = target.parse([*TABLE, "--redis-url", redis.url, "--metrics-port", "0"])
+        options = target.parse_options([*TABLE, "--redis-url", redis.url, "--metrics-port", "0"])
         async with (
             open_store(redis.url) as store,
             served(target.serve(options, stop), caplog) as (service, address),
@@ -287,48 +288,48 @@ async def test_everybody_is_told_that_a_target_drains_for_as_long_as_it_does(cap
 
 async def test_requests_are_lost_with_the_engine(caplog: pytest.LogCaptureFixture) -> None:
     """The service ends with it, so that both are started again; gateways replay elsewhere."""
-    async with served(target.serve(target.parse(TABLE), asyncio.Event()), caplog) as (service, address):
+    async with served(target.serve(target.parse_options(TABLE), asyncio.Event()), caplog) as (service, address):
         async with linked_to(address) as link:
             deltas = link.submit(submission(max_tokens=4000))
             await anext(deltas)
-            os.kill(compute_of("services.target"), signal.SIGKILL)
-            with pytest.raises(EngineLost):
+            os.kill(compute_of("paceline_services.target"), signal.SIGKILL)
+            with pytest.raises(TargetEngineDied):
                 async for _ in deltas:
                     pass
-        with pytest.raises(ComputeError, match="ended with exit code -9"):
+        with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
             await service
 
 
 async def test_an_engine_that_dies_while_it_drains(caplog: pytest.LogCaptureFixture) -> None:
     """What still ran is lost at once, not when the time for draining is up."""
     stop = asyncio.Event()
-    patient = target.parse([*TABLE, "--drain-s", "3600"])
+    patient = target.parse_options([*TABLE, "--drain-s", "3600"])
     async with served(target.serve(patient, stop), caplog) as (service, address), linked_to(address) as link:
         deltas = link.submit(submission(max_tokens=4000))
         await anext(deltas)
-        engine = compute_of("services.target")
+        engine = compute_of("paceline_services.target")
         os.kill(engine, signal.SIGSTOP)
         stop.set()
         await until(lambda: link.draining)
         os.kill(engine, signal.SIGKILL)
-        with pytest.raises(EngineLost):
+        with pytest.raises(TargetEngineDied):
             async for _ in deltas:
                 pass
-        with pytest.raises(ComputeError):
+        with pytest.raises(ModelProcessDiedError):
             await service
 
 
 async def test_a_speculator_that_dies_ends_its_worker(caplog: pytest.LogCaptureFixture) -> None:
     async with (
-        served(draft.serve(draft.parse(NGRAM), asyncio.Event()), caplog) as (service, address),
+        served(draft.serve(draft.parse_options(NGRAM), asyncio.Event()), caplog) as (service, address),
         drafted() as here,
     ):
         await here.reach(address)
         here.drafting.open(opening(1), [address])
         here.drafting.flush()
-        os.kill(compute_of("services.draft"), signal.SIGKILL)
+        os.kill(compute_of("paceline_services.draft"), signal.SIGKILL)
         assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
-        with pytest.raises(ComputeError, match="ended with exit code -9"):
+        with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
             await service
 
 
@@ -336,30 +337,30 @@ def test_compute_that_fails_says_why(capfd: pytest.CaptureFixture[str], monkeypa
     """The process that speaks only learns that the other one is gone; the traceback is in that one's log."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        Pipe(ours).send(draft.parse(NGRAM))
+        Pipe(ours).send(draft.parse_options(NGRAM))
         monkeypatch.setattr(sys, "argv", ["compute", str(theirs.detach())])
         monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # this process keeps its own
 
         def broken(pipe: Pipe, options: argparse.Namespace) -> None:
             raise ZeroDivisionError
 
-        assert compute.run("draft", broken) == 1
+        assert model_entrypoint.run_model_process("draft", broken) == 1
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 async def test_a_target_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
     before = os.sched_getaffinity(0)
     bound = ("--engine-config", f'{{"cpus": [{min(before)}]}}')
-    async with served(target.serve(target.parse([*TABLE, *bound]), asyncio.Event()), caplog):
-        assert os.sched_getaffinity(compute_of("services.target")) == {min(before)}
+    async with served(target.serve(target.parse_options([*TABLE, *bound]), asyncio.Event()), caplog):
+        assert os.sched_getaffinity(compute_of("paceline_services.target")) == {min(before)}
         assert os.sched_getaffinity(0) == before, "the process that speaks is not"
 
 
 async def test_sigterm_while_the_model_loads() -> None:
     """Whoever changes their mind does not have to wait for a model that nobody wants."""
-    slow = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.slow"}')
+    slow = ("--speculative-config", '{"method": "custom", "speculator": "tests.helpers.workers.slow"}')
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.draft", *slow), stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "paceline_services.draft", *slow), stderr=asyncio.subprocess.PIPE
     )
     assert process.stderr is not None
     try:
@@ -378,10 +379,10 @@ async def test_compute_does_not_outlive_its_service(service: str) -> None:
     """Killed, the service can tell nobody; its compute notices by itself."""
     arguments = TABLE if service == "target" else NGRAM
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", f"paceline_services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
     )
     await ready(process)
-    assert compute_of(f"services.{service}", process.pid)
+    assert compute_of(f"paceline_services.{service}", process.pid)
     process.kill()
     assert process.stderr is not None
     async with asyncio.timeout(120):
@@ -392,7 +393,7 @@ async def test_compute_does_not_outlive_its_service(service: str) -> None:
 async def test_an_engine_that_hangs_ends_its_target() -> None:
     """Its service answers every ping, so nobody else could know; as a dead target it is replaced."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "services.target", *TABLE, "--hang-s", "1"), stderr=asyncio.subprocess.PIPE
+        *(sys.executable, "-m", "paceline_services.target", *TABLE, "--hang-s", "1"), stderr=asyncio.subprocess.PIPE
     )
     try:
         async with asyncio.timeout(120), linked_to(await ready(process)) as link:
@@ -400,7 +401,7 @@ async def test_an_engine_that_hangs_ends_its_target() -> None:
             deltas = link.submit(submission(max_tokens=NEVER_ENDS))
             await anext(deltas)
             os.kill(engine, signal.SIGSTOP)
-            with pytest.raises(EngineLost):
+            with pytest.raises(TargetEngineDied):
                 async for _ in deltas:
                     pass
             assert await process.wait() == 1
@@ -416,11 +417,14 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(
 ) -> None:
     """The target learns from it what to send, whether or not it was told how it drafts."""
     stop = asyncio.Event()
-    custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.workers.witness"}')
+    custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.helpers.workers.witness"}')
     pool = custom if knows else ("--speculative-config", '{"method": "pool"}')
     async with (
-        served(draft.serve(draft.parse([*custom, "--metrics-port", "0"]), stop), caplog) as (drafting, draft_at),
-        served(target.serve(target.parse([*TABLE, *pool]), stop), caplog) as (decoding, target_at),
+        served(draft.serve(draft.parse_options([*custom, "--metrics-port", "0"]), stop), caplog) as (
+            drafting,
+            draft_at,
+        ),
+        served(target.serve(target.parse_options([*TABLE, *pool]), stop), caplog) as (decoding, target_at),
         linked_to(target_at) as link,
     ):
         plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))
@@ -441,7 +445,7 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(
     ("method", "code"),
     [
         ('{"method": "ngram"}', grpc.StatusCode.RESOURCE_EXHAUSTED),
-        ('{"method": "custom", "speculator": "tests.workers.witness"}', grpc.StatusCode.INVALID_ARGUMENT),
+        ('{"method": "custom", "speculator": "tests.helpers.workers.witness"}', grpc.StatusCode.INVALID_ARGUMENT),
     ],
     ids=["token ids only", "hidden states"],
 )
@@ -452,7 +456,7 @@ async def test_a_draft_takes_large_frames_only_if_it_is_fed_with_hidden_states(
     stop = asyncio.Event()
     large = draft_pb2.DraftFrame.Open(token_ids=[2**31] * (SUBMIT_FRAME_BYTES // 4))
     async with (
-        served(draft.serve(draft.parse(["--speculative-config", method]), stop), caplog) as (drafting, address),
+        served(draft.serve(draft.parse_options(["--speculative-config", method]), stop), caplog) as (drafting, address),
         grpc.aio.insecure_channel(address, options=server_options()) as channel,
     ):
         call = draft_pb2_grpc.DraftServiceStub(channel).Grow(iter([draft_pb2.DraftFrame(opens=[large])]))
@@ -477,7 +481,7 @@ def compute_of(service: str, parent: int | None = None) -> int:
         text=True,
         check=True,
     ).stdout.splitlines()
-    [line] = [line for line in lines if f"{service}.compute" in line]
+    [line] = [line for line in lines if re.search(rf"{service}\.(engine|speculator)_process", line)]
     return int(line.split()[0])
 
 

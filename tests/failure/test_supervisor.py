@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.child import Backoff, Program, StartError
+from paceline.cli.supervised_process import Backoff, Program, StartError
 from paceline.cli.supervisor import Supervisor
 
 AT_ONCE = lambda: Backoff(shortest_s=0.01, longest_s=0.05)  # noqa: E731
@@ -127,7 +127,7 @@ def test_programs_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:
     script = tmp_path / "supervise.py"
     script.write_text(
         "import asyncio, sys\n"
-        "from paceline.cli.child import Program\n"
+        "from paceline.cli.supervised_process import Program\n"
         "from paceline.cli.supervisor import Supervisor\n"
         "async def main():\n"
         "    program = Program('stubborn', (sys.executable, '-S', '-c', sys.argv[1]))\n"

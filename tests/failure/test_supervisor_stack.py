@@ -70,12 +70,12 @@ def test_it_serves_mends_and_stops() -> None:
         url = served.wait_for(r"Serving table:256 at (\S+)/v1")[1]
         before = _completion(url)
 
-        [(arguments, draft)] = served.children("services.draft").items()
+        [(arguments, draft)] = served.children("paceline_services.draft").items()
         os.kill(draft, signal.SIGKILL)
         assert _completion(url) == before
         served.wait_for(r"draft-1-\w+ was ended by SIGKILL")
         served.wait_for(r"draft ready on")
-        [(restarted, again)] = served.children("services.draft").items()
+        [(restarted, again)] = served.children("paceline_services.draft").items()
         assert again != draft
         assert _port(restarted) == _port(arguments)
         assert _completion(url) == before

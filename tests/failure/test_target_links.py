@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from paceline.v1 import target_pb2, target_pb2_grpc
-from paceline.wire.errors import TargetLost
-from paceline.wire.server import Server
+from paceline.wire.grpc_server import GrpcServer
+from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
-from tests.targets import NEVER_ENDS, TARGET_SERVICE, collect, linked, submission, target_worker
+from tests.helpers.targets import NEVER_ENDS, TARGET_SERVICE, collect, linked, submission, target_worker
 
 Frame = target_pb2.DeltaFrame
 Delta = target_pb2.DeltaFrame.Delta
@@ -105,7 +105,7 @@ async def link_to(address: str) -> AsyncIterator[TargetLink]:
 
 @asynccontextmanager
 async def serving(servicer: target_pb2_grpc.TargetServiceServicer) -> AsyncIterator[str]:
-    server = Server("127.0.0.1", 0)
+    server = GrpcServer("127.0.0.1", 0)
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
     await server.start()
     try:

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from paceline.state.embedded import EmbeddedRedis
+from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.tls import Certificates
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
-from paceline.wire.errors import TargetLost
+from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
-from tests.certificates import Authority
-from tests.targets import collect, submission
+from tests.helpers.certificates import Authority
+from tests.helpers.targets import collect, submission
 
 LOCKSTEP = '{"method": "draft_model", "model": "table:1000", "draft_schedule": "lockstep"}'
 """A table is done before its draft has said a word, and a draft that brings nothing is paused for longer and longer."""
@@ -31,7 +31,7 @@ def options(tls: Certificates) -> tuple[str, ...]:
 @contextmanager
 def started(kind: str, *arguments: str) -> Iterator[str]:
     """The address at which it is ready."""
-    command = [sys.executable, "-m", f"services.{kind}", *arguments]
+    command = [sys.executable, "-m", f"paceline_services.{kind}", *arguments]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         try:
@@ -73,7 +73,7 @@ async def test_a_request_is_drafted_through_mutual_tls(tmp_path: Path) -> None:
 def test_an_option_that_is_missing_is_named(tmp_path: Path) -> None:
     certificate, key, _ = Authority(tmp_path).replace(TARGET)
     files = ("--tls-cert", str(certificate), "--tls-key", str(key))
-    command = [sys.executable, "-m", "services.target", "--model", "table:1000", *files]
+    command = [sys.executable, "-m", "paceline_services.target", "--model", "table:1000", *files]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode == 2
     assert "--tls-ca must be given, too" in done.stderr

@@ -116,7 +116,7 @@ async def _asked(
 async def _kill(served: Served) -> None:
     """The draft, once it drafts for requests that run."""
     await asyncio.sleep(0.2)
-    for process in served.children("services.draft").values():
+    for process in served.children("paceline_services.draft").values():
         os.kill(process, signal.SIGKILL)
 
 

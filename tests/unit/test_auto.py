@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from paceline import family
-from paceline.cli.deployment import Wish, plan
+from paceline.cli.deployment import DeploymentOptions, plan_deployment
 from paceline.config import SUFFIX_DEPTH, EngineConfig, SpeculativeConfig
+from paceline.drafting import complete_config
+from paceline.drafting.auto_method import has_mtp_layer
 from paceline.llm import LLM
 from paceline.model.checkpoint import CheckpointError
-from paceline.speculators import completed
-from paceline.speculators.auto import has_own_layer
-from services.draft.compute import load as load_draft
-from services.process import StartError
-from tests.checkpoints import save_checkpoint
-from tests.mtp_checkpoints import layer_tensors, save_target
+from paceline_services.draft.speculator_process import load_speculator as load_draft
+from paceline_services.service_entrypoint import ServiceStartError
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.mtp_checkpoints import layer_tensors, save_target
 
 TARGET, DRAFT = family.NAMES
 AUTO = SpeculativeConfig(method="auto")
@@ -25,7 +25,7 @@ AUTO = SpeculativeConfig(method="auto")
 
 def test_a_layer_in_the_targets_own_checkpoint_comes_first(tmp_path: Path) -> None:
     target = save_target(tmp_path, "mimo", layer_tensors("mimo"))
-    found = completed(AUTO, str(target))
+    found = complete_config(AUTO, str(target))
     assert (found.method, found.model, found.beside) == ("mtp", None, ("suffix", "ngram"))
     assert found.num_speculative_tokens == AUTO.num_speculative_tokens
     [answer] = LLM(str(target), {"method": "auto"}, {"slots": 512}).generate([[1, 2, 3]])
@@ -35,57 +35,57 @@ def test_a_layer_in_the_targets_own_checkpoint_comes_first(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "mimo"])
 def test_a_layer_that_was_left_out_is_not_drafted_with(kind: str, tmp_path: Path) -> None:
     """config.json goes on naming it."""
-    assert has_own_layer(str(save_target(tmp_path / "whole", kind, layer_tensors(kind))))
-    assert not has_own_layer(str(save_target(tmp_path / "less", kind, {})))
+    assert has_mtp_layer(str(save_target(tmp_path / "whole", kind, layer_tensors(kind))))
+    assert not has_mtp_layer(str(save_target(tmp_path / "less", kind, {})))
 
 
 def test_the_shipped_target_has_its_draft() -> None:
-    found = completed(AUTO, TARGET)
+    found = complete_config(AUTO, TARGET)
     assert (found.method, found.model) == ("draft_model", str(family.path(DRAFT)))
-    assert completed(AUTO, str(family.path(TARGET))) == found
+    assert complete_config(AUTO, str(family.path(TARGET))) == found
 
 
 def test_a_checkpoint_that_is_given_comes_before_all_others(tmp_path: Path) -> None:
     draft = str(save_checkpoint(tmp_path))
-    found = completed(SpeculativeConfig(method="auto", model=draft), TARGET)
+    found = complete_config(SpeculativeConfig(method="auto", model=draft), TARGET)
     assert (found.method, found.model, found.beside) == ("draft_model", draft, ("suffix", "ngram"))
 
 
 @pytest.mark.parametrize("target", ["table:64", "folder"])
 def test_without_any_checkpoint_text_that_repeats_is_looked_up(target: str, tmp_path: Path) -> None:
-    found = completed(AUTO, str(save_checkpoint(tmp_path)) if target == "folder" else target)
+    found = complete_config(AUTO, str(save_checkpoint(tmp_path)) if target == "folder" else target)
     assert (found.method, found.beside, found.draft_placement) == ("suffix", ("ngram",), "target")
     assert found.num_speculative_tokens == SUFFIX_DEPTH
 
 
 def test_what_the_user_says_stays() -> None:
     told = SpeculativeConfig(method="auto", num_speculative_tokens=5, draft_placement="worker", tree_width=2)
-    found = completed(told, "table:64")
+    found = complete_config(told, "table:64")
     assert (found.num_speculative_tokens, found.draft_placement, found.tree_width) == (5, "worker", 2)
 
 
 def test_the_log_says_what_was_picked_and_why(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
-        completed(AUTO, TARGET)
+        complete_config(AUTO, TARGET)
     assert "method auto: draft_model, since the shipped target comes with a draft; beside it suffix and ngram" in (
         caplog.text
     )
 
 
 def test_a_deployment_knows_before_anything_starts() -> None:
-    planned = plan(Wish(TARGET, AUTO))
+    planned = plan_deployment(DeploymentOptions(TARGET, AUTO))
     assert planned.speculation.method == "draft_model"
     assert len(planned.drafts) == 1
-    assert not plan(Wish("table:64", AUTO)).drafts  # what needs no checkpoint needs no process
+    assert not plan_deployment(DeploymentOptions("table:64", AUTO)).drafts  # what needs no checkpoint needs no process
 
 
 def test_a_draft_worker_comes_to_what_its_target_came_to() -> None:
     speculator = load_draft(AUTO, EngineConfig(), TARGET)
     assert (speculator.method, Path(speculator.model).name) == ("draft_model", DRAFT)
-    with pytest.raises(StartError, match="the speculator cannot be built: method auto without a `model`"):
+    with pytest.raises(ServiceStartError, match="the speculator cannot be built: method auto without a `model`"):
         load_draft(AUTO, EngineConfig(), None)
 
 
 def test_no_target_to_look_at() -> None:
     with pytest.raises(CheckpointError, match="say which one it is"):
-        completed(AUTO)
+        complete_config(AUTO)

@@ -14,15 +14,26 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import family
-from paceline.cli import bench_methods, main
-from paceline.cli.bench_methods import DEPTH, MAX_TOKENS, NODES, PLAIN, REPETITIONS, Measured, measure, methods, row
-from paceline.cli.workloads import Workload, repetitive_workloads, workloads
+from paceline.cli import main
 from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.core.messages import FinishReason, SpeculationStats, Timings
 from paceline.llm import Completion
-from paceline.messages import FinishReason, SpeculationStats, Timings
-from paceline.training.corpus import held_out_files, read_source
-from paceline.training.editing import edits
-from paceline.training.extraction import extractions
+from paceline_lab.bench import method_comparison
+from paceline_lab.bench.method_comparison import (
+    DEPTH,
+    MAX_TOKENS,
+    NODES,
+    PLAIN,
+    REPETITIONS,
+    MethodRun,
+    measure,
+    methods,
+    row,
+)
+from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
+from paceline_lab.training.family.edit_chats import edits
+from paceline_lab.training.family.extraction_chats import extractions
+from paceline_lab.training.family.stdlib_corpus import held_out_files, read_source
 
 KEYS = ["method", "workload", "temperature", "acceptance_length", "by_depth", "tokens_per_s", "speedup", "identical"]
 PROMPTS = [[1, 2], [3, 4]]
@@ -80,7 +91,7 @@ class Fake:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(bench_methods, "time", clock)
+    monkeypatch.setattr(method_comparison, "time", clock)
     return clock
 
 
@@ -89,7 +100,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def test_acceptance_is_over_all_verifications_of_all_prompts() -> None:
     """Steps without a guess are none; who guessed less deep accepted nothing below."""
-    these = Measured()
+    these = MethodRun()
     for n, each in enumerate([stats((3, 3), (3, 1), (0, 0)), stats((1, 1), (2, 0)), stats((0, 0))]):
         these.add(n, completion([1], each), 1.0)
     assert these.acceptance_length == 5 / 4
@@ -97,20 +108,20 @@ def test_acceptance_is_over_all_verifications_of_all_prompts() -> None:
 
 
 def test_shares_are_rounded() -> None:
-    these = Measured()
+    these = MethodRun()
     these.add(0, completion([1], stats((1, 1), (1, 1), (1, 0))), 1.0)
     assert these.by_depth() == [0.667]
     assert row("m", "w", 0.0, {"m": these, PLAIN: these})["acceptance_length"] == 0.67
 
 
 def test_where_nothing_was_guessed_nothing_was_accepted() -> None:
-    these = Measured()
+    these = MethodRun()
     these.add(0, completion([1, 2]), 0.5)
     assert (these.acceptance_length, these.by_depth()) == (0.0, [])
 
 
 def test_the_fastest_repetition_of_each_prompt_counts() -> None:
-    these = Measured()
+    these = MethodRun()
     for seconds in ([3.0, 4.0], [2.0, 6.0], [5.0, 1.0]):
         for n, each in enumerate(seconds):
             these.add(n, completion([1] * (n + 2)), each)
@@ -119,7 +130,7 @@ def test_the_fastest_repetition_of_each_prompt_counts() -> None:
 
 
 def test_a_row_has_what_is_told_of_it() -> None:
-    plain, this = Measured(), Measured()
+    plain, this = MethodRun(), MethodRun()
     plain.add(0, completion([1, 2]), 3.0)
     this.add(0, completion([1, 2], stats((2, 1))), 2.0)
     assert row("eagle3", "code", 0.8, {PLAIN: plain, "eagle3": this}) == {
@@ -136,7 +147,7 @@ def test_a_row_has_what_is_told_of_it() -> None:
 
 @pytest.mark.parametrize("differs", ["the method", "a repetition of it", "a repetition of plain"])
 def test_other_tokens_are_not_identical(differs: str) -> None:
-    plain, this = Measured(), Measured()
+    plain, this = MethodRun(), MethodRun()
     for n in range(2):
         plain.add(0, completion([1, 2 + (n == 1 and differs == "a repetition of plain")]), 1.0)
         this.add(0, completion([1, 2 + (differs == "the method" or (n == 1 and differs == "a repetition of it"))]), 1.0)
@@ -181,11 +192,11 @@ def test_what_was_measured_is_each_one_s_own(clock: Clock) -> None:
 def few(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, Fake]:
     """Two methods and two workloads."""
     made = {"ngram": Fake(clock, 4.0, stats((2, 2))), "suffix": Fake(clock, 2.0)}
-    monkeypatch.setattr(bench_methods, "_llms", lambda configs: {name: made[name] for name in configs})
-    monkeypatch.setattr(bench_methods, "methods", lambda: {name: {"method": name} for name in made})
-    monkeypatch.setattr(bench_methods, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
+    monkeypatch.setattr(method_comparison, "_llms", lambda configs: {name: made[name] for name in configs})
+    monkeypatch.setattr(method_comparison, "methods", lambda: {name: {"method": name} for name in made})
+    monkeypatch.setattr(method_comparison, "workloads", lambda: [Workload("code", "", [{"prompt": "x"}])])
     chat = {"messages": [{"role": "user", "content": "y"}]}
-    monkeypatch.setattr(bench_methods, "repetitive_workloads", lambda: [Workload("copies", "", [chat, chat])])
+    monkeypatch.setattr(method_comparison, "repetitive_workloads", lambda: [Workload("copies", "", [chat, chat])])
     return made
 
 
@@ -260,11 +271,11 @@ def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) ->
         def __init__(self, model: str, engine_config: dict[str, Any]) -> None:
             built.append((model, engine_config))
 
-        def drafting_with(self, config: dict[str, Any]) -> dict[str, Any]:
+        def with_speculation(self, config: dict[str, Any]) -> dict[str, Any]:
             return config
 
-    monkeypatch.setattr(bench_methods, "LLM", Target)
-    made = bench_methods._llms(methods())
+    monkeypatch.setattr(method_comparison, "LLM", Target)
+    made = method_comparison._llms(methods())
     [(target, engine)] = built
     assert target == family.NAMES[0]
     assert engine["enable_prefix_caching"] is False
@@ -274,8 +285,8 @@ def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_prompts_are_written_as_the_gateway_writes_them() -> None:
     chat = {"messages": [{"role": "user", "content": "What is len?"}]}
-    text, asked = bench_methods.prompts_of(Workload("w", "", [{"prompt": "def f("}, chat]))
-    tokenizer = bench_methods.Tokenizer.load(family.NAMES[0])
+    text, asked = method_comparison.prompts_of(Workload("w", "", [{"prompt": "def f("}, chat]))
+    tokenizer = method_comparison.Tokenizer.load(family.NAMES[0])
     assert tokenizer.decode(text, skip_special_tokens=False) == "def f("
     shown = tokenizer.decode(asked, skip_special_tokens=False)
     assert shown == "<|im_start|>user\nWhat is len?<|im_end|>\n<|im_start|>assistant\n"
@@ -291,10 +302,10 @@ def test_copies_are_asked_for_without_their_answers_and_from_what_training_held_
 
 
 def test_a_table_has_a_line_for_each() -> None:
-    shown, plain, this = io.StringIO(), Measured(), Measured()
+    shown, plain, this = io.StringIO(), MethodRun(), MethodRun()
     plain.add(0, completion([1, 2]), 3.0)
     this.add(0, completion([1, 2], stats((8, 8))), 2.0)
-    bench_methods._show(Console(file=shown, width=120), "code", 0.8, {PLAIN: plain, "medusa": this})
+    method_comparison._show(Console(file=shown, width=120), "code", 0.8, {PLAIN: plain, "medusa": this})
     title, *lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
     assert " ".join(title) == "code, T 0.8"
     assert ["plain", "1", "1"] in lines

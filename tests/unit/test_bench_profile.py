@@ -15,12 +15,24 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import family
-from paceline.cli import bench_profile, main
-from paceline.cli.bench_methods import LIMITS
-from paceline.cli.bench_profile import ENGINE, PARTS, STEP, Case, Floor, Stopwatch, blocks, piped, read, show
-from paceline.cli.child import StartError
+from paceline.cli import main
+from paceline.cli.supervised_process import StartError
 from paceline.config import SpeculativeConfig
-from tests.checkpoints import save_checkpoint
+from paceline_lab.bench import step_profile
+from paceline_lab.bench.method_comparison import LIMITS
+from paceline_lab.bench.step_profile import (
+    ENGINE,
+    PARTS,
+    STEP,
+    HardwareFloor,
+    ProfileCase,
+    Stopwatch,
+    blocks,
+    piped,
+    read,
+    show,
+)
+from tests.helpers.checkpoints import save_checkpoint
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -49,9 +61,11 @@ class Work:
         self._clock.now += 10
 
 
-def case(**figures: Any) -> Case:
+def case(**figures: Any) -> ProfileCase:
     parts = dict.fromkeys(PARTS, 1.0) | {"pass": 8.0}
-    return Case(**{"size": "shipped", "requests": 8, "method": "plain", "parts_ms": parts, "floor_ms": 4.0, **figures})
+    return ProfileCase(
+        **{"size": "shipped", "requests": 8, "method": "plain", "parts_ms": parts, "floor_ms": 4.0, **figures}
+    )
 
 
 def test_what_runs_inside_another_part_counts_for_itself_alone() -> None:
@@ -96,14 +110,14 @@ def test_a_part_that_fails_is_charged_all_the_same() -> None:
 
 
 def test_the_floor_is_the_longer_of_reading_and_multiplying() -> None:
-    floor = Floor(weights=1000, weight_bytes=2000, bytes_per_s=1e6, macs_per_s=1e6)
+    floor = HardwareFloor(weights=1000, weight_bytes=2000, bytes_per_s=1e6, macs_per_s=1e6)
     assert floor.ms(1) == 2.0
     assert floor.ms(5) == 5.0
 
 
 def test_the_floor_of_the_shipped_model_is_of_all_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_profile, "_timed", lambda work, clock: 0.5)
-    floor = bench_profile.measured_floor(family.NAMES[0])
+    monkeypatch.setattr(step_profile, "_timed", lambda work, clock: 0.5)
+    floor = step_profile.measured_floor(family.NAMES[0])
     layer = 256 * (2 * 256 + 2 * 128 + 3 * 512)
     assert floor.weights == 4096 * 256 + 26 * layer
     assert floor.bytes_per_s == 4 * floor.weights
@@ -120,17 +134,17 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = str(save_checkpoint(tmp_path / "tiny"))
     config = SpeculativeConfig.model_validate({**LIMITS, "method": "draft_model", "model": model})
     config = config.model_copy(update={"draft_placement": "worker"})
-    monkeypatch.setattr(bench_profile, "_models", lambda size, method, folder: (model, config))
-    monkeypatch.setattr(bench_profile, "_prompts", lambda: [[1, 2, 3], [4, 5]])
-    monkeypatch.setattr(bench_profile, "SLOTS", 1024)
+    monkeypatch.setattr(step_profile, "_models", lambda size, method, folder: (model, config))
+    monkeypatch.setattr(step_profile, "_prompts", lambda: [[1, 2, 3], [4, 5]])
+    monkeypatch.setattr(step_profile, "SLOTS", 1024)
 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_real_step_is_taken_apart() -> None:
     """Every part takes some time of a step with a draft, and a plain step has no draft; tokens come of it."""
     shown = io.StringIO()
-    result = bench_profile.run(Console(file=shown, width=200), ["shipped"], [2], "draft_model", threads=1)
-    plain, drafted = (Case(**each) for each in result["cases"])
+    result = step_profile.run(Console(file=shown, width=200), ["shipped"], [2], "draft_model", threads=1)
+    plain, drafted = (ProfileCase(**each) for each in result["cases"])
     assert (plain.method, plain.tokens, plain.rows) == ("plain", 2, 2)
     assert plain.parts_ms["draft"] == plain.round_ms == 0
     assert all(plain.parts_ms[part] > 0 for part in PARTS if part != "draft")
@@ -148,13 +162,13 @@ def test_a_real_step_is_taken_apart() -> None:
 def test_one_thread_is_timed_by_its_own_cpu(threads: int, clock: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     clocks: list[Any] = []
 
-    def measure(llm: Any, case: Case, config: Any, floor: Floor, clock: Any) -> Case:
+    def measure(llm: Any, case: ProfileCase, config: Any, floor: HardwareFloor, clock: Any) -> ProfileCase:
         clocks.append(clock)
         case.parts_ms = dict.fromkeys(PARTS, 1.0)
         return case
 
-    monkeypatch.setattr(bench_profile, "measure", measure)
-    bench_profile.run(Console(quiet=True), ["shipped"], [1], "draft_model", threads=threads)
+    monkeypatch.setattr(step_profile, "measure", measure)
+    step_profile.run(Console(quiet=True), ["shipped"], [1], "draft_model", threads=threads)
     assert clocks == [clock, clock]
 
 
@@ -167,7 +181,7 @@ def test_bars_are_as_long_as_their_parts() -> None:
 
 
 def test_what_takes_no_time_has_no_bar() -> None:
-    assert blocks(Case("shipped", 1, "plain", parts_ms=dict.fromkeys(PARTS, 0.0))).plain == ""
+    assert blocks(ProfileCase("shipped", 1, "plain", parts_ms=dict.fromkeys(PARTS, 0.0))).plain == ""
 
 
 def test_every_figure_is_shown() -> None:
@@ -179,19 +193,19 @@ def test_every_figure_is_shown() -> None:
 
 def test_an_earlier_run_is_drawn_beside() -> None:
     before = {"cases": [asdict(case(parts_ms=dict.fromkeys(PARTS, 1.0) | {"pass": 23.0}))]}
-    drawn = ElementTree.fromstring(bench_profile.picture({"cases": [asdict(case())]}, before))
+    drawn = ElementTree.fromstring(step_profile.picture({"cases": [asdict(case())]}, before))
     texts = [each.text for each in drawn.iter(f"{SVG}text")]
     assert {"before", "30.00 ms", "now", "15.00 ms", "floor", "4.00 ms"} <= set(texts)
     passes = sorted(float(each.get("width", 0)) for each in drawn.iter(f"{SVG}rect"))
     assert passes[-1] / passes[-2] == pytest.approx(23 / 8, abs=0.01)
-    alone = bench_profile.picture({"cases": [asdict(case(requests=1))]}, before)
+    alone = step_profile.picture({"cases": [asdict(case(requests=1))]}, before)
     assert "before" not in alone, "a case that was not measured before"
 
 
 def test_the_last_line_of_a_run_can_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "before.json"
     path.write_text("some text\n" + json.dumps({"cases": [asdict(case())]}) + "\n")
-    assert Case(**read(path)["cases"][0]) == case()
+    assert ProfileCase(**read(path)["cases"][0]) == case()
 
 
 @pytest.mark.parametrize("content", [None, "", "no json", "{}", '{"cases": [{"requests": 1, "odd": 2}]}'])
@@ -216,7 +230,7 @@ def test_the_command_ends_with_one_line_of_json(monkeypatch: pytest.MonkeyPatch,
         asked.append(args)
         return result
 
-    monkeypatch.setattr(bench_profile, "run", run)
+    monkeypatch.setattr(step_profile, "run", run)
     svg = tmp_path / "profile.svg"
     told = CliRunner().invoke(main, ["bench", "profile", "--sizes", "shipped", "--requests", "8", "--svg", str(svg)])
     assert json.loads(told.output.splitlines()[-1]) == result

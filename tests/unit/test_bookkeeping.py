@@ -7,33 +7,33 @@ from collections.abc import Sequence
 import pytest
 from prometheus_client import CollectorRegistry
 
-from paceline.budget import Calibration
-from paceline.messages import SpeculationStats, TargetDescription
-from paceline.state import Store, open_store
-from paceline.telemetry.step import StepStats
+from paceline.core.messages import SpeculationStats, TargetDescription
+from paceline.core.policy.calibration import Calibration
+from paceline.state import StateStore, open_store
+from paceline.telemetry.step_stats import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
-from services.target.bookkeeping import Bookkeeping
+from paceline_services.target.stat_logger import StatLogger
 
 DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
 
 
-async def keep_books(store: Store, steps: Sequence[StepStats]) -> None:
+async def keep_books(store: StateStore, steps: Sequence[StepStats]) -> None:
     async with store.recorder() as recorder:
-        books = Bookkeeping(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
+        books = StatLogger(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
         books.observe(steps)
-        await books.once()
+        await books.run_once()
 
 
 def step(*guesses: tuple[int, bool]) -> StepStats:
     stats = SpeculationStats()
     stats.record(len(guesses), 1, any(hit for _, hit in guesses))
-    return StepStats(0.01, 8, 1, 0, 256, speculation=stats, guesses=guesses)
+    return StepStats(0.01, 8, 1, 0, 256, speculation=stats, calibration_samples=guesses)
 
 
 async def test_another_target_starts_from_what_was_learned() -> None:
     first, second, known = Calibration(), Calibration(), -0.9
     cells = [
-        (Calibration().weighed[known, rank, depth][0], hit)
+        (Calibration().cache[known, rank, depth][0], hit)
         for rank, depth, hit in [(0, 1, True), (1, 1, False), (0, 9, False)]
     ]
     for cell, hit in cells * 20:
@@ -43,5 +43,5 @@ async def test_another_target_starts_from_what_was_learned() -> None:
         totals = await store.acceptance.acceptance("m", "ngram")
     second.seed(totals.cell_drafted, totals.cell_accepted)
     for rank, depth in [(0, 1), (1, 1), (0, 9), (2, 2)]:
-        assert second.weighed[known, rank, depth] == pytest.approx(first.weighed[known, rank, depth])
+        assert second.cache[known, rank, depth] == pytest.approx(first.cache[known, rank, depth])
     assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])

@@ -12,7 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.budget import Calibration, Price, RowCost, StepCost, worthwhile
+from paceline.core.policy.calibration import Calibration
+from paceline.core.policy.min_path_probability import MinPathProbability
+from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
 
 COST = RowCost([8, 16, 32], [1.0, 1.5, 4.0])
 FLAT = RowCost([8, 256], [1.0, 1.0])
@@ -97,7 +99,7 @@ class TestStepCost:
         for _ in range(400):
             guesses = draws.choice([0, 0, 1, 4, 9])
             cost.observe(8 + guesses, draws.uniform(0.9, 1.1) * 0.3 + 1 + 0.02 * guesses, guesses)
-        assert cost.guess_s == pytest.approx(0.02, rel=0.2)
+        assert cost.node_overhead_s == pytest.approx(0.02, rel=0.2)
         assert cost(20, 10) == pytest.approx(1 + 0.3 + 0.2, rel=0.03)
         assert cost(20) == pytest.approx(1 + 0.3, rel=0.03)
 
@@ -105,7 +107,7 @@ class TestStepCost:
         cost = StepCost(FLAT)
         for _ in range(400):
             cost.observe(13, 1.5, 5)
-        assert cost.guess_s == pytest.approx(0.0, abs=1e-9)
+        assert cost.node_overhead_s == pytest.approx(0.0, abs=1e-9)
         assert cost(13, 5) == pytest.approx(1.5)
 
     def test_the_rest_is_never_negative_however_many_guesses_there_are(self) -> None:
@@ -113,7 +115,7 @@ class TestStepCost:
         for step in range(400):
             guesses = 4 + step % 3
             cost.observe(8 + guesses, 1 + 0.1 * (guesses - 4), guesses)
-            assert min(cost.rest_s, cost.guess_s) >= 0
+            assert min(cost.overhead_s, cost.node_overhead_s) >= 0
         assert cost(13, 5) == pytest.approx(1.1, rel=0.02)
 
     def test_drafting_costs_the_tokens_that_plain_steps_would_have_drawn(self) -> None:
@@ -122,40 +124,40 @@ class TestStepCost:
         for _ in range(200):
             cost.observe(20, 3.0)
             cost.observe_plain(8, 1.25)
-        assert cost.lost(8, 2.5) == pytest.approx(8)
-        assert cost.lost(8, 1.0) == 0.0
-        assert cost.lost(8, 1e6) == 8 * StepCost.MOST_LOST
+        assert cost.tokens_lost(8, 2.5) == pytest.approx(8)
+        assert cost.tokens_lost(8, 1.0) == 0.0
+        assert cost.tokens_lost(8, 1e6) == 8 * StepCost.MAX_LOST_STEPS
 
     def test_drafted_steps_without_guesses_count_as_plain_until_one_without_a_draft_is_seen(self) -> None:
         cost = StepCost(FLAT)
         cost.observe_plain(1, 1.5, drafted=True)
-        assert cost.lost(1, 3.0) == pytest.approx(1)
+        assert cost.tokens_lost(1, 3.0) == pytest.approx(1)
         cost.observe_plain(1, 1.25)
-        assert cost.lost(1, 2.5) == pytest.approx(1)
+        assert cost.tokens_lost(1, 2.5) == pytest.approx(1)
         cost.observe_plain(1, 2.0, drafted=True)
-        assert cost.lost(1, 2.5) == pytest.approx(1)
+        assert cost.tokens_lost(1, 2.5) == pytest.approx(1)
 
     def test_before_a_plain_step_was_seen_it_is_taken_to_be_its_pass(self) -> None:
-        assert self.learned(400, lambda _: 1.5).lost(1, 3.0) == pytest.approx(2)
+        assert self.learned(400, lambda _: 1.5).tokens_lost(1, 3.0) == pytest.approx(2)
 
 
 class TestPrice:
     def test_with_rows_to_spare_everything_is_wanted(self) -> None:
-        price = Price()
+        price = MinPathProbability()
         assert not any(price.observe(0.0) for _ in range(100))
-        assert price.wanted == 0.0
+        assert price.min_path_probability == 0.0
 
     def test_it_follows_what_is_refused_in_few_words(self) -> None:
-        price = Price()
+        price = MinPathProbability()
         told = [step for step in range(200) if price.observe(0.5)]
-        assert 0.25 * Price.SHARE < price.wanted < Price.SHARE
+        assert 0.25 * MinPathProbability.MARGIN < price.min_path_probability < MinPathProbability.MARGIN
         assert len(told) < 6
         back = [step for step in range(200) if price.observe(0.0)]
-        assert price.wanted < 1e-3
+        assert price.min_path_probability < 1e-3
         assert len(back) < 12
 
     def test_what_hardly_changes_is_not_told(self) -> None:
-        price = Price()
+        price = MinPathProbability()
         for _ in range(100):
             price.observe(0.5)
         assert not any(price.observe(0.4 + 0.2 * (step % 2)) for step in range(200))
@@ -169,7 +171,7 @@ costs = st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6).map(
 
 def step_cost(passes: RowCost, rest_s: float = 0.0, guess_s: float = 0.0) -> StepCost:
     cost = StepCost(passes)
-    cost.rest_s, cost.guess_s = rest_s, guess_s
+    cost.overhead_s, cost.node_overhead_s = rest_s, guess_s
     return cost
 
 
@@ -199,7 +201,7 @@ class TestWorthwhile:
         def rate(count: int) -> float:
             return (requests + sum(offers[:count])) / cost(rows + count, count)
 
-        chosen = worthwhile(offers, requests, rows, most, cost)
+        chosen = nodes_to_verify(offers, requests, rows, most, cost)
         assert 0 <= chosen <= min(most, len(offers))
         assert rate(chosen) >= max(rate(n) for n in range(min(most, len(offers)) + 1)) * (1 - 1e-8)
 
@@ -208,7 +210,7 @@ class TestWorthwhile:
         self, offers: list[float], requests: int, most: int, cost: RowCost
     ) -> None:
         falling = sorted(offers, reverse=True)
-        chosen = falling[: worthwhile(falling, requests, requests, most, StepCost(cost))]
+        chosen = falling[: nodes_to_verify(falling, requests, requests, most, StepCost(cost))]
         earned = (requests + sum(chosen)) / cost(requests + len(chosen))
         for size in range(min(most, len(offers)) + 1):
             for nodes in itertools.combinations(offers, size):
@@ -217,46 +219,46 @@ class TestWorthwhile:
     def test_each_row_has_a_price_of_its_own(self) -> None:
         """A row costs a tenth of the first: a guess that is likelier is worth it, unless many others wait for it."""
         dear = RowCost([1, 101], [1.0, 11.0])
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, StepCost(dear)) == 2
-        assert worthwhile([0.5, 0.2, 0.05], 4, 4, 20, StepCost(dear)) == 1
+        assert nodes_to_verify([0.5, 0.2, 0.05], 1, 1, 20, StepCost(dear)) == 2
+        assert nodes_to_verify([0.5, 0.2, 0.05], 4, 4, 20, StepCost(dear)) == 1
 
     def test_rows_that_are_paid_for_by_steps_are_free(self) -> None:
         steps = RowCost([8, 9, 16, 17], [1.0, 50.0, 50.0, 100.0])
-        assert worthwhile([0.01] * 20, 1, 1, 20, StepCost(steps)) == 7
-        assert worthwhile([0.01] * 20, 1, 9, 20, StepCost(steps)) == 7
+        assert nodes_to_verify([0.01] * 20, 1, 1, 20, StepCost(steps)) == 7
+        assert nodes_to_verify([0.01] * 20, 1, 9, 20, StepCost(steps)) == 7
 
     def test_hopeless_nodes_are_not_worth_another_step(self) -> None:
         steps = RowCost([8, 9, 16], [1.0, 1.5, 1.5])
-        assert worthwhile([0.9] * 7 + [0.01] * 8, 1, 1, 50, StepCost(steps)) == 7
-        assert worthwhile([0.9] * 7 + [0.9] * 8, 1, 1, 50, StepCost(steps)) == 15
+        assert nodes_to_verify([0.9] * 7 + [0.01] * 8, 1, 1, 50, StepCost(steps)) == 7
+        assert nodes_to_verify([0.9] * 7 + [0.9] * 8, 1, 1, 50, StepCost(steps)) == 15
 
     def test_of_as_many_tokens_per_second_the_fewest_rows_bring_them(self) -> None:
         """Rounding alone decided otherwise between 8 rows and 30 of guesses that are all alike."""
-        assert worthwhile([0.3] * 40, 0, 0, 40, StepCost(RowCost([8], [1.0]))) == 8
+        assert nodes_to_verify([0.3] * 40, 0, 0, 40, StepCost(RowCost([8], [1.0]))) == 8
 
     def test_beside_what_a_step_takes_anyway_a_row_is_cheap(self) -> None:
         dear = RowCost([1, 101], [1.0, 11.0])
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0)) == 3
-        assert worthwhile([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0, 0.5)) == 2
+        assert nodes_to_verify([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0)) == 3
+        assert nodes_to_verify([0.5, 0.2, 0.05], 1, 1, 20, step_cost(dear, 3.0, 0.5)) == 2
 
     def test_high_load_backs_off(self) -> None:
         """The same guesses, worth a bucket to one request, are not to 32 that pay for it by their own delay."""
         offers = [0.6] * 16
-        assert worthwhile(offers, 1, 1, 50, StepCost(COST)) == 15
-        assert worthwhile(offers, 32, 32, 50, StepCost(COST)) == 0
+        assert nodes_to_verify(offers, 1, 1, 50, StepCost(COST)) == 15
+        assert nodes_to_verify(offers, 32, 32, 50, StepCost(COST)) == 0
 
     def test_the_rows_that_are_left_bound_it(self) -> None:
-        assert worthwhile([1.0] * 20, 1, 1, 3, StepCost(FLAT)) == 3
-        assert worthwhile([1.0] * 20, 1, 1, 0, StepCost(FLAT)) == 0
-        assert worthwhile([], 1, 1, 10, StepCost(FLAT)) == 0
+        assert nodes_to_verify([1.0] * 20, 1, 1, 3, StepCost(FLAT)) == 3
+        assert nodes_to_verify([1.0] * 20, 1, 1, 0, StepCost(FLAT)) == 0
+        assert nodes_to_verify([], 1, 1, 10, StepCost(FLAT)) == 0
 
 
 def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
-    return Calibration().weighed[math.log(probability), rank, depth][0]
+    return Calibration().cache[math.log(probability), rank, depth][0]
 
 
 def believed(calibration: Calibration, probability: float, rank: int = 0, depth: int = 1) -> float:
-    return math.exp(calibration.weighed[math.log(probability), rank, depth][1])
+    return math.exp(calibration.cache[math.log(probability), rank, depth][1])
 
 
 PLACES = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
@@ -323,8 +325,8 @@ class TestCalibration:
     def test_it_stays_a_probability(self, log_prob: float, rank: int, depth: int, outcomes: list[bool]) -> None:
         calibration = Calibration()
         for outcome in outcomes:
-            calibration.observe(calibration.weighed[log_prob, rank, depth][0], outcome)
-        assert -math.inf < calibration.weighed[log_prob, rank, depth][1] <= 0.0
+            calibration.observe(calibration.cache[log_prob, rank, depth][0], outcome)
+        assert -math.inf < calibration.cache[log_prob, rank, depth][1] <= 0.0
 
     @given(
         st.lists(st.tuples(st.sampled_from(PLACES), st.booleans()), max_size=60),
@@ -346,14 +348,12 @@ class TestCalibration:
     def test_cells_go_by_bin_then_rank_then_depth(self) -> None:
         """What is stored is in this order: another one needs another name there."""
         claims = [math.log(i / 20 + 0.01) for i in range(20)]
-        cells = [
-            Calibration().weighed[c, rank, depth][0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)
-        ]
+        cells = [Calibration().cache[c, rank, depth][0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
         assert cells == list(range(Calibration.CELLS)) == list(range(240))
 
     def test_cells_cover_everything(self) -> None:
-        assert Calibration().weighed[0.0, 99, 999][0] == Calibration.CELLS - 1
-        assert Calibration().weighed[-1e4, 0, 1][0] == 0
+        assert Calibration().cache[0.0, 99, 999][0] == Calibration.CELLS - 1
+        assert Calibration().cache[-1e4, 0, 1][0] == 0
         assert [cell(0.01, 0, depth) for depth in range(1, 10)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
 
     def test_hearsay_is_believed_until_something_is_seen(self) -> None:
@@ -376,7 +376,7 @@ class TestCalibration:
         calibration.seed(drafted, accepted)
         assert believed(calibration, 0.52, rank=2) == pytest.approx(0.9, abs=0.05)
         assert believed(calibration, 0.52, rank=1) < 0.1
-        assert sum(calibration.drafted) == 2 * Calibration.MEMORY
+        assert sum(calibration.drafted) == 2 * Calibration.MAX_COUNT
 
     @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (20, 20), (239, 239), (480, 480), (240, 20), (20, 240)])
     def test_hearsay_of_another_shape_is_ignored(self, drafted: int, accepted: int) -> None:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
 from paceline.cli.app import main
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from services.gateway.callers import ANYONE, Bucket, Caller, Callers
-from services.gateway.errors import AuthenticationError, RateLimitError
+from paceline_services.gateway.api_errors import AuthenticationError, RateLimitError
+from paceline_services.gateway.auth import ANONYMOUS, ApiClient, Authenticator, RateLimitBucket
 
 
 class Clock:
@@ -29,7 +29,7 @@ def entry(name: str = "alice", key: str = "k", **limits: int) -> ApiKey:
 
 def test_a_bucket_fills_evenly_and_not_beyond_a_minute() -> None:
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = RateLimitBucket(60, clock)
     bucket.take(60)
     assert bucket.level == 0
     clock.now += 1.5
@@ -40,7 +40,7 @@ def test_a_bucket_fills_evenly_and_not_beyond_a_minute() -> None:
 
 def test_a_bucket_may_be_overdrawn_and_pays_back() -> None:
     clock = Clock()
-    bucket = Bucket(60, clock)
+    bucket = RateLimitBucket(60, clock)
     bucket.take(90)
     assert bucket.seconds_until(1.0) == 31
     clock.now += 31
@@ -50,12 +50,12 @@ def test_a_bucket_may_be_overdrawn_and_pays_back() -> None:
 def test_requests_per_minute_over_an_hour() -> None:
     """However they are spread, no more get in than a minute's worth and what has come since."""
     clock = Clock()
-    caller = Caller(entry(requests_per_minute=10), None, clock)
+    caller = ApiClient(entry(requests_per_minute=10), None, clock)
     let_in = 0
     for _ in range(3600):
         clock.now += 1.0
         try:
-            with caller.request():
+            with caller.admit():
                 let_in += 1
         except RateLimitError:
             pass
@@ -64,38 +64,38 @@ def test_requests_per_minute_over_an_hour() -> None:
 
 def test_a_refused_request_costs_nothing() -> None:
     clock = Clock()
-    caller = Caller(entry(requests_per_minute=1), None, clock)
-    with caller.request():
+    caller = ApiClient(entry(requests_per_minute=1), None, clock)
+    with caller.admit():
         pass
     for _ in range(5):
-        with pytest.raises(RateLimitError, match=r"60\.0 s"), caller.request():
+        with pytest.raises(RateLimitError, match=r"60\.0 s"), caller.admit():
             pass
     clock.now += 60
-    with caller.request():
+    with caller.admit():
         pass
 
 
 def test_whatever_ends_a_request_makes_room() -> None:
-    caller = Caller(entry(max_concurrent=1))
+    caller = ApiClient(entry(max_concurrent=1))
     for error in (ValueError, GeneratorExit):
-        with pytest.raises(error), caller.request():
+        with pytest.raises(error), caller.admit():
             raise error
-    with caller.request(), pytest.raises(RateLimitError), caller.request():
+    with caller.admit(), pytest.raises(RateLimitError), caller.admit():
         pass
-    with caller.request():
+    with caller.admit():
         pass
 
 
 def test_salts_tell_key_and_salt_apart() -> None:
     """No name and salt can be put together so that they read like another's."""
-    callers = [ANYONE, *(Caller(entry(name)) for name in ("a", "ab", "1", "a.1"))]
+    callers = [ANONYMOUS, *(ApiClient(entry(name)) for name in ("a", "ab", "1", "a.1"))]
     salts = [None, "a", "b", ":", "1:a", "2:ab", ":1:a"]
-    said = [caller.salted(salt) for caller in callers for salt in salts]
+    said = [caller.cache_salt_for(salt) for caller in callers for salt in salts]
     assert len(set(said)) == len(said)
 
 
-def callers(path: Path) -> Callers:
-    return Callers(path, GatewayMetrics(CollectorRegistry()).keys)
+def callers(path: Path) -> Authenticator:
+    return Authenticator(path, GatewayMetrics(CollectorRegistry()).keys)
 
 
 def test_every_key_is_compared(tmp_path: Path) -> None:
@@ -103,17 +103,17 @@ def test_every_key_is_compared(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     write(path, KeyFile(keys=tuple(entry(f"n{i}", f"k{i}") for i in range(5))))
     known = callers(path)
-    assert [known.caller(f"Bearer k{i}").name for i in range(5)] == [f"n{i}" for i in range(5)]
+    assert [known.client_for(f"Bearer k{i}").name for i in range(5)] == [f"n{i}" for i in range(5)]
     for key in ("k5", "", "k", "\u00fc"):
         with pytest.raises(AuthenticationError):
-            known.caller(f"Bearer {key}")
+            known.client_for(f"Bearer {key}")
 
 
 def test_an_empty_file_lets_nobody_in(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     write(path, KeyFile())
     with pytest.raises(AuthenticationError):
-        callers(path).caller("Bearer ")
+        callers(path).client_for("Bearer ")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,7 @@ def test_the_command_line_makes_and_withdraws_keys(tmp_path: Path) -> None:
     assert made.exit_code == 0
     assert key not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert callers(path).caller(f"Bearer {key}").key == entry("alice", key, tokens_per_minute=5000)
+    assert callers(path).client_for(f"Bearer {key}").key == entry("alice", key, tokens_per_minute=5000)
     again = run(main, ["keys", "add", "alice", *place])
     assert again.exit_code == 2
     assert "taken" in again.stderr

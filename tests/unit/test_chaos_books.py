@@ -10,19 +10,21 @@ from typing import Any
 import httpx
 import pytest
 
-from loadtests.chaos.blows import REDIS, Blow, Victims, blows
-from loadtests.chaos.cases import LAWS, Case, cases
-from loadtests.chaos.tally import Tally
-from loadtests.chaos.transcript import StreamError, Transcript
-from services.gateway.bodies import CompletionBody
+from loadtests.chaos.chaos_cases import SAMPLING_CASES, ChaosCase, cases
+from loadtests.chaos.chaos_report import ChaosReport
+from loadtests.chaos.faults import REDIS, Fault, ProcessNames, random_faults
+from loadtests.chaos.stream_response import StreamError, StreamResponse
+from paceline_services.gateway.openai.bodies import CompletionBody
 
-VICTIMS = Victims(("gateway-1", "gateway-2"), ("target-1", "target-2", "target-3"), ("draft-1", "draft-2"))
-WHOLE = Transcript("1 2", [1, 2], [(-0.5, {"1": -0.5}), (-0.25, {})], "length", {"completion_tokens": 2}, whole=True)
-CASE = Case("greedy", {}, WHOLE)
+VICTIMS = ProcessNames(("gateway-1", "gateway-2"), ("target-1", "target-2", "target-3"), ("draft-1", "draft-2"))
+WHOLE = StreamResponse(
+    "1 2", [1, 2], [(-0.5, {"1": -0.5}), (-0.25, {})], "length", {"completion_tokens": 2}, complete=True
+)
+CASE = ChaosCase("greedy", {}, WHOLE)
 
 
-def script(seed: int) -> list[Blow]:
-    return list(blows(VICTIMS, seed, 2.0, 300.0))
+def script(seed: int) -> list[Fault]:
+    return list(random_faults(VICTIMS, seed, 2.0, 300.0))
 
 
 def test_a_seed_repeats_a_schedule() -> None:
@@ -52,10 +54,10 @@ def test_everybody_is_struck_in_every_way_and_replicas_together() -> None:
     ],
 )
 def test_a_change_is_counted(change: dict[str, Any]) -> None:
-    tally = Tally()
-    tally.answered(CASE, WHOLE)
+    tally = ChaosReport()
+    tally.record_finished(CASE, WHOLE)
     assert tally.clean
-    tally.answered(CASE, replace(WHOLE, **change))
+    tally.record_finished(CASE, replace(WHOLE, **change))
     assert tally.changed_outputs == 1
     assert tally.lost_tokens == ("tokens" in change and len(change["tokens"]) == 1)
     assert not tally.clean
@@ -72,7 +74,7 @@ async def test_references_are_asked_without_speculation_and_answers_with_it() ->
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         known = await cases(http, "http://gateway", ("1 2", "3"), 40, {"ignore_eos": True})
     assert {case.name for case in known} == {
-        f"{law} {prompt}" for law in (*LAWS, "barred", "stop greedy", "stop sampled") for prompt in range(2)
+        f"{law} {prompt}" for law in (*SAMPLING_CASES, "barred", "stop greedy", "stop sampled") for prompt in range(2)
     }
     assert len(asked) == len(known)
     for body in asked:
@@ -85,23 +87,23 @@ async def test_references_are_asked_without_speculation_and_answers_with_it() ->
 
 
 def test_what_came_before_a_cut_has_to_be_right() -> None:
-    tally = Tally()
-    tally.cut(CASE, Transcript("1", [1], WHOLE.log_probs[:1]))
-    tally.cut(CASE, Transcript())
+    tally = ChaosReport()
+    tally.record_retry(CASE, StreamResponse("1", [1], WHOLE.log_probs[:1]))
+    tally.record_retry(CASE, StreamResponse())
     assert tally.clean
-    tally.cut(CASE, Transcript("2", [2]))
+    tally.record_retry(CASE, StreamResponse("2", [2]))
     assert (tally.retries, tally.changed_outputs, tally.requests) == (3, 1, 0)
 
 
 def test_a_request_without_an_answer_loses_its_tokens() -> None:
-    tally = Tally()
-    tally.failed(CASE, Transcript("1", [1]), "no target")
+    tally = ChaosReport()
+    tally.record_error(CASE, StreamResponse("1", [1]), "no target")
     assert (tally.requests, tally.errors, tally.lost_tokens) == (1, 1, 1)
     assert not tally.clean
 
 
 def test_an_error_in_a_stream_is_no_text() -> None:
     with pytest.raises(StreamError, match="the target failed"):
-        Transcript().take('data: {"error": {"message": "the target failed"}}')
+        StreamResponse().take('data: {"error": {"message": "the target failed"}}')
     with pytest.raises(StreamError, match="no event"):
-        Transcript().take("<html>")
+        StreamResponse().take("<html>")

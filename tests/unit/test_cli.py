@@ -12,17 +12,19 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from paceline.cli import bench_control_plane, main, processes
-from paceline.cli.bench_baseline import Measured
-from paceline.cli.client import Answer
-from paceline.cli.colours import ACCEPTED, BONUS, Painter, summary
-from paceline.cli.demo import Runs
-from paceline.cli.progress import kept, progress
-from paceline.cli.workloads import CODE_FILES, Workload, code_prompts, workloads
-from paceline.simulation import plan as planning
-from paceline.simulation.pair import Pair
-from paceline.timed import TimedModel
-from paceline.training.corpus import HELD_OUT
+from paceline.cli import main, process_tree
+from paceline.cli.http_client import HttpCompletion
+from paceline.cli.progress import progress, results_kept_on_interrupt
+from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, summary
+from paceline.doctor.default_prompts import CODE_FILES, code_prompts
+from paceline_lab.bench import control_plane
+from paceline_lab.bench.baseline import BaselineMeasurement
+from paceline_lab.bench.demo import DemoRuns
+from paceline_lab.bench.workloads import Workload, workloads
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.simulation import capacity_plan as planning
+from paceline_lab.simulation.pair_simulation import SimulatedPair
+from paceline_lab.training.family.stdlib_corpus import HELD_OUT
 
 COMMANDS = ("serve", "gateway", "target", "draft", "chat", "demo", "bench", "train", "plan", "doctor")
 
@@ -57,7 +59,7 @@ def test_a_wrong_option_is_named(arguments: list[str], complaint: str) -> None:
 
 def test_ctrl_c_ends_what_is_measured_and_no_more() -> None:
     console = Console(file=io.StringIO())
-    with kept(console), progress(console, "parts", 2) as done:
+    with results_kept_on_interrupt(console), progress(console, "parts", 2) as done:
         done()
         raise KeyboardInterrupt
     assert "interrupted: what follows is what was measured" in console.file.getvalue()  # type: ignore[attr-defined]
@@ -83,9 +85,9 @@ def test_a_plan_is_that_of_the_figures_given() -> None:
         "--overhead-ms 1 --requests-per-s 56 --output-tokens 50 --token-ms 13.5"
     )
     result = CliRunner().invoke(main, ["plan", *options.split()], env={"COLUMNS": "120"})
-    target = TimedModel(step_ms=12, knee_rows=32, overhead_ms=1)
-    draft = TimedModel(step_ms=4, knee_rows=8, agreement=0.7)
-    planned = planning.plan(Pair(target, draft, rtt_s=0.003), planning.Demand(56, 50, 13.5))
+    target = TimedModelConfig(step_ms=12, knee_rows=32, overhead_ms=1)
+    draft = TimedModelConfig(step_ms=4, knee_rows=8, agreement=0.7)
+    planned = planning.plan_capacity(SimulatedPair(target, draft, rtt_s=0.003), planning.PlannedDemand(56, 50, 13.5))
     assert result.exit_code == 0
     *shown, told = result.output.splitlines()
     expected = dataclasses.asdict(planned)
@@ -115,7 +117,7 @@ def test_a_plan_that_cannot_be_says_why() -> None:
 
 
 def test_an_answer_adds_up_its_chunks() -> None:
-    answer = Answer()
+    answer = HttpCompletion()
     answer.take({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
     entry = {"token_ids": [5, 6], "accepted": [True, False], "text_offset": [0, 2], "finish_reason": None}
     answer.take({"choices": [{"delta": {"content": "abcd"}, **entry}]})
@@ -128,8 +130,8 @@ def test_an_answer_adds_up_its_chunks() -> None:
 def test_text_takes_the_colour_of_its_token() -> None:
     """Text may lag behind its token: a chunk's characters are not those of the chunk's tokens."""
     painted = io.StringIO()
-    painter = Painter(Console(file=painted, force_terminal=True, color_system="standard", width=80))
-    answer = Answer("ab", [1, 2], [True, False], [0, 2])
+    painter = TokenPainter(Console(file=painted, force_terminal=True, color_system="standard", width=80))
+    answer = HttpCompletion("ab", [1, 2], [True, False], [0, 2])
     painter(answer)
     assert painted.getvalue() == _painted(("ab", ACCEPTED))
     answer.text, answer.accepted, answer.offsets = "abcde", [True, False, True], [0, 2, 4]
@@ -138,7 +140,7 @@ def test_text_takes_the_colour_of_its_token() -> None:
 
 
 def test_a_summary_tells_plain_from_speculative() -> None:
-    answer = Answer(tokens=[1, 2, 3], timings={"total_s": 1.0}, speculation={"verifications": 0})
+    answer = HttpCompletion(tokens=[1, 2, 3], timings={"total_s": 1.0}, speculation={"verifications": 0})
     assert summary(answer) == "3 tokens, 3 tokens/s, decoded plainly"
     answer.speculation = {"verifications": 2, "accepted_tokens": 1, "acceptance_length": 0.5}
     assert "1 accepted, acceptance length 0.50" in summary(answer)
@@ -153,11 +155,11 @@ def test_prompts_are_text_that_training_never_saw() -> None:
 
 
 def test_the_demo_notices_one_different_token() -> None:
-    def answer(*tokens: int) -> Answer:
+    def answer(*tokens: int) -> HttpCompletion:
         stats = {"verifications": 2, "accepted_tokens": 3}
-        return Answer(tokens=list(tokens), wall_s=2.0, timings={"total_s": 1.0}, speculation=stats)
+        return HttpCompletion(tokens=list(tokens), wall_s=2.0, timings={"total_s": 1.0}, speculation=stats)
 
-    runs = Runs(Workload("code", "/", []), 0.0, [[answer(1, 2)]], [[answer(1, 2)]])
+    runs = DemoRuns(Workload("code", "/", []), 0.0, [[answer(1, 2)]], [[answer(1, 2)]])
     assert runs.identical
     measured = runs.measured()
     assert (measured.speedup, measured.acceptance_length) == (1.0, 1.5)
@@ -167,7 +169,7 @@ def test_the_demo_notices_one_different_token() -> None:
 
 
 def test_the_baseline_counts_only_prompts_that_agree_every_time() -> None:
-    measured = Measured(threads=1)
+    measured = BaselineMeasurement(threads=1)
     for method in ("generate", "assisted", "prompt_lookup", "plain", "speculative"):
         for prompt in (0, 1):
             measured.add(method, prompt, [prompt], 1.0)
@@ -179,25 +181,25 @@ def test_the_baseline_counts_only_prompts_that_agree_every_time() -> None:
 
 
 def test_the_control_plane_notices_a_different_text() -> None:
-    recording = bench_control_plane.Recording(
+    recording = control_plane.Recording(
         "1 2", 1.0, b'data: {"choices": [{"text": "3 4", "finish_reason": null}]}\n\ndata: [DONE]\n\n'
     )
-    [answer] = bench_control_plane.checked([recording], {"1 2": "3 4"})
+    [answer] = control_plane.checked([recording], {"1 2": "3 4"})
     assert answer.text == "3 4"
-    with pytest.raises(bench_control_plane.OutputDiffersError, match="after '1 2'"):
-        bench_control_plane.checked([recording], {"1 2": "3 5"})
+    with pytest.raises(control_plane.OutputDiffersError, match="after '1 2'"):
+        control_plane.checked([recording], {"1 2": "3 5"})
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_memory_is_that_of_the_whole_tree() -> None:
     hoard = "import sys; kept = b'x' * 50_000_000; print('ready', flush=True); sys.stdin.read()"
-    before = processes.tree_pss_mb()
+    before = process_tree.tree_pss_mb()
     with subprocess.Popen(
         [sys.executable, "-c", hoard], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        during = processes.tree_pss_mb()
+        during = process_tree.tree_pss_mb()
         child.communicate()
     assert before is not None
     assert during is not None

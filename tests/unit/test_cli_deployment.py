@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.child import Program, StartError
-from paceline.cli.cores import available, share_out
-from paceline.cli.deployment import Deployment, Wish, plan
+from paceline.cli.cpu_affinity import available, cores_by_target
+from paceline.cli.deployment import Deployment, DeploymentOptions, plan_deployment
+from paceline.cli.supervised_process import Program, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
 
 REDIS = "redis://127.0.0.1:6379/0"
@@ -34,13 +34,15 @@ def groups(deployment: Deployment) -> list[list[dict[str, Any]]]:
 
 
 def test_groups_stop_from_the_client_inwards() -> None:
-    deployment = plan(Wish("table:64", PAIR, draft_workers=3, target_workers=2))
+    deployment = plan_deployment(DeploymentOptions("table:64", PAIR, draft_workers=3, target_workers=2))
     modules = [[program.argv[2] for program in group] for group in deployment.programs(REDIS)]
-    assert modules == [["services.gateway"], ["services.target"] * 2, ["services.draft"] * 3]
+    assert modules == [["paceline_services.gateway"], ["paceline_services.target"] * 2, ["paceline_services.draft"] * 3]
 
 
 def test_services_get_what_they_have_to_agree_on() -> None:
-    [[gateway], [target], [draft]] = groups(plan(Wish("table:64", PAIR, served_model_name="numbers")))
+    [[gateway], [target], [draft]] = groups(
+        plan_deployment(DeploymentOptions("table:64", PAIR, served_model_name="numbers"))
+    )
     assert gateway["served-model-name"] == target["served-model-name"] == "numbers"
     assert gateway["model"] == target["model"] == "table:64"
     assert gateway["redis-url"] == target["redis-url"] == draft["redis-url"] == REDIS
@@ -48,7 +50,7 @@ def test_services_get_what_they_have_to_agree_on() -> None:
 
 
 def test_a_draft_may_be_reached_elsewhere_than_it_listens() -> None:
-    deployment = plan(Wish("table:64", PAIR, draft_workers=2))
+    deployment = plan_deployment(DeploymentOptions("table:64", PAIR, draft_workers=2))
     first, second = deployment.drafts
     advertising = dataclasses.replace(deployment, advertised={second: "10.0.0.9:70"})
     _, _, drafts = groups(advertising)
@@ -59,12 +61,12 @@ def test_a_draft_may_be_reached_elsewhere_than_it_listens() -> None:
 
 def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
     """They keep them when they are restarted, so that others find them again."""
-    deployment = plan(Wish("table:64", PAIR, draft_workers=2, target_workers=2))
+    deployment = plan_deployment(DeploymentOptions("table:64", PAIR, draft_workers=2, target_workers=2))
     ports = [*deployment.targets.values(), *deployment.drafts.values(), deployment.port]
     assert len(set(ports)) == len(ports)
     assert 0 not in ports
     assert len({*deployment.targets, *deployment.drafts}) == 4
-    assert plan(Wish("table:64", PAIR)).targets.keys().isdisjoint(deployment.targets)
+    assert plan_deployment(DeploymentOptions("table:64", PAIR)).targets.keys().isdisjoint(deployment.targets)
 
 
 @pytest.mark.parametrize(
@@ -78,11 +80,11 @@ def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:
     ],
 )
 def test_drafts_run_where_the_configuration_says(speculation: SpeculativeConfig | None, drafts: int) -> None:
-    assert len(plan(Wish("table:64", speculation, draft_workers=2)).drafts) == drafts
+    assert len(plan_deployment(DeploymentOptions("table:64", speculation, draft_workers=2)).drafts) == drafts
 
 
 def test_the_shipped_model_comes_with_its_draft() -> None:
-    speculation = plan(Wish()).speculation
+    speculation = plan_deployment(DeploymentOptions()).speculation
     assert speculation.method == "draft_model"
     assert speculation.model is not None
     assert Path(speculation.model).name == "pydoc-draft"
@@ -91,8 +93,8 @@ def test_the_shipped_model_comes_with_its_draft() -> None:
 def test_a_draft_has_its_own_context_and_device() -> None:
     """The longest context is the target's; a draft model may have fewer positions."""
     speculation = PAIR.model_copy(update={"draft_devices": ("cuda:0", "cuda:1")})
-    wish = Wish("table:64", speculation, EngineConfig(max_model_len=128), draft_workers=3)
-    [_, [target], drafts] = groups(plan(wish))
+    wish = DeploymentOptions("table:64", speculation, EngineConfig(max_model_len=128), draft_workers=3)
+    [_, [target], drafts] = groups(plan_deployment(wish))
     assert target["engine-config"]["max_model_len"] == 128
     assert target["engine-config"]["device"] == "cpu"
     assert [draft["engine-config"]["max_model_len"] for draft in drafts] == [None] * 3
@@ -103,7 +105,7 @@ def test_ranks_of_one_model_meet_where_nobody_else_does() -> None:
     """Target and draft are shared by as many processes as each is to be, on devices of their own."""
     speculation = PAIR.model_copy(update={"draft_tensor_parallel_size": 3, "draft_devices": ("cuda:4", "cuda:5")})
     engine = EngineConfig(tensor_parallel_size=2, device="cuda")
-    deployment = plan(Wish("table:64", speculation, engine, target_workers=2))
+    deployment = plan_deployment(DeploymentOptions("table:64", speculation, engine, target_workers=2))
     _, targets, drafts = groups(deployment)
     assert [rank.get("rank") for rank in targets] == [None, "1", None, "1"]
     assert [rank.get("rank") for rank in drafts] == [None, "1", "2"]
@@ -120,25 +122,40 @@ def test_ranks_of_one_model_meet_where_nobody_else_does() -> None:
 @pytest.mark.parametrize(
     ("wish", "complaint"),
     [
-        (Wish("/nowhere"), r"no model at /nowhere: .*hf download"),
-        (Wish("table:one"), r"'table:one' names no table model: write"),
-        (Wish("table:64", SpeculativeConfig(method="draft_model", model="/nowhere")), r"no model at /nowhere"),
-        (Wish("pydoc", FEW), r"the vocabularies of pydoc and its draft table:3 have only 0 tokens in common: choose"),
-        (Wish("table:64", FEW), r"the vocabularies of table:64 and its draft table:3 have only 3 tokens in common"),
-        (Wish("pydoc", PAIR), r"the vocabularies of pydoc and its draft table:64:0.5 differ: choose a draft"),
-        (Wish("timed:", served_model_name="gpt"), r"a timed model is served by a name that begins with 'timed:'"),
-        (Wish("table:64", host="256.0.0.1"), r"cannot listen on 256.0.0.1:0 .*--port"),
+        (DeploymentOptions("/nowhere"), r"no model at /nowhere: .*hf download"),
+        (DeploymentOptions("table:one"), r"'table:one' names no table model: write"),
+        (
+            DeploymentOptions("table:64", SpeculativeConfig(method="draft_model", model="/nowhere")),
+            r"no model at /nowhere",
+        ),
+        (
+            DeploymentOptions("pydoc", FEW),
+            r"the vocabularies of pydoc and its draft table:3 have only 0 tokens in common: choose",
+        ),
+        (
+            DeploymentOptions("table:64", FEW),
+            r"the vocabularies of table:64 and its draft table:3 have only 3 tokens in common",
+        ),
+        (
+            DeploymentOptions("pydoc", PAIR),
+            r"the vocabularies of pydoc and its draft table:64:0.5 differ: choose a draft",
+        ),
+        (
+            DeploymentOptions("timed:", served_model_name="gpt"),
+            r"a timed model is served by a name that begins with 'timed:'",
+        ),
+        (DeploymentOptions("table:64", host="256.0.0.1"), r"cannot listen on 256.0.0.1:0 .*--port"),
     ],
 )
-def test_what_cannot_work_says_what_to_do(wish: Wish, complaint: str) -> None:
+def test_what_cannot_work_says_what_to_do(wish: DeploymentOptions, complaint: str) -> None:
     with pytest.raises(StartError, match=complaint):
-        plan(wish)
+        plan_deployment(wish)
 
 
 @pytest.mark.parametrize("mapping", ["intersection", "strings"])
 def test_a_draft_of_another_vocabulary_is_taken_if_it_is_mapped(mapping: str) -> None:
     speculation = SpeculativeConfig.model_validate({**PAIR.model_dump(), "vocabulary_mapping": mapping})
-    [[_], [_], [draft]] = groups(plan(Wish("table:100", speculation)))
+    [[_], [_], [draft]] = groups(plan_deployment(DeploymentOptions("table:100", speculation)))
     assert draft["speculative-config"]["vocabulary_mapping"] == mapping
     assert draft["target-model"] == "table:100"
 
@@ -147,11 +164,11 @@ def test_a_port_that_is_taken_is_refused() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartError, match=rf"cannot listen on 127.0.0.1:{port} .*--port"):
-            plan(Wish("table:64", port=port))
+            plan_deployment(DeploymentOptions("table:64", port=port))
 
 
 def test_a_server_on_every_address_is_reached_on_this_machine() -> None:
-    deployment = plan(Wish("table:64", host="0.0.0.0"))
+    deployment = plan_deployment(DeploymentOptions("table:64", host="0.0.0.0"))
     assert deployment.url == f"http://127.0.0.1:{deployment.port}"
 
 
@@ -169,7 +186,7 @@ def test_a_server_on_every_address_is_reached_on_this_machine() -> None:
 def test_targets_get_cores_of_their_own_if_some_are_left(
     machine: Sequence[int], targets: int, threads: int, shares: list[tuple[int, ...]]
 ) -> None:
-    assert share_out(machine, targets, threads) == shares
+    assert cores_by_target(machine, targets, threads) == shares
 
 
 @pytest.mark.skipif(len(available()) < 2, reason="needs two cores")
@@ -178,13 +195,13 @@ def test_everybody_else_keeps_off_them() -> None:
     first, *left = available()
     code = f"""
 import os, subprocess, sys
-from paceline.cli.cores import keep_free
+from paceline.cli.cpu_affinity import move_off_cores
 sleep = [sys.executable, "-c", "input()"]
 bound, free = (subprocess.Popen(sleep, stdin=subprocess.PIPE) for _ in range(2))
 os.sched_setaffinity(bound.pid, {{{first}}})
-keep_free([{first}])
+move_off_cores([{first}])
 print([sorted(os.sched_getaffinity(pid)) for pid in (bound.pid, free.pid, 0)])
-keep_free({available()})
+move_off_cores({available()})
 print(sorted(os.sched_getaffinity(0)))
 for child in (bound, free):
     child.communicate(b"\\n")
@@ -194,21 +211,23 @@ for child in (bound, free):
 
 
 def test_only_targets_are_bound() -> None:
-    assert plan(Wish("table:64")).taken_cores == [], "a table computes nothing"
-    deployment = plan(Wish("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=(1,))))
+    assert plan_deployment(DeploymentOptions("table:64")).target_cores == [], "a table computes nothing"
+    deployment = plan_deployment(
+        DeploymentOptions("table:64", SpeculativeConfig(method="ngram"), EngineConfig(cpus=(1,)))
+    )
     _, [target], [draft] = deployment.programs("redis://here")
     assert '"cpus":[1]' in " ".join(target.argv)
     assert '"cpus":[]' in " ".join(draft.argv)
-    assert deployment.taken_cores == [1]
+    assert deployment.target_cores == [1]
 
 
 def test_binding_can_be_switched_off() -> None:
-    assert plan(Wish("pydoc", engine=EngineConfig(cpus=()))).taken_cores == []
+    assert plan_deployment(DeploymentOptions("pydoc", engine=EngineConfig(cpus=()))).target_cores == []
 
 
 def test_the_gateway_alone_is_told_of_api_keys() -> None:
-    programs = plan(Wish("table:1000", api_keys=Path("keys.json"))).programs(REDIS)
+    programs = plan_deployment(DeploymentOptions("table:1000", api_keys=Path("keys.json"))).programs(REDIS)
     told = [program.name for stage in programs for program in stage if "--api-keys" in program.argv]
     assert told == ["gateway"]
     assert "keys.json" in programs[0][0].argv
-    assert "--api-keys" not in plan(Wish("table:1000")).programs(REDIS)[0][0].argv
+    assert "--api-keys" not in plan_deployment(DeploymentOptions("table:1000")).programs(REDIS)[0][0].argv

@@ -10,10 +10,10 @@ import typer
 from typer.testing import CliRunner
 
 from paceline.cli import app
-from paceline.config.file import ConfigFileError, as_arguments, read
-from services.draft.__main__ import parse as draft
-from services.gateway.__main__ import parse as gateway
-from services.target.__main__ import parse as target
+from paceline.config.config_file import ConfigFileError, as_arguments, read
+from paceline_services.draft.__main__ import parse_options as draft
+from paceline_services.gateway.__main__ import parse as gateway
+from paceline_services.target.__main__ import parse_options as target
 
 YAML = """
 model: table:64   # a comment
@@ -52,7 +52,7 @@ def test_serve_takes_its_options_from_a_file(file: Path, monkeypatch: pytest.Mon
         wishes.append(wish)
         raise typer.Exit
 
-    monkeypatch.setattr("paceline.cli.deployment.plan", stop)
+    monkeypatch.setattr("paceline.cli.deployment.plan_deployment", stop)
     for more in ([], ["--port", "9"]):
         result = CliRunner().invoke(app.main, ["serve", "--config", str(file), *more])
         assert result.exit_code == 0, result.output

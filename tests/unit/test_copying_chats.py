@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from paceline.training.chats import Chat
-from paceline.training.corpus import held_out_files, read_source, source_texts
-from paceline.training.editing import COMMENTS, EDITS, NEW_NAMES, edits
-from paceline.training.extraction import KINDS, extractions
+from paceline_lab.training.family.docstring_chats import Chat
+from paceline_lab.training.family.edit_chats import COMMENTS, EDITS, NEW_NAMES, edits
+from paceline_lab.training.family.extraction_chats import KINDS, extractions
+from paceline_lab.training.family.stdlib_corpus import held_out_files, read_source, source_texts
 
 pytestmark = pytest.mark.slow
 

@@ -14,31 +14,33 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig
+from paceline.drafting.cached_draft import PREFILL_ROWS
+from paceline.drafting.heads.dflash_config import is_dflash, target_layers
+from paceline.drafting.methods.dflash import DFlashNetwork, DFlashSpeculator
+from paceline.drafting.speculator import Context, DraftError
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.lending import Lent
 from paceline.model.loading import build
-from paceline.speculators.base import Context, DraftError
-from paceline.speculators.dflash import DFlash, DFlashNetwork
-from paceline.speculators.dflash_kind import is_dflash, layers_of
-from paceline.speculators.follower import PREFILL_ROWS
-from tests.dense import HEADS, HIDDEN, KV_HEADS, SIZE, attention, heads_of, mlp, random, rms_norm
-from tests.feeding import Feeding, Guess
-from tests.llamas import VOCABULARY, peaked_llama
-from tests.parallel import BLOCK, DFLASH, DFLASH_OF_THE_LIBRARY, MASK, dflash_tensors, save
-from tests.seen import nodes_of
+from paceline.model.target_weights import TargetWeights
+from tests.helpers.dense import HEADS, HIDDEN, KV_HEADS, SIZE, attention, heads_of, mlp, random, rms_norm
+from tests.helpers.feeding import Feeding, Guess
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+from tests.helpers.parallel import BLOCK, DFLASH, DFLASH_OF_THE_LIBRARY, MASK, dflash_tensors, save
+from tests.helpers.seen import nodes_of
 
 NETWORK = peaked_llama()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 6, "use_sliding_window": True}
 
 
-def lent() -> Lent:
-    return build(peaked_llama(), "target", EngineConfig(), "", []).lend()
+def lent() -> TargetWeights:
+    return build(peaked_llama(), "target", EngineConfig(), "", []).target_weights()
 
 
-def drafting(checkpoint: Checkpoint, width: int = 2, slots: int = 1024, target: Lent | None = None) -> DFlash:
+def drafting(
+    checkpoint: Checkpoint, width: int = 2, slots: int = 1024, target: TargetWeights | None = None
+) -> DFlashSpeculator:
     target = target or lent()
-    return DFlash(DFlashNetwork(checkpoint, target, slots), target, width, 0.0)
+    return DFlashSpeculator(DFlashNetwork(checkpoint, target, slots), target, width, 0.0)
 
 
 @torch.no_grad()
@@ -184,7 +186,7 @@ def test_the_state_after_the_last_layer_is_the_one_that_the_format_means(tmp_pat
     target = lent()
     assert drafting(save(tmp_path / "a", DFLASH, dflash_tensors()), target=target).hidden_state_layers == (
         1,
-        target.final,
+        target.final_layer,
     )
     assert drafting(
         save(tmp_path / "b", DFLASH_OF_THE_LIBRARY, dflash_tensors()), target=target
@@ -200,7 +202,7 @@ def test_layers_that_are_not_named_are_spread_evenly(
 ) -> None:
     config = {"num_hidden_layers": count, "num_target_layers": layers, "dflash_config": {}}
     deep = replace(lent(), config=SimpleNamespace(num_hidden_layers=layers, hidden_size=HIDDEN))
-    assert layers_of(save(tmp_path, config, dflash_tensors()), deep) == expected
+    assert target_layers(save(tmp_path, config, dflash_tensors()), deep) == expected
 
 
 def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:

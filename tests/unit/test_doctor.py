@@ -16,31 +16,40 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
-from paceline.budget import FREE_ROWS, RowCost
-from paceline.cli import doctor_served, main
-from paceline.cli.bars import bar, columns
-from paceline.cli.client import Answer as HttpAnswer
+from paceline.cli import main, served_measurement
+from paceline.cli.http_client import HttpCompletion as HttpAnswer
+from paceline.cli.terminal_bars import bar, columns
 from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.core.messages import SpeculationStats
+from paceline.core.policy.step_cost import FREE_ROWS, RowCost
 from paceline.doctor import diagnosis
 from paceline.doctor.advice import advice, pays_up_to
-from paceline.doctor.candidates import Candidate, candidates, named, together
+from paceline.doctor.candidates import CandidateMethod, candidates, combined_candidate, named
 from paceline.doctor.causes import causes
-from paceline.doctor.diagnosis import Case, Refused, examined, pasted
-from paceline.doctor.figures import Acceptance, Answer, Facts, Measured, Speed
-from paceline.doctor.forecast import answering_s, forecast, node_worth
-from paceline.doctor.measure import Run, Side, Trial, facts_of, groups, need, other_special_tokens, speed
-from paceline.doctor.memory import Need, available, cache_positions
-from paceline.doctor.prompts import PromptsError, are_bare, encoded, read
+from paceline.doctor.diagnosis import DiagnosedMethod, RejectedMethod, config_json, examined
+from paceline.doctor.draft_memory import MemoryNeed, available, cache_positions
+from paceline.doctor.measurement import (
+    MeasurementSettings,
+    PairedRun,
+    TimedCompletions,
+    facts_of,
+    groups,
+    need,
+    other_special_tokens,
+    speed,
+)
+from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
+from paceline.doctor.prompt_file import PromptsError, encoded, lack_chat_template, read
+from paceline.doctor.speed_forecast import batch_seconds, forecast_tokens_per_s, node_gains
 from paceline.llm import LLM
-from paceline.messages import SpeculationStats
 from paceline.text import Tokenizer
-from tests.checkpoints import save_checkpoint
-from tests.head_checkpoints import eagle3_tensors, llama_config, save_head
-from tests.head_checkpoints import save_target as save_small_target
-from tests.mtp_checkpoints import layer_tensors, save_target
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head
+from tests.helpers.head_checkpoints import save_target as save_small_target
+from tests.helpers.mtp_checkpoints import layer_tensors, save_target
 
 SMALL = {"slots": 512, "max_num_batched_rows": 64, "enable_prefix_caching": False}
-TRAINED, LOOKED_UP = Facts(), Facts(trained=False)
+TRAINED, LOOKED_UP = MethodFacts(), MethodFacts(trained=False)
 
 
 def stats(first: float, verifications: int = 100, steps: int | None = None, deeper: float = 0.0) -> SpeculationStats:
@@ -49,14 +58,16 @@ def stats(first: float, verifications: int = 100, steps: int | None = None, deep
     return SpeculationStats([verifications] * 2, counts, 2 * verifications, verifications, steps or verifications)
 
 
-def accepted(first: float, temperature: float = 0.0, verifications: int = 100, steps: int | None = None) -> Acceptance:
+def accepted(
+    first: float, temperature: float = 0.0, verifications: int = 100, steps: int | None = None
+) -> MeasuredAcceptance:
     """Nothing but how often the first guess is accepted."""
-    return Acceptance(temperature, [Answer(10, [], stats(first, verifications, steps))])
+    return MeasuredAcceptance(temperature, [MeasuredCompletion(10, [], stats(first, verifications, steps))])
 
 
-def placed(*answers: tuple[int, Sequence[bool]]) -> Acceptance:
+def placed(*answers: tuple[int, Sequence[bool]]) -> MeasuredAcceptance:
     """Good first guesses; by answer, the length of its prompt and which tokens were guessed."""
-    return Acceptance(0.0, [Answer(prompt, tokens, stats(0.8)) for prompt, tokens in answers])
+    return MeasuredAcceptance(0.0, [MeasuredCompletion(prompt, tokens, stats(0.8)) for prompt, tokens in answers])
 
 
 def guessed(share: float, count: int) -> list[bool]:
@@ -64,7 +75,7 @@ def guessed(share: float, count: int) -> list[bool]:
     return [int((i + 1) * share) > int(i * share) for i in range(count)]
 
 
-def names(acceptances: Sequence[Acceptance], facts: Facts = TRAINED) -> list[str]:
+def names(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts = TRAINED) -> list[str]:
     return [cause.name for cause in causes(acceptances, facts)]
 
 
@@ -72,21 +83,21 @@ def names(acceptances: Sequence[Acceptance], facts: Facts = TRAINED) -> list[str
     ("acceptances", "facts", "named"),
     [
         ([accepted(0.8), accepted(0.7, 0.8)], TRAINED, []),
-        ([accepted(0.8), accepted(0.7, 0.8)], Facts(bare_prompts=True, other_special_tokens=("bos_token",)), []),
+        ([accepted(0.8), accepted(0.7, 0.8)], MethodFacts(bare_prompts=True, other_special_tokens=("bos_token",)), []),
         ([accepted(0.04)], TRAINED, ["wrong head"]),
         ([accepted(0.06)], TRAINED, []),
         ([accepted(0.04, verifications=15)], TRAINED, []),
         ([accepted(0.04, verifications=15, steps=90)], TRAINED, []),
         ([accepted(0.04, 0.8), accepted(0.8)], TRAINED, ["temperature"]),
-        ([accepted(0.04)], Facts(bare_prompts=True), ["wrong head"]),
-        ([accepted(0.04)], Facts(same_vocabulary=False), ["tokenizer"]),
-        ([accepted(0.39)], Facts(same_vocabulary=False), ["tokenizer"]),
-        ([accepted(0.41)], Facts(same_vocabulary=False), []),
-        ([accepted(0.39)], Facts(other_special_tokens=("bos_token",)), ["special tokens"]),
-        ([accepted(0.41)], Facts(other_special_tokens=("bos_token",)), []),
-        ([accepted(0.39)], Facts(bare_prompts=True), ["chat template"]),
-        ([accepted(0.41)], Facts(bare_prompts=True), []),
-        ([accepted(0.39)], Facts(bare_prompts=True, trained=False), []),
+        ([accepted(0.04)], MethodFacts(bare_prompts=True), ["wrong head"]),
+        ([accepted(0.04)], MethodFacts(same_vocabulary=False), ["tokenizer"]),
+        ([accepted(0.39)], MethodFacts(same_vocabulary=False), ["tokenizer"]),
+        ([accepted(0.41)], MethodFacts(same_vocabulary=False), []),
+        ([accepted(0.39)], MethodFacts(other_special_tokens=("bos_token",)), ["special tokens"]),
+        ([accepted(0.41)], MethodFacts(other_special_tokens=("bos_token",)), []),
+        ([accepted(0.39)], MethodFacts(bare_prompts=True), ["chat template"]),
+        ([accepted(0.41)], MethodFacts(bare_prompts=True), []),
+        ([accepted(0.39)], MethodFacts(bare_prompts=True, trained=False), []),
         ([accepted(0.8), accepted(0.48, 0.7)], TRAINED, ["temperature"]),
         ([accepted(0.8), accepted(0.49, 0.7)], TRAINED, []),
         ([accepted(0.8), accepted(0.7, 0.4), accepted(0.3, 1.0)], TRAINED, ["temperature"]),
@@ -101,17 +112,17 @@ def names(acceptances: Sequence[Acceptance], facts: Facts = TRAINED) -> list[str
     ],
 )
 def test_a_cause_is_named_when_first_guesses_say_so(
-    acceptances: Sequence[Acceptance], facts: Facts, named: list[str]
+    acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts, named: list[str]
 ) -> None:
     assert names(acceptances, facts) == named
 
 
-def deep(*shares: float, verified: int | None = None) -> Acceptance:
+def deep(*shares: float, verified: int | None = None) -> MeasuredAcceptance:
     """By depth, how often it was reached; `verified`: to what depth most steps went."""
     depth = len(shares) if verified is None else verified
     drafted = [100 if d < depth else 10 for d in range(len(shares))]
     stats = SpeculationStats(drafted, [round(100 * share) for share in shares], 100 * depth, 100, 100)
-    return Acceptance(0.0, [Answer(10, [], stats)])
+    return MeasuredAcceptance(0.0, [MeasuredCompletion(10, [], stats)])
 
 
 @pytest.mark.parametrize(
@@ -125,7 +136,7 @@ def deep(*shares: float, verified: int | None = None) -> Acceptance:
         (deep(0.03, 0.0, 0.0, 0.0, 0.0, 0.0), ""),
     ],
 )
-def test_guesses_that_go_deeper_than_they_are_accepted(acceptance: Acceptance, told: str) -> None:
+def test_guesses_that_go_deeper_than_they_are_accepted(acceptance: MeasuredAcceptance, told: str) -> None:
     says = [cause.says for cause in causes([acceptance], TRAINED) if cause.name == "too deep"]
     assert [told in each for each in says] == [True] * bool(told)
 
@@ -157,9 +168,9 @@ FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
         (placed((10, [*guessed(0.5, 40), *guessed(0.35, 40)])), TRAINED, []),
         (placed((10, [*guessed(0.5, 30), *guessed(0.2, 30)])), TRAINED, []),  # too short to say
         (placed((10, [*guessed(0.15, 40), *guessed(0.0, 40)])), TRAINED, []),  # hardly anything that could fall
-        (placed((10, FALLING)), Facts(position_limit=50), ["context limit"]),
-        (placed((10, FALLING)), Facts(position_limit=1000), ["stale state"]),
-        (placed((10, EVEN)), Facts(position_limit=50), []),
+        (placed((10, FALLING)), MethodFacts(position_limit=50), ["context limit"]),
+        (placed((10, FALLING)), MethodFacts(position_limit=1000), ["stale state"]),
+        (placed((10, EVEN)), MethodFacts(position_limit=50), []),
         (placed((100, EVEN), (260, guessed(0.2, 80))), TRAINED, ["context limit"]),
         (placed((260, guessed(0.2, 80)), (100, EVEN)), TRAINED, ["context limit"]),
         (placed((100, EVEN), (250, guessed(0.2, 80))), TRAINED, []),  # not long
@@ -171,17 +182,17 @@ FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
     ],
 )
 def test_a_cause_is_named_when_places_in_the_text_say_so(
-    acceptance: Acceptance, facts: Facts, named: list[str]
+    acceptance: MeasuredAcceptance, facts: MethodFacts, named: list[str]
 ) -> None:
     if not facts.trained:
-        acceptance = Acceptance(0.0, [replace(each, stats=stats(0.1)) for each in acceptance.answers])
+        acceptance = MeasuredAcceptance(0.0, [replace(each, stats=stats(0.1)) for each in acceptance.answers])
     assert names([acceptance], facts) == named
 
 
 def test_causes_say_their_figures() -> None:
     [stale] = causes([placed((10, FALLING))], TRAINED)
     assert stale.says.startswith("50% of tokens are guessed in the first half of an answer, 20% in the second")
-    [limit] = causes([placed((10, FALLING))], Facts(position_limit=50))
+    [limit] = causes([placed((10, FALLING))], MethodFacts(position_limit=50))
     assert "positions end at 50: 50% of tokens before were guessed, 20% beyond" in limit.says
     [sampled] = causes([accepted(0.8), accepted(0.3, 0.7)], TRAINED)
     assert sampled.says.startswith("80% of first guesses are accepted at temperature 0, 30% at 0.7")
@@ -190,68 +201,68 @@ def test_causes_say_their_figures() -> None:
 def test_acceptance_is_summed_over_answers() -> None:
     one = SpeculationStats([4, 2], [3, 1], 9, 4, 6)
     other = SpeculationStats([2], [1], 3, 2, 2)
-    both = Acceptance(0.0, [Answer(1, [], one), Answer(1, [], other)])
+    both = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], one), MeasuredCompletion(1, [], other)])
     assert both.by_depth == [4 / 6, 1 / 6]
     assert (both.first, both.length, both.per_step) == (4 / 6, 5 / 6, 5 / 8)
     assert (both.steps, both.verifications, both.nodes) == (8, 6, 12)
-    nothing = Acceptance(0.0, [])
+    nothing = MeasuredAcceptance(0.0, [])
     assert (nothing.by_depth, nothing.first, nothing.length, nothing.per_step) == ([], 0.0, 0.0, 0.0)
 
 
 class TestForecast:
     def test_free_rows_bring_all_that_is_accepted(self) -> None:
-        chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.5))])
-        assert forecast(chain, 1, 256, FREE_ROWS) == pytest.approx(1 + 0.8 + 0.5)
-        assert forecast(chain, 4, 256, FREE_ROWS) == pytest.approx(4 * 2.3)
+        chain = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, deeper=0.5))])
+        assert forecast_tokens_per_s(chain, 1, 256, FREE_ROWS) == pytest.approx(1 + 0.8 + 0.5)
+        assert forecast_tokens_per_s(chain, 4, 256, FREE_ROWS) == pytest.approx(4 * 2.3)
 
     def test_steps_without_guesses_draw_one_token(self) -> None:
-        half = Acceptance(0.0, [Answer(1, [], stats(0.8, steps=200, deeper=0.5))])
-        assert forecast(half, 10, 256, FREE_ROWS) == pytest.approx(10 * (1 + 1.3 / 2))
+        half = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, steps=200, deeper=0.5))])
+        assert forecast_tokens_per_s(half, 10, 256, FREE_ROWS) == pytest.approx(10 * (1 + 1.3 / 2))
 
     def test_who_guesses_seldom_is_not_rounded_away(self) -> None:
-        seldom = Acceptance(0.0, [Answer(1, [], stats(0.8, steps=400, deeper=0.5))])
-        assert forecast(seldom, 1, 256, FREE_ROWS) == pytest.approx(1 + 1.3 / 4)
+        seldom = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, steps=400, deeper=0.5))])
+        assert forecast_tokens_per_s(seldom, 1, 256, FREE_ROWS) == pytest.approx(1 + 1.3 / 4)
 
     def test_rows_that_cost_more_than_they_bring_are_left_out(self) -> None:
-        chain = Acceptance(0.0, [Answer(1, [], stats(0.8, deeper=0.05))])
+        chain = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, deeper=0.05))])
         dear = RowCost([8, 16, 17, 24, 1024], [1.0, 1.5, 3.0, 3.0, 128.0])
-        assert forecast(chain, 8, 256, dear) == pytest.approx((8 + 8 * 0.8) / 1.5)
+        assert forecast_tokens_per_s(chain, 8, 256, dear) == pytest.approx((8 + 8 * 0.8) / 1.5)
 
     def test_a_tree_needs_more_rows_for_the_same_tokens(self) -> None:
         wide = SpeculationStats([100], [80], 300, 100, 100)
         per_row = RowCost([8, 1024], [1.0, 128.0])
-        tree = Acceptance(0.0, [Answer(1, [], wide)])
-        assert node_worth(tree, 8) == [pytest.approx(0.8 / 3)] * 24
-        assert forecast(tree, 8, 256, per_row) == pytest.approx(8)
-        assert forecast(tree, 8, 256, FREE_ROWS) == pytest.approx(8 * 1.8)
+        tree = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], wide)])
+        assert node_gains(tree, 8) == [pytest.approx(0.8 / 3)] * 24
+        assert forecast_tokens_per_s(tree, 8, 256, per_row) == pytest.approx(8)
+        assert forecast_tokens_per_s(tree, 8, 256, FREE_ROWS) == pytest.approx(8 * 1.8)
 
     def test_a_pass_has_so_many_rows_and_no_more(self) -> None:
-        chain = Acceptance(0.0, [Answer(1, [], stats(1.0, deeper=1.0))])
-        assert forecast(chain, 8, 12, FREE_ROWS) == pytest.approx(8 + 4)
+        chain = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(1.0, deeper=1.0))])
+        assert forecast_tokens_per_s(chain, 8, 12, FREE_ROWS) == pytest.approx(8 + 4)
 
     def test_prompts_are_computed_first_and_answers_end_one_by_one(self) -> None:
         """Three passes over 20 tokens of prompts. Of 3 and 7 tokens one is drawn with them, 2 by both, 4 by the longer:
         at 2 seconds a pass for up to 8 rows, with 1.8 tokens for each request that draws."""
-        drafted = Acceptance(0.0, [Answer(1, [], stats(0.8))])
+        drafted = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8))])
         cost = RowCost([8, 1024], [2.0, 2.0])
-        assert answering_s(drafted, [(12, 7), (8, 3)], 8, cost) == pytest.approx(2 * (3 + 2 / 1.8 + 4 / 1.8))
-        assert answering_s(drafted, [(16, 1)], 8, cost) == 2 * 2
+        assert batch_seconds(drafted, [(12, 7), (8, 3)], 8, cost) == pytest.approx(2 * (3 + 2 / 1.8 + 4 / 1.8))
+        assert batch_seconds(drafted, [(16, 1)], 8, cost) == 2 * 2
 
     def test_an_answer_that_is_over_leaves_a_cheaper_pass(self) -> None:
         """Nine rows take 3 seconds, eight take 2: one pass for the prompts, two for nine requests, four for eight."""
-        cost, plain = RowCost([8, 9, 16], [2.0, 3.0, 3.0]), Acceptance(0.0, [])
-        assert answering_s(plain, [(1, 3), *[(1, 7)] * 8], 16, cost) == pytest.approx(3 + 2 * 3 + 4 * 2)
+        cost, plain = RowCost([8, 9, 16], [2.0, 3.0, 3.0]), MeasuredAcceptance(0.0, [])
+        assert batch_seconds(plain, [(1, 3), *[(1, 7)] * 8], 16, cost) == pytest.approx(3 + 2 * 3 + 4 * 2)
 
     def test_nothing_drafted_is_plain(self) -> None:
-        assert forecast(Acceptance(0.0, []), 4, 256, FREE_ROWS) == 4
+        assert forecast_tokens_per_s(MeasuredAcceptance(0.0, []), 4, 256, FREE_ROWS) == 4
 
 
 def measured(
-    name: str, *speedups: float, identical: bool | None = True, facts: Facts = TRAINED, per_step: float = 0.5
-) -> Measured:
+    name: str, *speedups: float, identical: bool | None = True, facts: MethodFacts = TRAINED, per_step: float = 0.5
+) -> MethodMeasurement:
     speeds = [Speed(4**i, 100.0, 100 * speedup) for i, speedup in enumerate(speedups)]
     config = SpeculativeConfig.model_validate({"method": name, "model": "m"})
-    return Measured(name, config, [accepted(per_step)], speeds, identical, facts)
+    return MethodMeasurement(name, config, [accepted(per_step)], speeds, identical, facts)
 
 
 class TestAdvice:
@@ -272,7 +283,7 @@ class TestAdvice:
         assert advice([measured("eagle3", 3.0, identical=None), measured("ngram", 1.2)]).config.method == "eagle3"
 
     @pytest.mark.parametrize("cases", [[], [measured("ngram", 1.01)], [measured("ngram", 0.7, 0.9)]])
-    def test_none_where_nothing_pays(self, cases: list[Measured]) -> None:
+    def test_none_where_nothing_pays(self, cases: list[MethodMeasurement]) -> None:
         assert advice(cases).config.method == "none"
 
     def test_it_pays_up_to_the_last_load_where_it_does(self) -> None:
@@ -281,10 +292,10 @@ class TestAdvice:
 
     def test_it_can_be_pasted(self) -> None:
         config = SpeculativeConfig.model_validate({"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2})
-        said = pasted(config)
+        said = config_json(config)
         assert said == {"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2}
         assert SpeculativeConfig.model_validate(said) == config
-        assert pasted(SpeculativeConfig(method="none")) == {"method": "none"}
+        assert config_json(SpeculativeConfig(method="none")) == {"method": "none"}
 
 
 class TestCandidates:
@@ -317,7 +328,7 @@ class TestCandidates:
 
     def test_the_best_draft_is_tried_with_suffix_beside_it(self) -> None:
         suffix = measured("suffix", 1.2, facts=LOOKED_UP)
-        best = together(
+        best = combined_candidate(
             [suffix, measured("eagle", 1.3), measured("eagle3", 1.5), measured("ngram", 2, facts=LOOKED_UP)]
         )
         assert best is not None
@@ -326,13 +337,13 @@ class TestCandidates:
     def test_what_is_together_already_is_not_taken_for_a_draft(self) -> None:
         suffix = measured("suffix", 1.2, facts=LOOKED_UP)
         config = SpeculativeConfig.model_validate({"method": ["ngram", "eagle3"], "model": "m"})
-        assert together([suffix, replace(measured("eagle3", 1.9), config=config)]) is None
+        assert combined_candidate([suffix, replace(measured("eagle3", 1.9), config=config)]) is None
 
     def test_unless_one_of_them_brings_nothing(self) -> None:
         idle = measured("suffix", 1.0, facts=LOOKED_UP, per_step=0.05)
-        assert together([idle, measured("eagle3", 1.5)]) is None
-        assert together([measured("suffix", 1.2, facts=LOOKED_UP)]) is None
-        assert together([measured("eagle3", 1.5)]) is None
+        assert combined_candidate([idle, measured("eagle3", 1.5)]) is None
+        assert combined_candidate([measured("suffix", 1.2, facts=LOOKED_UP)]) is None
+        assert combined_candidate([measured("eagle3", 1.5)]) is None
 
 
 SHAPE = {"num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 2, "hidden_size": 64}
@@ -344,10 +355,10 @@ class TestMemory:
         assert available("MemTotal:  9 kB\n") is None
 
     def test_what_is_unknown_is_not_too_little(self) -> None:
-        assert Need(1, 2, 3).total == 6
-        assert Need(1, 2, 3).fits(6)
-        assert Need(1, 2, 3).fits(None)
-        assert not Need(1, 2, 3).fits(5)
+        assert MemoryNeed(1, 2, 3).total == 6
+        assert MemoryNeed(1, 2, 3).fits(6)
+        assert MemoryNeed(1, 2, 3).fits(None)
+        assert not MemoryNeed(1, 2, 3).fits(5)
 
     @pytest.mark.parametrize(
         ("method", "numbers"), [("draft_model", 12 * 2 * 2 * 8), ("eagle3", 2 * 2 * 8), ("medusa", 0)]
@@ -362,7 +373,7 @@ class TestMemory:
         head = save_head(tmp_path / "head", eagle3_tensors(), llama_config())
         target = LLM(str(save_small_target(tmp_path / "target")), None, SMALL)
         found = need(target, SpeculativeConfig(model=str(head)))
-        lent = target.model.lend()
+        lent = target.model.target_weights()
         size = lent.dtype.itemsize
         config = llama_config()
         position = 2 * config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
@@ -373,15 +384,17 @@ class TestMemory:
     def test_a_layer_in_the_target_weighs_as_much_as_it_has(self, tmp_path: Path) -> None:
         target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
         found = need(target, SpeculativeConfig(method="mtp"))
-        size = target.model.lend().dtype.itemsize
+        size = target.model.target_weights().dtype.itemsize
         assert found.weights == sum(tensor.numel() for tensor in layer_tensors("mimo").values()) * size
-        assert need(target, SpeculativeConfig(method="ngram")) == Need()
+        assert need(target, SpeculativeConfig(method="ngram")) == MemoryNeed()
 
     def test_what_does_not_fit_is_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
         monkeypatch.setattr(diagnosis, "free_bytes", lambda device: 1000)
-        found = examined(target, Candidate("mtp", SpeculativeConfig(method="mtp")), Trial([[1]], 4, (0.0,)))
-        assert isinstance(found, Refused)
+        found = examined(
+            target, CandidateMethod("mtp", SpeculativeConfig(method="mtp")), MeasurementSettings([[1]], 4, (0.0,))
+        )
+        assert isinstance(found, RejectedMethod)
         assert (found.name, found.cause) == ("mtp", "memory")
         assert "lower `slots`" in found.says
 
@@ -425,9 +438,9 @@ class TestPrompts:
             tokenizer.encode("def f"),
             tokenizer.encode(written, add_special_tokens=False),
         ]
-        assert are_bare(["def f"], tokenizer)
-        assert not are_bare(["def f", chat], tokenizer)
-        assert not are_bare(["def f", written], tokenizer)
+        assert lack_chat_template(["def f"], tokenizer)
+        assert not lack_chat_template(["def f", chat], tokenizer)
+        assert not lack_chat_template(["def f", written], tokenizer)
 
     def test_what_stands_before_every_text_is_no_template(self, tmp_path: Path) -> None:
         """Such as a BOS."""
@@ -437,11 +450,11 @@ class TestPrompts:
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
         tokenizer = Tokenizer(backend, {"bos_token": "<s>"}, "{{ messages[0].content }}")
         assert encoded(["1"], tokenizer) == [[2, 1]]
-        assert are_bare(["1"], tokenizer)
+        assert lack_chat_template(["1"], tokenizer)
 
     def test_a_model_without_a_template_takes_no_conversation(self, tmp_path: Path) -> None:
         tokenizer = Tokenizer.load(str(save_checkpoint(tmp_path)))
-        assert not are_bare(["1 2"], tokenizer)
+        assert not lack_chat_template(["1 2"], tokenizer)
         with pytest.raises(PromptsError, match="has no chat template"):
             encoded([[{"role": "user", "content": "1"}]], tokenizer)
         with pytest.raises(PromptsError, match="no token in this model's vocabulary"):
@@ -465,10 +478,10 @@ def test_a_draft_model_is_held_against_the_target_before_it_drafts(tmp_path: Pat
 
     target = LLM(checkpoint("target", "1"), None, SMALL)
 
-    def facts(draft: str) -> Facts:
+    def facts(draft: str) -> MethodFacts:
         return facts_of(target, SpeculativeConfig(method="draft_model", model=draft), 99, bare=True)
 
-    alike = Facts(bare_prompts=True, position_limit=99)
+    alike = MethodFacts(bare_prompts=True, position_limit=99)
     assert facts(checkpoint("alike", "1")) == alike
     assert facts(checkpoint("other", "2")) == replace(alike, other_special_tokens=("bos_token",))
     assert facts("table:64") == replace(alike, same_vocabulary=False)
@@ -477,8 +490,8 @@ def test_a_draft_model_is_held_against_the_target_before_it_drafts(tmp_path: Pat
 
 def test_the_fastest_repetition_counts_and_the_first_answers() -> None:
     target = LLM("table:64", None, SMALL)
-    answers = target.generate(["1", "2"], Trial([], 4, ()).sampling(0.0))
-    side = Side()
+    answers = target.generate(["1", "2"], MeasurementSettings([], 4, ()).sampling(0.0))
+    side = TimedCompletions()
     for repetition in ((3.0, 1.0), (2.0, 5.0)):
         for group, seconds in enumerate(repetition):
             side.add(group, [answers[group]], seconds)
@@ -492,32 +505,34 @@ def test_what_is_predicted_is_of_all_groups_and_as_many_at_once() -> None:
     llm.cost = RowCost([8, 1024], [2.0, 256.0])
     prompts = [[1, 2, 3], [4], [5], [6]]
     answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
-    side = Side()
+    side = TimedCompletions()
     for group in range(2):
         side.add(group, answers[2 * group : 2 * group + 2], 1.0)
-    this = speed(llm, 2, Run(side, side), Acceptance(0.0, []))
+    this = speed(llm, 2, PairedRun(side, side), MeasuredAcceptance(0.0, []))
     assert this.predicted == 16 / (2 * (2 + 3 * 2)), "a pass for two prompts and three for the rest, twice"
 
 
-def interrupted_at(name: str) -> Callable[..., Case]:
+def interrupted_at(name: str) -> Callable[..., DiagnosedMethod]:
     """What is measured of each candidate, until Ctrl-C at this one."""
 
-    def examined(target: object, candidate: Candidate, trial: object) -> Case:
+    def examined(target: object, candidate: CandidateMethod, trial: object) -> DiagnosedMethod:
         if candidate.name == name:
             raise KeyboardInterrupt
-        return Case(Measured(candidate.name, candidate.config, [], [Speed(1, 100.0, 150.0)], True, TRAINED))
+        return DiagnosedMethod(
+            MethodMeasurement(candidate.name, candidate.config, [], [Speed(1, 100.0, 150.0)], True, TRAINED)
+        )
 
     return examined
 
 
 def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, trial = LLM("table:64", None, SMALL), Trial([[1, 2, 3]], 4, (0.0,), True)
+    target, trial = LLM("table:64", None, SMALL), MeasurementSettings([[1, 2, 3]], 4, (0.0,), True)
     chosen = named([SpeculativeConfig(method=each) for each in ("ngram", "suffix")])
     monkeypatch.setattr(diagnosis, "examined", interrupted_at("suffix"))
     found = diagnosis.diagnose(target, chosen, trial)
     assert [case.measured.name for case in found.cases] == ["ngram"]
     assert found.left == ["suffix"]
-    assert found.told()["recommended"] is not None
+    assert found.as_json()["recommended"] is not None
     monkeypatch.setattr(diagnosis, "examined", interrupted_at("ngram"))
     with pytest.raises(KeyboardInterrupt):
         diagnosis.diagnose(target, chosen, trial)
@@ -543,17 +558,17 @@ def test_what_a_server_says_of_its_steps_is_read() -> None:
     answer.take({"choices": [], "usage": {"prompt_tokens": 7}})
     answer.take({"choices": [], "speculation": {"drafted_by_depth": [2], "accepted_by_depth": [1], "drafted_tokens": 4,
                                                 "verifications": 2, "steps": 3, "acceptance_length": 0.5}})  # fmt: skip
-    told = doctor_served.told(answer)
+    told = served_measurement.measured_completion(answer)
     assert (told.prompt_tokens, told.accepted) == (7, [True, False])
     assert told.stats == SpeculationStats([2], [1], 4, 2, 3)
 
 
 class TestSharedModel:
-    """`LLM.drafting_with`."""
+    """`LLM.with_speculation`."""
 
     def test_each_has_drafts_of_its_own(self) -> None:
         target = LLM("table:64", None, SMALL)
-        one = target.drafting_with({"method": "draft_model", "model": "table:64"})
+        one = target.with_speculation({"method": "draft_model", "model": "table:64"})
         [drafted], [plain] = one.generate(["1 2 3"]), target.generate(["1 2 3"])
         assert drafted.tokens == plain.tokens
         assert drafted.speculation.accepted_tokens == sum(drafted.accepted) > 0
@@ -569,7 +584,7 @@ class TestSharedModel:
 
     def test_cached_prompts_cannot_be_shared(self) -> None:
         with pytest.raises(ValueError, match="set enable_prefix_caching to false"):
-            LLM("table:64", None, {"slots": 512}).drafting_with({"method": "ngram"})
+            LLM("table:64", None, {"slots": 512}).with_speculation({"method": "ngram"})
 
 
 class TestCommand:

@@ -14,23 +14,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.budget import RowCost
 from paceline.config import EngineConfig, SamplingParams
-from paceline.engine.drafting import LocalDrafting
-from paceline.growth import Growth
-from paceline.model import Lane, Model
+from paceline.core.growth import Growth
+from paceline.core.policy.step_cost import RowCost
+from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.tree import TokenTree
+from paceline.drafting.cached_draft import PREFILL_ROWS, round_robin
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit, DraftError, Limit, Opening
+from paceline.engine.draft_client import LocalDraftClient
+from paceline.model import Model, SlotTable
 from paceline.model.loading import build
-from paceline.model.model import Output
+from paceline.model.model import ModelOutput
 from paceline.model.rows import GROUP
 from paceline.model.rows import Row as ModelRow
-from paceline.model.table import TableModel
-from paceline.sampling import History, Row, draw
-from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.follower import PREFILL_ROWS, dealt
-from paceline.tree import TokenTree
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
-from tests.seen import Seen, nodes_of, root_of
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.seen import Seen, nodes_of, root_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -41,9 +41,9 @@ def llama(request: pytest.FixtureRequest) -> Model:
     return build(peaked_llama().to(request.param), "llama", EngineConfig(slots=1024), "", [])
 
 
-def thorough(model: Model, width: int) -> DraftModel:
+def thorough(model: Model, width: int) -> DraftModelSpeculator:
     """One that thinks no guess too unlikely."""
-    return DraftModel(model, width, least_path_probability=0.0)
+    return DraftModelSpeculator(model, width, least_path_probability=0.0)
 
 
 def table(slots: int = 512, positions: int = 512) -> Model:
@@ -60,7 +60,7 @@ def opening(
     output: int = 0,
     owner: int = 0,
 ) -> Opening:
-    return Opening(key, tokens, output, sampling, depth, nodes, owner=owner)
+    return Opening(key, tokens, output, sampling, depth, nodes, link=owner)
 
 
 class Replica:
@@ -86,13 +86,13 @@ class Replica:
         return replace(self.opening, request_id=key, tokens=self.tokens, output_tokens=output)
 
 
-def rounds(draft: DraftModel) -> Iterator[dict[int, Growth]]:
+def rounds(draft: DraftModelSpeculator) -> Iterator[dict[int, Growth]]:
     """Rounds of drafting until there is nothing more to draft."""
     while (grown := draft.grow()) or draft.behind:
         yield grown
 
 
-def drafted(draft: DraftModel, opening: Opening) -> Replica:
+def drafted(draft: DraftModelSpeculator, opening: Opening) -> Replica:
     replica = Replica(opening)
     draft.open(opening)
     for grown in rounds(draft):
@@ -111,13 +111,13 @@ def chain(tree: TokenTree) -> list[Seen]:
 
 def decoded(model: Model, tokens: Sequence[int], sampling: SamplingParams, count: int) -> list[int]:
     """What the model itself says after a prompt, one token at a time."""
-    lane, path = Lane(), list(tokens)
+    lane, path = SlotTable(), list(tokens)
     history = History(sampling, tokens, [], model.vocabulary_size)
     for position in range(len(tokens) + count - 1):
         lane.slots.append(position + 1)
         logits = model.run([lane.row(path[position], position)], [0]).logits
         if position == len(path) - 1:
-            path += draw(logits, [Row(sampling, position + 1, history)]).tolist()
+            path += draw(logits, [SamplingRow(sampling, position + 1, history)]).tolist()
             history.extend(path[-1:])
     return path[len(tokens) :]
 
@@ -175,8 +175,8 @@ class TestGuesses:
         assert all(r.tree.size > 20 for r in replicas.values())
 
     def test_unlikely_nodes_are_not_sent(self) -> None:
-        frugal = drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50))
-        generous = drafted(DraftModel(table(), 3, least_path_probability=0.01), opening(depth=50))
+        frugal = drafted(DraftModelSpeculator(table(), 3, least_path_probability=0.05), opening(depth=50))
+        generous = drafted(DraftModelSpeculator(table(), 3, least_path_probability=0.01), opening(depth=50))
         chances = [math.exp(node.path_log_prob) for node in nodes_of(generous.tree)]
         assert min(chances) > 0.01
         assert frugal.tree.size == sum(chance > 0.05 for chance in chances) < len(chances)
@@ -189,7 +189,7 @@ class TestRounds:
         ("cost", "most"), [(RowCost([8, 64, 65], [1.0, 1.0, 9.0]), 64), (RowCost([8, 64], [1.0, 8.0]), 8)]
     )
     def test_free_rows_are_used_and_dear_ones_are_not(self, cost: RowCost, most: int) -> None:
-        draft = DraftModel(table(), 3, cost, least_path_probability=0.0)
+        draft = DraftModelSpeculator(table(), 3, cost, least_path_probability=0.0)
         draft.open(opening(depth=8))
         widths = [len(set(growth.parent_ids)) for grown in rounds(draft) for growth in grown.values()]
         assert max(widths) == most
@@ -202,7 +202,7 @@ class Recording(TableModel):
         super().__init__(VOCABULARY, slots, 512)
         self.passes: list[list[ModelRow]] = []
 
-    def run(self, rows: Sequence[ModelRow], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+    def run(self, rows: Sequence[ModelRow], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         self.passes.append(list(rows))
         return super().run(rows, wanted, hidden_layers)
 
@@ -259,7 +259,7 @@ def test_a_request_whose_guesses_gave_way_grows_as_if_it_were_new() -> None:
 
 
 def test_nodes_of_a_round_come_in_the_order_of_their_parents() -> None:
-    """In which they are cheapest on the wire, see `paceline.wire.node_bits`."""
+    """In which they are cheapest on the wire, see `paceline.wire.node_codec`."""
     draft = thorough(table(), 3)
     draft.open(opening(depth=5))
     told = [grown[1].parent_ids for grown in rounds(draft) if grown]
@@ -274,9 +274,9 @@ class TestFairness:
     """A round gets eight rows of guesses."""
     FLOOD = range(100, 130)
 
-    def flooded(self, quiet: Opening) -> DraftModel:
+    def flooded(self, quiet: Opening) -> DraftModelSpeculator:
         """In front of one request, all of another owner's; the roots are expanded."""
-        draft = DraftModel(table(), 3, self.DEAR, least_path_probability=0.0)
+        draft = DraftModelSpeculator(table(), 3, self.DEAR, least_path_probability=0.0)
         for key in self.FLOOD:
             draft.open(opening([key % VOCABULARY, 1], key=key, owner=1))
         draft.open(quiet)
@@ -298,7 +298,7 @@ class TestFairness:
 
     def test_among_many_owners_everybody_has_a_turn(self) -> None:
         """Eight rows for eleven owners, who all want some: in any two rounds each gets one."""
-        draft = DraftModel(table(), 3, self.DEAR, least_path_probability=0.0)
+        draft = DraftModelSpeculator(table(), 3, self.DEAR, least_path_probability=0.0)
         for key in range(1, 12):
             draft.open(opening([key, 1], key=key, owner=key))
         draft.grow()
@@ -307,7 +307,7 @@ class TestFairness:
 
     def test_a_prompt_does_not_wait_for_all_those_of_another_target(self) -> None:
         """Whose prompts, a little shorter, would come first."""
-        draft = DraftModel(table(slots=4096), 1)
+        draft = DraftModelSpeculator(table(slots=4096), 1)
         for key in range(2, 10):
             draft.open(opening([5] * (PREFILL_ROWS - 10), key=key, owner=1))
         draft.open(opening([6] * PREFILL_ROWS, key=1, owner=2))
@@ -344,7 +344,7 @@ class TestFairness:
     def test_dealing_is_max_min_fair(self, wanted: list[int], count: int) -> None:
         """Who got less than wanted got no less than anybody else, but for one that could not be divided."""
         hands = [iter([owner] * size) for owner, size in enumerate(wanted)]
-        got = Counter(islice(dealt(hands), count))
+        got = Counter(islice(round_robin(hands), count))
         assert got.total() == min(count, sum(wanted))
         most = max(got.values(), default=0)
         assert all(got[owner] in (size, most, most - 1) for owner, size in enumerate(wanted))
@@ -353,10 +353,13 @@ class TestFairness:
 class TestLimits:
     def test_what_the_target_would_not_verify_is_not_made(self) -> None:
         """Neither from the start nor after a change; the draft's own limit stays."""
-        draft = DraftModel(table(), 3, least_path_probability=0.01)
+        draft = DraftModelSpeculator(table(), 3, least_path_probability=0.01)
         replica = drafted(draft, replace(opening(depth=50), least_path_probability=0.05))
         chances = [math.exp(node.path_log_prob) for node in nodes_of(replica.tree)]
-        assert len(chances) == drafted(DraftModel(table(), 3, least_path_probability=0.05), opening(depth=50)).tree.size
+        assert (
+            len(chances)
+            == drafted(DraftModelSpeculator(table(), 3, least_path_probability=0.05), opening(depth=50)).tree.size
+        )
         assert min(chances) > 0.05
         draft.limit(Limit(1, 50, 1000, 0.001))
         draft.commit(replica.commit([1]))  # of what was expanded before, nothing is made up for
@@ -368,32 +371,32 @@ class TestLimits:
 
     @pytest.mark.parametrize("depth", [0, 1, 5])
     def test_depth(self, depth: int) -> None:
-        replica = drafted(DraftModel(table(), 1), opening(depth=depth))
+        replica = drafted(DraftModelSpeculator(table(), 1), opening(depth=depth))
         assert len(chain(replica.tree)) == depth
 
     @pytest.mark.parametrize("nodes", [0, 1, 2, 3, 4, 10, 50])
     def test_nodes(self, nodes: int) -> None:
-        replica = drafted(DraftModel(table(), 3), opening(nodes=nodes, depth=20))
+        replica = drafted(DraftModelSpeculator(table(), 3), opening(nodes=nodes, depth=20))
         assert replica.tree.size == nodes
 
     def test_a_tree_of_few_nodes_grows_ahead_too(self) -> None:
         """Or else, with one guess asked for per step, the target would wait for a round trip after each."""
-        replica = drafted(DraftModel(table(), 3), opening(nodes=4))
+        replica = drafted(DraftModelSpeculator(table(), 3), opening(nodes=4))
         assert max(len(node.path()) for node in nodes_of(replica.tree)) == 2
 
     def test_no_position_at_or_beyond_the_limit(self) -> None:
-        replica = drafted(DraftModel(table(positions=10), 1), opening(PROMPT[:7], depth=20))
+        replica = drafted(DraftModelSpeculator(table(positions=10), 1), opening(PROMPT[:7], depth=20))
         assert [n.position for n in chain(replica.tree)] == [7, 8, 9]
 
     def test_a_prompt_beyond_the_drafts_positions_is_refused(self) -> None:
-        draft = DraftModel(table(positions=8), 1)
+        draft = DraftModelSpeculator(table(positions=8), 1)
         with pytest.raises(DraftError, match="8 tokens; the draft's positions end at 8"):
             draft.open(opening(PROMPT))
         draft.check_integrity()
         assert draft.grow() == {}
 
     def test_a_commit_beyond_the_drafts_positions_is_refused(self) -> None:
-        draft = DraftModel(table(positions=10), 1)
+        draft = DraftModelSpeculator(table(positions=10), 1)
         replica = drafted(draft, opening())
         draft.commit(replica.commit([1]))
         with pytest.raises(DraftError, match="10 tokens"):
@@ -403,7 +406,7 @@ class TestLimits:
 
     @pytest.mark.parametrize("token", [-1, VOCABULARY])
     def test_a_token_that_the_draft_does_not_know_is_refused(self, token: int) -> None:
-        draft = DraftModel(table(), 1)
+        draft = DraftModelSpeculator(table(), 1)
         with pytest.raises(DraftError, match="vocabulary"):
             draft.open(opening([1, token]))
         replica = drafted(draft, opening())
@@ -412,37 +415,37 @@ class TestLimits:
 
     def test_an_unknown_strategy_is_refused(self) -> None:
         with pytest.raises(DraftError, match="'hope'"):
-            DraftModel(table(), 1).open(replace(opening(), strategy="hope"))
+            DraftModelSpeculator(table(), 1).open(replace(opening(), strategy="hope"))
 
     def test_the_greedy_strategy_ignores_temperature(self) -> None:
         hot = SamplingParams(temperature=5.0, seed=3)
-        replica = drafted(DraftModel(table(), 1), replace(opening(sampling=hot), strategy="greedy"))
+        replica = drafted(DraftModelSpeculator(table(), 1), replace(opening(sampling=hot), strategy="greedy"))
         assert [n.token for n in chain(replica.tree)] == decoded(table(), PROMPT, GREEDY, 6)
 
 
 class TestContext:
     def test_a_long_prompt_takes_several_rounds(self) -> None:
-        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        draft = DraftModelSpeculator(table(slots=2048, positions=2048), 1)
         draft.open(opening([5] * (2 * PREFILL_ROWS + 1)))
         assert [bool(grown) for grown in (draft.grow(), draft.grow(), draft.grow())] == [False, False, True]
         assert list(rounds(draft))
         assert not draft.behind
 
     def test_short_prompts_do_not_wait_for_a_long_one(self) -> None:
-        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        draft = DraftModelSpeculator(table(slots=2048, positions=2048), 1)
         draft.open(opening([5] * (3 * PREFILL_ROWS), key=1))
         draft.open(opening([6] * 10, key=2))
         assert set(draft.grow()) == {2}
 
     def test_a_target_that_waits_gets_its_guesses(self) -> None:
         """One poll is one round, but one that may take time goes on until there is something to graft."""
-        drafting = LocalDrafting(DraftModel(table(slots=2048, positions=2048), 1))
+        drafting = LocalDraftClient(DraftModelSpeculator(table(slots=2048, positions=2048), 1))
         drafting.open(opening([5] * (4 * PREFILL_ROWS)), ())
         assert not drafting.poll(0.0)
-        assert drafting.poll(60.0).grown
+        assert drafting.poll(60.0).growths
 
     def test_a_commit_may_come_before_the_context_is_computed(self) -> None:
-        draft = DraftModel(table(slots=2048, positions=2048), 1)
+        draft = DraftModelSpeculator(table(slots=2048, positions=2048), 1)
         replica = Replica(opening([5] * (PREFILL_ROWS + 10)))
         draft.open(replica.opening)
         draft.grow()
@@ -480,7 +483,7 @@ class TestCommits:
         assert len(children(fresh)) == 2
 
     def test_the_first_guess_goes_on_growing_after_it_was_drawn(self) -> None:
-        draft = DraftModel(table(), 1)
+        draft = DraftModelSpeculator(table(), 1)
         replica = drafted(draft, opening(depth=4))
         path = [n.token for n in chain(replica.tree)]
         draft.commit(replica.commit(path[:2]))
@@ -489,23 +492,23 @@ class TestCommits:
         assert [n.token for n in chain(replica.tree)] == decoded(table(), PROMPT + path[:2], GREEDY, 4)
 
     def test_a_commit_at_another_place_is_refused(self) -> None:
-        draft = DraftModel(table(), 1)
+        draft = DraftModelSpeculator(table(), 1)
         drafted(draft, opening())
         with pytest.raises(DraftError, match="the root is at 7, the commit at 9"):
             draft.commit(Commit(1, 9, [1], 0))
 
     def test_what_is_not_open_is_ignored(self) -> None:
-        draft = DraftModel(table(), 1)
+        draft = DraftModelSpeculator(table(), 1)
         draft.commit(Commit(5, 9, [1], 0))
         draft.close(5)
         assert draft.grow() == {}
         assert not draft.behind
 
     def test_opening_again_starts_afresh(self) -> None:
-        draft = DraftModel(table(), 2)
+        draft = DraftModelSpeculator(table(), 2)
         drafted(draft, opening())
         other = drafted(draft, opening([7, 7, 7]))
-        assert children(other) == children(drafted(DraftModel(table(), 2), opening([7, 7, 7])))
+        assert children(other) == children(drafted(DraftModelSpeculator(table(), 2), opening([7, 7, 7])))
         draft.check_integrity()
 
 
@@ -551,14 +554,14 @@ class TestRewinding:
 
 class TestSlots:
     def test_a_prompt_that_does_not_fit_is_refused(self) -> None:
-        draft = DraftModel(table(slots=20), 1)
+        draft = DraftModelSpeculator(table(slots=20), 1)
         draft.open(opening([1] * 15, key=1))
         with pytest.raises(DraftError, match="out of slots: 6 needed"):
             draft.open(opening([1] * 6, key=2))
         draft.check_integrity()
 
     def test_guesses_make_way_for_committed_tokens(self) -> None:
-        draft = DraftModel(table(slots=40), 3)
+        draft = DraftModelSpeculator(table(slots=40), 3)
         first = drafted(draft, opening([1] * 10, key=1))
         drafted(draft, opening([2] * 20, key=2))
         draft.check_integrity()
@@ -568,7 +571,7 @@ class TestSlots:
         draft.check_integrity()
 
     def test_who_cannot_go_on_is_let_go_and_the_others_go_on(self) -> None:
-        draft = DraftModel(table(slots=20), 1)
+        draft = DraftModelSpeculator(table(slots=20), 1)
         first, second = (drafted(draft, opening([key] * 9, key=key, depth=2)) for key in (1, 2))
         draft.commit(first.commit([1, 2]))
         with pytest.raises(DraftError, match="out of slots"):
@@ -580,7 +583,7 @@ class TestSlots:
         assert [n.token for n in chain(first.tree)] == decoded(table(), first.tokens, GREEDY, 2)
 
     def test_an_engine_hears_of_it(self) -> None:
-        drafting = LocalDrafting(DraftModel(table(slots=10), 1))
+        drafting = LocalDraftClient(DraftModelSpeculator(table(slots=10), 1))
         assert drafting.open(opening([1] * 9, key=1), ()) == "local"
         assert drafting.open(opening([1] * 9, key=2), ()) is None
         drafting.commit(Commit(1, 8, [1, 2], 0))
@@ -591,7 +594,7 @@ class TestSlots:
     @settings(max_examples=60, deadline=None)
     def test_no_slot_is_lost_whatever_is_said(self, seed: int, slots: int, width: int) -> None:
         rng = random.Random(seed)
-        draft = DraftModel(table(slots, positions=60), width)
+        draft = DraftModelSpeculator(table(slots, positions=60), width)
         replicas: dict[int, Replica] = {}
         for _ in range(60):
             key = rng.randrange(4)

@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from paceline.drafting.methods.eagle3 import Eagle3Network, is_eagle3
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.lending import Lent
-from paceline.model.rows import Lane
-from paceline.speculators.eagle3 import Eagle3, is_eagle3
-from tests import head_formulas as formulas
-from tests.head_checkpoints import (
+from paceline.model.rows import SlotTable
+from paceline.model.target_weights import TargetWeights
+from tests.helpers import head_formulas as formulas
+from tests.helpers.head_checkpoints import (
     HEADS,
     HIDDEN,
     INNER,
@@ -32,8 +32,8 @@ from tests.head_checkpoints import (
     target_model,
     target_network,
 )
-from tests.head_formulas import Shape
-from tests.head_rounds import compare
+from tests.helpers.head_formulas import Shape
+from tests.helpers.head_rounds import compare
 
 KNOWN = [1, 2, 3, 5, 8, 13, 21, 34, 55, 89]
 """The target's tokens that a head of a reduced vocabulary guesses."""
@@ -47,7 +47,7 @@ LLAMA3 = {
 
 
 @pytest.fixture(scope="module")
-def target() -> Lent:
+def target() -> TargetWeights:
     return lent()
 
 
@@ -56,10 +56,10 @@ def formula(tensors: dict[str, Tensor], **options: Any) -> formulas.Eagle3:
     return formulas.Eagle3(tensors, network.model.embed_tokens.weight, network.lm_head.weight, **options)
 
 
-def loaded(folder: Path, target: Lent, **options: Any) -> Eagle3:
+def loaded(folder: Path, target: TargetWeights, **options: Any) -> Eagle3Network:
     checkpoint = Checkpoint(folder)
     assert is_eagle3(checkpoint)
-    return Eagle3(checkpoint, target, 256, **options)
+    return Eagle3Network(checkpoint, target, 256, **options)
 
 
 def norms(*names: str, width: int = HIDDEN) -> dict[str, Tensor]:
@@ -86,52 +86,52 @@ def of_the_library(**said: Any) -> dict[str, Any]:
 
 
 class TestTensors:
-    def test_the_original_names(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_original_names(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         compare(loaded(save_head(tmp_path, tensors, llama_config()), target), formula(tensors))
 
     @pytest.mark.parametrize(
         "rename", [bare, lambda name: f"model.{name}", lambda name: f"model.{bare(name)}"], ids=[*"abc"]
     )
-    def test_other_names(self, rename: Any, target: Lent, tmp_path: Path) -> None:
+    def test_other_names(self, rename: Any, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         compare(loaded(save_head(tmp_path, renamed(tensors, rename), llama_config()), target), formula(tensors))
 
-    def test_attention_biases(self, target: Lent, tmp_path: Path) -> None:
+    def test_attention_biases(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(biases=True)
         compare(loaded(save_head(tmp_path, tensors, llama_config(attention_bias=True)), target), formula(tensors))
 
-    def test_a_bias_after_attention(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_bias_after_attention(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(biases=True)
         tensors["midlayer.self_attn.o_proj.bias"] = torch.randn(HIDDEN, generator=torch.Generator().manual_seed(1))
         compare(loaded(save_head(tmp_path, tensors, llama_config(attention_bias=True)), target), formula(tensors))
 
-    def test_qwen3s_norms_of_heads(self, target: Lent, tmp_path: Path) -> None:
+    def test_qwen3s_norms_of_heads(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(head_norms=True, head_dim=32)
         config = llama_config(head_dim=32, model_type="qwen3", rope_theta=1e6)
         shape = Shape(theta=1e6)
         compare(loaded(save_head(tmp_path, tensors, config), target), formula(tensors, shape=shape))
 
-    def test_several_layers(self, target: Lent, tmp_path: Path) -> None:
+    def test_several_layers(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(layers=3)
         network = loaded(save_head(tmp_path, tensors, llama_config(num_hidden_layers=3)), target)
         compare(network, formula(tensors, others=["layers.1", "layers.2"]))
 
-    def test_a_norm_before_fc(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_norm_before_fc(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors() | norms("input_norm", width=3 * HIDDEN)
         compare(loaded(save_head(tmp_path, tensors, llama_config()), target), formula(tensors))
 
     @pytest.mark.parametrize(
         "names", [["fc_norm.0", "fc_norm.1", "fc_norm.2"], ["aux_norm_low", "aux_norm_mid", "aux_norm_high"]]
     )
-    def test_a_norm_of_each_state(self, names: list[str], target: Lent, tmp_path: Path) -> None:
+    def test_a_norm_of_each_state(self, names: list[str], target: TargetWeights, tmp_path: Path) -> None:
         each = norms("fc_norm.0", "fc_norm.1", "fc_norm.2")
         stored = dict(zip((f"{name}.weight" for name in names), each.values(), strict=True))
         tensors = eagle3_tensors()
         network = loaded(save_head(tmp_path, tensors | stored, llama_config()), target)
         compare(network, formula(tensors | each))
 
-    def test_one_state_more_than_usual(self, target: Lent, tmp_path: Path) -> None:
+    def test_one_state_more_than_usual(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(states=4)
         config = llama_config(eagle_aux_hidden_state_layer_ids=[0, 3, 5, LAYERS])
         compare(loaded(save_head(tmp_path, tensors, config), target), formula(tensors))
@@ -143,7 +143,7 @@ class TestTensors:
 
 
 class TestVocabulary:
-    def test_a_reduced_one(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_reduced_one(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(columns=len(KNOWN))
         config = llama_config(draft_vocab_size=len(KNOWN))
         network = loaded(save_head(tmp_path, tensors | reduced(KNOWN), config), target)
@@ -151,19 +151,19 @@ class TestVocabulary:
         assert network.ids.tolist() == KNOWN
         compare(network, formula(tensors))
 
-    def test_a_reduced_one_with_padded_rows(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_reduced_one_with_padded_rows(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(columns=len(KNOWN) + 6)
         network = loaded(save_head(tmp_path, tensors | reduced(KNOWN), llama_config()), target)
         compare(network, formula(tensors | {"lm_head.weight": tensors["lm_head.weight"][: len(KNOWN)]}))
 
     @pytest.mark.parametrize("more", [{}, {"d2t": torch.zeros(VOCABULARY, dtype=torch.int64)}], ids=["none", "zeros"])
-    def test_the_whole_one(self, more: dict[str, Tensor], target: Lent, tmp_path: Path) -> None:
+    def test_the_whole_one(self, more: dict[str, Tensor], target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         network = loaded(save_head(tmp_path, tensors | more, llama_config()), target)
         assert network.ids is None
         compare(network, formula(tensors))
 
-    def test_the_first_tokens_of_the_target(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_first_tokens_of_the_target(self, target: TargetWeights, tmp_path: Path) -> None:
         """Offsets that are all 0 name tokens 0, 1, 2, ..."""
         tensors = eagle3_tensors(columns=40)
         stored = tensors | {"d2t": torch.zeros(40, dtype=torch.int64)}
@@ -173,19 +173,19 @@ class TestVocabulary:
 
     @pytest.mark.parametrize("ids", [None, KNOWN], ids=["whole", "reduced"])
     def test_the_targets_output_matrix_where_there_is_no_other(
-        self, ids: list[int] | None, target: Lent, tmp_path: Path
+        self, ids: list[int] | None, target: TargetWeights, tmp_path: Path
     ) -> None:
         tensors = eagle3_tensors(lm_head=False)
         stored = tensors | (reduced(ids) if ids else {})
         compare(loaded(save_head(tmp_path, stored, llama_config()), target), formula(tensors, ids=ids))
 
-    def test_an_embedding_of_its_own(self, target: Lent, tmp_path: Path) -> None:
+    def test_an_embedding_of_its_own(self, target: TargetWeights, tmp_path: Path) -> None:
         generator = torch.Generator().manual_seed(2)
         own = torch.randn(VOCABULARY + 8, HIDDEN, generator=generator)  # with padding
         tensors = eagle3_tensors() | {"embed_tokens.weight": own}
         compare(loaded(save_head(tmp_path, tensors, llama_config()), target), formula(tensors))
 
-    def test_a_head_of_another_width(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_head_of_another_width(self, target: TargetWeights, tmp_path: Path) -> None:
         own = torch.randn(VOCABULARY, 32, generator=torch.Generator().manual_seed(2))
         tensors = eagle3_tensors(h=32) | {"embed_tokens.weight": own}
         network = loaded(save_head(tmp_path, tensors, llama_config(h=32, target_hidden_size=HIDDEN)), target)
@@ -193,17 +193,17 @@ class TestVocabulary:
 
 
 class TestConfiguration:
-    def test_the_residual_is_normed(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_residual_is_normed(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         config = llama_config(norm_before_residual=True)
         compare(loaded(save_head(tmp_path, tensors, config), target), formula(tensors, norm_before_residual=True))
 
-    def test_logits_are_scaled(self, target: Lent, tmp_path: Path) -> None:
+    def test_logits_are_scaled(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         config = llama_config(logit_scale=0.25)
         compare(loaded(save_head(tmp_path, tensors, config), target), formula(tensors, logit_scale=0.25))
 
-    def test_the_rotary_base(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_rotary_base(self, target: TargetWeights, tmp_path: Path) -> None:
         """10,000 whatever the target's is; the configuration's own; or what the user says instead."""
         tensors = eagle3_tensors()
         for theta in ({"rope_theta": 5e5}, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}):
@@ -211,12 +211,12 @@ class TestConfiguration:
             compare(loaded(tmp_path, target), formula(tensors, shape=Shape(theta=5e5)))
             compare(loaded(tmp_path, target, rope_theta=10000.0), formula(tensors))
 
-    def test_llama_3s_rotary_embedding(self, target: Lent, tmp_path: Path) -> None:
+    def test_llama_3s_rotary_embedding(self, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         save_head(tmp_path, tensors, llama_config(rope_theta=5e5, rope_scaling=LLAMA3))
         compare(loaded(tmp_path, target), formula(tensors, shape=Shape(frequencies=llama3_frequencies())))
 
-    def test_without_states_of_several_layers(self, target: Lent, tmp_path: Path) -> None:
+    def test_without_states_of_several_layers(self, target: TargetWeights, tmp_path: Path) -> None:
         """The head is fed with what the target's final norm gives, and has no fc."""
         tensors = eagle3_tensors(fc=False)
         config = llama_config(eagle_config={"use_aux_hidden_state": False})
@@ -225,13 +225,13 @@ class TestConfiguration:
         compare(network, formula(tensors))
 
     @pytest.mark.parametrize("normed", [True, False])
-    def test_the_speculators_librarys_format(self, normed: bool, target: Lent, tmp_path: Path) -> None:
+    def test_the_speculators_librarys_format(self, normed: bool, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors(columns=len(KNOWN))
         stored = renamed(tensors, bare) | reduced(KNOWN)
         network = loaded(save_head(tmp_path, stored, of_the_library(norm_before_residual=normed)), target)
         compare(network, formula(tensors, norm_before_residual=normed))
 
-    def test_what_the_library_leaves_out_is_transformers_default(self, target: Lent, tmp_path: Path) -> None:
+    def test_what_the_library_leaves_out_is_transformers_default(self, target: TargetWeights, tmp_path: Path) -> None:
         """Of a Llama: as many heads of keys as of queries. Of what is in no default: the residual is normed."""
         config = of_the_library()
         del config["transformer_layer_config"]["num_key_value_heads"], config["norm_before_residual"]
@@ -241,13 +241,15 @@ class TestConfiguration:
         network = loaded(save_head(tmp_path, renamed(tensors, bare), config), target)
         compare(network, formula(tensors, shape=Shape(kv_heads=HEADS), norm_before_residual=True))
 
-    def test_the_librarys_qwen3_has_heads_of_128_unless_it_says_otherwise(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_librarys_qwen3_has_heads_of_128_unless_it_says_otherwise(
+        self, target: TargetWeights, tmp_path: Path
+    ) -> None:
         tensors = eagle3_tensors(head_norms=True, head_dim=128)
         config = of_the_library(layer={"model_type": "qwen3"})
         compare(loaded(save_head(tmp_path, renamed(tensors, bare), config), target), formula(tensors))
 
     @pytest.mark.parametrize("library", [True, False])
-    def test_feeding_back_what_was_normed(self, library: bool, target: Lent, tmp_path: Path) -> None:
+    def test_feeding_back_what_was_normed(self, library: bool, target: TargetWeights, tmp_path: Path) -> None:
         """EAGLE-3.1. What the user says counts more."""
         tensors = eagle3_tensors()
         config = of_the_library(norm_output=True) if library else llama_config(norm_output=True)
@@ -288,12 +290,12 @@ class TestLayers:
         ids=["default", "SGLang's", "vLLM's", "in any order", "vLLM's, nested", "to the last", "both"],
     )
     def test_by_configuration(
-        self, said: dict[str, Any], layers: tuple[int, ...], target: Lent, tmp_path: Path
+        self, said: dict[str, Any], layers: tuple[int, ...], target: TargetWeights, tmp_path: Path
     ) -> None:
         network = loaded(save_head(tmp_path, eagle3_tensors(), llama_config(**said)), target)
         assert network.hidden_state_layers == layers
 
-    def test_the_user_knows_better(self, target: Lent, tmp_path: Path) -> None:
+    def test_the_user_knows_better(self, target: TargetWeights, tmp_path: Path) -> None:
         save_head(tmp_path, eagle3_tensors(), llama_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]))
         assert loaded(tmp_path, target, layers=[0, 3, 7]).hidden_state_layers == (0, 3, 7)
 
@@ -304,11 +306,11 @@ class TestLayers:
         model = target_model(network)
         tokens = [3, 1, 4, 1, 5]
         whole = target_network()(torch.tensor([tokens]), output_hidden_states=True).hidden_states
-        lane = Lane()
+        lane = SlotTable()
         lane.slots = [1, 2, 3, 4, 5]
         layers = loaded(save_head(tmp_path, eagle3_tensors(), llama_config()), lent()).hidden_state_layers
         rows = [lane.row(token, i) for i, token in enumerate(tokens)]
-        got = model.run(rows, [0], [*layers, model.lend().final]).hidden
+        got = model.run(rows, [0], [*layers, model.target_weights().final_layer]).hidden
         assert got is not None
         for i, n in enumerate((2, 4, 5, LAYERS)):
             torch.testing.assert_close(got[:, i], whole[n][0], rtol=1e-4, atol=1e-4)
@@ -333,11 +335,11 @@ class TestRefusals:
         ],
     )
     def test_a_configuration_that_does_not_suit(
-        self, change: dict[str, Any], complaint: str, target: Lent, tmp_path: Path
+        self, change: dict[str, Any], complaint: str, target: TargetWeights, tmp_path: Path
     ) -> None:
         self.refused(save_head(tmp_path, eagle3_tensors(), llama_config() | change), target, complaint)
 
-    def test_layers_that_the_user_names_and_the_target_lacks(self, target: Lent, tmp_path: Path) -> None:
+    def test_layers_that_the_user_names_and_the_target_lacks(self, target: TargetWeights, tmp_path: Path) -> None:
         save_head(tmp_path, eagle3_tensors(), llama_config())
         self.refused(tmp_path, target, r"wants the states of layers \[1, 2, 12\]", layers=[1, 2, 12])
 
@@ -369,34 +371,36 @@ class TestRefusals:
         ids=["few", "foreign", "past the end", "not rising", "below 0", "none", "ids, not offsets", "rows missing"],
     )
     def test_a_vocabulary_that_does_not_suit(
-        self, stored: dict[str, Tensor], complaint: str, target: Lent, tmp_path: Path
+        self, stored: dict[str, Tensor], complaint: str, target: TargetWeights, tmp_path: Path
     ) -> None:
         self.refused(save_head(tmp_path, stored, llama_config()), target, complaint)
 
     @pytest.mark.parametrize("name", ["fc", "norm", "midlayer.hidden_norm", "midlayer.input_layernorm"])
-    def test_a_missing_tensor(self, name: str, target: Lent, tmp_path: Path) -> None:
+    def test_a_missing_tensor(self, name: str, target: TargetWeights, tmp_path: Path) -> None:
         tensors = eagle3_tensors()
         del tensors[f"{name}.weight"]
         complaint = f"has no tensor {bare(name)}.weight: it is incomplete"
         self.refused(save_head(tmp_path, tensors, llama_config()), target, complaint)
 
-    def test_one_of_three_norms_is_missing(self, target: Lent, tmp_path: Path) -> None:
+    def test_one_of_three_norms_is_missing(self, target: TargetWeights, tmp_path: Path) -> None:
         stored = eagle3_tensors() | norms("fc_norm.0", "fc_norm.2")
         self.refused(save_head(tmp_path, stored, llama_config()), target, "has no tensor fc_norm.1.weight")
 
     @pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
-    def test_a_head_of_another_width_without_matrices_of_its_own(self, name: str, target: Lent, tmp_path: Path) -> None:
+    def test_a_head_of_another_width_without_matrices_of_its_own(
+        self, name: str, target: TargetWeights, tmp_path: Path
+    ) -> None:
         tensors = eagle3_tensors(h=32) | {"embed_tokens.weight": torch.zeros(VOCABULARY, 32)}
         del tensors[name]
         config = llama_config(h=32, target_hidden_size=HIDDEN)
         self.refused(save_head(tmp_path, tensors, config), target, f"has no tensor {name}")
 
-    def test_a_tensor_that_nobody_knows(self, target: Lent, tmp_path: Path) -> None:
+    def test_a_tensor_that_nobody_knows(self, target: TargetWeights, tmp_path: Path) -> None:
         stored = eagle3_tensors() | {"fc.bias": torch.zeros(HIDDEN)}
         complaint = "has fc.bias, which is no part of the EAGLE-3 heads that can be run"
         self.refused(save_head(tmp_path, stored, llama_config()), target, complaint)
 
-    def test_multi_head_latent_attention(self, target: Lent, tmp_path: Path) -> None:
+    def test_multi_head_latent_attention(self, target: TargetWeights, tmp_path: Path) -> None:
         """DeepSeek's and Kimi's heads."""
         stored = {
             name.replace("self_attn.k_proj", "self_attn.kv_a_proj_with_mqa"): tensor
@@ -406,12 +410,12 @@ class TestRefusals:
         self.refused(save_head(tmp_path, stored, llama_config()), target, complaint)
 
     @pytest.mark.parametrize("model_type", ["llama4", "llama4_text", "cohere", "minicpm"])
-    def test_other_families(self, model_type: str, target: Lent, tmp_path: Path) -> None:
+    def test_other_families(self, model_type: str, target: TargetWeights, tmp_path: Path) -> None:
         """Their layers have the names of a Llama's, and compute other things."""
         config = llama_config(model_type=model_type)
         self.refused(save_head(tmp_path, eagle3_tensors(), config), target, f"layers of type '{model_type}'")
 
-    def refused(self, folder: Path, target: Lent, complaint: str, **options: Any) -> None:
+    def refused(self, folder: Path, target: TargetWeights, complaint: str, **options: Any) -> None:
         with pytest.raises(CheckpointError, match=complaint) as caught:
-            Eagle3(Checkpoint(folder), target, 256, **options)
+            Eagle3Network(Checkpoint(folder), target, 256, **options)
         assert "\n" not in str(caught.value)

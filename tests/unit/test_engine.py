@@ -10,35 +10,37 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from paceline.budget import Calibration, RowCost, Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, News, NoDrafting
-from paceline.engine.engine import NOT_FINITE, Engine
-from paceline.engine.guesses import POOL
-from paceline.growth import Growth
-from paceline.messages import Delta, FinishReason, Submission
-from paceline.model.model import Output
+from paceline.core.growth import Growth
+from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.core.policy.calibration import Calibration
+from paceline.core.policy.draft_gate import DraftGate
+from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.engine.draft_client import DraftClient, DraftUpdates, LocalDraftClient, NoDraftClient
+from paceline.engine.draft_manager import POOL_SOURCE
+from paceline.engine.engine import NOT_FINITE_ERROR, Engine
+from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.model.table import TableModel
-from paceline.speculators.base import Commit, Context, Limit, Opening
-from paceline.speculators.draft_model import DraftModel
-from paceline.telemetry.step import StepStats
-from services.target.compute import facts
-from tests.seen import Weighing, root_of
+from paceline.telemetry.step_stats import StepStats
+from paceline_lab.fake_models.table_model import TableModel
+from paceline_services.target.engine_process import model_facts
+from tests.helpers.seen import Weighing, root_of
 
 VOCABULARY = 64
 SLOTS = 256
 FREE = RowCost([8, 256], [1.0, 1.001])
 
 
-class Script(NoDrafting):
+class Script(NoDraftClient):
     """A drafting that writes down what it is told, and says what a test wants it to."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
         self.openings: list[Opening] = []
         self.limits: list[Limit] = []
-        self.next = News()
+        self.next = DraftUpdates()
         self.names: Sequence[str | None] = ["somebody"]
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
@@ -57,8 +59,8 @@ class Script(NoDrafting):
     def flush(self) -> None:
         self.heard.append(("flush", 0))
 
-    def poll(self, timeout_s: float) -> News:
-        news, self.next = self.next, News()
+    def poll(self, timeout_s: float) -> DraftUpdates:
+        news, self.next = self.next, DraftUpdates()
         return news
 
 
@@ -114,11 +116,11 @@ class Watched(TableModel):
 
 
 def engine(
-    drafting: Drafting,
+    drafting: DraftClient,
     *,
     model: TableModel | None = None,
     row_budget: bool = True,
-    beside: Sequence[Drafting] = (),
+    beside: Sequence[DraftClient] = (),
     nodes: int = 8,
     strategy: Any = "coupled",
     schedule: Any = "streamed",
@@ -141,8 +143,8 @@ def engine(
     )
 
 
-def local() -> LocalDrafting:
-    return LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.2), 2))
+def local() -> LocalDraftClient:
+    return LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.2), 2))
 
 
 def submission(request_id: str, prompt: int, output: int = 10, **sampling: object) -> Submission:
@@ -189,7 +191,7 @@ class TestSteps:
 
     def test_cached_prompt_tokens_are_not_computed(self) -> None:
         steps: list[StepStats] = []
-        target = engine(NoDrafting())
+        target = engine(NoDraftClient())
         served(target, submission("a", 100), steps=steps)
         first = sum(s.prompt_tokens for s in steps)
         again = Submission("b", submission("a", 100).prompt, submission("a", 1).sampling)
@@ -217,8 +219,8 @@ class TestSteps:
 
     def test_what_lies_beyond_a_stop_was_not_accepted(self) -> None:
         """The stop token is a guess that came true in the midst of a path; what follows it was never drawn."""
-        whole = served(engine(NoDrafting()), submission("a", 9, output=50))["a"].tokens
-        perfect = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+        whole = served(engine(NoDraftClient()), submission("a", 9, output=50))["a"].tokens
+        perfect = LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
         for place in range(1, 30):
             stop = submission("a", 9, output=50, stop_token_ids=[whole[place]])
             answer = served(engine(perfect), stop)["a"]
@@ -235,7 +237,7 @@ class Damaged(TableModel):
         super().__init__(VOCABULARY, SLOTS, SLOTS)
         self._bad, self._value = bad, value
 
-    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         output = super().run(rows, wanted, hidden_layers)
         for i, row in enumerate(wanted):
             if rows[row].token in self._bad:
@@ -247,11 +249,11 @@ class TestLogitsThatAreNotFinite:
     @pytest.mark.parametrize("value", [math.nan, math.inf])
     def test_end_their_own_request(self, value: float) -> None:
         requests = [submission(name, 20, output=12, temperature=0.5) for name in "abc"]
-        plain = served(engine(NoDrafting()), *requests)
+        plain = served(engine(NoDraftClient()), *requests)
         bad = next(token for token in plain["b"].tokens[3:] if token not in plain["a"].tokens + plain["c"].tokens)
-        answers = served(engine(NoDrafting(), model=Damaged(bad, value=value)), *requests)
+        answers = served(engine(NoDraftClient(), model=Damaged(bad, value=value)), *requests)
         until = plain["b"].tokens.index(bad) + 1
-        assert (answers["b"].finish_reason, answers["b"].error) == (FinishReason.ERROR, NOT_FINITE)
+        assert (answers["b"].finish_reason, answers["b"].error) == (FinishReason.ERROR, NOT_FINITE_ERROR)
         assert answers["b"].tokens == plain["b"].tokens[:until]
         for name in "ac":
             assert answers[name].tokens == plain[name].tokens
@@ -259,7 +261,7 @@ class TestLogitsThatAreNotFinite:
 
     def test_are_not_cached_for_others(self) -> None:
         request = submission("a", 40)
-        target = engine(NoDrafting(), model=Damaged(request.prompt[-1]))
+        target = engine(NoDraftClient(), model=Damaged(request.prompt[-1]))
         served(target, request)
         again = Submission("b", request.prompt, request.sampling)
         usage = served(target, again)["b"].usage
@@ -268,7 +270,7 @@ class TestLogitsThatAreNotFinite:
 
     def test_change_nothing_where_only_a_refused_guess_leads(self) -> None:
         request = submission("a", 9, output=30)
-        right = served(engine(NoDrafting()), request)["a"].tokens
+        right = served(engine(NoDraftClient()), request)["a"].tokens
         bad = next(token for token in range(VOCABULARY) if token not in right + list(request.prompt))
         script = Script()
         target = engine(script, model=Damaged(bad), row_budget=False)
@@ -280,14 +282,16 @@ class TestLogitsThatAreNotFinite:
             target.check_integrity()
             if len(tokens) < 20:
                 guesses = [right[len(tokens)], bad]
-                script.next = News([(1, Growth(8 + len(tokens), 1 + 2 * len(tokens), [0, 0], guesses, [-0.1, -0.1]))])
+                script.next = DraftUpdates(
+                    [(1, Growth(8 + len(tokens), 1 + 2 * len(tokens), [0, 0], guesses, [-0.1, -0.1]))]
+                )
         assert tokens == right
 
     def test_minus_infinity_is_a_token_that_never_comes(self) -> None:
         request = submission("a", 9)
-        plain = served(engine(NoDrafting()), request)["a"].tokens
+        plain = served(engine(NoDraftClient()), request)["a"].tokens
         never = Damaged(*range(VOCABULARY), value=-math.inf)
-        assert served(engine(NoDrafting(), model=never), request)["a"].tokens == plain
+        assert served(engine(NoDraftClient(), model=never), request)["a"].tokens == plain
 
 
 class TestHiddenStates:
@@ -303,7 +307,7 @@ class TestHiddenStates:
         tokens = {"a": list[int](), "b": [token for _ in range(5) for delta in target.step() for token in delta.tokens]}
         assert len(tokens["b"]) == 5, "it runs"
         own.hidden_state_layers = (0, 3)
-        own.next = News(lost=[2])  # whoever drafted for it asked for others
+        own.next = DraftUpdates(lost=[2])  # whoever drafted for it asked for others
         target.submit(submission("a", 40))
         while target.busy:
             for delta in target.step():
@@ -311,7 +315,7 @@ class TestHiddenStates:
             target.check_integrity()
         for name, fed, output in (("b", own.fed[2], 30), ("a", own.fed[3], 10)):
             asked = submission(name, 40, output)
-            assert tokens[name] == served(engine(NoDrafting()), asked)[name].tokens
+            assert tokens[name] == served(engine(NoDraftClient()), asked)[name].tokens
             computed = [*asked.prompt, *tokens[name][:-1]]
             assert fed == {position: [[token, position]] * 2 for position, token in enumerate(computed)}
 
@@ -349,7 +353,7 @@ class TestDrafts:
         target = engine(script)
         target.submit(submission("a", 5))
         target.step()
-        script.next = News(lost=[1])
+        script.next = DraftUpdates(lost=[1])
         target.step()
         target.cancel("a")
         [delta] = target.step()
@@ -369,7 +373,7 @@ class TestDrafts:
         target = engine(script)
         target.submit(submission("a", 5))
         target.step()
-        script.next = News([(99, Growth(0, 1, [0], [1], [-0.1]))], lost=[98])
+        script.next = DraftUpdates([(99, Growth(0, 1, [0], [1], [-0.1]))], lost=[98])
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (1, 0)
 
@@ -380,16 +384,16 @@ class TestDrafts:
         target = engine(script)
         target.submit(submission("a", 5))
         target.step()
-        script.next = News([(1, Growth(5, 1, [0, 0], [3, token], [-0.1, -0.1]))])
+        script.next = DraftUpdates([(1, Growth(5, 1, [0, 0], [3, token], [-0.1, -0.1]))])
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (2, 0)
 
     def test_a_draft_without_room_is_no_error(self) -> None:
         """Requests are refused, let go and taken in again as slots come and go; the tokens stay the same."""
-        tight = LocalDrafting(DraftModel(TableModel(VOCABULARY, 60, SLOTS), 2))
+        tight = LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, 60, SLOTS), 2))
         requests = [submission(name, 20, output=40) for name in "abcd"]
         answers = served(engine(tight), *requests)
-        plain = served(engine(NoDrafting()), *requests)
+        plain = served(engine(NoDraftClient()), *requests)
         assert {k: a.tokens for k, a in answers.items()} == {k: a.tokens for k, a in plain.items()}
         assert sum(a.speculation.accepted_tokens for a in answers.values() if a.speculation) > 0
 
@@ -413,7 +417,7 @@ class Useless(Script):
             return  # it was the last commit
         tokens = [(self.right[self._done] + 1 + i) % VOCABULARY for i in range(self.width)]
         base, log_probs = commit.base_position + len(commit.tokens), [math.log(0.99 / self.width)] * self.width
-        self.next.grown.append((commit.request_id, Growth(base, self._next_id, [0] * self.width, tokens, log_probs)))
+        self.next.growths.append((commit.request_id, Growth(base, self._next_id, [0] * self.width, tokens, log_probs)))
         self._next_id += self.width
 
 
@@ -435,7 +439,7 @@ class Overrated(Script):
         first = right if self._done % 3 else wrong
         base = commit.base_position + len(commit.tokens)
         growth = Growth(base, 1 + 2 * self._done, [0, 0], [first, hopeless], [self.CLAIM] * 2)
-        self.next.grown.append((commit.request_id, growth))
+        self.next.growths.append((commit.request_id, growth))
 
 
 class Recording(Calibration):
@@ -445,10 +449,10 @@ class Recording(Calibration):
         super().__init__()
         self.asked: Counter[int] = Counter()
         self.learned: Counter[int] = Counter()
-        self.weighed = Weighing(self._answer)
+        self.cache = Weighing(self._answer)
 
     def _answer(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
-        cell, corrected = self._corrected(log_prob, rank, depth)
+        cell, corrected = self._calibrated(log_prob, rank, depth)
         self.asked[cell] += 1
         return cell, corrected
 
@@ -461,13 +465,13 @@ class TestCalibration:
     LONG = 240
 
     def test_second_choices_are_believed_for_what_they_are_worth(self) -> None:
-        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
         target = engine(Overrated(right))
         target.submit(submission("a", 5, output=self.LONG))
         shares: list[list[float]] = []
         for _ in range(self.LONG // 2):
             target.step()
-            target._guesses.gather(target._requests, ())
+            target._draft_manager.receive_growth(target._requests, ())
             tree = target._requests[1].tree
             shares.append([math.exp(node.path_log_prob) for node in root_of(tree).children.values()])
         assert shares[0] == pytest.approx([0.47, 0.47]), "nothing is known yet"
@@ -477,17 +481,21 @@ class TestCalibration:
 
     def test_a_guess_is_weighed_as_what_it_is_learned_from(self) -> None:
         """It may be verified long after it came, when the root is nearer."""
-        target = engine(LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2)))
+        target = engine(LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2)))
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
         steps: list[StepStats] = []
         served(target, *(submission(name, 9, output=100) for name in "abc"), steps=steps)
-        pool = recordings[POOL, True]
+        pool = recordings[POOL_SOURCE, True]
         assert pool.learned
         assert pool.learned <= pool.asked, "each once, when it came"
-        assert pool.learned == Counter(cell for step in steps for cell, _ in step.guesses), "and told others"
-        assert len({cell % Calibration.DEPTHS for cell in pool.learned}) > 2, "from near the root and far from it"
-        assert len({cell // Calibration.DEPTHS % Calibration.RANKS for cell in pool.learned}) > 1, "first and others"
+        assert pool.learned == Counter(cell for step in steps for cell, _ in step.calibration_samples), (
+            "and told others"
+        )
+        assert len({cell % Calibration.DEPTH_COUNT for cell in pool.learned}) > 2, "from near the root and far from it"
+        assert len({cell // Calibration.DEPTH_COUNT % Calibration.RANKS for cell in pool.learned}) > 1, (
+            "first and others"
+        )
 
     @pytest.mark.parametrize(
         ("strategy", "each"), [("coupled", 2), ("greedy", 2), ("typical-acceptance", 1)], ids=lambda value: str(value)
@@ -495,43 +503,45 @@ class TestCalibration:
     def test_guesses_without_a_row_teach_where_tokens_do_not_depend_on_guesses(self, strategy: str, each: int) -> None:
         """There is a row for one guess, and the draft always has two. What was drawn tells of both, unless another
         token would have been drawn had the other one been verified."""
-        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
         target = engine(Useless(right, width=2), nodes=1, strategy=strategy)
         steps: list[StepStats] = []
         served(target, submission("a", 5, output=self.LONG), steps=steps)
-        assert set(Counter(len(step.guesses) for step in steps)) == {0, each}
-        assert not any(hit for step in steps for _, hit in step.guesses)
+        assert set(Counter(len(step.calibration_samples) for step in steps)) == {0, each}
+        assert not any(hit for step in steps for _, hit in step.calibration_samples)
 
     def test_every_draft_that_made_a_guess_learns_of_it(self) -> None:
         """Whoever is surest: one that says what others are surer of is as right as they are."""
-        right = served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
         target = engine(Overrated(right), beside=[Overrated(right)])
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
         steps: list[StepStats] = []
         served(target, submission("a", 5, output=self.LONG), steps=steps)
-        own, other = (recordings[source, True] for source in (POOL, POOL + 1))
+        own, other = (recordings[source, True] for source in (POOL_SOURCE, POOL_SOURCE + 1))
         assert own.learned
         assert (own.learned, own.drafted, own.accepted) == (other.learned, other.drafted, other.accepted)
-        assert own.learned == Counter(cell for step in steps for cell, _ in step.guesses), "others are told of one"
+        assert own.learned == Counter(cell for step in steps for cell, _ in step.calibration_samples), (
+            "others are told of one"
+        )
 
 
 def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
     """Not of those that compute prompts. The time for which a step was held back is none of its own."""
     now = [0.0]
 
-    class Slow(LocalDrafting):
-        def poll(self, timeout_s: float) -> News:
+    class Slow(LocalDraftClient):
+        def poll(self, timeout_s: float) -> DraftUpdates:
             now[0] += 7.0
             return super().poll(timeout_s)
 
     class Ticking(TableModel):
-        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
             now[0] += 0.25
             return super().run(rows, wanted, hidden_layers)
 
     model = Ticking(VOCABULARY, SLOTS, SLOTS)
-    draft = Slow(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2))
+    draft = Slow(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
     told: list[tuple[int, float, int]] = []
@@ -547,10 +557,10 @@ def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
 def test_a_draft_that_guesses_well_but_costs_more_is_paused(late: bool) -> None:
     now, paused = [0.0], []
 
-    class Beside(LocalDrafting):
+    class Beside(LocalDraftClient):
         concurrent = True
 
-        def poll(self, timeout_s: float) -> News:
+        def poll(self, timeout_s: float) -> DraftUpdates:
             now[0] += 20.0 if late else 0.0
             return super().poll(timeout_s)
 
@@ -559,11 +569,11 @@ def test_a_draft_that_guesses_well_but_costs_more_is_paused(late: bool) -> None:
             super().limit(limit)
 
     class Ticking(TableModel):
-        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+        def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
             now[0] += 1.0
             return super().run(rows, wanted, hidden_layers)
 
-    draft = Beside(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+    draft = Beside(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     model = Ticking(VOCABULARY, SLOTS, SLOTS)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
@@ -577,7 +587,7 @@ class TestPauses:
     LONG = 120
 
     def right(self) -> Sequence[int]:
-        return served(engine(NoDrafting()), submission("a", 5, output=self.LONG))["a"].tokens
+        return served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
 
     def test_one_in_this_process_that_costs_nothing_may_bring_nothing(self) -> None:
         script = Useless(self.right())
@@ -585,8 +595,8 @@ class TestPauses:
         served(engine(script), submission("a", 5, output=self.LONG))
         assert not any(limit.max_nodes == 0 for limit in script.limits)
 
-    @pytest.mark.parametrize("drafting", [Script(), NoDrafting()], ids=["a draft", "no draft"])
-    def test_steps_without_guesses_count_as_plain_by_whether_there_is_a_draft(self, drafting: NoDrafting) -> None:
+    @pytest.mark.parametrize("drafting", [Script(), NoDraftClient()], ids=["a draft", "no draft"])
+    def test_steps_without_guesses_count_as_plain_by_whether_there_is_a_draft(self, drafting: NoDraftClient) -> None:
         target, told = engine(drafting), list[bool]()
         target._cost.observe_plain = lambda *_, drafted: told.append(drafted)  # type: ignore[method-assign]
         served(target, submission("a", 5))
@@ -600,7 +610,7 @@ class TestPauses:
         assert [limit.max_nodes > 0 for limit in script.limits[:3]] == [False, True, False]
         assert script.openings[0].max_nodes == script.limits[1].max_nodes
         paused = [step for step in steps if step.nodes_received and not step.nodes_grafted]
-        assert len(paused) > Worth.LEAST_PAUSE - 2, "what a paused draft sends all the same is not looked at"
+        assert len(paused) > DraftGate.MIN_PAUSE_STEPS - 2, "what a paused draft sends all the same is not looked at"
 
     def test_the_next_request_of_that_draft_starts_paused(self) -> None:
         script = Useless(self.right())
@@ -622,7 +632,7 @@ class TestPauses:
         target.submit(submission("a", 5, output=self.LONG))
         while not script.limits:
             target.step()
-        script.next = News(lost=[1])
+        script.next = DraftUpdates(lost=[1])
         target.step()
         assert len(script.openings) == 2
         assert script.openings[1].max_nodes == script.openings[0].max_nodes > 0
@@ -647,7 +657,7 @@ class TestPauses:
         assert any(limit.max_nodes == 0 for limit in script.limits) is judged
         assert any(limit.least_path_probability > 0 for limit in script.limits) is judged
         assert (script.openings[1].least_path_probability > 0) is judged
-        assert bool(target._guesses._trials) is judged
+        assert bool(target._draft_manager._gates) is judged
 
 
 @pytest.mark.parametrize(("budgeted", "most"), [(True, 8), (False, 9)])
@@ -661,7 +671,7 @@ def test_without_the_row_budget_every_guess_is_verified(budgeted: bool, most: in
         row_budget=budgeted,
         draft_schedule="lockstep",
     )
-    draft = LocalDrafting(DraftModel(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+    draft = LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
     steep = RowCost([8, 16], [1.0, 100.0])
     target = Engine(TableModel(VOCABULARY, SLOTS, SLOTS), EngineConfig(slots=SLOTS), speculation, draft, steep)
     steps: list[StepStats] = []
@@ -741,7 +751,7 @@ class TestEnds:
         target = engine(local(), model=Failing(VOCABULARY, SLOTS, SLOTS))
         with pytest.raises(RuntimeError, match="the device is gone"):
             served(target, submission("a", 30), submission("b", 30))
-        target.abandon()
+        target.reset()
         target.check_integrity()
         assert not target.busy
         answer = served(target, submission("a", 30))["a"]
@@ -753,8 +763,8 @@ class TestEnds:
     def test_what_a_target_says_it_has_room_for_it_serves(self, slots: int) -> None:
         """Gateways refuse what is longer, and promise all that is not. One request cannot have more than all slots."""
         model = TableModel(VOCABULARY, slots, 2 * SLOTS)
-        target = Engine(model, EngineConfig(slots=slots), SpeculativeConfig(), NoDrafting(), FREE)
-        longest = facts(target, SpeculativeConfig()).max_model_len
+        target = Engine(model, EngineConfig(slots=slots), SpeculativeConfig(), NoDraftClient(), FREE)
+        longest = model_facts(target, SpeculativeConfig()).max_model_len
         assert longest == min(slots, 2 * SLOTS)
         for prompt in (1, longest - 1):
             law = SamplingParams(temperature=0.0, max_tokens=longest - prompt)
@@ -762,7 +772,7 @@ class TestEnds:
             assert (len(answer.tokens), answer.error) == (longest - prompt, "")
 
     def test_a_request_id_may_come_again_once_it_is_over(self) -> None:
-        target = engine(NoDrafting())
+        target = engine(NoDraftClient())
         first = served(target, submission("a", 5))["a"]
         assert served(target, submission("a", 5))["a"].tokens == first.tokens
         target.submit(submission("a", 5))
@@ -774,7 +784,7 @@ class TestEnds:
 
 def test_a_prompt_that_is_computed_serves_others_before_its_request_ends() -> None:
     """As the choices of one request, which have the same one."""
-    this = engine(NoDrafting())
+    this = engine(NoDraftClient())
     prompt = [number % VOCABULARY for number in range(40)]
     this.submit(Submission("first", prompt, SamplingParams(max_tokens=50)))
     this.step()

@@ -5,29 +5,29 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import News, NoDrafting
+from paceline.core.messages import SpeculationStats, Submission
+from paceline.engine.draft_client import DraftUpdates, NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.engine.loop import EngineLoop
-from paceline.engine.orders import Stepped
-from paceline.messages import SpeculationStats, Submission
-from paceline.model import Output
-from paceline.model.table import TableModel
+from paceline.engine.engine_loop import EngineLoop
+from paceline.engine.engine_messages import StepResult
+from paceline.model import ModelOutput
+from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_engine import FREE
-from tests.pipes import computing, joined
-from tests.workers import until
+from tests.helpers.pipes import computing, joined
+from tests.helpers.workers import until
 
 
-class ReadsOrders(NoDrafting):
+class ReadsOrders(NoDraftClient):
     """A poll for growth reads the pipe, and there are orders in it: those of `late`, handed to the loop in a step."""
 
     def __init__(self) -> None:
         self.late: list[Submission] = []
         self.loop: EngineLoop | None = None
 
-    def poll(self, timeout_s: float) -> News:
+    def poll(self, timeout_s: float) -> DraftUpdates:
         while self.late and self.loop is not None:
-            self.loop._orders.append(self.late.pop())
-        return News()
+            self.loop._messages.append(self.late.pop())
+        return DraftUpdates()
 
 
 async def test_a_request_that_comes_during_the_last_step_of_another_is_served() -> None:
@@ -36,7 +36,7 @@ async def test_a_request_that_comes_during_the_last_step_of_another_is_served() 
     drafting.late = [Submission("second", [1, 2], SamplingParams(max_tokens=1))]
     async with joined() as (connection, pipe):
         drafting.loop = EngineLoop(engine, pipe)
-        connection.deliver(Stepped, lambda step: ended.update(d.request_id for d in step.deltas if d.finish_reason))
+        connection.on(StepResult, lambda step: ended.update(d.request_id for d in step.deltas if d.finish_reason))
         async with computing(connection, drafting.loop.run):
             connection.send(Submission("first", [1, 2], SamplingParams(max_tokens=1)))
             await until(lambda: ended == {"first", "second"})
@@ -44,22 +44,22 @@ async def test_a_request_that_comes_during_the_last_step_of_another_is_served() 
 
 async def test_statistics_come_when_they_are_due_and_with_the_end_and_lack_no_step() -> None:
     """The clock stands still between steps 0.03 s apart: every fourth one tells of itself and the three before."""
-    now, told = [0.0], list[Stepped]()
+    now, told = [0.0], list[StepResult]()
     model = TableModel(8, 256, 256)
-    engine = Engine(model, EngineConfig(slots=256), SpeculativeConfig(), NoDrafting(), FREE, clock=lambda: now[0])
+    engine = Engine(model, EngineConfig(slots=256), SpeculativeConfig(), NoDraftClient(), FREE, clock=lambda: now[0])
 
-    def hear(step: Stepped) -> None:
+    def hear(step: StepResult) -> None:
         told.append(step)
 
     run = model.run
 
-    def passing(*args: Any) -> Output:
+    def passing(*args: Any) -> ModelOutput:
         now[0] += 0.03
         return run(*args)
 
     model.run = passing  # type: ignore[method-assign]
     async with joined() as (connection, pipe):
-        connection.deliver(Stepped, hear)
+        connection.on(StepResult, hear)
         async with computing(connection, EngineLoop(engine, pipe).run):
             connection.send(Submission("r", [1, 2], SamplingParams(max_tokens=11)))
             await until(lambda: bool(told) and told[-1].deltas[-1].finish_reason is not None)

@@ -9,11 +9,11 @@ import torch
 from safetensors import safe_open
 
 from paceline.config import EngineConfig, SamplingParams
+from paceline.drafting.methods.extract_hidden_states import ExtractHiddenStates
+from paceline.drafting.speculator import Commit, Context, DraftError, Opening
 from paceline.llm import LLM
-from paceline.model import Lane, load
-from paceline.speculators.base import Commit, Context, DraftError, Opening
-from paceline.speculators.extract_hidden_states import ExtractHiddenStates
-from tests.checkpoints import save_checkpoint
+from paceline.model import SlotTable, load
+from tests.helpers.checkpoints import save_checkpoint
 
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8]]
 
@@ -125,7 +125,7 @@ def test_numbers_go_on_after_the_largest(tmp_path: Path) -> None:
 
 def computed(checkpoint: str, tokens: list[int]) -> torch.Tensor:
     model = load(checkpoint, EngineConfig(slots=512))
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = list(range(1, len(tokens) + 1))
     hidden = model.run([lane.row(token, i) for i, token in enumerate(tokens)], [], (0, 1, 2)).hidden
     assert hidden is not None

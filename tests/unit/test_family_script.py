@@ -9,17 +9,18 @@ import pytest
 import torch
 
 from paceline import family as shipped
+from paceline.drafting.checkpoint_detection import method_of_checkpoint
 from paceline.model.checkpoint import Checkpoint
-from paceline.speculators.formats import recognise
-from paceline.training import corpus, family
-from paceline.training.card import Training, draft_card, head_card, target_card
-from paceline.training.distil import Lessons
-from paceline.training.evaluation import stored_parameters
-from paceline.training.models import draft_config, logits, shallow_config, target_config
-from paceline.training.session import read_journal
-from paceline.training.tokenizer import load_tokenizer
-from paceline.training.tokens import encode_documents, load_documents, save_documents
-from paceline.training.workspace import Workspace
+from paceline_lab.training import train_family
+from paceline_lab.training.family import stdlib_corpus
+from paceline_lab.training.family.distillation import DistillationData
+from paceline_lab.training.family.family_evaluation import stored_parameters
+from paceline_lab.training.family.family_models import draft_config, logits, shallow_config, target_config
+from paceline_lab.training.family.family_tokenizer import load_tokenizer
+from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
+from paceline_lab.training.family.token_corpus import encode_documents, load_documents, save_documents
+from paceline_lab.training.family.training_session import read_journal
+from paceline_lab.training.family.workspace import Workspace
 
 ENOUGH = 1e-9
 """Minutes after which one step was made."""
@@ -29,18 +30,20 @@ ENOUGH = 1e-9
 def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
     """A small family: two layers at first, then three, and little to read."""
     micro = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    monkeypatch.setattr(family, "shallow_config", lambda: target_config(**micro, num_hidden_layers=2))
-    monkeypatch.setattr(family, "target_config", lambda: target_config(**micro, num_hidden_layers=3))
-    monkeypatch.setattr(family, "draft_config", lambda: draft_config(**micro))
-    texts = [corpus.read_source(path) for path in corpus.source_files()[:30]]
-    monkeypatch.setattr(family, "source_texts", lambda: texts)
+    monkeypatch.setattr(train_family, "shallow_config", lambda: target_config(**micro, num_hidden_layers=2))
+    monkeypatch.setattr(train_family, "target_config", lambda: target_config(**micro, num_hidden_layers=3))
+    monkeypatch.setattr(train_family, "draft_config", lambda: draft_config(**micro))
+    texts = [stdlib_corpus.read_source(path) for path in stdlib_corpus.source_files()[:30]]
+    monkeypatch.setattr(train_family, "source_texts", lambda: texts)
     for name, count in (("EDITS", 12), ("EXTRACTIONS", 5), ("READ", 5000), ("PART", 400)):
-        monkeypatch.setattr(family, name, count)
+        monkeypatch.setattr(train_family, name, count)
     made = Workspace(tmp_path, tmp_path / "out", "cpu", ENOUGH, 4)
     tokenizer = load_tokenizer(shipped.path("pydoc"))
     tokenizer.save_pretrained(made.tokenizer_folder)
     save_documents(made.corpus_file, encode_documents(tokenizer, texts))
-    save_documents(made.held_out_file, encode_documents(tokenizer, [corpus.read_source(corpus.held_out_files()[0])]))
+    save_documents(
+        made.held_out_file, encode_documents(tokenizer, [stdlib_corpus.read_source(stdlib_corpus.held_out_files()[0])])
+    )
     return made
 
 
@@ -49,11 +52,11 @@ def test_each_stage_goes_on_with_what_the_one_before_left(space: Workspace, monk
     """With one step each, whose rate the schedule has brought to nothing."""
     ids = torch.arange(40)[None]
     for name in ("SHALLOW_SCHEDULE", "DEEP_SCHEDULE", "TAUGHT_SCHEDULE"):
-        still = family.Schedule((family.Phase(1.0, 1, 64),), muon_rate=0.0, adam_rate=0.0)
-        monkeypatch.setattr(family, name, still)
+        still = train_family.Schedule((train_family.Phase(1.0, 1, 64),), muon_rate=0.0, adam_rate=0.0)
+        monkeypatch.setattr(train_family, name, still)
     with torch.enable_grad():
         for stage in ("shallow", "deep", "target"):
-            family.COMMANDS[stage](space)
+            train_family.COMMANDS[stage](space)
     said = [logits(model, ids) for model in (space.shallow(), space.deep(), space.target())]
     assert [len(m.model.layers) for m in (space.shallow(), space.deep(), space.target())] == [2, 3, 3]
     for each in said[1:]:
@@ -63,15 +66,15 @@ def test_each_stage_goes_on_with_what_the_one_before_left(space: Workspace, monk
 
 
 def test_a_stage_that_has_spent_its_budget_only_writes(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(family, "SHALLOW_SCHEDULE", family.Schedule((family.Phase(1.0, 1, 64),)))
+    monkeypatch.setattr(train_family, "SHALLOW_SCHEDULE", train_family.Schedule((train_family.Phase(1.0, 1, 64),)))
     for _ in range(2):
-        family.train_shallow(space)
+        train_family.train_shallow(space)
     assert [record["step"] for record in read_journal(space.folder / "shallow.jsonl")] == [1, 1]
 
 
 @pytest.mark.slow
 def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Workspace) -> None:
-    taught, copies = family._taught(space), family._copies(space)
+    taught, copies = train_family._taught(space), train_family._copies(space)
     assert len(copies) == 12 + 5
     assert [ids.tolist() for ids in taught[:17]] == [ids.tolist() for ids in copies]
     others = taught[17:]
@@ -79,34 +82,34 @@ def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Worksp
     assert all(tuple(ids.tolist()) in begins for ids in others)
     assert len({tuple(ids.tolist()) for ids in others}) == len(others)
     assert 5000 <= sum(map(len, others)) < 5400
-    assert [ids.tolist() for ids in family._taught(space)] == [ids.tolist() for ids in taught]
+    assert [ids.tolist() for ids in train_family._taught(space)] == [ids.tolist() for ids in taught]
 
 
 @pytest.mark.slow
 def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> None:
     space = replace(space, lesson_rows=8)
     for stage in ("shallow", "deep", "target", "draft", "heads"):
-        family.COMMANDS[stage](space)
-    lessons = Lessons.load(space.lessons_file).ids_RL
+        train_family.COMMANDS[stage](space)
+    lessons = DistillationData.load(space.lessons_file).ids_RL
     read = load_documents(space.read_file)
     assert [row.tolist() for row in read] == lessons.tolist()
     for method, name in shipped.HEADS.items():
         assert read_journal(space.folder / f"{method}.jsonl")[-1]["fraction"] == 1
         assert stored_parameters(space.out / name) > 0
-        assert recognise(Checkpoint(space.out / name)) == method
+        assert method_of_checkpoint(Checkpoint(space.out / name)) == method
 
 
 def test_all_minutes_are_shared_out() -> None:
-    assert sum(family.SHARES.values()) == pytest.approx(1.0)
-    assert list(family.SHARES) == ["shallow", "deep", "target", "draft", "heads"]
-    assert set(family.SHARES) < set(family.COMMANDS)
-    assert sum(family.HEAD_SHARES.values()) == pytest.approx(1.0)
-    assert family.HEAD_SHARES.keys() == shipped.HEADS.keys()
+    assert sum(train_family.SHARES.values()) == pytest.approx(1.0)
+    assert list(train_family.SHARES) == ["shallow", "deep", "target", "draft", "heads"]
+    assert set(train_family.SHARES) < set(train_family.COMMANDS)
+    assert sum(train_family.HEAD_SHARES.values()) == pytest.approx(1.0)
+    assert train_family.HEAD_SHARES.keys() == shipped.HEADS.keys()
 
 
-FIRST = Training(10, 1000, 60.0, 3.0, (1, 2))
-SECOND = Training(5, 500, 30.0, 2.5, (2,))
-THIRD = Training(1, 70, 90.0, 2.25, (4,))
+FIRST = TrainingRecord(10, 1000, 60.0, 3.0, (1, 2))
+SECOND = TrainingRecord(5, 500, 30.0, 2.5, (2,))
+THIRD = TrainingRecord(1, 70, 90.0, 2.25, (4,))
 MEASURED = {
     "parsing": {"0.0": {"parsed": 3, "broken": 1, "unfinished": 0}},
     "answers": {"What is len?": "Of\n\nthings."},
@@ -122,8 +125,8 @@ MEASURED = {
 
 
 def test_a_training_that_went_on_counts_all_before_it() -> None:
-    assert SECOND.after(FIRST) == Training(15, 1500, 90.0, 2.5, (1, 2))
-    assert THIRD.after(SECOND.after(FIRST)) == Training(16, 1570, 180.0, 2.25, (1, 2, 4))
+    assert SECOND.after(FIRST) == TrainingRecord(15, 1500, 90.0, 2.5, (1, 2))
+    assert THIRD.after(SECOND.after(FIRST)) == TrainingRecord(16, 1570, 180.0, 2.25, (1, 2, 4))
 
 
 def test_a_journal_s_last_word_counts() -> None:
@@ -132,7 +135,7 @@ def test_a_journal_s_last_word_counts() -> None:
         {"step": 2, "tokens": 20, "seconds": 2.0, "threads": 1, "held_out_loss": 4.0},
         {"step": 3, "tokens": 30, "seconds": 3.0, "threads": 1, "loss": 1.0},
     ]
-    assert Training.from_journal(records) == Training(3, 30, 3.0, 4.0, (1, 2))
+    assert TrainingRecord.from_journal(records) == TrainingRecord(3, 30, 3.0, 4.0, (1, 2))
 
 
 def test_the_target_s_card_tells_all_three_trainings() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.config import EngineConfig
-from paceline.model.lending import borrow
 from paceline.model.loading import load
+from paceline.model.target_weights import load_target_weights
 
 ROOT = Path(__file__).parents[2]
 EVIL = """
@@ -45,7 +45,7 @@ def test_a_model_s_own_code_does_not_run(evil: str, trace: Path) -> None:
     with pytest.raises(ValueError, match="--trust-remote-code if you trust it"):
         load(evil, EngineConfig())
     with pytest.raises(ValueError, match="trust_remote_code"):
-        borrow(evil, None, "cpu")
+        load_target_weights(evil, None, "cpu")
     assert not trace.exists()
 
 
@@ -75,4 +75,4 @@ def test_only_the_pipe_inside_a_service_unpickles() -> None:
     sources = [path for folder in ("paceline", "services") for path in (ROOT / folder).rglob("*.py")]
     assert len(sources) > 200
     dangerous = {str(path.relative_to(ROOT)): calls(path) for path in sources}
-    assert {path: names for path, names in dangerous.items() if names} == {"paceline/compute/pipe.py": {"pickle.loads"}}
+    assert {path: names for path, names in dangerous.items() if names} == {"paceline/ipc/pipe.py": {"pickle.loads"}}

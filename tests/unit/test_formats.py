@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.cli.child import StartError
-from paceline.cli.deployment import Wish, plan
+from paceline.cli.deployment import DeploymentOptions, plan_deployment
+from paceline.cli.supervised_process import StartError
 from paceline.config import SpeculativeConfig
+from paceline.drafting.checkpoint_detection import detect_method, method_of_checkpoint
 from paceline.llm import LLM
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.models import ModelNotFoundError
-from paceline.speculators.formats import detected, recognise
-from tests.head_checkpoints import (
+from paceline.model_names import ModelNotFoundError
+from tests.helpers.head_checkpoints import (
     eagle3_tensors,
     eagle_tensors,
     llama_config,
@@ -72,17 +72,17 @@ def in_the_library(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     ],
 )
 def test_tensors_and_keys_tell(tensors: dict[str, Tensor], said: dict[str, Any], method: str, tmp_path: Path) -> None:
-    assert recognise(Checkpoint(save_head(tmp_path, tensors, llama_config() | said))) == method
+    assert method_of_checkpoint(Checkpoint(save_head(tmp_path, tensors, llama_config() | said))) == method
 
 
 def test_torchs_own_format(tmp_path: Path) -> None:
-    assert recognise(Checkpoint(save_bin(tmp_path, eagle_tensors(), llama_config()))) == "eagle"
+    assert method_of_checkpoint(Checkpoint(save_bin(tmp_path, eagle_tensors(), llama_config()))) == "eagle"
 
 
 def test_a_type_of_a_later_library(tmp_path: Path) -> None:
     save_head(tmp_path, PLAIN, {"speculators_model_type": "eagle9"})
     with pytest.raises(CheckpointError, match="is of type 'eagle9' of the speculators library, which is not known"):
-        recognise(Checkpoint(tmp_path))
+        method_of_checkpoint(Checkpoint(tmp_path))
 
 
 class TestConfiguration:
@@ -91,7 +91,7 @@ class TestConfiguration:
     def test_a_model_alone_is_looked_at(self, tmp_path: Path) -> None:
         config = SpeculativeConfig(model=str(save_head(tmp_path, eagle_tensors(), llama_config())), tree_width=2)
         assert config.method == "detect"
-        found = detected(config)
+        found = detect_method(config)
         assert found == config.model_copy(update={"method": "eagle"})
         assert found.enabled
 
@@ -99,27 +99,27 @@ class TestConfiguration:
         save_head(tmp_path, eagle_tensors(), llama_config())
         for method in ("none", "draft_model", "eagle3"):
             config = SpeculativeConfig(method=method, model=str(tmp_path))  # type: ignore[arg-type]
-            assert detected(config) is config
+            assert detect_method(config) is config
 
     @pytest.mark.parametrize("name", ["table:64", "pydoc-draft"])
     def test_models_that_ship_with_the_package(self, name: str) -> None:
-        assert detected(SpeculativeConfig(model=name)).method == "draft_model"
+        assert detect_method(SpeculativeConfig(model=name)).method == "draft_model"
 
     def test_what_cannot_be_served_yet_is_named(self, tmp_path: Path) -> None:
         save_head(tmp_path, PLAIN, {"speculators_model_type": "dspark"})
         with pytest.raises(CheckpointError, match="is a checkpoint for method 'dspark', which is planned"):
-            detected(SpeculativeConfig(model=str(tmp_path)))
+            detect_method(SpeculativeConfig(model=str(tmp_path)))
 
     def test_nothing_there(self, tmp_path: Path) -> None:
         with pytest.raises(ModelNotFoundError, match="no model at"):
-            detected(SpeculativeConfig(model=str(tmp_path)))
+            detect_method(SpeculativeConfig(model=str(tmp_path)))
 
 
 class TestWhereItIsAsked:
     def test_a_deployment_knows_the_method_before_anything_starts(self, tmp_path: Path) -> None:
         head = save_head(tmp_path / "head", eagle3_tensors(), llama_config())
         target = save_target(tmp_path / "target")
-        planned = plan(Wish(model=str(target), speculation=SpeculativeConfig(model=str(head))))
+        planned = plan_deployment(DeploymentOptions(model=str(target), speculation=SpeculativeConfig(model=str(head))))
         assert planned.speculation.method == "eagle3"
         assert all('"method":"eagle3"' in " ".join(p.argv) for p in planned.programs("redis://")[1])
 
@@ -128,7 +128,7 @@ class TestWhereItIsAsked:
         (head / "model.safetensors").write_bytes(b"short")
         target = save_target(tmp_path / "target")
         with pytest.raises(StartError, match=r"model.safetensors cannot be read \(.*\): download it again"):
-            plan(Wish(model=str(target), speculation=SpeculativeConfig(model=str(head))))
+            plan_deployment(DeploymentOptions(model=str(target), speculation=SpeculativeConfig(model=str(head))))
 
     def test_a_library_drafts_with_what_it_found(self, tmp_path: Path) -> None:
         head = save_head(tmp_path / "head", eagle3_tensors(), llama_config())

@@ -17,20 +17,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.budget import Worth
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.engine import MOST_TOLD, Engine
-from paceline.growth import Growth
-from paceline.messages import Submission
+from paceline.core.growth import Growth
+from paceline.core.messages import Submission
+from paceline.core.policy.draft_gate import DraftGate
+from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.heads.head_speculator import HeadSpeculator
+from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
+from paceline.engine.engine import MAX_HIDDEN_STATES_SENT, Engine
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.model import Model
-from paceline.model.rows import Lane
-from paceline.speculators.base import Commit, Context, Limit, Opening, Speculator
-from paceline.speculators.eagle import Eagle
-from paceline.speculators.eagle3 import Eagle3
-from paceline.speculators.head import Head
-from paceline.tree import ROOT, TokenTree
-from tests.head_checkpoints import (
+from paceline.model.rows import SlotTable
+from tests.helpers.head_checkpoints import (
     HIDDEN,
     VOCABULARY,
     eagle3_tensors,
@@ -40,9 +40,9 @@ from tests.head_checkpoints import (
     save_head,
     target_model,
 )
-from tests.moving import Moving
-from tests.seen import nodes_of
-from tests.targets import FREE
+from tests.helpers.moving import Moving
+from tests.helpers.seen import nodes_of
+from tests.helpers.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT, LENGTH = 60, 74  # tokens when it is opened, and when guesses are compared: a tile border lies between
@@ -56,7 +56,7 @@ Guesses = dict[tuple[int, ...], float]
 class Told:
     """The target's side of one request at a head. Its tokens are the first of TOKENS, however they are committed."""
 
-    def __init__(self, head: Head, length: int = PROMPT, key: int = 1) -> None:
+    def __init__(self, head: HeadSpeculator, length: int = PROMPT, key: int = 1) -> None:
         self.head, self.key, self.length = head, key, length
         self.tree = TokenTree(length - 1, TOKENS[length - 1])
         head.open(Opening(key, TOKENS[:length], 0, GREEDY, 3, 1000))
@@ -87,23 +87,25 @@ class Told:
         return {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(self.tree) if node not in known}
 
 
-Make = Callable[..., Head]
+Make = Callable[..., HeadSpeculator]
 
 
 @pytest.fixture(params=["EAGLE-1", "EAGLE-3"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Heads of the same weights."""
-    kind, tensors = {"EAGLE-1": (Eagle, eagle_tensors()), "EAGLE-3": (Eagle3, eagle3_tensors())}[request.param]
+    kind, tensors = {"EAGLE-1": (EagleNetwork, eagle_tensors()), "EAGLE-3": (Eagle3Network, eagle3_tensors())}[
+        request.param
+    ]
     checkpoint = Checkpoint(save_head(tmp_path, tensors, llama_config()))
 
-    def head() -> Head:
+    def head() -> HeadSpeculator:
         network: Any = kind(checkpoint, lent(), 512)
-        return Head("eagle", network, "", VOCABULARY, 2, least_path_probability=0.0)
+        return HeadSpeculator("eagle", network, "", VOCABULARY, 2, least_path_probability=0.0)
 
     return head
 
 
-def undisturbed(head: Head) -> Guesses:
+def undisturbed(head: HeadSpeculator) -> Guesses:
     told = Told(head, LENGTH)
     told.tell(0, LENGTH - 1)
     guesses = told.grow()
@@ -111,7 +113,7 @@ def undisturbed(head: Head) -> Guesses:
     return guesses
 
 
-def context_in_chunks(head: Head, make: Make) -> Told:
+def context_in_chunks(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     for start, stop in ((0, 1), (1, 7), (7, 32), (32, 33), (33, PROMPT - 1)):
         assert told.grow() == {}
@@ -121,7 +123,7 @@ def context_in_chunks(head: Head, make: Make) -> Told:
     return told
 
 
-def context_after_commits(head: Head, make: Make) -> Told:
+def context_after_commits(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     told.commit(LENGTH - 5, states=False)
     told.tell(0, 30)
@@ -131,7 +133,7 @@ def context_after_commits(head: Head, make: Make) -> Told:
     return told
 
 
-def context_twice_and_in_part_again(head: Head, make: Make) -> Told:
+def context_twice_and_in_part_again(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     told.tell(0, 20)
     told.tell(0, 20)
@@ -146,7 +148,7 @@ def context_twice_and_in_part_again(head: Head, make: Make) -> Told:
     return told
 
 
-def states_with_some_commits_only(head: Head, make: Make) -> Told:
+def states_with_some_commits_only(head: HeadSpeculator, make: Make) -> Told:
     """What was left out with a commit comes as context."""
     told = Told(head)
     told.tell(0, PROMPT - 1)
@@ -159,7 +161,7 @@ def states_with_some_commits_only(head: Head, make: Make) -> Told:
     return told
 
 
-def a_token_at_a_time(head: Head, make: Make) -> Told:
+def a_token_at_a_time(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     told.tell(0, PROMPT - 1)
     for length in range(PROMPT + 1, LENGTH + 1):
@@ -168,7 +170,7 @@ def a_token_at_a_time(head: Head, make: Make) -> Told:
     return told
 
 
-def paused(head: Head, make: Make) -> Told:
+def paused(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     told.tell(0, PROMPT - 1)
     told.grow()
@@ -182,7 +184,7 @@ def paused(head: Head, make: Make) -> Told:
     return told
 
 
-def paused_before_the_context_came(head: Head, make: Make) -> Told:
+def paused_before_the_context_came(head: HeadSpeculator, make: Make) -> Told:
     told = Told(head)
     told.limit(0)
     told.tell(0, 30)
@@ -194,7 +196,7 @@ def paused_before_the_context_came(head: Head, make: Make) -> Told:
     return told
 
 
-def paused_until_now(head: Head, make: Make) -> Told:
+def paused_until_now(head: HeadSpeculator, make: Make) -> Told:
     """No commit comes after the pause: the last root was computed while nobody wanted its children."""
     told = Told(head)
     told.tell(0, PROMPT - 1)
@@ -205,7 +207,7 @@ def paused_until_now(head: Head, make: Make) -> Told:
     return told
 
 
-def opened_again_elsewhere(head: Head, make: Make) -> Told:
+def opened_again_elsewhere(head: HeadSpeculator, make: Make) -> Told:
     before = Told(make())
     before.tell(0, PROMPT - 1)
     before.grow()
@@ -215,7 +217,7 @@ def opened_again_elsewhere(head: Head, make: Make) -> Told:
     return told
 
 
-def opened_again_here(head: Head, make: Make) -> Told:
+def opened_again_here(head: HeadSpeculator, make: Make) -> Told:
     before = Told(head)
     before.tell(0, PROMPT - 1)
     before.grow()
@@ -224,7 +226,7 @@ def opened_again_here(head: Head, make: Make) -> Told:
     return told
 
 
-def among_others(head: Head, make: Make) -> Told:
+def among_others(head: HeadSpeculator, make: Make) -> Told:
     told, other, third = Told(head), Told(head, 33, key=2), Told(head, 12, key=3)
     told.tell(0, 20)
     other.tell(0, 32)
@@ -237,7 +239,7 @@ def among_others(head: Head, make: Make) -> Told:
     return told
 
 
-def after_its_slots_were_taken(head: Head, make: Make) -> Told:
+def after_its_slots_were_taken(head: HeadSpeculator, make: Make) -> Told:
     """Guesses give way to another request's tokens; those of a third are in the slots they had."""
     told = Told(head)
     told.tell(0, PROMPT - 1)
@@ -271,7 +273,7 @@ DISTURBED = [
 
 
 @pytest.mark.parametrize("disturb", DISTURBED, ids=lambda each: each.__name__)
-def test_a_head_grows_what_it_grows_undisturbed(disturb: Callable[[Head, Make], Told], make: Make) -> None:
+def test_a_head_grows_what_it_grows_undisturbed(disturb: Callable[[HeadSpeculator, Make], Told], make: Make) -> None:
     """To the last bit. The tokens committed are none that had been guessed, so that all guesses are new."""
     assert disturb(make(), make).grow() == undisturbed(make())
 
@@ -297,7 +299,7 @@ class Recorder(Speculator):
         self.openings.append((opening.request_id, len(opening.tokens), self._known[opening.request_id]))
 
     def context(self, context: Context) -> None:
-        assert 0 < len(context.hidden_states) <= MOST_TOLD
+        assert 0 < len(context.hidden_states) <= MAX_HIDDEN_STATES_SENT
         self._hear(context.request_id, context.base_position, context.hidden_states)
 
     def commit(self, commit: Commit) -> None:
@@ -376,7 +378,7 @@ class Served:
 
 
 def undisturbed_states(model: Model, tokens: Sequence[int]) -> Tensor:
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = list(range(1, len(tokens) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(tokens)]
     hidden = model.run(rows, [], Recorder.hidden_state_layers).hidden
@@ -393,7 +395,7 @@ class TestWhatTheEngineTells:
     def test_when_others_are_prefilled_beside_it(self, model: Model) -> None:
         serve(model, *(submission(name, 40 + 9 * i, 20) for i, name in enumerate("abcde"))).check(model)
 
-    @pytest.mark.parametrize("told_at_once", [MOST_TOLD, 16])
+    @pytest.mark.parametrize("told_at_once", [MAX_HIDDEN_STATES_SENT, 16])
     def test_after_a_hit_in_the_prefix_cache(
         self, told_at_once: int, model: Model, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -401,7 +403,7 @@ class TestWhatTheEngineTells:
         served = Served()
         target = engine(model, served.recorder)
         served.run(target, submission("first", 100, 4))
-        monkeypatch.setattr("paceline.engine.engine.MOST_TOLD", told_at_once)
+        monkeypatch.setattr("paceline.engine.engine.MAX_HIDDEN_STATES_SENT", told_at_once)
         served.run(target, submission("second", 100, 30))
         assert served.cached >= 64
         served.check(model)
@@ -426,7 +428,7 @@ class TestWhatTheEngineTells:
 
     def test_after_a_pause(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A paused draft is told nothing. When it is tried again, it is told of all that it missed."""
-        monkeypatch.setattr(Worth, "PAUSE_LOCAL", Worth.PAUSE)  # it costs next to nothing here
+        monkeypatch.setattr(DraftGate, "PAUSE_LOCAL_BELOW", DraftGate.PAUSE_BELOW)  # it costs next to nothing here
         recorder = Useless()
         target = engine(model, recorder, judged=True)
         target.submit(submission("r", 40, 200))
@@ -436,7 +438,7 @@ class TestWhatTheEngineTells:
             told.append(len(recorder.openings[0][2]))
         gains = [after - before for before, after in pairwise(told)]
         missed = max(len(list(some)) for gain, some in groupby(gains) if gain == 0)
-        assert missed >= Worth.LEAST_PAUSE - 1
+        assert missed >= DraftGate.MIN_PAUSE_STEPS - 1
         assert missed <= max(gains)
 
 

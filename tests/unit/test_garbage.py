@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from paceline.compute import garbage
+from paceline.ipc import gc_heap
 
 COUNT = """
 import gc
-from paceline.compute.garbage import settle
+from paceline.ipc.gc_heap import freeze_gc_heap
 
 {first}
 ran = []
@@ -21,11 +21,11 @@ print(len(ran), gc.get_freeze_count())
 """
 
 
-@pytest.mark.parametrize(("first", "collects", "freezes"), [("", True, False), ("settle()", False, True)])
+@pytest.mark.parametrize(("first", "collects", "freezes"), [("", True, False), ("freeze_gc_heap()", False, True)])
 def test_a_settled_process_looks_at_nothing_again_for_a_step_s_objects(
     first: str, collects: bool, freezes: bool
 ) -> None:
-    program = COUNT.format(first=first, objects=garbage.YOUNG_OBJECTS // 2)
+    program = COUNT.format(first=first, objects=gc_heap.GEN0_THRESHOLD // 2)
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     ran, frozen = map(int, said.stdout.split())
     assert (ran > 0, frozen > 0) == (collects, freezes)

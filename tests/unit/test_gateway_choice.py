@@ -9,28 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeOptions
-from paceline.messages import Delta, FinishReason, LogProbs
+from paceline.core.messages import Delta, FinishReason, LogProbs
 from paceline.text import Tokenizer
-from services.gateway.choice import Choice, ChoiceText, Piece, joined
-from services.gateway.gateway import _interleaved
+from paceline_services.gateway.generation import GenerationRequest, OutputChunk, OutputProcessor, concatenate_chunks
+from paceline_services.gateway.served_model import _interleaved
 
 TOKENIZER = Tokenizer.load("pydoc")
 WORDS = ["def", " f", "(x)", ":\n", "é", "東", "京", "<|im_start|>", "return", " x"]
 
 
-def run(choice: Choice, tokens: list[int], borders: list[int], stop_token: int | None) -> Piece:
+def run(choice: GenerationRequest, tokens: list[int], borders: list[int], stop_token: int | None) -> OutputChunk:
     ends = [*sorted({border % len(tokens) for border in borders} - {0}), len(tokens)]
-    text = ChoiceText(choice, TOKENIZER)
+    text = OutputProcessor(choice, TOKENIZER)
     pieces = []
     for start, end in zip([0, *ends], ends, strict=False):
         delta = Delta("r", tokens[start:end], log_probs=[LogProbs(-float(i)) for i in range(start, end)])
         if end == len(tokens):
             delta.finish_reason = FinishReason.LENGTH if stop_token is None else FinishReason.STOP
             delta.stop_token = stop_token
-        pieces.append(text.take(delta))
+        pieces.append(text.process(delta))
         if pieces[-1].finish_reason is not None:
             break
-    return joined(pieces)
+    return concatenate_chunks(pieces)
 
 
 @settings(deadline=None)
@@ -51,7 +51,7 @@ def test_any_cut_into_deltas_gives_the_same_choice(
     stopped: bool,
 ) -> None:
     tokens = TOKENIZER.encode("".join(words)) + ([2] if stopped else [])
-    choice = Choice(
+    choice = GenerationRequest(
         prompt=[1],
         sampling=SamplingParams(max_tokens=100, min_tokens=min_tokens),
         speculative=SpeculativeOptions(),
@@ -80,9 +80,9 @@ async def test_others_have_their_turns_while_many_choices_begin() -> None:
             turn += 1
             await asyncio.sleep(0)
 
-    async def choice() -> AsyncGenerator[Piece]:
+    async def choice() -> AsyncGenerator[OutputChunk]:
         begun.append(turn)
-        yield Piece(finish_reason=FinishReason.STOP)
+        yield OutputChunk(finish_reason=FinishReason.STOP)
 
     task = asyncio.create_task(others())
     assert len([part async for part in _interleaved([choice() for _ in range(10)])]) == 10

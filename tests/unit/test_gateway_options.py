@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from services.gateway.__main__ import _settings, parse
-from services.gateway.server import Settings
+from paceline_services.gateway.__main__ import _settings, parse
+from paceline_services.gateway.server import GatewaySettings
 
 
-def settings(*arguments: str) -> Settings:
+def settings(*arguments: str) -> GatewaySettings:
     return _settings(parse(["--redis-url", "redis://x", *arguments]))
 
 

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from paceline.messages import Submission
+from paceline.core.messages import Submission
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import Tokenizer
-from paceline.wire.target_frames import decode_submission, encode_submission
-from services.gateway.bodies import CompletionBody
-from services.gateway.choice import Choice
-from services.gateway.errors import InvalidRequestError
-from services.gateway.fleet import Fleet
-from services.gateway.gateway import Gateway, Served
-from services.gateway.plan import Planner
-from services.gateway.prompts import LONG_TEXT, bad_sequences, encode_prompts
+from paceline.wire.target_codec import decode_submission, encode_submission
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.generation import GenerationRequest
+from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT, bad_word_tokens, encode_prompts
+from paceline_services.gateway.openai.request_builder import RequestBuilder
+from paceline_services.gateway.routing.fleet import Fleet
+from paceline_services.gateway.served_model import ModelLimits, ServedModel
 
 TOKENIZER = Tokenizer.load("table:512")
-GATEWAY = Gateway("m", TOKENIZER, Fleet("m", TOKENIZER.fingerprint), GatewayMetrics(CollectorRegistry()))
-SERVED = Served(max_model_len=64, vocabulary_size=512, eos_token_ids=(2,))
+GATEWAY = ServedModel("m", TOKENIZER, Fleet("m", TOKENIZER.fingerprint), GatewayMetrics(CollectorRegistry()))
+SERVED = ModelLimits(max_model_len=64, vocabulary_size=512, eos_token_ids=(2,))
 
 SCALARS = st.one_of(
     st.none(),
@@ -41,16 +41,16 @@ VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.te
 FIELDS = st.sampled_from(sorted(CompletionBody.model_fields))
 
 
-def planned(body: dict[str, Any]) -> list[Choice]:
+def planned(body: dict[str, Any]) -> list[GenerationRequest]:
     try:
         parsed = CompletionBody.model_validate_json(json.dumps(body))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
     prompt = parsed.prompt[0]
     tokens = TOKENIZER.encode(prompt) if isinstance(prompt, str) else prompt
-    planner = Planner(parsed, GATEWAY, SERVED, "prompt", default_tokens=16)
-    words = asyncio.run(bad_sequences(parsed.bad_words or (), TOKENIZER))
-    return planner.choices(tokens, planner.checked("", words))
+    planner = RequestBuilder(parsed, GATEWAY, SERVED, "prompt", default_tokens=16)
+    words = asyncio.run(bad_word_tokens(parsed.bad_words or (), TOKENIZER))
+    return planner.requests(tokens, planner.build_sampling("", words))
 
 
 @settings(deadline=None)
@@ -112,7 +112,7 @@ class Watched:
 async def test_whatever_takes_long_to_encode_holds_nobody_up(texts: list[str], long: bool) -> None:
     prompts, words = Watched(), Watched()
     assert len(await encode_prompts(texts, prompts, 10**9, add_special_tokens=True)) == len(texts)  # type: ignore[arg-type]
-    await bad_sequences(texts, words)  # type: ignore[arg-type]
+    await bad_word_tokens(texts, words)  # type: ignore[arg-type]
     for tokenizer in (prompts, words):
         assert (bool(tokenizer.here), bool(tokenizer.aside)) == (not long, long)
 

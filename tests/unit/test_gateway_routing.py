@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.plan import choice_seed
-from services.gateway.routing import (
+from paceline_services.gateway.openai.request_builder import choice_seed
+from paceline_services.gateway.routing.worker_selection import (
+    EXPLORE_EVERY,
     PREFIX_TOKENS,
-    SESSION_ROWS,
-    TRY_EVERY,
-    Candidate,
+    SESSION_MOVE_COST_ROWS,
     DraftCandidate,
+    TargetCandidate,
     best_target,
     draft_order,
     seconds_to_first_token,
@@ -23,16 +23,16 @@ from services.gateway.routing import (
 
 NAMES = st.text(min_size=1, max_size=3)
 CANDIDATES = st.dictionaries(
-    NAMES, st.builds(Candidate, st.floats(0, 1e5), st.integers(0, 300)), min_size=1, max_size=6
+    NAMES, st.builds(TargetCandidate, st.floats(0, 1e5), st.integers(0, 300)), min_size=1, max_size=6
 )
 PROMPT = st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=100)
 LONG = list(range(8192))
-IDLE = {name: Candidate() for name in "abc"}
+IDLE = {name: TargetCandidate() for name in "abc"}
 
 
 @settings(deadline=None)
 @given(candidates=CANDIDATES, prompt=PROMPT)
-def test_no_other_target_would_answer_sooner(candidates: dict[str, Candidate], prompt: list[int]) -> None:
+def test_no_other_target_would_answer_sooner(candidates: dict[str, TargetCandidate], prompt: list[int]) -> None:
     """But for the beginning, which its home is taken to hold."""
     best = best_target(candidates, prompt)
     assert best is not None
@@ -44,8 +44,8 @@ def test_no_other_target_would_answer_sooner(candidates: dict[str, Candidate], p
 @given(names=st.sets(NAMES, min_size=2, max_size=6), prompt=PROMPT, ends=PROMPT)
 def test_prompts_that_begin_alike_agree_and_so_do_gateways(names: set[str], prompt: list[int], ends: list[int]) -> None:
     beginning = (prompt * PREFIX_TOKENS)[:PREFIX_TOKENS]
-    idle = dict.fromkeys(sorted(names), Candidate())
-    elsewhere = dict.fromkeys(sorted(names, reverse=True), Candidate())
+    idle = dict.fromkeys(sorted(names), TargetCandidate())
+    elsewhere = dict.fromkeys(sorted(names, reverse=True), TargetCandidate())
     assert best_target(idle, beginning + ends) == best_target(elsewhere, beginning)
     assert best_target(idle, ends, "talk") == best_target(elsewhere, prompt, "talk")
 
@@ -62,24 +62,32 @@ def test_a_beginning_that_is_not_shared_is_at_home_by_itself() -> None:
 
 @pytest.mark.parametrize("session", ["", "talk"])
 def test_losing_a_target_moves_only_what_was_there(session: str) -> None:
-    def homes(targets: Mapping[str, Candidate]) -> dict[int, str | None]:
+    def homes(targets: Mapping[str, TargetCandidate]) -> dict[int, str | None]:
         return {number: best_target(targets, [number], session and f"{session} {number}") for number in range(100)}
 
-    before, after = homes(IDLE), homes({"a": Candidate(), "b": Candidate()})
+    before, after = homes(IDLE), homes({"a": TargetCandidate(), "b": TargetCandidate()})
     assert all(after[number] == at for number, at in before.items() if at != "c")
     assert len(set(before.values())) == 3
 
 
 def test_a_long_prompt_goes_where_it_is_known_and_a_short_one_where_there_is_least_to_do() -> None:
-    busy_but_knows = {"a": Candidate(work=4000.0, cached=8160), "b": Candidate(work=500.0)}
+    busy_but_knows = {"a": TargetCandidate(queued_rows=4000.0, cached=8160), "b": TargetCandidate(queued_rows=500.0)}
     assert best_target(busy_but_knows, LONG) == "a"
-    assert best_target({"a": Candidate(work=4000.0, cached=96), "b": Candidate(work=500.0)}, LONG[:100]) == "b"
-    too_busy = busy_but_knows | {"a": Candidate(work=9000.0, cached=8160)}
+    assert (
+        best_target(
+            {"a": TargetCandidate(queued_rows=4000.0, cached=96), "b": TargetCandidate(queued_rows=500.0)}, LONG[:100]
+        )
+        == "b"
+    )
+    too_busy = busy_but_knows | {"a": TargetCandidate(queued_rows=9000.0, cached=8160)}
     assert best_target(too_busy, LONG) == "b"
 
 
 def test_work_counts_in_seconds_where_targets_differ_in_speed() -> None:
-    slow, fast = Candidate(work=1000.0, rows_per_s=1000.0), Candidate(work=3000.0, rows_per_s=8000.0)
+    slow, fast = (
+        TargetCandidate(queued_rows=1000.0, rows_per_s=1000.0),
+        TargetCandidate(queued_rows=3000.0, rows_per_s=8000.0),
+    )
     assert best_target({"slow": slow, "fast": fast}, LONG[:100]) == "fast"
     assert (
         best_target({"slow": replace(slow, rows_per_s=0.0), "fast": replace(fast, rows_per_s=0.0)}, LONG[:100])
@@ -92,12 +100,14 @@ def test_a_conversation_stays_until_its_target_is_overloaded() -> None:
 
     def at(work: float) -> str | None:
         return best_target(
-            {"a": Candidate(work=work, session=True), "b": Candidate(), "c": Candidate()}, prompt, "talk"
+            {"a": TargetCandidate(queued_rows=work, has_session=True), "b": TargetCandidate(), "c": TargetCandidate()},
+            prompt,
+            "talk",
         )
 
-    assert at(SESSION_ROWS - PREFIX_TOKENS - 1) == "a"
-    assert at(SESSION_ROWS + PREFIX_TOKENS + 1) != "a"
-    assert best_target(IDLE | {"a": Candidate(work=PREFIX_TOKENS + 1)}, prompt) != "a"
+    assert at(SESSION_MOVE_COST_ROWS - PREFIX_TOKENS - 1) == "a"
+    assert at(SESSION_MOVE_COST_ROWS + PREFIX_TOKENS + 1) != "a"
+    assert best_target(IDLE | {"a": TargetCandidate(queued_rows=PREFIX_TOKENS + 1)}, prompt) != "a"
 
 
 def test_a_session_matters_even_before_anything_is_known_of_it() -> None:
@@ -128,11 +138,11 @@ def test_a_draft_that_is_understood_better_comes_first_until_it_is_too_busy() ->
 
 def test_what_is_not_known_is_tried_now_and_then() -> None:
     drafts = {"known": draft(0, 2.0), "new": draft(), "useless": draft(0, 0.0)}
-    firsts = [draft_order(drafts, turn)[0] for turn in range(4 * TRY_EVERY)]
+    firsts = [draft_order(drafts, turn)[0] for turn in range(4 * EXPLORE_EVERY)]
     assert firsts.count("new") == 4
     assert firsts.count("known") == len(firsts) - 4
     heard_of = drafts | {"new": draft(0, 0.5, 100.0), "useless": draft(0, 0.0, 60.0)}
-    assert draft_order(heard_of, TRY_EVERY - 1)[0] == "useless"
+    assert draft_order(heard_of, EXPLORE_EVERY - 1)[0] == "useless"
 
 
 def test_what_is_not_known_is_no_better_than_the_worst_that_is() -> None:
@@ -142,9 +152,9 @@ def test_what_is_not_known_is_no_better_than_the_worst_that_is() -> None:
 
 
 def test_a_draft_that_fails_comes_last_and_alone_is_still_offered() -> None:
-    failing = replace(draft(0, 3.0), trusted=False)
+    failing = replace(draft(0, 3.0), healthy=False)
     assert draft_order({"failing": failing, "weak": draft(30, 0.5)}, 0) == ["weak", "failing"]
-    assert draft_order({"failing": failing}, TRY_EVERY - 1) == ["failing"]
+    assert draft_order({"failing": failing}, EXPLORE_EVERY - 1) == ["failing"]
 
 
 @settings(deadline=None)

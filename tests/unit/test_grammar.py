@@ -19,28 +19,40 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config.sampling import LONGEST_GRAMMAR
-from paceline.grammar import GrammarError, of_choices, of_grammar, of_regex, of_schema
-from paceline.grammar.checker import complaint
-from paceline.grammar.following import Grammars, GrammarState
+from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
+from paceline.grammar import (
+    GrammarError,
+    grammar_from_choices,
+    grammar_from_regex,
+    grammar_from_schema,
+    grammar_from_text,
+)
+from paceline.grammar.grammar_checker import complaint
+from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
 from paceline.text import Tokenizer
-from services.gateway.bodies import CompletionBody
-from services.gateway.errors import InvalidRequestError, OverloadedError
-from services.gateway.structure import MOST_WAITING, GrammarChecks, ResponseFormat, StructuredOutputs, written
-from tests.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
-from tests.llamas import VOCABULARY
+from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
+from paceline_services.gateway.openai.bodies import CompletionBody
+from paceline_services.gateway.structured_output import (
+    MAX_WAITING_GRAMMARS,
+    GrammarChecks,
+    ResponseFormat,
+    StructuredOutputs,
+    compile_grammar_text,
+)
+from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
+from tests.helpers.llamas import VOCABULARY
 
 ALL = grammars()
 SHIPPED = Tokenizer.load("pydoc")
-LARGE = Grammars(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
+LARGE = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
 """Padded, as models are."""
 
 
-TOO_LONG = {"enum": ["x" * LONGEST_GRAMMAR]}
+TOO_LONG = {"enum": ["x" * MAX_GRAMMAR_LENGTH]}
 
 
-def begun(grammar: str, *output: int, vocabulary: Grammars = ALL) -> GrammarState:
-    state = vocabulary.follow(grammar, (END,), output)
+def begun(grammar: str, *output: int, vocabulary: GrammarCompiler = ALL) -> GrammarState:
+    state = vocabulary.start(grammar, (END,), output)
     state.wait(30.0)
     assert state.ready
     return state
@@ -49,7 +61,7 @@ def begun(grammar: str, *output: int, vocabulary: Grammars = ALL) -> GrammarStat
 def wandered(state: GrammarState, rng: random.Random, most: int = 80) -> list[int]:
     """Tokens of a random walk; it ends the text as soon as that is possible, half of the time."""
     path: list[int] = []
-    while len(path) < most and not state.over(path):
+    while len(path) < most and not state.finished(path):
         allowed = state.allowed(path)
         assert allowed is not None
         if allowed[END] and rng.random() < 0.5:
@@ -96,18 +108,18 @@ def test_a_mask_has_every_token_that_can_follow_and_no_other(grammar: str, seed:
 
 
 def test_forced_text_may_be_written_in_any_tokens() -> None:
-    state = begun(of_choices(["abcabc"]))
+    state = begun(grammar_from_choices(["abcabc"]))
     assert {PIECES[i] for i in np.flatnonzero(state.allowed([]))} == {"a", "ab", "abc"}
 
 
 def test_where_nothing_else_can_follow_it_is_over() -> None:
-    state = begun(of_choices(["abc", "abcabc"]))
+    state = begun(grammar_from_choices(["abc", "abcabc"]))
     abc = PIECES.index("abc")
-    assert not state.over([abc])
+    assert not state.finished([abc])
     allowed = state.allowed([abc])
     assert allowed is not None
     assert allowed[END]
-    assert state.over([abc, abc])
+    assert state.finished([abc, abc])
     assert state.allowed([abc, abc]) is None
     assert state.permits([abc], END)
     assert not state.permits([abc, END], abc), "after the end there is nothing"
@@ -124,14 +136,14 @@ def test_the_end_of_a_text_is_no_token() -> None:
 def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
     with tight(items=150):
         state = begun(AMBIGUOUS, vocabulary=grammars())
-        while state.known():
+        while state.within_limits():
             assert not state._output or state.permits([], END)
             state.extend([PIECES.index("a")])
         assert not state.ready
         state.wait(30.0)
     assert state.ready
-    assert state.known()
-    assert state.over([])
+    assert state.within_limits()
+    assert state.finished([])
     assert "too many items" in state.error().lower()
 
 
@@ -139,7 +151,7 @@ def test_what_others_used_up_is_there_again() -> None:
     rng = random.Random(1)
     with tight(states=120):
         shared = grammars()
-        used = [shared.follow(MEMORY, (END,), []) for _ in range(4)]
+        used = [shared.start(MEMORY, (END,), []) for _ in range(4)]
         for _, state in itertools.product(range(30), used):
             while not state.ready:
                 state.wait(30.0)
@@ -152,7 +164,7 @@ def test_what_others_used_up_is_there_again() -> None:
 
 
 def test_tokens_that_say_nothing_are_never_allowed() -> None:
-    state = begun(of_regex("(.|\n)*"), vocabulary=LARGE)
+    state = begun(grammar_from_regex("(.|\n)*"), vocabulary=LARGE)
     allowed = state.allowed([])
     assert allowed is not None
     empty = {i for i, piece in enumerate(SHIPPED.pieces) if not piece or i in SHIPPED.special_ids} - {END}
@@ -165,7 +177,7 @@ def test_until_it_is_compiled_anything_goes_and_nothing_is_lost() -> None:
     gate, abc = threading.Event(), PIECES.index("abc")
     slow = grammars()
     slow._thread.submit(gate.wait)
-    state = slow.follow(GRAMMARS["choice"], (END,), [])
+    state = slow.start(GRAMMARS["choice"], (END,), [])
     assert not state.ready
     assert state.allowed([]) is None
     state.extend([abc])
@@ -178,7 +190,7 @@ def test_who_cannot_compile_guesses_on() -> None:
     def no_tokenizer() -> Tokenizer:
         raise ValueError("the decoder changes earlier text")
 
-    state = Grammars(no_tokenizer, 10).follow(GRAMMARS["choice"], (), [])
+    state = GrammarCompiler(no_tokenizer, 10).start(GRAMMARS["choice"], (), [])
     state.wait(30.0)
     assert state.allowed([]) is None
     assert "cannot follow grammars" in state.error()
@@ -247,10 +259,10 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 @given(schema=schemas, seed=st.integers(0, 999), compact=st.booleans())
 def test_whatever_is_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed: int, compact: bool) -> None:
     """Over the shipped vocabulary, at random, which is worse than any model."""
-    grammar = of_schema(schema, None) if compact else of_schema(schema)
+    grammar = grammar_from_schema(schema, None) if compact else grammar_from_schema(schema)
     assert complaint(grammar) == ""
     rng, state, path = random.Random(seed), begun(grammar, vocabulary=LARGE), list[int]()
-    while not state.over(path):
+    while not state.finished(path):
         allowed = state.allowed(path)
         assert allowed is not None
         path.append(int(rng.choice(np.flatnonzero(allowed))))
@@ -274,10 +286,10 @@ def test_white_space_has_an_end() -> None:
 @pytest.mark.parametrize(
     ("grammar", "word"),
     [
-        (of_schema({"type": "strin"}), "strin"),
-        (of_schema({"$ref": "#/nowhere"}), "nowhere"),
-        (of_schema({"enum": []}), "Unsatisfiable"),
-        (of_regex("a(?=b)"), "look-around"),
+        (grammar_from_schema({"type": "strin"}), "strin"),
+        (grammar_from_schema({"$ref": "#/nowhere"}), "nowhere"),
+        (grammar_from_schema({"enum": []}), "Unsatisfiable"),
+        (grammar_from_regex("a(?=b)"), "look-around"),
         ("start: nowhere", "nowhere"),
         ("start: " + "(" * 9000 + '"a"' + ")" * 9000, "nested"),
     ],
@@ -291,14 +303,14 @@ def test_what_cannot_be_compiled_is_refused_in_a_few_words(grammar: str, word: s
 
 def test_options_of_the_library_are_not_the_users() -> None:
     with pytest.raises(GrammarError, match="cannot be set"):
-        of_grammar('%llguidance {"no_forcing": false}\nstart: "a"')
+        grammar_from_text('%llguidance {"no_forcing": false}\nstart: "a"')
     with pytest.raises(GrammarError, match="GBNF"):
-        of_grammar("root ::= " + "(" * 9000)
+        grammar_from_text("root ::= " + "(" * 9000)
 
 
 def test_a_choice_may_hold_any_text() -> None:
     choices = ['"', "\\n", "a|b", "ä\n", "start: x"]
-    state = begun(of_choices(choices), vocabulary=LARGE)
+    state = begun(grammar_from_choices(choices), vocabulary=LARGE)
     said = set()
     for seed in range(60):
         tokens = wandered(state, random.Random(seed))
@@ -315,7 +327,7 @@ async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
     checks, gate = GrammarChecks(), threading.Event()
     known = await checks.grammar_of(wants("known"))
     checks._thread.submit(gate.wait)
-    waiting = [asyncio.create_task(checks.grammar_of(wants("a" * n))) for n in range(1, MOST_WAITING + 1)]
+    waiting = [asyncio.create_task(checks.grammar_of(wants("a" * n))) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
     again = asyncio.create_task(checks.grammar_of(wants("a")))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
@@ -323,8 +335,8 @@ async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
     assert await checks.grammar_of(wants("known")) == known
     again.cancel()
     gate.set()
-    assert [await task for task in waiting] == [of_regex("a" * n) for n in range(1, MOST_WAITING + 1)]
-    assert await checks.grammar_of(wants("b")) == of_regex("b")
+    assert [await task for task in waiting] == [grammar_from_regex("a" * n) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
+    assert await checks.grammar_of(wants("b")) == grammar_from_regex("b")
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="regex"):
             await checks.grammar_of(wants("("))
@@ -337,7 +349,7 @@ async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
         (ResponseFormat, {"type": "json_schema", "json_schema": {"schema": TOO_LONG}}, "json_schema.schema"),
         (StructuredOutputs, {"json": TOO_LONG}, "json"),
         (StructuredOutputs, {"json": json.dumps(TOO_LONG)}, "json"),
-        (StructuredOutputs, {"choice": ["x" * 100] * (LONGEST_GRAMMAR // 100)}, "choice"),
+        (StructuredOutputs, {"choice": ["x" * 100] * (MAX_GRAMMAR_LENGTH // 100)}, "choice"),
     ],
 )
 def test_what_is_too_long_for_a_grammar_is_not_even_written_as_one(
@@ -347,22 +359,22 @@ def test_what_is_too_long_for_a_grammar_is_not_even_written_as_one(
         kind.model_validate(fields)
     told = InvalidRequestError.of(refused.value)
     assert told.param == param
-    assert f"{LONGEST_GRAMMAR} are the most" in told.message
+    assert f"{MAX_GRAMMAR_LENGTH} are the most" in told.message
 
 
 def test_a_grammar_has_a_limit() -> None:
     """Where it becomes longer than what was said."""
-    schema = {"enum": ["ä" * (LONGEST_GRAMMAR // 2)]}
+    schema = {"enum": ["ä" * (MAX_GRAMMAR_LENGTH // 2)]}
     asked = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
-    with pytest.raises(GrammarError, match=f"{LONGEST_GRAMMAR} are the most"):
-        written(asked)
+    with pytest.raises(GrammarError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
+        compile_grammar_text(asked)
 
 
 def test_many_choices_are_one_lexeme() -> None:
     """As a rule each, they once exceeded a limit, where the same as an enum of a schema did not."""
     choices = [f"choice {n}" for n in range(2000)]
-    assert complaint(of_choices(choices)) == ""
-    assert begun(of_choices(choices), vocabulary=LARGE).allowed([]) is not None
+    assert complaint(grammar_from_choices(choices)) == ""
+    assert begun(grammar_from_choices(choices), vocabulary=LARGE).allowed([]) is not None
 
 
 async def test_of_what_was_checked_little_is_kept() -> None:
@@ -372,10 +384,10 @@ async def test_of_what_was_checked_little_is_kept() -> None:
     for name in ("a" * 100_000, "b" * 100_000):
         named = {"name": name, "description": name, "schema": schema}
         body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
-        assert await checks.grammar_of(CompletionBody.model_validate(body)) == of_schema(schema)
+        assert await checks.grammar_of(CompletionBody.model_validate(body)) == grammar_from_schema(schema)
     with pytest.raises(InvalidRequestError):
         await checks.grammar_of(wants("(" * 10_000))
-    assert [len(key) <= 64 for key in checks._checked] == [True, True], "names say nothing of a grammar"
+    assert [len(key) <= 64 for key in checks._tasks] == [True, True], "names say nothing of a grammar"
     await checks.close()
 
 
@@ -403,9 +415,9 @@ def test_vllms_fields_become_grammars() -> None:
         "json_object": True,
     }
     for field, value in asked.items():
-        grammar = written(StructuredOutputs.model_validate({field: value}))
+        grammar = compile_grammar_text(StructuredOutputs.model_validate({field: value}))
         assert begun(grammar).allowed([]) is not None
-    compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).written()
-    assert compact == of_schema(TABLE, None)
-    spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).written()
+    compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).to_grammar()
+    assert compact == grammar_from_schema(TABLE, None)
+    spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).to_grammar()
     assert "\n" not in text_of(wandered(begun(spaced), random.Random(1)))

@@ -6,13 +6,21 @@ from contextlib import contextmanager
 
 import pytest
 
-from paceline.compute.pipe import Pipe
-from paceline.growth import Growths
-from paceline.speculators.base import Commit, Opening, Speculator
-from paceline.speculators.growing import Close, GrowingLoop, Grown, Left, Rounds, Said, Told
-from paceline.tree import ROOT, TokenTree
-from tests.pipes import pipes
-from tests.workers import Counting, opening
+from paceline.core.growth import GrowthBatch
+from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.draft_loop import (
+    DraftLoop,
+    DraftRounds,
+    DraftUpdate,
+    LinkClosed,
+    LinkEvents,
+    RequestClosed,
+    RequestEvent,
+)
+from paceline.drafting.speculator import Commit, Opening, Speculator
+from paceline.ipc.pipe import Pipe
+from tests.helpers.pipes import pipes
+from tests.helpers.workers import Counting, opening
 
 WAIT_S = 20.0
 
@@ -22,20 +30,20 @@ class Peer:
 
     def __init__(self, pipe: Pipe) -> None:
         self._pipe = pipe
-        self.rounds: list[Rounds] = []
-        self._heard: dict[int, list[Grown]] = {}
-        pipe.deliver(Rounds, self._take)
+        self.rounds: list[DraftRounds] = []
+        self._heard: dict[int, list[DraftUpdate]] = {}
+        pipe.on(DraftRounds, self._take)
 
-    def say(self, link: int, *said: Said) -> None:
-        self._pipe.send(Told(link, said))
+    def say(self, link: int, *said: RequestEvent) -> None:
+        self._pipe.send(LinkEvents(link, said))
 
     def leave(self, link: int) -> None:
-        self._pipe.send(Left(link))
+        self._pipe.send(LinkClosed(link))
 
-    def heard(self, link: int) -> Sequence[Grown]:
+    def heard(self, link: int) -> Sequence[DraftUpdate]:
         return self._heard.get(link, [])
 
-    def next(self, link: int) -> Grown:
+    def next(self, link: int) -> DraftUpdate:
         while not self.heard(link):
             count = len(self.rounds)
             self._pipe.receive(WAIT_S)
@@ -49,19 +57,19 @@ class Peer:
             tokens += [t for key, growth in self.next(link).growths if key == request_id for t in growth.tokens]
         return tokens
 
-    def _take(self, this: Rounds) -> None:
+    def _take(self, this: DraftRounds) -> None:
         self.rounds.append(this)
         for link, grown in this.grown:
             self._heard.setdefault(link, []).append(grown)
 
 
 @contextmanager
-def growing(speculator: Speculator, *first: Told | Left) -> Iterator[tuple[Peer, Future[None]]]:
+def growing(speculator: Speculator, *first: LinkEvents | LinkClosed) -> Iterator[tuple[Peer, Future[None]]]:
     """A loop that finds `first` in its pipe when it starts."""
     with ThreadPoolExecutor(1) as threads, pipes() as (ours, theirs):
         for message in first:
             ours.send(message)
-        future = threads.submit(GrowingLoop(speculator, theirs).run)
+        future = threads.submit(DraftLoop(speculator, theirs).run)
         try:
             yield Peer(ours), future
         finally:
@@ -82,18 +90,18 @@ def test_the_speculator_knows_whose_a_request_is() -> None:
         owners: list[int]
 
         def open(self, opening: Opening) -> None:
-            self.owners.append(opening.owner)
+            self.owners.append(opening.link)
             super().open(opening)
 
     asking = Asking()
     asking.owners = []
-    with growing(asking, *(Told(link, [opening(1)]) for link in (3, 5, 3))) as (peer, _):
+    with growing(asking, *(LinkEvents(link, [opening(1)]) for link in (3, 5, 3))) as (peer, _):
         peer.next(5)
     assert asking.owners == [3, 5, 3]
 
 
 def test_what_was_said_is_applied_before_growing_and_counted() -> None:
-    said = Told(1, [opening(1, tokens=[10])]), Told(1, [Commit(1, 0, [50], 0)])
+    said = LinkEvents(1, [opening(1, tokens=[10])]), LinkEvents(1, [Commit(1, 0, [50], 0)])
     with growing(Counting(), *said) as (peer, _):
         grown = peer.next(1)
         assert grown.applied == 2
@@ -103,7 +111,7 @@ def test_what_was_said_is_applied_before_growing_and_counted() -> None:
 
 def test_applying_is_told_even_if_nothing_grew() -> None:
     with growing(Counting()) as (peer, _):
-        peer.say(1, Close(99))
+        peer.say(1, RequestClosed(99))
         assert peer.next(1).applied == 1
         peer.say(1, Commit(99, 0, [1], 0))
         grown = peer.next(1)
@@ -111,7 +119,7 @@ def test_applying_is_told_even_if_nothing_grew() -> None:
 
 
 def test_a_request_that_cannot_be_drafted_is_dropped_alone() -> None:
-    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5]), Commit(1, 2, [4], 0)])
+    said = LinkEvents(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5]), Commit(1, 2, [4], 0)])
     with growing(Counting(longest=2), said) as (peer, _):
         grown = peer.next(1)
         assert grown.dropped == {1: "longer than 2"}
@@ -119,19 +127,19 @@ def test_a_request_that_cannot_be_drafted_is_dropped_alone() -> None:
 
 
 def test_a_commit_at_the_wrong_place_drops_the_request() -> None:
-    with growing(Counting(), Told(1, [opening(1, tokens=[1, 2, 3]), Commit(1, 7, [4], 0)])) as (peer, _):
+    with growing(Counting(), LinkEvents(1, [opening(1, tokens=[1, 2, 3]), Commit(1, 7, [4], 0)])) as (peer, _):
         assert peer.next(1).dropped == {1: "the root is at 2, the commit at 7"}
 
 
 def test_a_link_that_leaves_takes_its_requests_along() -> None:
-    endless = Told(1, [opening(1, tokens=[10], max_depth=2**30)])
-    with growing(Counting(), endless, Left(1), Told(2, [opening(1, tokens=[20])])) as (peer, _):
+    endless = LinkEvents(1, [opening(1, tokens=[10], max_depth=2**30)])
+    with growing(Counting(), endless, LinkClosed(1), LinkEvents(2, [opening(1, tokens=[20])])) as (peer, _):
         assert peer.tokens(2, 1, 3) == [21, 22, 23]
         assert peer.heard(1) == []
 
 
 def test_every_round_is_told() -> None:
-    said = Told(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5], max_depth=20)])
+    said = LinkEvents(1, [opening(1, tokens=[1, 2, 3]), opening(2, tokens=[5], max_depth=20)])
     with growing(Counting(longest=2), said) as (peer, _):
         heard = peer.tokens(1, 2, 20)
         stats = [each for rounds in peer.rounds for each in rounds.stats]
@@ -177,5 +185,5 @@ def test_pieces_of_one_tree_are_joined_and_others_are_not() -> None:
     foreign = other.growth([other.add(ROOT, 3, -0.5)])
     one.commit([1])
     moved = one.growth([one.add(ROOT, 4, -0.5)])
-    pieces = Growths.of([(1, first), (2, foreign), (1, second), (1, moved)])
+    pieces = GrowthBatch.of([(1, first), (2, foreign), (1, second), (1, moved)])
     assert [(key, list(growth.tokens)) for key, growth in pieces] == [(1, [1, 2]), (1, [4]), (2, [3])]

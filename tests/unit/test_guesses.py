@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.engine.drafting import News, NoDrafting
-from paceline.engine.guesses import Guesses
+from paceline.core.growth import Growth
+from paceline.engine.draft_client import DraftUpdates, NoDraftClient
+from paceline.engine.draft_manager import DraftManager
+from paceline.engine.draft_schedule import ReceiveUpdates
 from paceline.engine.request import Request
-from paceline.engine.waiting import Receive
-from paceline.growth import Growth
-from tests.bare import bare_request
+from tests.helpers.bare import bare_request
 
 
-class Polled(NoDrafting):
+class Polled(NoDraftClient):
     """Drafts for whoever asks, one guess at a poll."""
 
     def __init__(self, *, concurrent: bool, more: bool = True) -> None:
@@ -22,27 +22,27 @@ class Polled(NoDrafting):
         self.more = more
         self.polls = 0
 
-    def poll(self, timeout_s: float) -> News:
+    def poll(self, timeout_s: float) -> DraftUpdates:
         self.polls += 1
-        return News([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], more=self.more)
+        return DraftUpdates([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], may_continue=self.more)
 
 
 class SoManyRounds:
     """Waits for as many rounds as it is told to, whatever they bring."""
 
-    ahead, wanted = 1, 0.0
+    depth_factor, min_path_probability = 1, 0.0
 
     def __init__(self, rounds: int) -> None:
         self._rounds = rounds
         self.asked: list[Sequence[Request]] = []
 
-    def wait(self, drawing: Sequence[Request], receive: Receive) -> None:
+    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
         self.asked.append(drawing)
         for _ in range(self._rounds):
             if not receive(1.0):
                 return
 
-    def refused(self, path_probability: float) -> bool:
+    def observe_unverified(self, path_probability: float) -> bool:
         return False
 
 
@@ -59,8 +59,8 @@ def test_a_draft_on_the_target_s_time_gets_one_round_beside_prompts_and_else_wha
 ) -> None:
     """One elsewhere has drafted already: what has come is taken in, and then the step may be held back."""
     request, drafting, waiting = drafted_for(), Polled(concurrent=concurrent), SoManyRounds(rounds)
-    guesses = Guesses(drafting, (), "coupled", waiting, 10, lambda: 0.0, judged=False)
-    guesses.gather({1: request}, [request] if draws else ())
+    guesses = DraftManager(drafting, (), "coupled", waiting, 10, lambda: 0.0, judged=False)
+    guesses.receive_growth({1: request}, [request] if draws else ())
     assert drafting.polls == guesses.grafted == polls + rounds * draws
     assert waiting.asked == [[request]] * draws
 
@@ -68,15 +68,15 @@ def test_a_draft_on_the_target_s_time_gets_one_round_beside_prompts_and_else_wha
 def test_nobody_is_waited_for_who_does_not_draft() -> None:
     request, waiting = drafted_for(), SoManyRounds(1)
     request.paused = True
-    guesses = Guesses(Polled(concurrent=True), (), "coupled", waiting, 10, lambda: 0.0, judged=False)
-    guesses.gather({1: request}, [request])
+    guesses = DraftManager(Polled(concurrent=True), (), "coupled", waiting, 10, lambda: 0.0, judged=False)
+    guesses.receive_growth({1: request}, [request])
     assert not waiting.asked
 
 
 def test_who_has_said_all_it_knows_is_not_asked_again() -> None:
     """A lookup guesses all at once; another poll would cost its time, and what it is worth would have to be weighed."""
     request, drafting = drafted_for(), Polled(concurrent=False, more=False)
-    guesses = Guesses(drafting, (), "coupled", SoManyRounds(5), 10, lambda: 0.0, judged=False)
-    guesses.gather({1: request}, [request])
+    guesses = DraftManager(drafting, (), "coupled", SoManyRounds(5), 10, lambda: 0.0, judged=False)
+    guesses.receive_growth({1: request}, [request])
     assert drafting.polls == 1
     assert request.tree.size == 1

@@ -12,21 +12,21 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.engine.drafting import LocalDrafting
+from paceline.core.messages import Submission
+from paceline.core.tree import TokenTree
+from paceline.drafting import build_speculator, hidden_state_layers
+from paceline.drafting.draw_prediction import SHORTLIST_SIZE
+from paceline.drafting.heads.head_network import HeadNetwork
+from paceline.drafting.heads.head_speculator import HeadSpeculator
+from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.speculator import Commit, Context, DraftError, Opening, Speculator
+from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
-from paceline.messages import Submission
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.layers import Linear, TorchNetwork
-from paceline.model.lending import borrow
-from paceline.speculators import build, hidden_state_layers
-from paceline.speculators.base import Commit, Context, DraftError, Opening, Speculator
-from paceline.speculators.eagle import Eagle
-from paceline.speculators.eagle3 import Eagle3
-from paceline.speculators.head import Head
-from paceline.speculators.network import HeadNetwork
-from paceline.speculators.predicted import LISTED
-from paceline.tree import TokenTree
-from tests.head_checkpoints import (
+from paceline.model.target_weights import load_target_weights
+from tests.helpers.head_checkpoints import (
     HIDDEN,
     LAYERS,
     VOCABULARY,
@@ -41,10 +41,10 @@ from tests.head_checkpoints import (
     target_model,
     target_network,
 )
-from tests.head_formulas import Eagle1, Formula, after
-from tests.head_formulas import Eagle3 as Formula3
-from tests.seen import nodes_of
-from tests.targets import FREE
+from tests.helpers.head_formulas import Eagle1, Formula, after
+from tests.helpers.head_formulas import Eagle3 as Formula3
+from tests.helpers.seen import nodes_of
+from tests.helpers.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -53,9 +53,9 @@ STATES = torch.randn(64, 3, HIDDEN, generator=torch.Generator().manual_seed(29))
 """By position. EAGLE-1 is fed with the first of each."""
 
 
-def head(network: HeadNetwork, width: int = 2) -> Head:
+def head(network: HeadNetwork, width: int = 2) -> HeadSpeculator:
     """One that thinks no guess too unlikely."""
-    return Head("eagle3", network, "", VOCABULARY, width, least_path_probability=0.0)
+    return HeadSpeculator("eagle3", network, "", VOCABULARY, width, least_path_probability=0.0)
 
 
 def states(network: HeadNetwork, start: int, stop: int) -> Tensor:
@@ -76,9 +76,9 @@ def grown(speculator: Speculator, tree: TokenTree) -> dict[tuple[int, ...], floa
 
 
 HEADS: dict[str, tuple[dict[str, Tensor], dict[str, Tensor], Any]] = {
-    "EAGLE-1": (eagle_tensors(bias=True), {}, Eagle),
-    "EAGLE-3": (eagle3_tensors(), {}, Eagle3),
-    "EAGLE-3 of a reduced vocabulary": (eagle3_tensors(columns=len(KNOWN)), reduced(KNOWN), Eagle3),
+    "EAGLE-1": (eagle_tensors(bias=True), {}, EagleNetwork),
+    "EAGLE-3": (eagle3_tensors(), {}, Eagle3Network),
+    "EAGLE-3 of a reduced vocabulary": (eagle3_tensors(columns=len(KNOWN)), reduced(KNOWN), Eagle3Network),
 }
 
 
@@ -88,7 +88,9 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[HeadNetwork, F
     tensors, more, kind = HEADS[request.param]
     save_head(tmp_path, tensors | more, llama_config())
     target = target_network()
-    formula = (Eagle1 if kind is Eagle else Formula3)(tensors, target.model.embed_tokens.weight, target.lm_head.weight)
+    formula = (Eagle1 if kind is EagleNetwork else Formula3)(
+        tensors, target.model.embed_tokens.weight, target.lm_head.weight
+    )
     return kind(Checkpoint(tmp_path), lent(), 256), formula
 
 
@@ -147,7 +149,7 @@ class TestPairing:
     ) -> dict[int, float]:
         """Log-probabilities of the tokens that are looked at, likeliest first."""
         ids = range(VOCABULARY) if network.ids is None else network.ids.tolist()
-        logits, columns = after(formula, tokens, told, path)[0].topk(min(LISTED, len(ids)))
+        logits, columns = after(formula, tokens, told, path)[0].topk(min(SHORTLIST_SIZE, len(ids)))
         return dict(zip([ids[c] for c in columns.tolist()], logits.log_softmax(-1).tolist(), strict=True))
 
     def are_likeliest(
@@ -191,19 +193,19 @@ def without_layer(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
     return tensors
 
 
-def handing_on_the_state(folder: Path) -> Eagle:
+def handing_on_the_state(folder: Path) -> EagleNetwork:
     tensors = without_layer(eagle_tensors(), "layers.0")
     tensors["fc.weight"] = torch.cat((torch.zeros(HIDDEN, HIDDEN), torch.eye(HIDDEN)), 1)
-    return Eagle(Checkpoint(save_head(folder, tensors, llama_config())), lent(), 256)
+    return EagleNetwork(Checkpoint(save_head(folder, tensors, llama_config())), lent(), 256)
 
 
-def handing_on_the_token(folder: Path) -> Eagle:
+def handing_on_the_token(folder: Path) -> EagleNetwork:
     tensors = without_layer(eagle_tensors(), "layers.0")
     tensors["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
-    return Eagle(Checkpoint(save_head(folder, tensors, llama_config())), lent(), 256)
+    return EagleNetwork(Checkpoint(save_head(folder, tensors, llama_config())), lent(), 256)
 
 
-class Noting(LocalDrafting):
+class Noting(LocalDraftClient):
     """Keeps the children of every root, with the tokens up to it."""
 
     def __init__(self, speculator: Speculator) -> None:
@@ -221,7 +223,7 @@ class Noting(LocalDrafting):
 
     def poll(self, timeout_s: float) -> Any:
         news = super().poll(timeout_s)
-        for _, growth in news.grown:
+        for _, growth in news.growths:
             if growth.base_position == len(self._tokens) - 1:
                 children = [t for t, p in zip(growth.tokens, growth.parent_ids, strict=True) if p == 0]
                 self.noted += [(self._tokens.copy(), children)] if children else []
@@ -268,7 +270,7 @@ class TestWhatItIsTold:
         speculator.check_integrity()
 
     def test_guesses_end_before_the_targets_last_position(self, tmp_path: Path) -> None:
-        network = Eagle(Checkpoint(save_head(tmp_path, eagle_tensors(), llama_config())), lent(), 256)
+        network = EagleNetwork(Checkpoint(save_head(tmp_path, eagle_tensors(), llama_config())), lent(), 256)
         network.position_limit = len(PROMPT) + 2
         speculator, tree = head(network), TokenTree(len(PROMPT) - 1, PROMPT[-1])
         speculator.open(opening(PROMPT, depth=9))
@@ -278,7 +280,7 @@ class TestWhatItIsTold:
     def test_positions_beyond_what_the_heads_own_configuration_names(self, tmp_path: Path) -> None:
         """Heads say 2048, and work far beyond: the target's limit is what counts."""
         save_head(tmp_path, eagle3_tensors(), llama_config(max_position_embeddings=16))
-        assert Eagle3(Checkpoint(tmp_path), lent(), 256).position_limit == 512
+        assert Eagle3Network(Checkpoint(tmp_path), lent(), 256).position_limit == 512
 
 
 class TestMemory:
@@ -291,13 +293,17 @@ class TestMemory:
             "embed_tokens.weight": network.model.embed_tokens.weight.detach(),
             "lm_head.weight": network.lm_head.weight.detach(),
         }
-        target = lent() if place == "in the target's process" else borrow(str(save_target(tmp_path / "t")), None, "cpu")
-        for n, kind in enumerate((Eagle, Eagle3)):
-            own = eagle_tensors() if kind is Eagle else eagle3_tensors(lm_head=False)
+        target = (
+            lent()
+            if place == "in the target's process"
+            else load_target_weights(str(save_target(tmp_path / "t")), None, "cpu")
+        )
+        for n, kind in enumerate((EagleNetwork, Eagle3Network)):
+            own = eagle_tensors() if kind is EagleNetwork else eagle3_tensors(lm_head=False)
             folder = save_head(tmp_path / str(n), own | copies, llama_config())
             loaded = kind(Checkpoint(folder), target, 256)
             assert embedding_in(loaded) is target.embedding()
-            assert loaded._layers._lent_output == target.output
+            assert loaded._layers._target_output == target.output
 
     def test_a_matrix_that_is_tied_to_the_embedding_is_no_copy_of_it(self) -> None:
         """Where products want no layout of their own, as on a GPU."""
@@ -314,9 +320,9 @@ class TestMemory:
         copies[changed][5, 0] += 1
         save_head(tmp_path, eagle3_tensors(lm_head=False) | copies, llama_config())
         target = lent()
-        loaded = Eagle3(Checkpoint(tmp_path), target, 256)
+        loaded = Eagle3Network(Checkpoint(tmp_path), target, 256)
         assert (embedding_in(loaded) is target.embedding()) == (changed != "embed_tokens.weight")
-        assert (loaded._layers._lent_output == target.output) == (changed != "lm_head.weight")
+        assert (loaded._layers._target_output == target.output) == (changed != "lm_head.weight")
 
     def test_a_worker_reads_two_matrices_of_the_target(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         folder = save_target(tmp_path)
@@ -328,19 +334,19 @@ class TestMemory:
             return tensor(self, name, *options)
 
         monkeypatch.setattr(Checkpoint, "tensor", noted)
-        there, here = borrow(str(folder), None, "cpu"), lent()
+        there, here = load_target_weights(str(folder), None, "cpu"), lent()
         assert sorted(read) == ["lm_head.weight", "model.embed_tokens.weight"]
         final = random(torch.Generator().manual_seed(1), 8, HIDDEN)
         assert torch.equal(there.embedding(), here.embedding())
         assert torch.equal(there.output(final), here.output(final))
-        assert (there.vocabulary_size, there.max_model_len, there.final) == (VOCABULARY, 512, LAYERS + 1)
+        assert (there.vocabulary_size, there.max_model_len, there.final_layer) == (VOCABULARY, 512, LAYERS + 1)
 
     def test_a_head_without_matrices_of_its_own_has_none(self, tmp_path: Path) -> None:
         """None of the tensors that it holds is a copy of a matrix of the target."""
         save_head(tmp_path, eagle3_tensors(lm_head=False), llama_config())
         target = lent()
         theirs = {id(tensor) for tensor in held(target)}
-        own = [tensor for tensor in held(Eagle3(Checkpoint(tmp_path), target, 256)) if id(tensor) not in theirs]
+        own = [tensor for tensor in held(Eagle3Network(Checkpoint(tmp_path), target, 256)) if id(tensor) not in theirs]
         network = target_network()
         lent_matrices = network.model.embed_tokens.weight, network.lm_head.weight
         assert own
@@ -351,10 +357,10 @@ class TestMemory:
                 assert tensor.shape != (VOCABULARY, HIDDEN)
 
 
-def embedding_in(head: Eagle | Eagle3) -> Tensor | None:
+def embedding_in(head: EagleNetwork | Eagle3Network) -> Tensor | None:
     """What it looks tokens up in."""
     network: Any = head._layers._network
-    return network._embedding if isinstance(network, TorchNetwork) else network._lent[1]
+    return network._embedding if isinstance(network, TorchNetwork) else network._kept_alive[1]
 
 
 def held(thing: Any) -> list[Tensor]:
@@ -382,13 +388,13 @@ def held(thing: Any) -> list[Tensor]:
 
 
 class TestConfigured:
-    """As `paceline.speculators.build` makes heads for a service."""
+    """As `paceline.drafting.build_speculator` makes heads for a service."""
 
     @pytest.mark.parametrize(("method", "tensors"), [("eagle", eagle_tensors()), ("eagle3", eagle3_tensors())])
     def test_build(self, method: Any, tensors: dict[str, Tensor], tmp_path: Path) -> None:
         save_head(tmp_path, tensors, llama_config())
         config, engine = SpeculativeConfig(method=method, model=str(tmp_path)), EngineConfig(slots=256)
-        speculator = build(config, engine, lent)
+        speculator = build_speculator(config, engine, lent)
         layers = (LAYERS + 1,) if method == "eagle" else (2, 4, 5)
         assert speculator.method == method
         assert speculator.hidden_state_layers == layers == tuple(hidden_state_layers(config, engine, lent))
@@ -398,11 +404,11 @@ class TestConfigured:
     def test_what_the_user_says_of_a_checkpoint_counts(self, tmp_path: Path) -> None:
         save_head(tmp_path, eagle3_tensors(), llama_config())
         config = SpeculativeConfig(method="eagle3", model=str(tmp_path), eagle_aux_hidden_state_layer_ids=(0, 1, 2))
-        assert build(config, EngineConfig(slots=256), lent).hidden_state_layers == (0, 1, 2)
+        assert build_speculator(config, EngineConfig(slots=256), lent).hidden_state_layers == (0, 1, 2)
         assert hidden_state_layers(config, EngineConfig(slots=256), lent) == (0, 1, 2)
 
     def test_a_head_of_another_method(self, tmp_path: Path) -> None:
         save_head(tmp_path, eagle_tensors(), llama_config())
         config = SpeculativeConfig(method="eagle3", model=str(tmp_path))
         with pytest.raises(CheckpointError, match=r"fc.weight in .* has shape"):
-            build(config, EngineConfig(slots=256), lent)
+            build_speculator(config, EngineConfig(slots=256), lent)

@@ -14,28 +14,35 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
+from paceline.drafting.checkpoint_detection import method_of_checkpoint
+from paceline.drafting.heads.head_network import HeadNetwork
+from paceline.drafting.heads.medusa_heads import load_medusa
+from paceline.drafting.heads.mlp_network import load_mlp_speculator
+from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.methods.mtp import load_mtp
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.rows import Lane
-from paceline.speculators.eagle import Eagle
-from paceline.speculators.eagle3 import Eagle3
-from paceline.speculators.formats import recognise
-from paceline.speculators.medusa_heads import load_medusa
-from paceline.speculators.mlp_network import load_mlp_speculator
-from paceline.speculators.mtp import load_mtp
-from paceline.speculators.network import HeadNetwork
-from paceline.training.heads import RECIPES, head_config, save_head
-from paceline.training.library import Library
-from paceline.training.states import DECAY, KEPT, Reader, Reading, accepted_by_depth, draft_loss
-from paceline.training.tokens import windows
-from tests.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
+from paceline.model.rows import SlotTable
+from paceline_lab.training.family.token_corpus import windows
+from paceline_lab.training.heads.target_output_cache import TargetOutputCache
+from paceline_lab.training.heads.target_reader import (
+    DECAY,
+    KEPT,
+    TargetOutputs,
+    TargetReader,
+    accepted_by_depth,
+    draft_loss,
+)
+from paceline_lab.training.heads.train_head import RECIPES, head_config, save_head
+from tests.helpers.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
 
-NETWORKS: dict[str, Any] = {"eagle": Eagle, "eagle3": Eagle3, "mtp": load_mtp}
+NETWORKS: dict[str, Any] = {"eagle": EagleNetwork, "eagle3": Eagle3Network, "mtp": load_mtp}
 LENGTH, STEPS = 70, 4  # past a tile border
 
 
-def begun(method: str) -> tuple[nn.Module, Reader]:
+def begun(method: str) -> tuple[nn.Module, TargetReader]:
     target = target_network()
-    reader = Reader(target, RECIPES[method].layers(LAYERS))
+    reader = TargetReader(target, RECIPES[method].layers(LAYERS))
     torch.manual_seed(5)
     return RECIPES[method].begin(head_config(target.config), target).float(), reader
 
@@ -50,16 +57,16 @@ def rows(count: int) -> Tensor:
     return torch.randint(VOCABULARY, (count, LENGTH), generator=torch.Generator().manual_seed(47))
 
 
-def logits(reader: Reader, reading: Reading) -> Tensor:
+def logits(reader: TargetReader, reading: TargetOutputs) -> Tensor:
     """The whole of what the target says."""
     said: Tensor = reader.target(input_ids=reading.ids_BL).logits
     return said
 
 
-def chain(network: HeadNetwork, reading: Reading, row: int, steps: int) -> list[Tensor]:
+def chain(network: HeadNetwork, reading: TargetOutputs, row: int, steps: int) -> list[Tensor]:
     """Logits of each step of a draft whose root is the token at `row` + 1, and whose guesses are what stands there."""
     tokens = reading.ids_BL[0].tolist()
-    lane, free = Lane(), list(range(network.slots, 0, -1))
+    lane, free = SlotTable(), list(range(network.slots, 0, -1))
     lane.slots = [free.pop() for _ in range(row + 1)]
     committed = [lane.row(tokens[i + 1], i) for i in range(row + 1)]
     output = network.run(committed, network.encode(reading.states_BLSH[0, : row + 1]), [row])
@@ -103,7 +110,7 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
     assert losses[-1] < 0.9 * losses[0]
     save_head(head, RECIPES[method], head_config(reader.target.config), tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    assert recognise(checkpoint) == method
+    assert method_of_checkpoint(checkpoint) == method
     network = NETWORKS[method](checkpoint, lent(), 256)
     assert tuple(network.hidden_state_layers) == tuple(RECIPES[method].layers(LAYERS))
     with torch.no_grad():
@@ -112,7 +119,7 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
     assert (logits - law).abs().max() < 0.05 * law.abs().max()  # written in bfloat16
 
 
-def disturbed(method: str) -> tuple[nn.Module, Reader]:
+def disturbed(method: str) -> tuple[nn.Module, TargetReader]:
     """What begins as zeros or ones hides what is done with it."""
     head, reader = begun(method)
     with torch.no_grad():
@@ -126,7 +133,7 @@ def test_medusa_heads_are_trained_on_what_they_guess(tmp_path: Path) -> None:
     head, reader = disturbed("medusa")
     save_unrounded(head, "medusa", tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    assert recognise(checkpoint) == "medusa"
+    assert method_of_checkpoint(checkpoint) == "medusa"
     served, reading = load_medusa(checkpoint, lent()), reader.read(rows(2))
     assert len(served) == RECIPES["medusa"].steps == checkpoint.config["medusa_num_heads"]
     said = served(reading.states_BLSH[:, :, 0].flatten(0, 1)).unflatten(0, (2, LENGTH))
@@ -148,7 +155,7 @@ def test_an_mlp_speculator_is_trained_on_what_it_guesses(tmp_path: Path) -> None
     head, reader = disturbed("mlp_speculator")
     save_unrounded(head, "mlp_speculator", tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    assert recognise(checkpoint) == "mlp_speculator"
+    assert method_of_checkpoint(checkpoint) == "mlp_speculator"
     network, reading = load_mlp_speculator(checkpoint, lent()), reader.read(rows(2))
     laws = head(reading, RECIPES["mlp_speculator"].steps)
     assert network.steps == len(laws) == checkpoint.config["n_predict"]
@@ -207,12 +214,12 @@ def test_a_guess_is_accepted_with_all_before_it() -> None:
     assert shares == pytest.approx([1, 1 - 1 / places, 1 - 2 / (places - 1)])
 
 
-class Counted(Reader):
+class Counted(TargetReader):
     """Counts the rows that it reads."""
 
     count = 0
 
-    def read(self, ids_BL: Tensor) -> Reading:
+    def read(self, ids_BL: Tensor) -> TargetOutputs:
         self.count += len(ids_BL)
         return super().read(ids_BL)
 
@@ -224,22 +231,22 @@ def test_what_was_read_is_remembered_as_far_as_there_is_room(rows_kept: int) -> 
     layers = RECIPES["eagle3"].layers(LAYERS)
     documents = [np.arange(301, dtype=np.uint16) % VOCABULARY]
     rows_of = windows(documents, 60, seed=0)
-    one = Reader(target, layers).read(rows_of[:1])
+    one = TargetReader(target, layers).read(rows_of[:1])
     size = one.states_BLSH.nbytes + one.likely_BLK.nbytes + one.log_shares_BLK.nbytes
     reader = Counted(target, layers)
-    library = Library(reader, documents, rows_kept * size + size // 2)
+    library = TargetOutputCache(reader, documents, rows_kept * size + size // 2)
     stream = library.stream(seed=3)
     for epoch in range(3):
         names = torch.cat([stream.batch(1, 60) for _ in range(5)])
         assert sorted(names.tolist()) == [[60, number] for number in range(5)]
         for name in names:
-            fresh, reading = Reader(target, layers).read(rows_of[name[1:]]), library.read(name[None])
-            for field in fields(Reading):
+            fresh, reading = TargetReader(target, layers).read(rows_of[name[1:]]), library.read(name[None])
+            for field in fields(TargetOutputs):
                 assert torch.equal(getattr(fresh, field.name), getattr(reading, field.name)), field.name
         assert reader.count == 5 + epoch * (5 - rows_kept)
     mixed = library.read(torch.tensor([[60, 4], [60, 0], [60, 2]]))
     assert torch.equal(mixed.ids_BL, rows_of[[4, 0, 2]])
-    assert torch.equal(mixed.likely_BLK, Reader(target, layers).read(rows_of[[4, 0, 2]]).likely_BLK)
+    assert torch.equal(mixed.likely_BLK, TargetReader(target, layers).read(rows_of[[4, 0, 2]]).likely_BLK)
 
 
 @pytest.mark.parametrize("method", ["draft_model", "pard"])
@@ -249,7 +256,7 @@ def test_a_small_model_is_trained_on_what_it_reads(method: str, tmp_path: Path) 
     head, reader = begun(method)
     save_unrounded(head, method, tmp_path)
     checkpoint = Checkpoint(tmp_path)
-    assert recognise(checkpoint) == method
+    assert method_of_checkpoint(checkpoint) == method
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     reading = reader.read(rows(1))
     steps = RECIPES[method].steps

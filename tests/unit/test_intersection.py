@@ -10,18 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SamplingParams
-from paceline.model import Lane, Model
+from paceline.core.sampling import History, SamplingRow, scores
+from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit, DraftError, Opening
+from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
+from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
+from paceline.model import Model, SlotTable
 from paceline.model.loading import build
-from paceline.model.table import TableModel
-from paceline.sampling import History, Row, scores
-from paceline.speculators.base import Commit, DraftError, Opening
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.intersection import IntersectionDraft
-from paceline.speculators.vocabularies import VocabularyMapping
-from paceline.tree import ROOT, TokenTree
-from tests.foreign import accepted, grow, longest, numbered, permuted_llama
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
-from tests.seen import nodes_of, root_of
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.foreign import accepted, grow, longest, numbered, permuted_llama
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.seen import nodes_of, root_of
 from tests.unit.test_draft_model import PROMPT, committed, decoded
 
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
@@ -50,7 +50,7 @@ def thorough(model: Model, mapping: VocabularyMapping, width: int = 3) -> Inters
 def test_the_same_network_with_its_vocabulary_permuted_is_as_good_as_the_target_itself(law: SamplingParams) -> None:
     """Which predicts every draw: so ids, noise and positions are the target's."""
     output = decoded(llama(), PROMPT, law, 40)
-    itself = accepted(DraftModel(llama(), 1, least_path_probability=0.0), PROMPT, output, law)
+    itself = accepted(DraftModelSpeculator(llama(), 1, least_path_probability=0.0), PROMPT, output, law)
     mapped = accepted(thorough(llama(permuted=True), PERMUTED, 1), PROMPT, output, law)
     assert mapped == itself
     if law.greedy or (not law.top_k and law.top_p == 1 and not law.frequency_penalty):
@@ -97,7 +97,7 @@ def test_positions_that_end_are_the_drafts() -> None:
     """Ten positions: eight are taken by a prompt of four tokens, so that a guess and its child remain."""
     table = TableModel(VOCABULARY, 512, 10)
     tree = opened(thorough(table, PARTIAL, 1), [20, 3, 9, 1, 1], GREEDY)
-    assert PARTIAL.write([20, 3, 9, 1, 1]) == [5, 5, 5, 3, 7, 61, 1, 1]
+    assert PARTIAL.to_draft_tokens([20, 3, 9, 1, 1]) == [5, 5, 5, 3, 7, 61, 1, 1]
     assert tree.size == 2
     with pytest.raises(DraftError, match="10 tokens; the draft's positions end at 10"):
         thorough(table, PARTIAL).open(Opening(1, [20, 20, 20, 1], 0, GREEDY, 4, 100))
@@ -172,12 +172,12 @@ def opened(
 
 def likeliest(model: Model, tokens: Sequence[int], law: SamplingParams, position: int) -> list[int]:
     """What a target would draw with the draft's logits after these tokens, if it had none of the strangers."""
-    lane, written = Lane(), [each for token in tokens for each in STRANGERS.get(token, (token,))]
+    lane, written = SlotTable(), [each for token in tokens for each in STRANGERS.get(token, (token,))]
     lane.slots.extend(range(1, len(written) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(written)]
     logits = model.run(rows, [len(rows) - 1]).logits.clone()
     logits[:, list(STRANGERS)] = -1e9
-    ranked = scores(logits, [Row(law, position, History(law, tokens, [], VOCABULARY))])[0]
+    ranked = scores(logits, [SamplingRow(law, position, History(law, tokens, [], VOCABULARY))])[0]
     return [int(token) for token in ranked.argsort(descending=True)]
 
 

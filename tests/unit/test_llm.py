@@ -10,12 +10,12 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams
+from paceline.core.messages import FinishReason
 from paceline.llm import LLM, Completion, Prompt, VocabularyMismatchError
-from paceline.messages import FinishReason
-from paceline.models import ModelNotFoundError
+from paceline.model_names import ModelNotFoundError
 from paceline.text import Detokenizer, Tokenizer
-from tests.checkpoints import save_checkpoint
-from tests.parallel import BLOCK, DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors, save
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.parallel import BLOCK, DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors, save
 
 DRAFT = {"method": "draft_model", "model": "table:64:0.3", "row_budget": False}
 SMALL = {"slots": 512, "max_num_batched_rows": 64}

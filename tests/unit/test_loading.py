@@ -12,18 +12,18 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.model import Lane, load
-from paceline.model.lending import Lent
+from paceline.drafting import build_speculator as build_speculator
+from paceline.model import SlotTable, load
 from paceline.model.model import TransformersModel
-from paceline.models import ModelNotFoundError
-from paceline.speculators import build as build_speculator
-from tests.checkpoints import save_checkpoint, save_tokenizer
-from tests.llamas import POSITIONS, VOCABULARY, peaked_llama
+from paceline.model.target_weights import TargetWeights
+from paceline.model_names import ModelNotFoundError
+from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
+from tests.helpers.llamas import POSITIONS, VOCABULARY, peaked_llama
 
 CONFIG = EngineConfig(slots=512)
 
 
-def nothing_lent() -> Lent:
+def nothing_lent() -> TargetWeights:
     raise AssertionError("this method needs nothing of the target's")
 
 
@@ -44,7 +44,7 @@ def test_a_checkpoint_is_loaded_and_computes_what_transformers_computes(checkpoi
     assert (model.vocabulary_size, model.max_model_len, model.slots) == (VOCABULARY, POSITIONS, 512)
     assert model.eos_token_ids == (5, 7)
     assert model.rows_invariant
-    lane, tokens = Lane(), [3, 1, 4, 1, 5]
+    lane, tokens = SlotTable(), [3, 1, 4, 1, 5]
     lane.slots = [9, 2, 7, 11, 512]
     ours = model.run([lane.row(token, i) for i, token in enumerate(tokens)], [4]).logits[0]
     with torch.inference_mode():
@@ -54,7 +54,7 @@ def test_a_checkpoint_is_loaded_and_computes_what_transformers_computes(checkpoi
 
 def test_dtype_and_length_are_as_configured(checkpoint: Path) -> None:
     model = load(str(checkpoint), EngineConfig(slots=256, dtype="bfloat16", max_model_len=100))
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [1]
     assert model.dtype is torch.bfloat16
     assert model.max_model_len == 100
@@ -84,7 +84,7 @@ def test_mimo_is_known_without_code_from_its_folder(copy: Path) -> None:
             weight = weights[f"model.layers.{layer}.self_attn.{projection}_proj.weight"]
             weights[f"model.layers.{layer}.self_attn.{projection}_proj.bias"] = torch.zeros(len(weight))
     save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [1]
     ours = load(str(copy), CONFIG).run([lane.row(3, 0)], [0]).logits[0]
     with torch.inference_mode():
@@ -250,7 +250,7 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded_alone(kind: str, tm
     network.save_pretrained(tmp_path)
     save_tokenizer(tmp_path, range(VOCABULARY))
     tokens = [(11 * i + 7) % VOCABULARY for i in range(40)]
-    lane = Lane(range(1, 41))
+    lane = SlotTable(range(1, 41))
     ours = load(str(tmp_path), CONFIG).run([lane.row(token, i) for i, token in enumerate(tokens)], range(40)).logits
     with torch.inference_mode():
         theirs = network(input_ids=torch.tensor([tokens])).logits[0]

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from loadtests.figures import REFUSED, Figures, Goal, figures, percentile, token_ms
-from loadtests.questions import Question, RecordedQuestions, TimedQuestions
-from loadtests.run import Run
-from loadtests.shapes import SHAPES, rows, users_at
-from loadtests.streams import Answer, Heard, heard_events, judged, unended
-from loadtests.watching import cores, memory
+from loadtests.load_figures import REFUSED, LatencyGoal, LoadFigures, figures, percentile, token_ms
+from loadtests.load_requests import Question, RecordedQuestions, TimedQuestions
+from loadtests.load_run import LoadRun
+from loadtests.load_shapes import SHAPES, rows, users_at
+from loadtests.resource_usage import cores, memory
+from loadtests.stream_check import ReceivedStream, StreamRecord, check_stream, check_unfinished, parse_events
 
-GOAL = Goal(first_token_ms=500.0, token_ms=100.0)
+GOAL = LatencyGoal(first_token_ms=500.0, token_ms=100.0)
 QUESTION = Question("1 2", False, {"max_tokens": 4}, [7, 8, 9, 10], 2)
 
 
@@ -55,8 +55,8 @@ def usage(completion_tokens: int, prompt_tokens: int = 2) -> dict[str, object]:
     return {"choices": [], "usage": counts, "speculation": stats}
 
 
-def answer(*chunks: object, left: bool = False) -> Answer:
-    return judged("chat", 10.0, QUESTION, heard_events(events(*chunks)), left=left)
+def answer(*chunks: object, left: bool = False) -> StreamRecord:
+    return check_stream("chat", 10.0, QUESTION, parse_events(events(*chunks)), left=left)
 
 
 def test_a_chunk_is_not_a_token() -> None:
@@ -76,28 +76,31 @@ def test_what_a_stream_can_get_wrong_is_seen() -> None:
     assert answer(chunk(7, 8, 9, 10), END, usage(4, prompt_tokens=3)).fault.startswith("usage says 3 prompt tokens")
     assert answer(chunk(7, 8, 9, 10), usage(4)).fault == "no finish reason"
     assert answer({"error": {"message": "the target is gone"}}).fault == "the target is gone"
-    broken = heard_events(events(chunk(7, 8))[:-1])
-    assert judged("chat", 10.0, QUESTION, broken).fault == "the stream broke off"
+    broken = parse_events(events(chunk(7, 8))[:-1])
+    assert check_stream("chat", 10.0, QUESTION, broken).fault == "the stream broke off"
 
 
 def test_who_leaves_is_owed_what_came() -> None:
-    left = judged("abandoned", 10.0, QUESTION, heard_events(events(chunk(7), chunk(8))[:-1]), left=True)
+    left = check_stream("abandoned", 10.0, QUESTION, parse_events(events(chunk(7), chunk(8))[:-1]), left=True)
     assert (left.lost, left.changed, left.fault) == (0, 0, "")
     assert answer(chunk(7), chunk(9), left=True).changed == 1
-    assert judged("abandoned", 10.0, QUESTION, heard_events([]), left=True).tokens == 0
+    assert check_stream("abandoned", 10.0, QUESTION, parse_events([]), left=True).tokens == 0
 
 
 def test_who_hears_nothing_until_the_run_ends_is_not_excused() -> None:
     now = time.time()
-    going = Heard(arrivals=[(now - 1.0, 1)])
-    assert unended(now - 60.0, going, 30.0) is going
-    assert unended(now - 1.0, Heard(), 30.0).error == ""
-    for hung in (unended(now - 60.0, Heard(), 30.0), unended(0.0, Heard(arrivals=[(now - 60.0, 1)]), 30.0)):
-        assert "nothing came" in judged("chat", 10.0, QUESTION, hung, left=True).fault
+    going = ReceivedStream(arrivals=[(now - 1.0, 1)])
+    assert check_unfinished(now - 60.0, going, 30.0) is going
+    assert check_unfinished(now - 1.0, ReceivedStream(), 30.0).error == ""
+    for hung in (
+        check_unfinished(now - 60.0, ReceivedStream(), 30.0),
+        check_unfinished(0.0, ReceivedStream(arrivals=[(now - 60.0, 1)]), 30.0),
+    ):
+        assert "nothing came" in check_stream("chat", 10.0, QUESTION, hung, left=True).fault
 
 
 def test_figures_are_of_the_window() -> None:
-    fast = Answer("chat", began=10.0, first=10.2, ended=11.2, tokens=11, chunks=6, first_tokens=1)
+    fast = StreamRecord("chat", began=10.0, first=10.2, ended=11.2, tokens=11, chunks=6, first_tokens=1)
     slow = fast._replace(first=11.0, ended=14.0, verifications=4, accepted=6)
     others = [
         fast._replace(ended=9.0),  # before
@@ -105,7 +108,7 @@ def test_figures_are_of_the_window() -> None:
         fast._replace(left=True),
         fast._replace(fault="status 500"),
         fast._replace(lost=2),
-        Answer(REFUSED, 12.0, 12.0, 12.0),
+        StreamRecord(REFUSED, 12.0, 12.0, 12.0),
     ]
     found = figures([fast, slow, *others], 10.0, 20.0, GOAL)
     assert (found.answers, found.abandoned, found.refused, found.errors, found.lost_tokens) == (2, 1, 1, 1, 2)
@@ -124,7 +127,7 @@ def test_figures_of_nothing_are_nothing() -> None:
 
 def test_every_figure_is_a_number() -> None:
     found = figures([], 0.0, 10.0, GOAL)
-    assert isinstance(found, Figures)
+    assert isinstance(found, LoadFigures)
     assert all(isinstance(value, int | float) for value in asdict(found).values())
 
 
@@ -140,9 +143,9 @@ def test_timed_questions_know_their_answers() -> None:
 
 def test_a_run_survives_its_file(tmp_path: Path) -> None:
     kinds = {kind: [QUESTION.as_json()] for kind in ("chats", "texts", "longs")}
-    run = Run("http://a", "b:1", "m", True, "steps", 2.0, 10.0, 8, (1, 2), GOAL, kinds)
+    run = LoadRun("http://a", "b:1", "m", True, "steps", 2.0, 10.0, 8, (1, 2), GOAL, kinds)
     run.write(tmp_path / "run.json")
-    again = Run.read(tmp_path / "run.json")
+    again = LoadRun.read(tmp_path / "run.json")
     assert again == run
     asked = again.questions()
     assert isinstance(asked, RecordedQuestions)

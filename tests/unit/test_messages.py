@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.messages import SpeculationStats
+from paceline.core.messages import SpeculationStats
 
 
 def test_counts_by_depth() -> None:

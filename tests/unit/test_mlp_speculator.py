@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams
+from paceline.core.sampling import History, SamplingRow, draw
+from paceline.core.tree import TokenTree
+from paceline.drafting.heads.mlp_network import is_mlp_speculator, load_mlp_speculator
+from paceline.drafting.methods.mlp_speculator import MlpSpeculator
+from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening
+from paceline.drafting.stateless_heads import MAX_ROWS
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.lending import Lent
 from paceline.model.loading import build
-from paceline.sampling import History, Row, draw
-from paceline.speculators.base import Commit, Context, DraftError, Limit, Opening
-from paceline.speculators.cacheless import MOST_ROWS
-from paceline.speculators.mlp_network import is_mlp_speculator, load_mlp_speculator
-from paceline.speculators.mlp_speculator import MlpSpeculator
-from paceline.tree import TokenTree
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
-from tests.markov import (
+from paceline.model.target_weights import TargetWeights
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.markov import (
     HIDDEN,
     final_states,
     logits_after,
@@ -32,7 +32,7 @@ from tests.markov import (
     seeing_mlp,
     trained,
 )
-from tests.seen import Seen, nodes_of, root_of
+from tests.helpers.seen import Seen, nodes_of, root_of
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT = [3, 1, 4, 1, 5]
@@ -43,8 +43,8 @@ Tensors = dict[str, Tensor]
 
 
 @pytest.fixture(scope="module")
-def lent() -> Lent:
-    return build(peaked_llama(), "llama", EngineConfig(slots=256), "print", []).lend()
+def lent() -> TargetWeights:
+    return build(peaked_llama(), "llama", EngineConfig(slots=256), "print", []).target_weights()
 
 
 def some(*shape: int, seed: int = 0) -> Tensor:
@@ -125,7 +125,7 @@ def expected_lstm(tensors: Tensors, state: Tensor, tokens: Sequence[int], traine
     return torch.stack(logits)
 
 
-def computed(folder: Path, lent: Lent, state: Tensor, tokens: Sequence[int]) -> Tensor:
+def computed(folder: Path, lent: TargetWeights, state: Tensor, tokens: Sequence[int]) -> Tensor:
     """The same by ours, in a batch beside another chain."""
     network = load_mlp_speculator(Checkpoint(folder), lent)
     fed = network.begin(torch.stack([state, state.flip(0)]))
@@ -143,7 +143,7 @@ class TestFormats:
     @pytest.mark.parametrize("prefix", ["speculator.", ""])
     @pytest.mark.parametrize("scale", [True, False])
     @pytest.mark.parametrize("inner", [INNER, HIDDEN])
-    def test_ibm_s(self, tmp_path: Path, lent: Lent, prefix: str, scale: bool, inner: int) -> None:
+    def test_ibm_s(self, tmp_path: Path, lent: TargetWeights, prefix: str, scale: bool, inner: int) -> None:
         stored = {prefix + name: tensor for name, tensor in ibm(inner=inner).items()}
         folder = save_head(tmp_path, stored, mlp_config(STEPS, scale_input=scale))
         assert is_mlp_speculator(Checkpoint(folder))
@@ -152,18 +152,18 @@ class TestFormats:
         torch.testing.assert_close(computed(folder, lent, self.STATE, self.TOKENS), logits)
 
     @pytest.mark.parametrize("once", [True, False])
-    def test_tied_steps(self, tmp_path: Path, lent: Lent, once: bool) -> None:
+    def test_tied_steps(self, tmp_path: Path, lent: TargetWeights, once: bool) -> None:
         tensors = tied(ibm())
         folder = save_head(tmp_path, stored_once(tensors) if once else tensors, mlp_config(STEPS, tie_weights=True))
         logits = expected(tensors, self.STATE, self.TOKENS, STEPS)
         torch.testing.assert_close(computed(folder, lent, self.STATE, self.TOKENS), logits)
 
-    def test_a_single_tied_step(self, tmp_path: Path, lent: Lent) -> None:
+    def test_a_single_tied_step(self, tmp_path: Path, lent: TargetWeights) -> None:
         folder = save_head(tmp_path, ibm(1), mlp_config(1, tie_weights=True))
         logits = expected(ibm(1), self.STATE, [9], 1)
         torch.testing.assert_close(computed(folder, lent, self.STATE, [9]), logits)
 
-    def test_arctic_s_runs_further_than_it_was_trained_for(self, tmp_path: Path, lent: Lent) -> None:
+    def test_arctic_s_runs_further_than_it_was_trained_for(self, tmp_path: Path, lent: TargetWeights) -> None:
         """The weights of the sum are those of the training."""
         config = mlp_config(3, tie_weights=True, num_lookahead_tokens=5)
         config["architectures"] = ["ArcticMLPSpeculatorPreTrainedModel"]
@@ -174,7 +174,7 @@ class TestFormats:
         logits = expected(tied(ibm(5)), self.STATE, tokens, trained=3)
         torch.testing.assert_close(computed(folder, lent, self.STATE, tokens), logits)
 
-    def test_arctic_s_sum_rnn(self, tmp_path: Path, lent: Lent) -> None:
+    def test_arctic_s_sum_rnn(self, tmp_path: Path, lent: TargetWeights) -> None:
         tensors = stored_once(tied(ibm()))
         stored = {n if n.startswith("head") else ".".join([*n.split(".")[:2], "0", n.split(".")[2]]) for n in tensors}
         nested = dict(zip(sorted(stored), (tensors[name] for name in sorted(tensors)), strict=True))
@@ -185,17 +185,17 @@ class TestFormats:
         logits = expected(tied(ibm()), self.STATE, self.TOKENS, STEPS)
         torch.testing.assert_close(computed(folder, lent, self.STATE, self.TOKENS), logits)
 
-    def test_arctic_s_sum_lstm(self, tmp_path: Path, lent: Lent) -> None:
+    def test_arctic_s_sum_lstm(self, tmp_path: Path, lent: TargetWeights) -> None:
         config = {"method": "sum_lstm", "n_predict": STEPS, "tie_weights": True, "tie_lstm_embs": True}
         folder = save_head(tmp_path, lstm(), config)
         assert is_mlp_speculator(Checkpoint(folder))
         logits = expected_lstm(lstm(), self.STATE, self.TOKENS, STEPS)
         torch.testing.assert_close(computed(folder, lent, self.STATE, self.TOKENS), logits)
 
-    def test_it_may_know_fewer_tokens_than_a_padded_target(self, tmp_path: Path, lent: Lent) -> None:
+    def test_it_may_know_fewer_tokens_than_a_padded_target(self, tmp_path: Path, lent: TargetWeights) -> None:
         folder = save_head(tmp_path, ibm(emb=50, head=50), mlp_config(STEPS))
         network = load_mlp_speculator(Checkpoint(folder), lent)
-        assert network.known == 50
+        assert network.vocabulary_limit == 50
         assert network.ids is not None
         assert network.ids.tolist() == list(range(50))
 
@@ -204,7 +204,7 @@ class TestFormats:
         assert not is_mlp_speculator(Checkpoint(save_head(tmp_path, ibm(), config)))
 
     def test_each_tensor_is_read_once_and_none_of_the_target_s(
-        self, tmp_path: Path, lent: Lent, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, lent: TargetWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         read: list[str] = []
         take = Checkpoint.tensor
@@ -216,45 +216,45 @@ class TestFormats:
 
 
 class TestRefusals:
-    def refused(self, lent: Lent, folder: Path, match: str) -> None:
+    def refused(self, lent: TargetWeights, folder: Path, match: str) -> None:
         with pytest.raises(CheckpointError, match=match) as caught:
             load_mlp_speculator(Checkpoint(folder), lent)
         assert "\n" not in str(caught.value)
 
-    def test_a_truncated_file(self, tmp_path: Path, lent: Lent) -> None:
+    def test_a_truncated_file(self, tmp_path: Path, lent: TargetWeights) -> None:
         folder = save_head(tmp_path, ibm(), mlp_config(STEPS))
         whole = (folder / "model.safetensors").read_bytes()
         (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
         self.refused(lent, folder, "cannot be read .*download it again")
 
-    def test_another_hidden_size(self, tmp_path: Path, lent: Lent) -> None:
+    def test_another_hidden_size(self, tmp_path: Path, lent: TargetWeights) -> None:
         tensors = ibm() | {"proj.0.weight": torch.zeros(INNER, 32)}
         folder = save_head(tmp_path, tensors, mlp_config(STEPS))
         self.refused(lent, folder, r"shape \[24, 32\] where \[24, 64\].*hidden size 64")
 
     @pytest.mark.parametrize("part", ["emb", "head"])
-    def test_more_tokens_than_the_target_has(self, tmp_path: Path, lent: Lent, part: str) -> None:
+    def test_more_tokens_than_the_target_has(self, tmp_path: Path, lent: TargetWeights, part: str) -> None:
         tensors = ibm(emb=65) if part == "emb" else ibm(head=65)
         folder = save_head(tmp_path, tensors, mlp_config(STEPS))
         self.refused(lent, folder, "trained for 65 tokens, llama has 64: choose a speculator that was trained for")
 
     @pytest.mark.parametrize("name", ["proj.1.weight", "ln.2.bias", "emb.2.weight", "ln.0.weight"])
-    def test_a_missing_tensor(self, tmp_path: Path, lent: Lent, name: str) -> None:
+    def test_a_missing_tensor(self, tmp_path: Path, lent: TargetWeights, name: str) -> None:
         tensors = ibm()
         del tensors[name]
         self.refused(lent, save_head(tmp_path, tensors, mlp_config(STEPS)), f"has no tensor {name}")
 
     @pytest.mark.parametrize("trained", [None, 0, "3"])
-    def test_no_word_of_its_steps(self, tmp_path: Path, lent: Lent, trained: object) -> None:
+    def test_no_word_of_its_steps(self, tmp_path: Path, lent: TargetWeights, trained: object) -> None:
         folder = save_head(tmp_path, ibm(), mlp_config(STEPS, n_predict=trained))
         self.refused(lent, folder, "config.json lacks n_predict.*add it")
 
-    def test_several_layers_in_a_step(self, tmp_path: Path, lent: Lent) -> None:
+    def test_several_layers_in_a_step(self, tmp_path: Path, lent: TargetWeights) -> None:
         tensors = ibm() | {"emb.0.3.weight": torch.zeros(INNER, INNER)}
         folder = save_head(tmp_path, tensors, mlp_config(STEPS))
         self.refused(lent, folder, r"several layers in one step \(emb.0.3.weight\): choose")
 
-    def test_an_embedding_for_each_gate(self, tmp_path: Path, lent: Lent) -> None:
+    def test_an_embedding_for_each_gate(self, tmp_path: Path, lent: TargetWeights) -> None:
         tensors = lstm() | {"input_emb.0.weight": torch.zeros(VOCABULARY, INNER)}
         folder = save_head(tmp_path, tensors, {"method": "sum_lstm", "n_predict": STEPS})
         self.refused(lent, folder, "an embedding for each gate.*tie_lstm_embs")
@@ -276,7 +276,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_head(tmp_path_factory.mktemp("mlp"), ibm(), mlp_config(STEPS))
 
 
-def speculator(folder: Path, lent: Lent, width: int = 3, least: float = 0.0) -> MlpSpeculator:
+def speculator(folder: Path, lent: TargetWeights, width: int = 3, least: float = 0.0) -> MlpSpeculator:
     return MlpSpeculator(load_mlp_speculator(Checkpoint(folder), lent), lent, width, least)
 
 
@@ -304,7 +304,7 @@ class TestTree:
 
     @pytest.mark.parametrize("law", LAWS)
     def test_every_draw_is_predicted_with_its_noise_and_rules(
-        self, folder: Path, lent: Lent, law: SamplingParams
+        self, folder: Path, lent: TargetWeights, law: SamplingParams
     ) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening(sampling=law))
@@ -315,12 +315,14 @@ class TestTree:
         assert max(node.position for node in parents) == ROOT + STEPS - 1
         for parent in parents:
             path = [node.token for node in parent.path()]
-            row = Row(law, parent.position + 1, history, path)
+            row = SamplingRow(law, parent.position + 1, history, path)
             [drawn] = draw(logits_at(parent, self.STATE)[None], [row]).tolist()
             assert max(parent.children.values(), key=lambda child: child.log_prob).token == drawn
 
     @pytest.mark.parametrize("depth", [1, 2, 8])
-    def test_all_likely_paths_are_guessed_with_their_probabilities(self, folder: Path, lent: Lent, depth: int) -> None:
+    def test_all_likely_paths_are_guessed_with_their_probabilities(
+        self, folder: Path, lent: TargetWeights, depth: int
+    ) -> None:
         mlp, tree = speculator(folder, lent, least=0.001), replica()
         mlp.open(opening(depth=depth))
         told(mlp, self.STATE)
@@ -339,7 +341,7 @@ class TestTree:
                 told_of = {token: child.log_prob for token, child in node.children.items()}
                 assert told_of == pytest.approx(likely, abs=1e-4)
 
-    def test_rules_see_the_output_the_path_and_every_commit(self, folder: Path, lent: Lent) -> None:
+    def test_rules_see_the_output_the_path_and_every_commit(self, folder: Path, lent: TargetWeights) -> None:
         """Every guess is worth what the penalised logits say; the prompt's tokens do not count."""
         law = SamplingParams(temperature=0.0, frequency_penalty=0.5)
         mlp, tree = speculator(folder, lent, width=VOCABULARY), replica()
@@ -354,7 +356,7 @@ class TestTree:
             for node in new:
                 parent = node.parent
                 path = [each.token for each in parent.path()]
-                logits = history.apply(logits_at(parent, state, root_of(tree).token), path)
+                logits = history.apply_logits_rules(logits_at(parent, state, root_of(tree).token), path)
                 assert node.log_prob == pytest.approx(float(logits.log_softmax(-1)[node.token]), abs=1e-4)
             root = tree.position
             token = max(root_of(tree).children.values(), key=lambda node: node.log_prob).token
@@ -363,7 +365,7 @@ class TestTree:
             mlp.commit(Commit(1, root, [token], 1, state[None, None]))
 
     @pytest.mark.parametrize("nodes", [1, 4, 10])
-    def test_there_are_no_more_nodes_than_wanted(self, folder: Path, lent: Lent, nodes: int) -> None:
+    def test_there_are_no_more_nodes_than_wanted(self, folder: Path, lent: TargetWeights, nodes: int) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening(nodes=nodes))
         told(mlp, self.STATE)
@@ -372,7 +374,7 @@ class TestTree:
         assert grown(mlp, tree) == 3
 
     def test_no_more_nodes_are_expanded_than_there_is_room_for_children_of(
-        self, folder: Path, lent: Lent, monkeypatch: pytest.MonkeyPatch
+        self, folder: Path, lent: TargetWeights, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         network = load_mlp_speculator(Checkpoint(folder), lent)
         mlp, rows, step = MlpSpeculator(network, lent, 3, 0.0), [], network.step
@@ -382,7 +384,7 @@ class TestTree:
         assert grown(mlp, replica()) == 7
         assert rows == [1, 2], "after the root's three children there is room for four"
 
-    def test_with_new_room_the_likeliest_node_comes_first(self, folder: Path, lent: Lent) -> None:
+    def test_with_new_room_the_likeliest_node_comes_first(self, folder: Path, lent: TargetWeights) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening(nodes=3))
         told(mlp, self.STATE)
@@ -392,7 +394,9 @@ class TestTree:
         [followed] = [node for node in root_of(tree).children.values() if node.children]
         assert followed.log_prob == max(node.log_prob for node in root_of(tree).children.values())
 
-    def test_a_round_is_bounded_and_takes_the_likeliest_of_all_requests(self, folder: Path, lent: Lent) -> None:
+    def test_a_round_is_bounded_and_takes_the_likeliest_of_all_requests(
+        self, folder: Path, lent: TargetWeights
+    ) -> None:
         mlp = speculator(folder, lent)
         trees = {key: replica() for key in range(50)}
         for key in trees:
@@ -404,7 +408,7 @@ class TestTree:
         assert set(first) == set(trees)
         nodes = [node for tree in trees.values() for node in [root_of(tree), *nodes_of(tree)]]
         expanded = [node for node in nodes if node.children]
-        assert len(expanded) == MOST_ROWS
+        assert len(expanded) == MAX_ROWS
         level = [node for node in nodes if node.position == ROOT + 2]
         taken = [node.path_log_prob for node in level if node.children]
         left = [node.path_log_prob for node in level if not node.children]
@@ -417,7 +421,7 @@ class TestTree:
             pass
         assert not mlp.behind
 
-    def test_after_a_commit_it_is_grown_again_from_the_new_state(self, folder: Path, lent: Lent) -> None:
+    def test_after_a_commit_it_is_grown_again_from_the_new_state(self, folder: Path, lent: TargetWeights) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening())
         told(mlp, self.STATE)
@@ -436,7 +440,7 @@ class TestTree:
 
     @pytest.mark.parametrize("law", [LAWS[0], LAWS[4]])
     def test_of_a_padded_target_only_known_tokens_are_guessed_and_followed(
-        self, tmp_path: Path, lent: Lent, law: SamplingParams
+        self, tmp_path: Path, lent: TargetWeights, law: SamplingParams
     ) -> None:
         folder = save_head(tmp_path, ibm(emb=3, head=4), mlp_config(STEPS))
         mlp = speculator(folder, lent, width=32)
@@ -454,7 +458,7 @@ class TestTree:
 class TestStates:
     STATE = TestTree.STATE
 
-    def test_nothing_is_guessed_before_the_state_has_come(self, folder: Path, lent: Lent) -> None:
+    def test_nothing_is_guessed_before_the_state_has_come(self, folder: Path, lent: TargetWeights) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening())
         states = some(ROOT, 1, HIDDEN)
@@ -465,7 +469,7 @@ class TestStates:
         mlp.context(Context(1, 0, states))
         assert grown(mlp, tree) > 0
 
-    def test_states_may_come_after_the_commit(self, folder: Path, lent: Lent) -> None:
+    def test_states_may_come_after_the_commit(self, folder: Path, lent: TargetWeights) -> None:
         mlp = speculator(folder, lent)
         mlp.open(opening())
         told(mlp, self.STATE)
@@ -475,7 +479,7 @@ class TestStates:
         mlp.context(Context(1, ROOT, some(2, 1, HIDDEN)))
         assert mlp.grow()
 
-    def test_the_same_states_again_change_nothing(self, folder: Path, lent: Lent) -> None:
+    def test_the_same_states_again_change_nothing(self, folder: Path, lent: TargetWeights) -> None:
         mlp, tree = speculator(folder, lent), replica()
         mlp.open(opening())
         told(mlp, self.STATE)
@@ -484,13 +488,13 @@ class TestStates:
         assert not mlp.grow()
         assert not mlp.behind
 
-    def test_a_gap_is_refused(self, folder: Path, lent: Lent) -> None:
+    def test_a_gap_is_refused(self, folder: Path, lent: TargetWeights) -> None:
         mlp = speculator(folder, lent)
         mlp.open(opening())
         with pytest.raises(DraftError, match="position 2, but not of 0"):
             mlp.context(Context(1, 2, some(1, 1, HIDDEN)))
 
-    def test_a_paused_request_follows(self, folder: Path, lent: Lent) -> None:
+    def test_a_paused_request_follows(self, folder: Path, lent: TargetWeights) -> None:
         mlp = speculator(folder, lent)
         mlp.open(opening())
         mlp.limit(Limit(1, 0, 0))
@@ -501,7 +505,7 @@ class TestStates:
         mlp.limit(Limit(1, 8, 10))
         assert grown(mlp, TokenTree(ROOT + 1, 6)) == 10
 
-    def test_it_says_what_it_needs_to_know(self, folder: Path, lent: Lent) -> None:
+    def test_it_says_what_it_needs_to_know(self, folder: Path, lent: TargetWeights) -> None:
         mlp = speculator(folder, lent)
         assert (mlp.method, mlp.model) == ("mlp_speculator", folder.name)
         assert mlp.hidden_state_layers == (lent.layers + 1,)
@@ -513,7 +517,7 @@ class TestAlignment:
 
     def chain(self, tmp_path: Path, tensors: Tensors) -> tuple[list[int], list[int], list[int]]:
         """What a greedy target says; and what is guessed behind four of these tokens, and behind six."""
-        lent = markov_model().lend()
+        lent = markov_model().target_weights()
         folder = save_head(tmp_path, tensors, mlp_config(1 + max(int(name.split(".")[1]) for name in tensors)))
         mlp = MlpSpeculator(load_mlp_speculator(Checkpoint(folder), lent), lent, 1, 0.0)
         successor = logits_after().argmax(-1).tolist()
@@ -549,7 +553,7 @@ class TestAlignment:
 
 
 @torch.inference_mode()
-def test_what_is_trained_is_what_is_served(tmp_path: Path, lent: Lent) -> None:
+def test_what_is_trained_is_what_is_served(tmp_path: Path, lent: TargetWeights) -> None:
     """Step 0 takes in the token after the state's own position, every other step the next one."""
     module, reading = trained("mlp_speculator", tmp_path)
     assert is_mlp_speculator(Checkpoint(tmp_path))

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from paceline.drafting.methods.mtp import MtpNetwork, load_mtp, mtp_layer_config
 from paceline.model.checkpoint import Checkpoint
-from paceline.model.lending import Lent, borrow
-from paceline.model.rows import Lane
-from paceline.speculators.mtp import MultiTokenPrediction, load_mtp, one_layer
-from tests.checkpoints import save_checkpoint
-from tests.mtp_checkpoints import (
+from paceline.model.rows import SlotTable
+from paceline.model.target_weights import TargetWeights, load_target_weights
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.mtp_checkpoints import (
     CONFIGS,
     SIZE,
     VOCABULARY,
@@ -30,22 +30,22 @@ from tests.mtp_checkpoints import (
     save_speculators,
     target_tensors,
 )
-from tests.mtp_formula import PREFIX, Formula
+from tests.helpers.mtp_formula import PREFIX, Formula
 
 SLOTS = 256
 IN_THE_TARGET = [family for family in CONFIGS if family != "qwen3"]
 NAMES = {"num_nextn_predict_layers": "glm4_moe", "mtp_num_hidden_layers": "qwen3_5_text"}
 
 
-def lent_by(folder: Path) -> Lent:
-    return borrow(str(folder), torch.float32, "cpu")
+def lent_by(folder: Path) -> TargetWeights:
+    return load_target_weights(str(folder), torch.float32, "cpu")
 
 
-def in_the_target(folder: Path) -> MultiTokenPrediction:
+def in_the_target(folder: Path) -> MtpNetwork:
     return load_mtp(Checkpoint(folder), lent_by(folder), SLOTS)
 
 
-def network(folder: Path, family: str, tensors: dict[str, Tensor]) -> MultiTokenPrediction:
+def network(folder: Path, family: str, tensors: dict[str, Tensor]) -> MtpNetwork:
     """From the target's checkpoint; Qwen3 has its layer in a folder of its own."""
     if family != "qwen3":
         return in_the_target(save_matrices(folder, family, tensors))
@@ -66,9 +66,9 @@ def states(count: int) -> Tensor:
     return torch.randn(count, 1, SIZE, generator=torch.Generator().manual_seed(2))
 
 
-def scattered(count: int) -> Lane:
+def scattered(count: int) -> SlotTable:
     """The last slot first."""
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [SLOTS, *random.Random(6).sample(range(1, SLOTS), count - 1)]
     return lane
 
@@ -139,7 +139,7 @@ def test_a_layer_may_be_dense_where_its_family_has_experts(family: str, tmp_path
 
 def test_a_layer_comes_in_the_dtype_of_its_target_but_for_the_router_s_correction(tmp_path: Path) -> None:
     folder = save_matrices(tmp_path, "glm4_moe", layer_tensors("glm4_moe"))
-    ours = load_mtp(Checkpoint(folder), borrow(str(folder), torch.bfloat16, "cpu"), SLOTS)
+    ours = load_mtp(Checkpoint(folder), load_target_weights(str(folder), torch.bfloat16, "cpu"), SLOTS)
     kept = {name: tensor.dtype for name, tensor in ours._layers._layer.state_dict().items()}
     assert kept.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
     assert set(kept.values()) == {torch.bfloat16}
@@ -151,7 +151,7 @@ def test_a_layer_comes_in_the_dtype_of_its_target_but_for_the_router_s_correctio
 def test_the_target_s_configuration_stays_as_it_is(tmp_path: Path) -> None:
     lent = lent_by(save_matrices(tmp_path, "qwen3_next", layer_tensors("qwen3_next")))
     before = lent.config.to_dict()
-    own = one_layer(lent.config, sparse=True)
+    own = mtp_layer_config(lent.config, sparse=True)
     assert own._experts_implementation == "eager", "nobody else chose one"
     assert lent.config.to_dict() == before
 

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.model.native import build
 from paceline.model.native.build import Compiler, NativeUnavailableError
-from tests.compilers import ASK, Fake, real_compiler, write_sources
+from tests.helpers.compilers import ASK, Fake, real_compiler, write_sources
 
 V4 = build._AVX512
 
@@ -41,7 +41,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     for name in ("PACELINE_NATIVE", "PACELINE_NATIVE_FLAGS"):
         monkeypatch.delenv(name, raising=False)
     yield tmp_path / "cache" / "native"
-    build._attempt.cache_clear()
+    build._load_or_reason.cache_clear()
 
 
 @pytest.fixture
@@ -53,8 +53,8 @@ def fake(tmp_path: Path, answer: Path, monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def ask(sources: Path) -> int:
     """What a process says that has not loaded anything yet."""
-    build._attempt.cache_clear()
-    return int(build.library(sources).answer())
+    build._load_or_reason.cache_clear()
+    return int(build.native_library(sources).answer())
 
 
 def asking(sources: Path) -> subprocess.Popen[str]:
@@ -84,9 +84,9 @@ def libraries(cache: Path) -> list[Path]:
 
 
 def why_not(sources: Path) -> str:
-    build._attempt.cache_clear()
+    build._load_or_reason.cache_clear()
     with pytest.raises(NativeUnavailableError) as caught:
-        build.library(sources)
+        build.native_library(sources)
     message = str(caught.value)
     assert "\n" not in message
     return message
@@ -104,7 +104,7 @@ def test_a_real_compiler_compiles_once(
     (library,) = libraries(cache)
     assert cache.stat().st_mode & 0o777 == cache.parent.stat().st_mode & 0o777 == 0o700
     assert library.stat().st_mode & 0o022 == 0
-    isa, compiler, source = build.description(sources).split(", ")
+    isa, compiler, source = build.native_description(sources).split(", ")
     assert isa == build._isas()[0].name
     assert compiler.partition(" ")[0] in ("g++", "clang")
     assert source == f"source {build.source_hash(sources)[:8]}"
@@ -126,12 +126,12 @@ def test_a_library_is_ours_alone_whatever_others_files_are(sources: Path, answer
 
 
 def test_once_per_process(sources: Path, fake: Fake) -> None:
-    assert build.library(sources) is build.library(sources)
+    assert build.native_library(sources) is build.native_library(sources)
     fake.behave(before="exit 1")
     other = write_sources(sources.parent / "other", 44)
     for _ in range(2):
         with pytest.raises(NativeUnavailableError):
-            build.library(other)
+            build.native_library(other)
     assert fake.compiled == 2
 
 
@@ -146,7 +146,7 @@ def test_flags_and_compilers_make_another_library(
     sources: Path, fake: Fake, monkeypatch: pytest.MonkeyPatch, cache: Path
 ) -> None:
     ask(sources)
-    assert build.description(sources).endswith(f", g++ 1.2.3, source {build.source_hash(sources)[:8]}")
+    assert build.native_description(sources).endswith(f", g++ 1.2.3, source {build.source_hash(sources)[:8]}")
     monkeypatch.setenv("PACELINE_NATIVE_FLAGS", "-O1 '-DNAME=two words'")
     ask(sources)
     assert fake.compiled == 2
@@ -202,7 +202,7 @@ def test_a_ready_library_needs_no_compiler(sources: Path, answer: Path, no_compi
     ready = sources / "ready" / f"{'--'.join(parts)}.so"
     ready.write_bytes(answer.read_bytes())
     assert ask(sources) == 42
-    assert build.description(sources) == f"{parts[0]}, clang 1.2, source {parts[2][:8]}"
+    assert build.native_description(sources) == f"{parts[0]}, clang 1.2, source {parts[2][:8]}"
     write_sources(sources, 43)  # no longer what the library was made of
     assert "no C++ compiler" in why_not(sources)
 
@@ -368,7 +368,7 @@ def test_a_library_from_another_machine(
     for times, flags in enumerate([V4 | {"avx512_bf16"}, V4, build._AVX2], start=1):
         monkeypatch.setattr(build, "cpu_flags", lambda flags=flags: flags)
         assert ask(sources) == ask(sources) == 42
-        assert build.description(sources).startswith(f"{build._isas()[0].name}, ")
+        assert build.native_description(sources).startswith(f"{build._isas()[0].name}, ")
         assert fake.compiled == times
     assert [path.name.split("--")[0] for path in libraries(cache)] == ["avx2", "avx512", "avx512_bf16"]
     assert ["-mavx512bf16" in line for line in fake.compiling] == [True, False, False]

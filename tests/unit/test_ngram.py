@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams
-from paceline.growth import Growth
-from paceline.speculators.base import Commit, DraftError, Opening
-from paceline.speculators.ngram import FIRST_GUESS, NEXT_GUESS, NGram
-from paceline.tree import TokenTree
-from tests.seen import nodes_of, root_of
+from paceline.core.growth import Growth
+from paceline.core.tree import TokenTree
+from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_PROBABILITY, NGramSpeculator
+from paceline.drafting.speculator import Commit, DraftError, Opening
+from tests.helpers.seen import nodes_of, root_of
 
 A, B, C, D, E, X, Y = range(7)
 
@@ -34,7 +34,7 @@ def paths(growth: Growth) -> list[tuple[list[int], float]]:
 
 
 def guessed(tokens: Sequence[int], *, least: int = 1, most: int = 3, width: int = 1, depth: int = 3) -> list[list[int]]:
-    ngram = NGram(least, most, width)
+    ngram = NGramSpeculator(least, most, width)
     ngram.open(opening(tokens, depth))
     grown = ngram.grow()
     return [path for path, _ in paths(grown[1])] if grown else []
@@ -82,7 +82,7 @@ def test_runs_longer_than_the_most_are_not_told_apart() -> None:
 
 
 def test_output_is_looked_up_too() -> None:
-    ngram = NGram(1, 3, 1)
+    ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B, C]))
     assert ngram.grow() == {}
     ngram.commit(Commit(1, 2, [D, A, B], 0))
@@ -90,7 +90,7 @@ def test_output_is_looked_up_too() -> None:
 
 
 def test_nothing_new_is_guessed_until_something_is_committed() -> None:
-    ngram = NGram(1, 3, 1)
+    ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B, A]))
     assert ngram.grow()
     assert ngram.grow() == {}
@@ -98,7 +98,7 @@ def test_nothing_new_is_guessed_until_something_is_committed() -> None:
 
 
 def test_guesses_that_came_true_are_not_sent_again() -> None:
-    ngram = NGram(1, 3, 1)
+    ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B, C, D, E, A, B], depth=2))
     replica = TokenTree(6, B)
     replica.graft(ngram.grow()[1], 100)
@@ -111,10 +111,10 @@ def test_guesses_that_came_true_are_not_sent_again() -> None:
 
 
 def test_confidence_falls_along_a_path_and_with_each_branch() -> None:
-    ngram = NGram(1, 1, 3)
+    ngram = NGramSpeculator(1, 1, 3)
     ngram.open(opening([A, B, A, C, A, D, A], depth=2))
     probabilities = [probability for _, probability in paths(ngram.grow()[1])]
-    first = [FIRST_GUESS * (1 - FIRST_GUESS) ** i * NEXT_GUESS for i in range(3)]
+    first = [FIRST_TOKEN_PROBABILITY * (1 - FIRST_TOKEN_PROBABILITY) ** i * NEXT_TOKEN_PROBABILITY for i in range(3)]
     assert probabilities == pytest.approx(first)
 
 
@@ -129,7 +129,7 @@ def test_confidence_falls_along_a_path_and_with_each_branch() -> None:
 def test_every_guess_once_followed_the_same_run(
     tokens: list[int], least: int, more: int, width: int, depth: int, nodes: int
 ) -> None:
-    ngram = NGram(least, least + more, width)
+    ngram = NGramSpeculator(least, least + more, width)
     ngram.open(opening(tokens, depth, nodes))
     grown = ngram.grow()
     if not grown:
@@ -152,14 +152,14 @@ def runs(tokens: Sequence[int], length: int) -> list[list[int]]:
 
 
 def test_a_commit_at_another_place_is_refused() -> None:
-    ngram = NGram(1, 3, 1)
+    ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B]))
     with pytest.raises(DraftError, match="the root is at 1, the commit at 5"):
         ngram.commit(Commit(1, 5, [A], 0))
 
 
 def test_requests_do_not_see_each_other_and_may_close() -> None:
-    ngram = NGram(1, 3, 1)
+    ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B, A], key=1))
     ngram.open(opening([X, C, X], key=2))
     ngram.open(opening([A], key=3))

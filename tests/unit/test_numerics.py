@@ -13,21 +13,21 @@ from transformers import LlamaConfig
 
 from paceline import __version__
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.engine.drafting import NoDrafting
+from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import load
 from paceline.model.loading import build
-from paceline.model.native.build import description
-from paceline.model.native.library import Native
+from paceline.model.native.build import native_description
+from paceline.model.native.native_library import NativeLibrary
 from paceline.model.numerics import numerics_of
 from paceline.v1 import target_pb2
-from paceline.wire.target_frames import decode_description, encode_description
-from services.target.__main__ import describe, registered_as
-from services.target.compute import facts
-from tests.checkpoints import save_checkpoint
+from paceline.wire.target_codec import decode_target_description, encode_target_description
+from paceline_services.target.__main__ import target_description, worker_record
+from paceline_services.target.engine_process import model_facts
 from tests.exactness.test_rows import network
-from tests.llamas import peaked_llama
-from tests.targets import FREE
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.llamas import peaked_llama
+from tests.helpers.targets import FREE
 
 CONFIG = EngineConfig(slots=512)
 
@@ -49,7 +49,7 @@ def numerics(folder: Path, threads: int, dtype: str = "auto") -> str:
 def test_a_native_model_names_library_dtype_and_versions_whatever_its_threads(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     said = numerics(folder, 1)
-    assert said.startswith(f"native {description()}; float32; cpu; torch {torch.__version__} ")
+    assert said.startswith(f"native {native_description()}; float32; cpu; torch {torch.__version__} ")
     assert said.endswith(VERSIONS)
     assert numerics(folder, 2) == said
     assert numerics(folder, 1, "bfloat16") == said.replace("float32", "bfloat16")
@@ -57,7 +57,7 @@ def test_a_native_model_names_library_dtype_and_versions_whatever_its_threads(tm
 
 def test_torch_s_operators_depend_on_cpu_and_threads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "0")
-    monkeypatch.setattr(Native, "_instance", None)
+    monkeypatch.setattr(NativeLibrary, "_instance", None)
     folder = save_checkpoint(tmp_path)
     said = numerics(folder, 1)
     assert said.startswith(f"torch operators, threads=1, MKL_CBWR={os.environ['MKL_CBWR']}; float32; cpu ")
@@ -71,7 +71,7 @@ def test_torch_s_operators_depend_on_cpu_and_threads_too(tmp_path: Path, monkeyp
 @needs_native
 def test_native_attention_is_named_where_other_operators_are_torch_s() -> None:
     said = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
-    assert said.startswith(f"torch operators, native attention {description()}, threads=")
+    assert said.startswith(f"torch operators, native attention {native_description()}, threads=")
 
 
 def test_quantisation_is_named_with_its_parameters() -> None:
@@ -88,10 +88,10 @@ def test_quantisation_is_named_with_its_parameters() -> None:
 
 def test_it_arrives_at_gateways_and_in_the_registry(tmp_path: Path) -> None:
     model, speculation = load(str(save_checkpoint(tmp_path)), CONFIG), SpeculativeConfig()
-    engine = Engine(model, CONFIG, speculation, NoDrafting(), FREE)
+    engine = Engine(model, CONFIG, speculation, NoDraftClient(), FREE)
     options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name)
-    told = describe(facts(engine, speculation), options)
-    wire = encode_description(told).SerializeToString()
-    heard = decode_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))
+    told = target_description(model_facts(engine, speculation), options)
+    wire = encode_target_description(told).SerializeToString()
+    heard = decode_target_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))
     assert heard == told
-    assert heard.numerics == registered_as(told, "h:1").numerics == model.numerics != ""
+    assert heard.numerics == worker_record(told, "h:1").numerics == model.numerics != ""

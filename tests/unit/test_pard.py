@@ -13,21 +13,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SamplingParams
+from paceline.core.sampling import History, SamplingRow, draw
+from paceline.drafting.cached_draft import PREFILL_ROWS
+from paceline.drafting.methods.pard import PardSpeculator, is_pard, mask_token_of
+from paceline.drafting.parallel_drafts import MAX_ROWS
+from paceline.drafting.speculator import DraftError, Opening
 from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.loading import build
-from paceline.model.model import Output
+from paceline.model.model import ModelOutput
 from paceline.model.rows import Row as ModelRow
-from paceline.model.table import TableModel
-from paceline.sampling import History, Row, draw
-from paceline.speculators.at_once import MOST_ROWS
-from paceline.speculators.base import DraftError, Opening
-from paceline.speculators.follower import PREFILL_ROWS
-from paceline.speculators.pard import Pard, is_pard, mask_token_of
-from tests.checkpoints import save_checkpoint
-from tests.feeding import GREEDY, Feeding, Guess
-from tests.llamas import LAWS, VOCABULARY, peaked_llama
-from tests.seen import nodes_of, root_of
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.feeding import GREEDY, Feeding, Guess
+from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
+from tests.helpers.seen import nodes_of, root_of
 
 MASK = VOCABULARY - 1
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -38,11 +38,11 @@ def llama(slots: int = 1024, max_model_len: int | None = None) -> Model:
     return build(peaked_llama(), "llama", EngineConfig(slots=slots, max_model_len=max_model_len), "", [])
 
 
-def pard(ahead: int = 4, width: int = 3, model: Model | None = None, least: float = 0.0) -> Pard:
-    return Pard(model or llama(), MASK, ahead, width, least)
+def pard(ahead: int = 4, width: int = 3, model: Model | None = None, least: float = 0.0) -> PardSpeculator:
+    return PardSpeculator(model or llama(), MASK, ahead, width, least)
 
 
-def asked(speculator: Pard, tokens: Sequence[int] = PROMPT, **limits: int) -> Feeding:
+def asked(speculator: PardSpeculator, tokens: Sequence[int] = PROMPT, **limits: int) -> Feeding:
     return Feeding(speculator, NETWORK, tokens, **limits)  # type: ignore[arg-type]
 
 
@@ -104,7 +104,7 @@ class TestLaws:
         request = Feeding(pard(3, 2), NETWORK, PROMPT, sampling=law)
         request.grow()
         history = History(law, PROMPT, [], VOCABULARY)
-        rows = [Row(law, len(PROMPT) + depth, history, [1] * depth) for depth in range(3)]
+        rows = [SamplingRow(law, len(PROMPT) + depth, history, [1] * depth) for depth in range(3)]
         expected = draw(laws(PROMPT, 3), rows).tolist()
         children = root_of(request.tree).children.values()
         for token in expected:
@@ -133,7 +133,7 @@ class TestLimits:
 
     def test_a_paused_request_follows_commits_and_guesses_again_afterwards(self) -> None:
         model = Recording(512, 512)
-        speculator = Pard(model, MASK, 4, 1, 0.0)
+        speculator = PardSpeculator(model, MASK, 4, 1, 0.0)
         request = asked(speculator, nodes=0)
         for token in (7, 8, 9):
             assert request.grow() == []
@@ -148,7 +148,7 @@ class TestLimits:
 
     def test_a_limit_that_is_raised_needs_no_pass(self) -> None:
         model = Recording(512, 512)
-        request = asked(Pard(model, MASK, 4, 3, 0.0), nodes=5)
+        request = asked(PardSpeculator(model, MASK, 4, 3, 0.0), nodes=5)
         assert len(request.grow()) == 5
         passes = len(model.passes)
         request.limit(20, 12)
@@ -181,7 +181,7 @@ class Recording(TableModel):
         super().__init__(VOCABULARY, slots, positions)
         self.passes: list[list[ModelRow]] = []
 
-    def run(self, rows: Sequence[ModelRow], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> Output:
+    def run(self, rows: Sequence[ModelRow], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
         self.passes.append(list(rows))
         return super().run(rows, wanted, hidden_layers)
 
@@ -189,7 +189,7 @@ class Recording(TableModel):
 class TestRounds:
     def test_a_root_is_asked_once(self) -> None:
         model = Recording(512, 512)
-        request = asked(Pard(model, MASK, 4, 2, 0.0))
+        request = asked(PardSpeculator(model, MASK, 4, 2, 0.0))
         request.grow()
         request.grow()
         assert [len(rows) for rows in model.passes] == [len(PROMPT) + 3]
@@ -197,17 +197,17 @@ class TestRounds:
     def test_a_long_prompt_takes_several_rounds(self) -> None:
         model = Recording(2048, 2048)
         prompt = [5] * (2 * PREFILL_ROWS + 10)
-        assert len(asked(Pard(model, MASK, 4, 1, 0.0), prompt).grow()) == 4
+        assert len(asked(PardSpeculator(model, MASK, 4, 1, 0.0), prompt).grow()) == 4
         assert [len(rows) for rows in model.passes] == [PREFILL_ROWS, PREFILL_ROWS, 13]
 
     def test_many_requests_are_asked_in_turns_by_owner(self) -> None:
         """A quiet target's only request has its turn in the first round, among a flood of another's."""
-        speculator = Pard(TableModel(VOCABULARY, 8192, 512), MASK, 32, 1, 0.0)
+        speculator = PardSpeculator(TableModel(VOCABULARY, 8192, 512), MASK, 32, 1, 0.0)
         for key in range(2, 32):
             asked(speculator, [key, 1], key=key, owner=1)
         asked(speculator, [1, 1], key=1, owner=2)
         first = speculator.grow()
-        assert len(first) == MOST_ROWS // 32
+        assert len(first) == MAX_ROWS // 32
         assert 1 in first
         seen = set(first)
         while grown := speculator.grow():
@@ -218,7 +218,7 @@ class TestRounds:
 
     def test_owners_take_turns(self) -> None:
         """With room for one request a round, the next owner comes first in the next round."""
-        speculator = Pard(TableModel(VOCABULARY, 8192, 512), MASK, 256, 1, 0.0)
+        speculator = PardSpeculator(TableModel(VOCABULARY, 8192, 512), MASK, 256, 1, 0.0)
         for key in range(6):
             asked(speculator, [key + 1, 1], key=key, owner=key // 3)
         order = [key // 3 for _ in range(6) for key in speculator.grow()]
@@ -244,7 +244,7 @@ class TestSlots:
     @settings(max_examples=40, deadline=None)
     def test_none_is_lost_whatever_is_said(self, seed: int, slots: int, ahead: int) -> None:
         rng = random.Random(seed)
-        speculator = Pard(TableModel(VOCABULARY, slots, 60), MASK, ahead, 2, 0.0)
+        speculator = PardSpeculator(TableModel(VOCABULARY, slots, 60), MASK, ahead, 2, 0.0)
         requests: dict[int, Feeding] = {}
         for _ in range(60):
             key = rng.randrange(4)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 import pytest
 
-from paceline.budget import NextRound, Patience, RowCost, StepCost
-from paceline.engine.request import POOL, Request
-from paceline.engine.waiting import LockStep, waiting_for
-from paceline.growth import Growth
-from paceline.tree import TokenTree
-from tests.bare import bare_request
+from paceline.core.growth import Growth
+from paceline.core.policy.inline_round_policy import InlineRoundPolicy
+from paceline.core.policy.step_cost import RowCost, StepCost
+from paceline.core.policy.wait_policy import WaitPolicy
+from paceline.core.tree import TokenTree
+from paceline.engine.draft_schedule import LockstepSchedule, make_draft_schedule
+from paceline.engine.request import POOL_SOURCE, Request
+from tests.helpers.bare import bare_request
 
 DELAY_S = 1e-3
 STEP_S = 10e-3
@@ -20,34 +22,34 @@ PASSES = RowCost([1, 100], [STEP_S, STEP_S])
 ROOM = 100
 
 
-def pays(patience: Patience, height: int = 0) -> bool:
+def pays(patience: WaitPolicy, height: int = 0) -> bool:
     """Whether it waits with a step of one sure token ahead."""
     return patience.wait_s(height, 1.0, STEP_S) > 0
 
 
-def disappoint(patience: Patience, height: int = 0, times: int = 50) -> None:
+def disappoint(patience: WaitPolicy, height: int = 0, times: int = 50) -> None:
     for _ in range(times):
         patience.observe(height, 0.0, DELAY_S)
 
 
 def test_it_starts_hopeful_and_less_so_with_height() -> None:
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     assert pays(patience)
-    worth = [patience.wait_s(h, 2.0, STEP_S) > 0 for h in range(Patience.HORIZON + 5)]
+    worth = [patience.wait_s(h, 2.0, STEP_S) > 0 for h in range(WaitPolicy.MAX_HEIGHT + 5)]
     assert worth == sorted(worth, reverse=True)
-    assert not worth[Patience.HORIZON]
+    assert not worth[WaitPolicy.MAX_HEIGHT]
 
 
 def test_a_wait_is_bounded_by_what_is_usual() -> None:
-    patience = Patience(DELAY_S)
-    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(Patience.LATE * DELAY_S)
+    patience = WaitPolicy(DELAY_S)
+    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(WaitPolicy.TIMEOUT_FACTOR * DELAY_S)
     for _ in range(100):
         patience.observe(0, 0.9, 3 * DELAY_S)
-    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(Patience.LATE * 3 * DELAY_S, rel=1e-3)
+    assert patience.wait_s(0, 1.0, STEP_S) == pytest.approx(WaitPolicy.TIMEOUT_FACTOR * 3 * DELAY_S, rel=1e-3)
 
 
 def test_it_waits_exactly_while_what_would_be_lost_exceeds_what_the_step_earns() -> None:
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     for _ in range(200):
         patience.observe(2, 0.5, DELAY_S)  # 500 tokens per second, of which half are lost by going ahead
     assert patience.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting
@@ -55,7 +57,7 @@ def test_it_waits_exactly_while_what_would_be_lost_exceeds_what_the_step_earns()
 
 
 def test_waiting_in_vain_ends_it() -> None:
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     disappoint(patience)
     assert not pays(patience)
     assert pays(patience, height=1), "another height has its own experience"
@@ -63,24 +65,24 @@ def test_waiting_in_vain_ends_it() -> None:
 
 def test_what_was_given_up_is_tried_again() -> None:
     """A height that is never waited for would never be learned about again."""
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     disappoint(patience)
     assert any(pays(patience) for _ in range(20_000))
 
 
 def test_trying_again_is_rare_while_it_stays_in_vain() -> None:
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     tries = 0
     for _ in range(2000):
         if pays(patience):
             tries += 1
-            patience.observe(0, 0.0, Patience.LATE * DELAY_S)
+            patience.observe(0, 0.0, WaitPolicy.TIMEOUT_FACTOR * DELAY_S)
     assert tries < 100
 
 
 def test_a_draft_that_hung_is_waited_for_again() -> None:
     """Waits in vain lengthen the usual delay; if that never shrank, there would never be another wait."""
-    patience = Patience(DELAY_S)
+    patience = WaitPolicy(DELAY_S)
     for _ in range(100):
         patience.observe(0, 0.0, 1.0)
     assert not pays(patience)
@@ -91,7 +93,7 @@ class TestTheNextRound:
     """Of a draft that has no time but the target's."""
 
     def test_it_pays_exactly_while_it_brings_more_per_second_than_the_step(self) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         for _ in range(300):
             rounds.observe(0.5, 0.35, DELAY_S)  # 0.7 for each token of the frontier
         assert rounds.pays(frontier=0.4, expected=2.7, step_s=STEP_S)  # 280 per second against 270
@@ -99,21 +101,21 @@ class TestTheNextRound:
         assert not rounds.pays(frontier=0.3, expected=2.7, step_s=STEP_S), "what follows is less likely"
 
     def test_rows_of_its_guesses_are_part_of_what_a_round_costs(self) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         for _ in range(300):
             rounds.observe(0.5, 0.35, DELAY_S)
         assert rounds.pays(1.0, 1.0, STEP_S, rows_s=0.99 * (0.7 * STEP_S - DELAY_S))
         assert not rounds.pays(1.0, 1.0, STEP_S, rows_s=1.01 * (0.7 * STEP_S - DELAY_S))
 
     def test_slow_rounds_pay_less(self) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         assert rounds.pays(0.5, 2.0, STEP_S)
         for _ in range(100):
             rounds.observe(0.5, 0.4, 3 * DELAY_S)
         assert not rounds.pays(0.5, 2.0, STEP_S)
 
     def test_what_follows_unlikely_guesses_teaches_little(self) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         for _ in range(20):
             rounds.observe(0.001, 0.0, DELAY_S)
         assert rounds.pays(0.5, 2.0, STEP_S)
@@ -122,11 +124,11 @@ class TestTheNextRound:
         assert not rounds.pays(0.5, 2.0, STEP_S)
 
     def test_nothing_is_expected_where_nothing_may_follow(self) -> None:
-        assert not NextRound(DELAY_S).pays(0.0, 1.0, STEP_S)
+        assert not InlineRoundPolicy(DELAY_S).pays(0.0, 1.0, STEP_S)
 
     @pytest.mark.parametrize(("beyond", "worth"), [(0.0, 0.7), (0.5, 0.2), (0.7, 0.0), (0.9, 0.0)])
     def test_what_others_have_guessed_is_not_brought(self, beyond: float, worth: float) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         for _ in range(300):
             rounds.observe(0.5, 0.35, DELAY_S)
         assert not rounds.pays(1.0, 2.0, 2.0 * DELAY_S / (1.01 * worth + 1e-6), beyond)
@@ -134,7 +136,7 @@ class TestTheNextRound:
             assert rounds.pays(1.0, 2.0, 2.0 * DELAY_S / (0.99 * worth), beyond)
 
     def test_a_draft_that_was_useless_is_tried_again(self) -> None:
-        rounds = NextRound(DELAY_S)
+        rounds = InlineRoundPolicy(DELAY_S)
         for _ in range(100):
             rounds.observe(1.0, 0.0, 50 * DELAY_S)
         assert not rounds.pays(1.0, 1.0, STEP_S)
@@ -158,18 +160,18 @@ class Turns:
         """How many the last of them gets."""
         now = [0.0]
         cost = StepCost(PASSES)
-        waiting = waiting_for(self.concurrent, False, cost, lambda: now[0])
+        waiting = make_draft_schedule(self.concurrent, False, cost, lambda: now[0])
         for turn in range(60):
             request = bare_request([1, 2, 3], draft="somebody")
-            request.heard, tree = turn == 59, request.tree
+            request.draft_started, tree = turn == 59, request.tree
             made: list[int] = []
             if self.beside:
-                tree.graft(self.beside, ROOM, POOL + 1)
+                tree.graft(self.beside, ROOM, POOL_SOURCE + 1)
 
             def receive(_: float, request: Request = request, tree: TokenTree = tree, made: list[int] = made) -> bool:
-                now[0] += self.round_s if request.heard or self.first_s is None else self.first_s
+                now[0] += self.round_s if request.draft_started or self.first_s is None else self.first_s
                 made.append(len(made) + 1)
-                request.heard = True
+                request.draft_started = True
                 tree.graft(Growth(2, made[-1], [made[-1] - 1], [5], [-0.01]), ROOM)
                 return True
 
@@ -202,11 +204,11 @@ def test_guesses_of_others_spare_a_round_only_where_they_are_as_good(chance: flo
 def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ever() -> None:
     """It held the engine, and all requests with it, for as long as it liked."""
     now, patience = [0.0], list[float]()
-    waiting = waiting_for(True, True, StepCost(PASSES), lambda: now[0])
+    waiting = make_draft_schedule(True, True, StepCost(PASSES), lambda: now[0])
     request = bare_request([1, 2, 3], draft="somebody")
 
     def receive(timeout_s: float) -> bool:
-        assert now[0] < LockStep.PATIENCE_S
+        assert now[0] < LockstepSchedule.TIMEOUT_S
         patience.append(timeout_s)
         now[0] += 0.3
         return True
@@ -216,7 +218,7 @@ def test_in_lock_step_a_draft_that_goes_on_with_nothing_is_not_waited_for_for_ev
 
 
 def test_a_round_that_reads_a_prompt_is_not_how_long_rounds_take() -> None:
-    rounds = NextRound(DELAY_S)
+    rounds = InlineRoundPolicy(DELAY_S)
     for _ in range(100):
         rounds.observe(1.0, 0.8, DELAY_S)
     rounds.observe(1.0, 0.8, 1.0)

@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig
+from paceline.drafting.cached_draft import PREFILL_ROWS
+from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.methods.peagle import PEagleSpeculator, is_peagle
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.lending import Lent
 from paceline.model.loading import build
-from paceline.speculators.eagle3 import Eagle3
-from paceline.speculators.follower import PREFILL_ROWS
-from paceline.speculators.peagle import PEagle, is_peagle
-from tests.dense import HIDDEN, attention, heads_of, mlp, random, rms_norm
-from tests.feeding import Feeding, Guess
-from tests.llamas import VOCABULARY, peaked_llama
-from tests.parallel import MASK, PEAGLE, peagle_tensors, save
-from tests.seen import nodes_of
+from paceline.model.target_weights import TargetWeights
+from tests.helpers.dense import HIDDEN, attention, heads_of, mlp, random, rms_norm
+from tests.helpers.feeding import Feeding, Guess
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+from tests.helpers.parallel import MASK, PEAGLE, peagle_tensors, save
+from tests.helpers.seen import nodes_of
 
 NETWORK = peaked_llama()
 AHEAD = 4
@@ -35,13 +35,13 @@ def reduced() -> tuple[dict[str, Tensor], list[int]]:
     return peagle_tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets}, ids
 
 
-def lent() -> Lent:
-    return build(peaked_llama(), "target", EngineConfig(), "", []).lend()
+def lent() -> TargetWeights:
+    return build(peaked_llama(), "target", EngineConfig(), "", []).target_weights()
 
 
-def drafting(checkpoint: Checkpoint, ahead: int = AHEAD, width: int = 2) -> PEagle:
+def drafting(checkpoint: Checkpoint, ahead: int = AHEAD, width: int = 2) -> PEagleSpeculator:
     target = lent()
-    return PEagle(Eagle3(checkpoint, target, 1024), checkpoint, target, ahead, width, 0.0)
+    return PEagleSpeculator(Eagle3Network(checkpoint, target, 1024), checkpoint, target, ahead, width, 0.0)
 
 
 @torch.no_grad()

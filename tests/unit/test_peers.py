@@ -21,32 +21,33 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from paceline import family
-from paceline.cli import bench_peers, main
-from paceline.cli.bench_peers import LOADS, METHODS, Line, Wish, models, picture, ratios
-from paceline.cli.child import StartError
-from paceline.cli.workloads import Workload
-from paceline.peers import environments
-from paceline.peers.environments import DONE, NotInstalledError, python_of
-from paceline.peers.process import EngineError, EngineProcess
-from tests.checkpoints import save_checkpoint
+from paceline.cli import main
+from paceline.cli.supervised_process import StartError
+from paceline_lab.bench import peer_comparison
+from paceline_lab.bench.peer_comparison import LOADS, METHODS, PeerBenchOptions, PeerRow, models, picture, ratios
+from paceline_lab.bench.workloads import Workload
+from paceline_lab.peers import peer_environments
+from paceline_lab.peers.peer_environments import DONE, NotInstalledError, python_of
+from paceline_lab.peers.peer_process import PeerError, PeerProcess
+from tests.helpers.checkpoints import save_checkpoint
 
 TOY = Path(__file__).parents[1] / "toy_engine.py"
 WISH = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "seed": 7, "max_tokens": 3}
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[EngineProcess]:
+def engine(tmp_path: Path) -> Iterator[PeerProcess]:
     process = toy(tmp_path)
     yield process
     process.close()
 
 
-def toy(folder: Path) -> EngineProcess:
+def toy(folder: Path) -> PeerProcess:
     root = str(TOY.parents[1])
-    return EngineProcess("toy", [sys.executable, str(TOY)], {"PYTHONPATH": root}, folder / "toy.log")
+    return PeerProcess("toy", [sys.executable, str(TOY)], {"PYTHONPATH": root}, folder / "toy.log")
 
 
-def is_stopped(engine: EngineProcess) -> bool:
+def is_stopped(engine: PeerProcess) -> bool:
     """A signal takes its time to arrive."""
     for _ in range(500):
         if Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
@@ -56,57 +57,57 @@ def is_stopped(engine: EngineProcess) -> bool:
 
 
 class TestAProcess:
-    def test_answers_line_by_line(self, engine: EngineProcess) -> None:
+    def test_answers_line_by_line(self, engine: PeerProcess) -> None:
         assert engine.start({}) == ["plain", "refusing", "dying", "slow"]
         for _ in range(2):
-            tokens, seconds = engine.ask(WISH)
+            tokens, seconds = engine.generate(WISH)
             assert tokens == [[6, 7, 8], [9, 10, 11]]
             assert 0 < seconds < 1
 
-    def test_tells_how_long_its_own_call_took(self, engine: EngineProcess) -> None:
+    def test_tells_how_long_its_own_call_took(self, engine: PeerProcess) -> None:
         engine.start({})
-        _, seconds = engine.ask({**WISH, "method": "slow"})
+        _, seconds = engine.generate({**WISH, "method": "slow"})
         assert 0.2 <= seconds < 2
 
-    def test_is_stopped_while_nobody_asks(self, engine: EngineProcess) -> None:
+    def test_is_stopped_while_nobody_asks(self, engine: PeerProcess) -> None:
         engine.start({})
         assert is_stopped(engine)
-        engine.ask(WISH)
+        engine.generate(WISH)
         assert is_stopped(engine)
 
-    def test_lives_on_after_an_error(self, engine: EngineProcess) -> None:
+    def test_lives_on_after_an_error(self, engine: PeerProcess) -> None:
         engine.start({})
-        with pytest.raises(EngineError, match="toy: ValueError: it takes 1 at once"):
-            engine.ask({**WISH, "method": "refusing"})
-        assert engine.ask(WISH)[0][0] == [6, 7, 8]
+        with pytest.raises(PeerError, match="toy: ValueError: it takes 1 at once"):
+            engine.generate({**WISH, "method": "refusing"})
+        assert engine.generate(WISH)[0][0] == [6, 7, 8]
 
-    def test_that_cannot_load_says_why(self, engine: EngineProcess) -> None:
-        with pytest.raises(EngineError, match="nothing to load"):
+    def test_that_cannot_load_says_why(self, engine: PeerProcess) -> None:
+        with pytest.raises(PeerError, match="nothing to load"):
             engine.start({"broken": True})
 
-    def test_that_died_is_gone_for_good(self, engine: EngineProcess) -> None:
+    def test_that_died_is_gone_for_good(self, engine: PeerProcess) -> None:
         engine.start({})
         for _ in range(2):
-            with pytest.raises(EngineError, match=r"gone: see .*toy\.log"):
-                engine.ask({**WISH, "method": "dying"})
+            with pytest.raises(PeerError, match=r"gone: see .*toy\.log"):
+                engine.generate({**WISH, "method": "dying"})
 
-    def test_that_says_nothing_is_not_waited_for(self, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_that_says_nothing_is_not_waited_for(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.start({})
-        monkeypatch.setattr("paceline.peers.process.ANSWER_S", 0.05)
+        monkeypatch.setattr("paceline_lab.peers.peer_process.ANSWER_S", 0.05)
         began = time.perf_counter()
-        with pytest.raises(EngineError, match="no answer in"):
-            engine.ask({**WISH, "method": "slow"})
+        with pytest.raises(PeerError, match="no answer in"):
+            engine.generate({**WISH, "method": "slow"})
         assert time.perf_counter() - began < 0.19
 
-    def test_that_was_late_is_not_asked_again(self, engine: EngineProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_that_was_late_is_not_asked_again(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its answer would be taken for that to the next question."""
         engine.start({})
-        monkeypatch.setattr("paceline.peers.process.ANSWER_S", 0.05)
-        with pytest.raises(EngineError, match="no answer in"):
-            engine.ask({**WISH, "method": "slow", "max_tokens": 1})
+        monkeypatch.setattr("paceline_lab.peers.peer_process.ANSWER_S", 0.05)
+        with pytest.raises(PeerError, match="no answer in"):
+            engine.generate({**WISH, "method": "slow", "max_tokens": 1})
         monkeypatch.undo()
-        with pytest.raises(EngineError, match="gone"):
-            engine.ask(WISH)
+        with pytest.raises(PeerError, match="gone"):
+            engine.generate(WISH)
 
     def test_is_ended_though_it_is_stopped(self, tmp_path: Path) -> None:
         process = toy(tmp_path)
@@ -121,14 +122,14 @@ RECIPE = [["install", "one"], ["install", "two"]]
 class TestAnEnvironment:
     @pytest.fixture(autouse=True)
     def recipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(environments, "RECIPES", {"toy": RECIPE})
+        monkeypatch.setattr(peer_environments, "RECIPES", {"toy": RECIPE})
 
     @pytest.fixture
     def told(self, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         """What pip is told."""
         told: list[Sequence[str]] = []
-        monkeypatch.setattr(environments, "_pip", lambda python, command: told.append(command))
-        monkeypatch.setattr(environments.venv, "create", lambda place, with_pip: self.make(place))
+        monkeypatch.setattr(peer_environments, "_pip", lambda python, command: told.append(command))
+        monkeypatch.setattr(peer_environments.venv, "create", lambda place, with_pip: self.make(place))
         return told
 
     def make(self, place: Path) -> None:
@@ -157,7 +158,7 @@ class TestAnEnvironment:
         def fails(python: Path, command: Sequence[str]) -> None:
             raise subprocess.CalledProcessError(1, list(command), stderr="trying\nno route to the index\n")
 
-        monkeypatch.setattr(environments, "_pip", fails)
+        monkeypatch.setattr(peer_environments, "_pip", fails)
         with pytest.raises(NotInstalledError, match=r"^toy cannot be installed: no route to the index$"):
             python_of("toy", tmp_path)
         assert not (tmp_path / "toy" / DONE).exists()
@@ -197,7 +198,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tensors(checkpoint: Path) -> Mapping[str, Any]:
     gguf = pytest.importorskip("gguf", reason="pip install gguf: `make setup` does")
-    from paceline.peers.gguf_file import write_gguf
+    from paceline_lab.peers.gguf_writer import write_gguf
 
     write_gguf(checkpoint, checkpoint / "model.gguf")
     reader = gguf.GGUFReader(checkpoint / "model.gguf")
@@ -236,7 +237,7 @@ class TestAGgufFile:
 
     def test_is_not_written_of_other_dtypes(self, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="pip install gguf: `make setup` does")
-        from paceline.peers.gguf_file import write_gguf
+        from paceline_lab.peers.gguf_writer import write_gguf
 
         with pytest.raises(ValueError, match="F32, not BF16"):
             write_gguf(save_checkpoint(tmp_path / "float32"), tmp_path / "model.gguf")
@@ -296,23 +297,23 @@ def test_the_slowest_way_to_draft_counts_where_it_does_not_pay() -> None:
 
 
 def test_an_output_is_equal_if_it_always_is() -> None:
-    plain, other = Line(), Line()
+    plain, other = PeerRow(), PeerRow()
     for _ in range(2):
         plain.add(0, [[1, 2], [3, 4]], 1.0)
     other.add(0, [[1, 2], [3, 4]], 1.0)
     other.add(0, [[1, 2], [3, 5]], 1.0)
     assert (plain.equal(plain), other.equal(plain)) == (2, 1)
-    assert Line().equal(plain) == 0
+    assert PeerRow().equal(plain) == 0
 
 
 def test_without_plain_decoding_nothing_is_equal() -> None:
-    other = Line()
+    other = PeerRow()
     other.add(0, [[1, 2]], 1.0)
-    assert other.equal(Line()) == 0
+    assert other.equal(PeerRow()) == 0
 
 
 def test_speed_counts_the_tokens_of_all_requests() -> None:
-    line = Line()
+    line = PeerRow()
     line.add(0, [[1, 2], [3, 4, 5]], 2.0)
     assert line.speeds == [2.5]
 
@@ -335,17 +336,17 @@ class Fake:
 
     def start(self, setup: Mapping[str, Any]) -> list[str]:
         if self.engine == "transformers":
-            raise EngineError("transformers, shipped is gone")
+            raise PeerError("transformers, shipped is gone")
         assert self.engine != "paceline" or setup["speculation"]["suffix + eagle3"]["model"] == "h"
         return list(setup["methods"])
 
-    def ask(self, wish: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+    def generate(self, wish: Mapping[str, Any]) -> tuple[list[list[int]], float]:
         method, prompts = wish["method"], wish["prompts"]
         if len(self.asked) >= self.interrupt_at:
             raise KeyboardInterrupt
         self.asked.append((self.engine, method, len(prompts)))
         if self.engine == "llama.cpp" and method != "plain" and len(prompts) > 1:
-            raise EngineError("llama.cpp, shipped: it takes 1 at once")
+            raise PeerError("llama.cpp, shipped: it takes 1 at once")
         tokens = [[prompt[0]] * wish["max_tokens"] for prompt in prompts]
         return tokens, (1.0 if method == "plain" else 0.5) * (1.0 if self.threads == 1 else 0.8)
 
@@ -354,24 +355,24 @@ class Fake:
 
 
 @pytest.fixture
-def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Wish:
-    monkeypatch.setattr(bench_peers, "EngineProcess", Fake)
-    monkeypatch.setattr(bench_peers, "python_of", lambda engine, folder: Path(sys.executable))
-    monkeypatch.setattr(bench_peers, "models", lambda size, folder: {"target": size, "draft": "d", "head": "h"})
-    monkeypatch.setattr(bench_peers, "prompts_of", lambda workload: PROMPTS)
-    monkeypatch.setattr(bench_peers.os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(bench_peers, "workloads", lambda: [Workload("code completion", "", [])])
-    monkeypatch.setattr(bench_peers, "repetitive_workloads", lambda: [])
+def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerBenchOptions:
+    monkeypatch.setattr(peer_comparison, "PeerProcess", Fake)
+    monkeypatch.setattr(peer_comparison, "python_of", lambda engine, folder: Path(sys.executable))
+    monkeypatch.setattr(peer_comparison, "models", lambda size, folder: {"target": size, "draft": "d", "head": "h"})
+    monkeypatch.setattr(peer_comparison, "prompts_of", lambda workload: PROMPTS)
+    monkeypatch.setattr(peer_comparison.os, "sched_getaffinity", lambda pid: {0, 1})
+    monkeypatch.setattr(peer_comparison, "workloads", lambda: [Workload("code completion", "", [])])
+    monkeypatch.setattr(peer_comparison, "repetitive_workloads", lambda: [])
     monkeypatch.setattr(Fake, "asked", [])
-    return Wish(sizes=["shipped"], loads=["code"], repeats=2, folder=tmp_path / "peers")
+    return PeerBenchOptions(sizes=["shipped"], loads=["code"], repeats=2, folder=tmp_path / "peers")
 
 
-def run(wish: Wish) -> tuple[dict[str, Any], str]:
+def run(wish: PeerBenchOptions) -> tuple[dict[str, Any], str]:
     shown = io.StringIO()
-    return bench_peers.run(Console(file=shown, width=160), wish), shown.getvalue()
+    return peer_comparison.run(Console(file=shown, width=160), wish), shown.getvalue()
 
 
-def test_every_method_is_measured_in_turns(faked: Wish) -> None:
+def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
     summary, shown = run(faked)
     singles = [each for each in Fake.asked if each[2] == 1]
     able = [(engine, method) for engine, methods in METHODS.items() for method in methods if engine != "transformers"]
@@ -387,26 +388,30 @@ def test_every_method_is_measured_in_turns(faked: Wish) -> None:
     assert "120" in shown
 
 
-def test_what_is_missing_is_told_and_the_rest_measured(faked: Wish) -> None:
+def test_what_is_missing_is_told_and_the_rest_measured(faked: PeerBenchOptions) -> None:
     summary, shown = run(faked)
     assert "left out: transformers, shipped is gone" in shown
     assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp", "vllm"}
     assert sum("takes 1 at once" in reason for reason in summary["left_out"]) == 2
 
 
-def test_an_engine_that_cannot_be_installed_is_left_out(faked: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_installed_is_left_out(
+    faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def missing(engine: str, folder: Path) -> Path:
         if engine == "vllm":
             raise NotInstalledError("vllm cannot be installed: no route")
         return Path(sys.executable)
 
-    monkeypatch.setattr(bench_peers, "python_of", missing)
+    monkeypatch.setattr(peer_comparison, "python_of", missing)
     summary, shown = run(faked)
     assert "left out: vllm cannot be installed: no route" in shown
     assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp"}
 
 
-def test_after_an_interruption_there_is_what_was_measured(faked: Wish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_an_interruption_there_is_what_was_measured(
+    faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Fake, "interrupt_at", 60)
     summary, shown = run(faked)
     assert "interrupted" in shown
@@ -417,10 +422,12 @@ def test_after_an_interruption_there_is_what_was_measured(faked: Wish, monkeypat
 def test_names_that_are_none_are_refused() -> None:
     for wrong in ({"engines": ["sglang"]}, {"sizes": ["huge"]}, {"loads": ["poems"]}):
         with pytest.raises(StartError, match="choose of"):
-            Wish(**wrong)  # type: ignore[arg-type]
+            PeerBenchOptions(**wrong)  # type: ignore[arg-type]
 
 
-def test_the_command_ends_with_one_line_of_json(faked: Wish, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_command_ends_with_one_line_of_json(
+    faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     svg = tmp_path / "peers.svg"
     options = ["--sizes", "shipped", "--workloads", "code", "--repeats", "1", "--environments", str(faked.folder)]
     result = CliRunner().invoke(main, ["bench", "peers", *options, "--svg", str(svg)])
@@ -430,7 +437,7 @@ def test_the_command_ends_with_one_line_of_json(faked: Wish, monkeypatch: pytest
     assert CliRunner().invoke(main, ["bench", "peers", "--engines", "sglang"]).exit_code == 2
 
 
-def test_the_picture_shows_plain_and_best_of_every_engine(faked: Wish) -> None:
+def test_the_picture_shows_plain_and_best_of_every_engine(faked: PeerBenchOptions) -> None:
     speeds = {
         f"{engine}/{method}/{load}": 10.0 * (1 + len(method))
         for engine in METHODS

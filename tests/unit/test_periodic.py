@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.state.periodic import Periodic
+from paceline.state.periodic_task import PeriodicTask
 
 
-class Turns(Periodic):
+class Turns(PeriodicTask):
     """Goes through what is planned, then well; `through` is set once that is over."""
 
     interval_s = 0.001
@@ -19,7 +19,7 @@ class Turns(Periodic):
         self._plan = iter(plan)
         self.through = asyncio.Event()
 
-    async def once(self) -> None:
+    async def run_once(self) -> None:
         try:
             error = next(self._plan)
         except StopIteration:

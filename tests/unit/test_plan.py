@@ -6,17 +6,17 @@ from collections.abc import Sequence
 
 import pytest
 
-from paceline.simulation import plan as planning
-from paceline.simulation.pair import Pair
-from paceline.simulation.plan import CannotPlanError, Demand, Load, plan, requests_at
-from paceline.timed import TimedModel
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.simulation import capacity_plan as planning
+from paceline_lab.simulation.capacity_plan import CannotPlanError, LoadPoint, PlannedDemand, plan_capacity, requests_at
+from paceline_lab.simulation.pair_simulation import SimulatedPair
 
-LOADS = [Load(1, 100.0, 300.0), Load(4, 400.0, 800.0), Load(16, 1600.0, 1200.0)]
-SLOW = TimedModel(step_ms=10, knee_rows=16)
+LOADS = [LoadPoint(1, 100.0, 300.0), LoadPoint(4, 400.0, 800.0), LoadPoint(16, 1600.0, 1200.0)]
+SLOW = TimedModelConfig(step_ms=10, knee_rows=16)
 
 
-def pair(agreement: float = 0.8, draft_knee_rows: int = 128, rtt_s: float = 0.0) -> Pair:
-    return Pair(SLOW, TimedModel(step_ms=1, knee_rows=draft_knee_rows, agreement=agreement), rtt_s)
+def pair(agreement: float = 0.8, draft_knee_rows: int = 128, rtt_s: float = 0.0) -> SimulatedPair:
+    return SimulatedPair(SLOW, TimedModelConfig(step_ms=1, knee_rows=draft_knee_rows, agreement=agreement), rtt_s)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,7 @@ def test_targets_are_as_many_as_the_goal_takes(
 ) -> None:
     """Within 6 ms per token a target of LOADS gives 800 tokens per second; each request takes 100 ms of that."""
     monkeypatch.setattr(planning, "load", lambda _, requests: next(x for x in LOADS if x.requests == requests))
-    planned = plan(pair(), Demand(requests_per_s, output_tokens=80, token_ms=6))
+    planned = plan_capacity(pair(), PlannedDemand(requests_per_s, output_tokens=80, token_ms=6))
     assert planned.target_workers == workers
     assert planned.token_ms <= 6
     assert planned.pays_up_to == 4
@@ -59,30 +59,30 @@ def test_the_formula_is_leviathan_s() -> None:
     assert planning.formula(pair(a, rtt_s=0.01), k).lockstep == pytest.approx((told.accepted + 1) / (k * c + 2))
 
 
-def rates(planned: Sequence[Load]) -> list[float]:
+def rates(planned: Sequence[LoadPoint]) -> list[float]:
     return [load.streamed / load.plain for load in planned]
 
 
 def test_speculation_pays_less_the_fuller_a_target_is() -> None:
-    planned = plan(pair(), Demand(1, 40, 100))
+    planned = plan_capacity(pair(), PlannedDemand(1, 40, 100))
     assert rates(planned.loads) == sorted(rates(planned.loads), reverse=True)
     assert rates(planned.loads)[0] > 2
     assert planned.draft_workers >= 1
 
 
 def test_a_useless_draft_is_planned_without() -> None:
-    planned = plan(pair(agreement=0.0), Demand(1, 40, 100))
+    planned = plan_capacity(pair(agreement=0.0), PlannedDemand(1, 40, 100))
     assert planned.pays_up_to == 0
     assert planned.draft_workers == 0
 
 
 def test_a_draft_that_many_rows_slow_down_needs_company() -> None:
     quick, slow = pair(), pair(draft_knee_rows=8)
-    slow_draft = TimedModel(step_ms=3, knee_rows=8, agreement=0.8)
+    slow_draft = TimedModelConfig(step_ms=3, knee_rows=8, agreement=0.8)
     assert planning.drafts_for(quick, 4) == 1
-    assert planning.drafts_for(Pair(slow.target, slow_draft), 4) > 1
+    assert planning.drafts_for(SimulatedPair(slow.target, slow_draft), 4) > 1
 
 
 def test_what_no_number_of_workers_gives_is_said() -> None:
     with pytest.raises(CannotPlanError, match="one request alone gets a token every"):
-        plan(pair(), Demand(1, 40, token_ms=0.5))
+        plan_capacity(pair(), PlannedDemand(1, 40, token_ms=0.5))

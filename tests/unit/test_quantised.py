@@ -14,9 +14,9 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from paceline.config import EngineConfig
-from paceline.model import Lane, load
-from tests.checkpoints import save_checkpoint
-from tests.llamas import VOCABULARY
+from paceline.model import SlotTable, load
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.llamas import VOCABULARY
 
 CONFIG = EngineConfig(slots=256)
 GROUP = 32
@@ -175,7 +175,7 @@ def check(folder: Path, network: LlamaForCausalLM, meant: Mapping[str, Tensor]) 
     """A loaded model computes what a network with these weights does."""
     network.load_state_dict(meant)
     tokens = [(11 * i + 7) % VOCABULARY for i in range(20)]
-    lane = Lane(range(1, 21))
+    lane = SlotTable(range(1, 21))
     ours = load(str(folder), CONFIG).run([lane.row(token, i) for i, token in enumerate(tokens)], range(20)).logits
     with torch.inference_mode():
         theirs = network(torch.tensor([tokens])).logits[0]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.cli import bench_scaling
-from paceline.cli.bench_scaling import frames, measure_engine
-from paceline.simulation.scaling import FULL, Costs, Moved, OutOfReachError, need
-from paceline.timed import TimedModel
+from paceline_lab.bench import scaling
+from paceline_lab.bench.scaling import frames, measure_engine
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.simulation.scaling_model import FULL, Costs, CpuPerToken, OutOfReachError, process_counts
 
-TARGET = TimedModel(step_ms=30.0, knee_rows=100)
-COSTS = Costs([(1, 1e-3), (100, 10e-3), (1000, 100e-3)], service=Moved(20e-6, 0.0), gateway=Moved(60e-6, 1e-3))
+TARGET = TimedModelConfig(step_ms=30.0, knee_rows=100)
+COSTS = Costs(
+    [(1, 1e-3), (100, 10e-3), (1000, 100e-3)], service=CpuPerToken(20e-6, 0.0), gateway=CpuPerToken(60e-6, 1e-3)
+)
 
 
 def test_costs_lie_on_straight_lines() -> None:
@@ -20,35 +22,35 @@ def test_costs_lie_on_straight_lines() -> None:
 
 
 def test_one_target_is_enough_while_its_step_is_short() -> None:
-    found = need(100, COSTS, TARGET, token_ms=45.0, answer_tokens=100)
+    found = process_counts(100, COSTS, TARGET, token_ms=45.0, answer_tokens=100)
     assert (found.targets, found.token_ms, found.tokens_per_s) == (1, 40.0, 2500)
     assert found.engine == 0.25
     assert found.service == 0.05
     assert found.gateway == pytest.approx(2500 * 70e-6, abs=1e-3)
-    assert need(100, COSTS, TARGET, token_ms=39.0, answer_tokens=100).targets == 2
+    assert process_counts(100, COSTS, TARGET, token_ms=39.0, answer_tokens=100).targets == 2
 
 
 def test_gateways_are_never_fuller_than_full() -> None:
-    found = need(10_000, COSTS, TARGET, token_ms=50.0, answer_tokens=100)
+    found = process_counts(10_000, COSTS, TARGET, token_ms=50.0, answer_tokens=100)
     assert found.token_ms <= 50.0
     assert found.gateway <= FULL
     assert found.gateways == pytest.approx(found.tokens_per_s * 70e-6 / FULL, abs=1)
 
 
 def test_a_service_that_is_full_takes_another_target() -> None:
-    slow = Costs(COSTS.engine, service=Moved(800e-6, 0.0), gateway=COSTS.gateway)
-    found = need(100, slow, TARGET, token_ms=1000.0, answer_tokens=100)
+    slow = Costs(COSTS.engine, service=CpuPerToken(800e-6, 0.0), gateway=COSTS.gateway)
+    found = process_counts(100, slow, TARGET, token_ms=1000.0, answer_tokens=100)
     assert found.targets > 1
     assert found.service <= FULL
 
 
 def test_what_no_target_can_do_is_said() -> None:
     with pytest.raises(OutOfReachError, match=r"one request alone gets a token every 31\.0 ms"):
-        need(10, COSTS, TARGET, token_ms=20.0, answer_tokens=100)
+        process_counts(10, COSTS, TARGET, token_ms=20.0, answer_tokens=100)
 
 
 def test_the_engine_is_measured_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_scaling, "STREAMED", 8)
+    monkeypatch.setattr(scaling, "STREAMED", 8)
     found, beyond = measure_engine(8), measure_engine(9)
     assert found.tokens is not None
     assert found.streamed_ms is not None

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.budget import RowCost, StepCost
 from paceline.config import EngineConfig
+from paceline.core.growth import Growth
+from paceline.core.policy.step_cost import RowCost, StepCost
+from paceline.core.tree import ROOT
 from paceline.engine.request import Request
-from paceline.engine.scheduler import Scheduler, Work, frontier, outlook
-from paceline.engine.slots import BLOCK, SlotPool
-from paceline.growth import Growth
-from paceline.tree import ROOT
-from tests.bare import bare_request
+from paceline.engine.scheduler import ScheduledRequest, Scheduler, draft_frontier, forecast_step
+from paceline.engine.slot_pool import BLOCK_SIZE, SlotPool
+from tests.helpers.bare import bare_request
 
 SLOTS = 256
 ROOM = 100
@@ -44,15 +44,15 @@ def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: Ste
     return Scheduler(config, SlotPool(SLOTS, caching=caching), cost)
 
 
-def check(scheduler: Scheduler, works: Sequence[Work], rows: int) -> None:
+def check(scheduler: Scheduler, works: Sequence[ScheduledRequest], rows: int) -> None:
     """What must hold of every step."""
     assert sum(w.stop - w.start + len(w.nodes) for w in works) <= rows
     assert len({w.request.key for w in works}) == len(works)
     for work in works:
         assert work.request in scheduler.running
-        assert work.start < work.stop == len(work.request.lane) <= len(work.request.tokens)
+        assert work.start < work.stop == len(work.request.slot_table) <= len(work.request.tokens)
         assert len(work.nodes) == len(work.slots)
-        assert work.draws or not work.nodes, "a guess without its root"
+        assert work.samples or not work.nodes, "a guess without its root"
         known = {ROOT}
         for node in work.nodes:
             assert work.request.tree.parents[node] in known, "a guess without its parent, or before it"
@@ -61,15 +61,15 @@ def check(scheduler: Scheduler, works: Sequence[Work], rows: int) -> None:
         assert works[0].request is scheduler.running[0], "the oldest request stands still"
     everybody = list(scheduler.requests())
     owned = [*(r.own_slots() for r in everybody), *(w.slots for w in works)]
-    scheduler.pool.check_integrity(owned, [r.shared for r in everybody])
+    scheduler.pool.check_integrity(owned, [r.shared_blocks for r in everybody])
 
 
-def commit(scheduler: Scheduler, works: Sequence[Work], token: int = 7) -> None:
+def commit(scheduler: Scheduler, works: Sequence[ScheduledRequest], token: int = 7) -> None:
     """What an engine does with the works if no guess is right."""
     for work in works:
-        work.request.prefill(work.stop)
-        scheduler.pool.give(work.slots)
-        if work.draws:
+        work.request.record_prefill(work.stop)
+        scheduler.pool.return_slots(work.slots)
+        if work.samples:
             work.request.tokens.append(token)
             work.request.tree.commit([token])
             if work.request.output_tokens >= work.request.max_tokens:
@@ -171,7 +171,7 @@ def test_a_long_prompt_holds_up_nobody_who_decodes() -> None:
     while scheduled.running[0].key == 1:
         works = scheduled.schedule()
         assert works[0].request.key == 1
-        assert works[0].draws
+        assert works[0].samples
         commit(scheduled, works)
 
 
@@ -261,32 +261,32 @@ def test_whoever_comes_back_finds_what_is_left_of_its_own_work() -> None:
         commit(scheduled, works)
     [again] = [work for work in works if work.request is victim]
     assert again.start > 0
-    assert again.start % BLOCK == 0
+    assert again.start % BLOCK_SIZE == 0
     assert victim.cached_tokens == 0
 
 
 def test_prompt_tokens_count_once() -> None:
     each = request(1, 100)
-    each.begin()
-    assert each.prefill(40) == 40
-    assert each.prefill(100) == 60
-    assert each.prefill(16) == 0  # computed again after preemption
-    assert each.prefill(101) == 0  # the first token of the output is not one of them
+    each.start()
+    assert each.record_prefill(40) == 40
+    assert each.record_prefill(100) == 60
+    assert each.record_prefill(16) == 0  # computed again after preemption
+    assert each.record_prefill(101) == 0  # the first token of the output is not one of them
 
 
 def test_cached_prompt_tokens_do_not_count() -> None:
     pool = SlotPool(SLOTS)
     first, second = request(1, 100), request(2, 100)
-    first.lane.slots.extend(pool.take(100))
-    first.detach(pool)
-    second.attach(pool)
-    second.begin()
-    assert second.cached_tokens == 6 * BLOCK
-    assert second.prefill(100) == 4
-    assert second.usage().cached_tokens == 6 * BLOCK
+    first.slot_table.slots.extend(pool.allocate(100))
+    first.release_slots(pool)
+    second.attach_prefix(pool)
+    second.start()
+    assert second.cached_tokens == 6 * BLOCK_SIZE
+    assert second.record_prefill(100) == 4
+    assert second.usage().cached_tokens == 6 * BLOCK_SIZE
 
 
-def drawing(scheduled: Scheduler, requests: int, nodes: int) -> list[Work]:
+def drawing(scheduled: Scheduler, requests: int, nodes: int) -> list[ScheduledRequest]:
     """Requests whose roots are next, each with a chain of sure guesses."""
     for key in range(1, requests + 1):
         scheduled.waiting.append(request(key, 3, limits=(8, nodes), token=key))
@@ -306,7 +306,7 @@ def test_guesses_fill_the_bucket_that_is_paid_for() -> None:
 
 def test_guesses_that_cost_more_than_their_rows_are_left_out() -> None:
     cost = StepCost(RowCost([8, 256], [1.0, 1.001]))
-    cost.guess_s = 10.0
+    cost.node_overhead_s = 10.0
     assert sum(len(w.nodes) for w in drawing(scheduler(cost=cost), requests=2, nodes=8)) == 0
 
 
@@ -320,8 +320,8 @@ def test_the_likeliest_guess_without_a_row_is_told() -> None:
     scarce, ample = scheduler(rows=12), scheduler()
     drawing(scarce, requests=3, nodes=8)
     drawing(ample, requests=3, nodes=8)
-    assert scarce.refused == pytest.approx(math.exp(-0.4)), "three guesses of each chain have a row"
-    assert ample.refused == 0.0
+    assert scarce.best_unverified == pytest.approx(math.exp(-0.4)), "three guesses of each chain have a row"
+    assert ample.best_unverified == 0.0
 
 
 def test_guesses_keep_to_what_a_request_may_have() -> None:
@@ -338,7 +338,7 @@ def test_all_draw_or_a_prompt_is_computed() -> None:
     commit(scheduled, scheduled.schedule())
     assert scheduled.running
     assert not scheduled.drawing(), "a prompt is half computed"
-    while len(scheduled.running) < 2 or any(r.missing > 1 for r in scheduled.running):
+    while len(scheduled.running) < 2 or any(r.uncomputed_tokens > 1 for r in scheduled.running):
         commit(scheduled, scheduled.schedule())
     assert scheduled.drawing() == scheduled.running, "the third cannot start yet"
 
@@ -367,26 +367,26 @@ def test_outlook() -> None:
     plain, guessed = request(1, 3), request(2, 3)
     guessed.draft = "somebody"
     guessed.tree.graft(Growth(2, 1, [0, 1], [5, 6], [-0.5, -0.5]), ROOM)
-    ahead = outlook([plain, guessed], FREE)
+    ahead = forecast_step([plain, guessed], FREE)
     assert ahead.tokens == pytest.approx(2 + 0.6065 + 0.3679, abs=1e-3)
     assert ahead.height == 2
-    assert ahead.guesses == 2
+    assert ahead.nodes == 2
     assert ahead.seconds == FREE(4, 2)
-    assert frontier([plain, guessed]).ends == pytest.approx(0.3679, abs=1e-3)
-    assert outlook([plain], FREE).height == 0
-    assert frontier([plain]).ends == 0, "nobody guesses for it"
+    assert draft_frontier([plain, guessed]).deepest == pytest.approx(0.3679, abs=1e-3)
+    assert forecast_step([plain], FREE).height == 0
+    assert draft_frontier([plain]).deepest == 0, "nobody guesses for it"
 
 
 def test_the_frontier_is_what_may_still_be_guessed_after() -> None:
     root, wide = request(1, 3), request(2, 3)
     root.draft = wide.draft = "somebody"
     wide.tree.graft(Growth(2, 1, [0, 0], [5, 6], [math.log(0.5), math.log(0.3)]), ROOM)
-    assert frontier([root]).ends == 1
-    assert frontier([root, wide]).ends == pytest.approx(1.8)
+    assert draft_frontier([root]).deepest == 1
+    assert draft_frontier([root, wide]).deepest == pytest.approx(1.8)
     wide.tree.graft(Growth(2, 3, [1], [7], [math.log(0.4)]), ROOM)
-    assert frontier([wide]).ends == pytest.approx(0.2)
+    assert draft_frontier([wide]).deepest == pytest.approx(0.2)
     wide.max_depth = 2
-    assert frontier([wide]).ends == 0, "nothing deeper is verified"
+    assert draft_frontier([wide]).deepest == 0, "nothing deeper is verified"
 
 
 def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
@@ -394,15 +394,15 @@ def test_a_draft_s_frontier_is_not_what_others_guess_deeper() -> None:
     both = request(1, 3)
     both.draft = "somebody"
     both.tree.graft(Growth(2, 1, [0, 1, 2], [5, 6, 7], [math.log(0.5)] * 3), ROOM, source=1)
-    ahead = frontier([both])
-    assert (outlook([both], FREE).height, ahead.own, ahead.ends) == (3, 0, 1)
-    assert ahead.beyond == pytest.approx(0.5)
+    ahead = draft_frontier([both])
+    assert (forecast_step([both], FREE).height, ahead.own, ahead.deepest) == (3, 0, 1)
+    assert ahead.covered_by_lookups == pytest.approx(0.5)
     both.tree.graft(Growth(2, 1, [0, 0], [5, 8], [math.log(0.6), math.log(0.3)]), ROOM)
-    ahead = frontier([both])
-    assert ahead.own == ahead.ends == pytest.approx(0.9), "they agree on one"
-    assert ahead.beyond == pytest.approx(0.3), "after the guess that both have made"
-    assert outlook([both], FREE).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
+    ahead = draft_frontier([both])
+    assert ahead.own == ahead.deepest == pytest.approx(0.9), "they agree on one"
+    assert ahead.covered_by_lookups == pytest.approx(0.3), "after the guess that both have made"
+    assert forecast_step([both], FREE).tokens == pytest.approx(1 + 0.9 + 0.3 + 0.15)
     again = request(2, 3)
     again.draft = "somebody"
     again.tree.graft(Growth(2, 1, [0, 1], [5, 6], [math.log(0.5)] * 2), ROOM, source=1)
-    assert frontier([both, again]).beyond == pytest.approx(0.3 + 0.5)
+    assert draft_frontier([both, again]).covered_by_lookups == pytest.approx(0.3 + 0.5)

@@ -16,18 +16,18 @@ import pytest
 import torch
 
 from paceline import family
-from paceline.cli.bench_methods import prompts_of
-from paceline.cli.workloads import workloads
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.engine.drafting import Drafting, LocalDrafting, NoDrafting
+from paceline.core.messages import SpeculationStats, Submission
+from paceline.drafting import build_speculator
+from paceline.drafting.speculator import Context, Speculator
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
-from paceline.messages import SpeculationStats, Submission
 from paceline.model import load
 from paceline.model.model import Model
-from paceline.speculators import build
-from paceline.speculators.base import Context, Speculator
-from tests.moving import Moving
-from tests.targets import FREE
+from paceline_lab.bench.method_comparison import prompts_of
+from paceline_lab.bench.workloads import workloads
+from tests.helpers.moving import Moving
+from tests.helpers.targets import FREE
 
 SLOTS = 4096
 DEPTH = 4
@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
 
 def head(model: Model, method: str) -> Speculator:
     config = SpeculativeConfig(method=method, model=family.HEADS[method], **CHAIN)
-    return build(config, EngineConfig(slots=SLOTS), model.lend, model.name)
+    return build_speculator(config, EngineConfig(slots=SLOTS), model.target_weights, model.name)
 
 
 @dataclass
@@ -75,7 +75,7 @@ class Served:
         return [count / self.stats.verifications for count in self.stats.accepted_by_depth]
 
 
-def engine(model: Model, drafting: Drafting, **settings: Any) -> Engine:
+def engine(model: Model, drafting: DraftClient, **settings: Any) -> Engine:
     config = SpeculativeConfig(method="eagle3", model="-", **CHAIN)
     return Engine(model, EngineConfig(**{"slots": SLOTS, **settings}), config, drafting, FREE)
 
@@ -104,7 +104,7 @@ def add(total: SpeculationStats, more: SpeculationStats) -> None:
 
 @pytest.fixture(scope="module")
 def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
-    return serve(engine(model, NoDrafting()), prompts).tokens
+    return serve(engine(model, NoDraftClient()), prompts).tokens
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_head_foresees_far_more_than_chance_would(
     method: str, model: Model, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
     """Who guesses the commonest token each time is right once in ten times, and one of 4096 at random hardly ever."""
-    served = serve(engine(model, LocalDrafting(head(model, method))), prompts)
+    served = serve(engine(model, LocalDraftClient(head(model, method))), prompts)
     assert served.tokens == plain
     [(_, commonest)] = Counter(itertools.chain(*plain)).most_common(1)
     assert served.shares()[0] > 2 * commonest / sum(map(len, plain))
@@ -123,7 +123,7 @@ def test_a_head_foresees_far_more_than_chance_would(
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Model, prompts: list[list[int]]) -> Served:
-    return serve(engine(model, LocalDrafting(head(model, "eagle3"))), prompts)
+    return serve(engine(model, LocalDraftClient(head(model, "eagle3"))), prompts)
 
 
 class TestAcceptanceIsAsGoodAsEver:
@@ -131,7 +131,7 @@ class TestAcceptanceIsAsGoodAsEver:
 
     def test_after_a_hit_in_the_prefix_cache(self, model: Model, prompts: list[list[int]], undisturbed: Served) -> None:
         """vLLM's and SGLang's users saw it fall from 0.98 to 0.10: the head had not seen what was not computed."""
-        target = engine(model, LocalDrafting(head(model, "eagle3")))
+        target = engine(model, LocalDraftClient(head(model, "eagle3")))
         serve(target, prompts)
         again = serve(target, prompts)
         assert again.cached > sum(map(len, prompts)) / 2
@@ -142,7 +142,7 @@ class TestAcceptanceIsAsGoodAsEver:
     def test_across_the_borders_of_prefill_chunks(
         self, model: Model, prompts: list[list[int]], undisturbed: Served
     ) -> None:
-        target = engine(model, LocalDrafting(head(model, "eagle3")), max_num_batched_rows=64)
+        target = engine(model, LocalDraftClient(head(model, "eagle3")), max_num_batched_rows=64)
         served = serve(target, prompts)
         assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
@@ -150,7 +150,7 @@ class TestAcceptanceIsAsGoodAsEver:
     @pytest.mark.slow
     def test_after_preemption(self, prompts: list[list[int]], undisturbed: Served) -> None:
         scarce = load(family.NAMES[0], EngineConfig(slots=512))
-        served = serve(engine(scarce, LocalDrafting(head(scarce, "eagle3")), slots=512), prompts)
+        served = serve(engine(scarce, LocalDraftClient(head(scarce, "eagle3")), slots=512), prompts)
         assert served.preemptions > 0
         assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
@@ -174,7 +174,7 @@ class TestAcceptanceIsAsGoodAsEver:
         assert served.shares() != pytest.approx(undisturbed.shares(), abs=NEAR)
 
 
-class Confused(LocalDrafting):
+class Confused(LocalDraftClient):
     """Tells its head the states of a prompt in another order."""
 
     def context(self, context: Context) -> None:

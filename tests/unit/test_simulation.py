@@ -9,21 +9,21 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.engine.waiting import LockStep
-from paceline.messages import Submission
-from paceline.simulation.forecast import forecast
-from paceline.simulation.pair import Outcome, Pair, simulate
-from paceline.simulation.virtual import VirtualTime, Wire
-from paceline.timed import TimedModel
+from paceline.core.messages import Submission
+from paceline.engine.draft_schedule import LockstepSchedule
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult, simulate
+from paceline_lab.simulation.sequential_forecast import forecast_sequential
+from paceline_lab.simulation.virtual_time import DelayedLink, VirtualTime
 
-TARGET = TimedModel.parse("timed:vocabulary=512,step_ms=10,knee_rows=128")
-DRAFT = TimedModel.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0.8")
-USELESS = TimedModel.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0,bias=60")
-STREAMED = Pair(TARGET, DRAFT)
+TARGET = TimedModelConfig.parse("timed:vocabulary=512,step_ms=10,knee_rows=128")
+DRAFT = TimedModelConfig.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0.8")
+USELESS = TimedModelConfig.parse("timed:vocabulary=512,step_ms=1,knee_rows=128,agreement=0,bias=60")
+STREAMED = SimulatedPair(TARGET, DRAFT)
 CHAINS = (4, 6, 8)
 
 
-def lockstep(k: int, rtt_s: float) -> Pair:
+def lockstep(k: int, rtt_s: float) -> SimulatedPair:
     speculation = SpeculativeConfig(
         method="draft_model",
         model="draft",
@@ -32,10 +32,10 @@ def lockstep(k: int, rtt_s: float) -> Pair:
         draft_schedule="lockstep",
         least_path_probability=0.0,
     )
-    return Pair(TARGET, DRAFT, rtt_s, speculation=speculation)
+    return SimulatedPair(TARGET, DRAFT, rtt_s, speculation=speculation)
 
 
-def served(pair: Pair, requests: int = 1, tokens: int = 200) -> Outcome:
+def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200) -> SimulationResult:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     return simulate(
         pair, [(0.0, Submission(f"r{i}", [i + 1, 2, 3], sampling, drafts=["draft"])) for i in range(requests)]
@@ -43,11 +43,11 @@ def served(pair: Pair, requests: int = 1, tokens: int = 200) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Outcome:
-    return served(Pair(TARGET, None))
+def plain() -> SimulationResult:
+    return served(SimulatedPair(TARGET, None))
 
 
-def test_time_is_what_the_models_take(plain: Outcome) -> None:
+def test_time_is_what_the_models_take(plain: SimulationResult) -> None:
     assert plain.seconds == pytest.approx(200 * 0.01)
     assert plain.steps == 200
 
@@ -61,7 +61,7 @@ def test_the_same_simulation_gives_the_same_times() -> None:
     ("rtt_s", "over_lockstep", "over_plain"), [(0.0, 1.4, 3.0), (0.01, 1.6, 2.2), (0.04, 1.5, 1.4)]
 )
 def test_overlapping_hides_draft_and_network(
-    plain: Outcome, rtt_s: float, over_lockstep: float, over_plain: float
+    plain: SimulationResult, rtt_s: float, over_lockstep: float, over_plain: float
 ) -> None:
     """In lock-step over a slow network the draft does not pay, and is paused: that is plain decoding, nearly."""
     streamed = served(replace(STREAMED, rtt_s=rtt_s))
@@ -74,7 +74,10 @@ def test_overlapping_hides_draft_and_network(
 @pytest.mark.parametrize("rtt_s", [0.0, 0.01, 0.04])
 @pytest.mark.parametrize("requests", [1, 16])
 def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> None:
-    plain, useless = served(Pair(TARGET, None), requests), served(Pair(TARGET, USELESS, rtt_s), requests)
+    plain, useless = (
+        served(SimulatedPair(TARGET, None), requests),
+        served(SimulatedPair(TARGET, USELESS, rtt_s), requests),
+    )
     assert useless.tokens == plain.tokens
     assert useless.tokens_per_s >= 0.97 * plain.tokens_per_s
 
@@ -83,11 +86,11 @@ def test_guesses_are_cheap_on_the_wire() -> None:
     assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 160
 
 
-def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: Outcome) -> None:
-    foreseen = forecast(Pair(TARGET, None), [[1, 2, 3]] * 2, 200)
+def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: SimulationResult) -> None:
+    foreseen = forecast_sequential(SimulatedPair(TARGET, None), [[1, 2, 3]] * 2, 200)
     assert foreseen.tokens_per_s == pytest.approx(plain.tokens_per_s)
     assert foreseen.answers == [next(iter(plain.tokens.values()))] * 2
-    assert forecast(STREAMED, [[1, 2, 3]], 60).answers == [foreseen.answers[0][:60]]
+    assert forecast_sequential(STREAMED, [[1, 2, 3]], 60).answers == [foreseen.answers[0][:60]]
 
 
 @pytest.mark.parametrize("requests", [32, pytest.param(64, marks=pytest.mark.slow)])
@@ -114,7 +117,7 @@ def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None
     outcome = served(replace(lockstep(k, rtt_s), draft=draft), requests, tokens=40)
     ends = sorted({0.0}.union(*outcome.times.values()))
     longest_s = TARGET.seconds(requests * (1 + k)) + k * draft.seconds(requests) + rtt_s
-    assert max(end - start for start, end in itertools.pairwise(ends)) <= longest_s < LockStep.PATIENCE_S / 10
+    assert max(end - start for start, end in itertools.pairwise(ends)) <= longest_s < LockstepSchedule.TIMEOUT_S / 10
 
 
 # Virtual time itself
@@ -122,7 +125,7 @@ def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None
 
 def test_actors_meet_in_time() -> None:
     time, seen = VirtualTime(), []
-    wire: Wire[str] = Wire(time, 0.5)
+    wire: DelayedLink[str] = DelayedLink(time, 0.5)
 
     def speak() -> None:
         for word in ("a", "b"):

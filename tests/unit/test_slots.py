@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.engine.slots import BLOCK, Block, OutOfSlots, SlotPool
+from paceline.engine.slot_pool import BLOCK_SIZE, Block, OutOfSlotsError, SlotPool
 
-SLOTS = 6 * BLOCK
+SLOTS = 6 * BLOCK_SIZE
 
 
 @dataclass
@@ -35,9 +35,9 @@ class World:
 
     def start(self) -> None:
         """Prompts that often begin alike."""
-        length = self.random.randint(1, 3 * BLOCK)
+        length = self.random.randint(1, 3 * BLOCK_SIZE)
         path = Path([self.random.random() < 0.02 for _ in range(length)])
-        path.shared = self.pool.find(path.tokens[:-1])
+        path.shared = self.pool.match_prefix(path.tokens[:-1])
         path.slots = [slot for block in path.shared for slot in block.slots]
         for i, slot in enumerate(path.slots):
             assert self.contents[slot] == tuple(path.tokens[: i + 1]), "the cache gave what another path computed"
@@ -47,12 +47,12 @@ class World:
         if not self.paths:
             return
         path = self.random.choice(self.paths)
-        wanted = self.random.randint(1, BLOCK)
+        wanted = self.random.randint(1, BLOCK_SIZE)
         path.tokens += [0] * max(0, len(path.slots) + wanted - len(path.tokens))
         free = self.pool.free
         try:
-            taken = self.pool.take(wanted)
-        except OutOfSlots:
+            taken = self.pool.allocate(wanted)
+        except OutOfSlotsError:
             assert wanted > free == self.pool.free
             return
         assert self.pool.free == free - wanted
@@ -64,11 +64,11 @@ class World:
         if not self.paths:
             return
         path = self.paths.pop(self.random.randrange(len(self.paths)))
-        self.pool.publish(path.tokens, path.slots, path.shared)
+        self.pool.cache_blocks(path.tokens, path.slots, path.shared)
         self.pool.release(path.slots, path.shared)
 
     def check(self) -> None:
-        own = [path.slots[len(path.shared) * BLOCK :] for path in self.paths]
+        own = [path.slots[len(path.shared) * BLOCK_SIZE :] for path in self.paths]
         self.pool.check_integrity(own, [path.shared for path in self.paths])
 
 
@@ -83,68 +83,68 @@ def test_books_balance_whatever_happens(seed: int, caching: bool) -> None:
         world.finish()
         world.check()
     assert world.pool.free == SLOTS
-    assert sorted(world.pool.take(SLOTS)) == list(range(1, SLOTS + 1))
+    assert sorted(world.pool.allocate(SLOTS)) == list(range(1, SLOTS + 1))
 
 
 def published(pool: SlotPool, tokens: list[int]) -> list[int]:
     """A path that was computed and given up; its slots."""
-    slots = pool.take(len(tokens))
+    slots = pool.allocate(len(tokens))
     shared: list[Block] = []
-    pool.publish(tokens, slots, shared)
+    pool.cache_blocks(tokens, slots, shared)
     pool.release(slots, shared)
     return slots
 
 
 def test_a_prefix_is_found_block_by_block() -> None:
     pool = SlotPool(SLOTS)
-    tokens = list(range(3 * BLOCK))
+    tokens = list(range(3 * BLOCK_SIZE))
     slots = published(pool, tokens)
-    found = pool.find([*tokens[: 2 * BLOCK], 99, *tokens[2 * BLOCK + 1 :]])
-    assert [slot for block in found for slot in block.slots] == slots[: 2 * BLOCK]
-    assert pool.find(tokens[1:]) == [], "the same tokens after another beginning are another path"
+    found = pool.match_prefix([*tokens[: 2 * BLOCK_SIZE], 99, *tokens[2 * BLOCK_SIZE + 1 :]])
+    assert [slot for block in found for slot in block.slots] == slots[: 2 * BLOCK_SIZE]
+    assert pool.match_prefix(tokens[1:]) == [], "the same tokens after another beginning are another path"
 
 
 def test_requests_share_what_they_use() -> None:
     pool = SlotPool(SLOTS)
-    tokens = list(range(BLOCK))
+    tokens = list(range(BLOCK_SIZE))
     published(pool, tokens)
-    one, two = pool.find(tokens), pool.find(tokens)
+    one, two = pool.match_prefix(tokens), pool.match_prefix(tokens)
     assert one == two
-    assert pool.free == SLOTS - BLOCK
+    assert pool.free == SLOTS - BLOCK_SIZE
     pool.release(one[0].slots, one)
-    assert pool.free == SLOTS - BLOCK, "the other still uses it"
+    assert pool.free == SLOTS - BLOCK_SIZE, "the other still uses it"
     pool.release(two[0].slots, two)
     assert pool.free == SLOTS
 
 
 def test_the_least_recently_used_block_makes_way_first_and_ends_before_beginnings() -> None:
-    pool = SlotPool(4 * BLOCK)
-    old, new = [1] * 2 * BLOCK, [2] * 2 * BLOCK
+    pool = SlotPool(4 * BLOCK_SIZE)
+    old, new = [1] * 2 * BLOCK_SIZE, [2] * 2 * BLOCK_SIZE
     published(pool, old)
     published(pool, new)
-    pool.take(BLOCK)
-    assert len(pool.find(new)) == 2
-    assert len(pool.find(old)) == 1
+    pool.allocate(BLOCK_SIZE)
+    assert len(pool.match_prefix(new)) == 2
+    assert len(pool.match_prefix(old)) == 1
 
 
 def test_what_is_in_use_is_never_dropped() -> None:
-    pool = SlotPool(2 * BLOCK)
-    published(pool, [1] * BLOCK)
-    [used] = pool.find([1] * BLOCK)
-    taken = pool.take(BLOCK)
-    with pytest.raises(OutOfSlots, match="1 slots wanted, 0 of 32 free"):
-        pool.take(1)
+    pool = SlotPool(2 * BLOCK_SIZE)
+    published(pool, [1] * BLOCK_SIZE)
+    [used] = pool.match_prefix([1] * BLOCK_SIZE)
+    taken = pool.allocate(BLOCK_SIZE)
+    with pytest.raises(OutOfSlotsError, match="1 slots wanted, 0 of 32 free"):
+        pool.allocate(1)
     pool.check_integrity([taken], [[used]])
 
 
 def test_a_block_that_was_published_meanwhile_is_not_published_twice() -> None:
     pool = SlotPool(SLOTS)
-    tokens = [1] * BLOCK
-    mine, theirs = pool.take(BLOCK), pool.take(BLOCK)
+    tokens = [1] * BLOCK_SIZE
+    mine, theirs = pool.allocate(BLOCK_SIZE), pool.allocate(BLOCK_SIZE)
     my_blocks: list[Block] = []
     their_blocks: list[Block] = []
-    pool.publish(tokens, mine, my_blocks)
-    pool.publish(tokens, theirs, their_blocks)
+    pool.cache_blocks(tokens, mine, my_blocks)
+    pool.cache_blocks(tokens, theirs, their_blocks)
     assert (len(my_blocks), len(their_blocks)) == (1, 0)
     pool.release(theirs, their_blocks)
     pool.release(mine, my_blocks)
@@ -154,16 +154,16 @@ def test_a_block_that_was_published_meanwhile_is_not_published_twice() -> None:
 
 def test_without_caching_nothing_is_found() -> None:
     pool = SlotPool(SLOTS, caching=False)
-    published(pool, [1] * BLOCK)
-    assert pool.find([1] * BLOCK) == []
+    published(pool, [1] * BLOCK_SIZE)
+    assert pool.match_prefix([1] * BLOCK_SIZE) == []
 
 
 def leak(pool: SlotPool, own: list[int], block: Block) -> None:
-    pool.take(1)
+    pool.allocate(1)
 
 
 def give_twice(pool: SlotPool, own: list[int], block: Block) -> None:
-    pool.give(own[:1])
+    pool.return_slots(own[:1])
 
 
 def forget_a_user(pool: SlotPool, own: list[int], block: Block) -> None:
@@ -171,11 +171,11 @@ def forget_a_user(pool: SlotPool, own: list[int], block: Block) -> None:
 
 
 def invent_a_user(pool: SlotPool, own: list[int], block: Block) -> None:
-    pool.find(block.key[1])
+    pool.match_prefix(block.key[1])
 
 
 def give_a_shared_slot(pool: SlotPool, own: list[int], block: Block) -> None:
-    pool.give(block.slots[:1])
+    pool.return_slots(block.slots[:1])
 
 
 def swap_a_slot(pool: SlotPool, own: list[int], block: Block) -> None:
@@ -185,9 +185,9 @@ def swap_a_slot(pool: SlotPool, own: list[int], block: Block) -> None:
 @pytest.mark.parametrize("corrupt", [leak, give_twice, forget_a_user, invent_a_user, give_a_shared_slot, swap_a_slot])
 def test_corruption_is_noticed(corrupt: Callable[[SlotPool, list[int], Block], None]) -> None:
     pool = SlotPool(SLOTS)
-    published(pool, [1] * BLOCK)
-    [block] = pool.find([1] * BLOCK)
-    own = pool.take(5)
+    published(pool, [1] * BLOCK_SIZE)
+    [block] = pool.match_prefix([1] * BLOCK_SIZE)
+    own = pool.allocate(5)
     pool.check_integrity([own], [[block]])
     corrupt(pool, own, block)
     with pytest.raises(AssertionError):

@@ -11,21 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from paceline.budget import Calibration
-from paceline.messages import SpeculationStats
-from paceline.state import (
-    Acceptance,
-    RequestState,
-    StateError,
-    Store,
-    WorkerRecord,
-    keys,
-    open_store,
-)
+from paceline.core.messages import SpeculationStats
+from paceline.core.policy.calibration import Calibration
+from paceline.state import AcceptanceCounts, RequestState, StateError, StateStore, WorkerRecord, open_store, redis_keys
 from paceline.state.acceptance import REQUEST_TTL_S
-from paceline.state.embedded import EmbeddedRedis
-from paceline.state.memory import MemoryAcceptance
-from paceline.state.recorder import MOST_REQUESTS
+from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.state.memory_store import MemoryAcceptance
 
 TTL_S = 0.3
 
@@ -49,7 +41,7 @@ async def url(request: pytest.FixtureRequest, redis_url: str, redis: Redis) -> s
 
 
 @pytest.fixture
-async def store(url: str | None) -> AsyncIterator[Store]:
+async def store(url: str | None) -> AsyncIterator[StateStore]:
     async with open_store(url, ttl_s=TTL_S) as store:
         yield store
 
@@ -81,7 +73,7 @@ def request_state(request_id: str, committed: tuple[int, ...] = (5, 6)) -> Reque
 
 
 class TestRegistry:
-    async def test_lists_the_workers_of_a_kind_oldest_first(self, store: Store) -> None:
+    async def test_lists_the_workers_of_a_kind_oldest_first(self, store: StateStore) -> None:
         target = dataclasses.replace(draft("t"), kind="target", numerics="native avx2; float32")
         for record in (draft("young", 2.0), target, draft("old", 1.0)):
             await store.registry.register(record)
@@ -91,13 +83,13 @@ class TestRegistry:
         ]
         assert [worker.record for worker in await store.registry.workers("target")] == [target]
 
-    async def test_a_heartbeat_brings_the_load_and_announces_a_worker_unheard_of(self, store: Store) -> None:
+    async def test_a_heartbeat_brings_the_load_and_announces_a_worker_unheard_of(self, store: StateStore) -> None:
         await store.registry.heartbeat(draft("a"), {"running": 1})
         await store.registry.heartbeat(draft("a"), {"running": 2, "step_s": 0.25})
         (worker,) = await store.registry.workers("draft")
         assert worker.load == {"running": 2, "step_s": 0.25}
 
-    async def test_a_silent_worker_vanishes_and_one_with_a_heartbeat_stays(self, store: Store) -> None:
+    async def test_a_silent_worker_vanishes_and_one_with_a_heartbeat_stays(self, store: StateStore) -> None:
         await store.registry.register(draft("silent"))
 
         async def only_the_beating_one_is_left() -> bool:
@@ -107,13 +99,13 @@ class TestRegistry:
         assert len(await store.registry.workers("draft")) == 1
         await eventually(only_the_beating_one_is_left)
 
-    async def test_a_worker_that_deregisters_is_gone_at_once(self, store: Store) -> None:
+    async def test_a_worker_that_deregisters_is_gone_at_once(self, store: StateStore) -> None:
         await store.registry.register(draft("a"))
         await store.registry.deregister(draft("a"))
         await store.registry.deregister(draft("never seen"))
         assert await store.registry.workers("draft") == []
 
-    async def test_the_epoch_lasts_as_long_as_the_memory(self, store: Store) -> None:
+    async def test_the_epoch_lasts_as_long_as_the_memory(self, store: StateStore) -> None:
         assert await store.registry.epoch() == await store.registry.epoch() != ""
 
     async def test_a_record_of_an_older_worker_is_read(self, redis_url: str, redis: Redis) -> None:
@@ -121,35 +113,35 @@ class TestRegistry:
         record = dataclasses.asdict(draft("old"))
         del record["numerics"]
         async with open_store(redis_url) as store:
-            await redis.sadd(keys.workers("draft"), "old")
-            await redis.set(keys.worker("draft", "old"), json.dumps({"record": record, "load": {}}))
+            await redis.sadd(redis_keys.workers("draft"), "old")
+            await redis.set(redis_keys.worker("draft", "old"), json.dumps({"record": record, "load": {}}))
             assert [worker.record for worker in await store.registry.workers("draft")] == [draft("old")]
             assert draft("old").numerics == ""
 
     async def test_a_record_nobody_can_read_hides_no_other(self, redis_url: str, redis: Redis) -> None:
         async with open_store(redis_url) as store:
             await store.registry.register(draft("a"))
-            await redis.sadd(keys.workers("draft"), "from the future")
-            await redis.set(keys.worker("draft", "from the future"), '{"record": 3}')
+            await redis.sadd(redis_keys.workers("draft"), "from the future")
+            await redis.set(redis_keys.worker("draft", "from the future"), '{"record": 3}')
             assert [w.record.worker_id for w in await store.registry.workers("draft")] == ["a"]
 
 
 class TestRegistrationAndWatcher:
-    async def test_a_worker_is_known_for_as_long_as_its_registration_lasts(self, store: Store) -> None:
+    async def test_a_worker_is_known_for_as_long_as_its_registration_lasts(self, store: StateStore) -> None:
         load = {"running": 0.0}
         async with store.watcher("draft", interval_s=0.02) as watcher:
             async with store.registration(draft("a"), lambda: load):
-                (worker,) = await watcher.until(lambda workers: len(workers) == 1)
+                (worker,) = await watcher.wait_for(lambda workers: len(workers) == 1)
                 assert worker.record == draft("a")
                 load["running"] = 5.0
-                (before,) = await watcher.until(lambda workers: workers[0].load["running"] == 5.0)
-                (after,) = await watcher.until(lambda workers: workers[0].load != before.load)
+                (before,) = await watcher.wait_for(lambda workers: workers[0].load["running"] == 5.0)
+                (after,) = await watcher.wait_for(lambda workers: workers[0].load != before.load)
                 assert after.load == {"running": 5.0, "beat": before.load["beat"] + 1}, "the same load is news again"
             assert await store.registry.workers("draft") == []
             # The first look found a new epoch, so this worker is let go only after one TTL.
-            assert await watcher.until(lambda workers: not workers) == []
+            assert await watcher.wait_for(lambda workers: not workers) == []
 
-    async def test_heartbeats_outlive_the_ttl(self, store: Store) -> None:
+    async def test_heartbeats_outlive_the_ttl(self, store: StateStore) -> None:
         beats = asyncio.Semaphore(0)
 
         def load() -> dict[str, float]:
@@ -161,7 +153,7 @@ class TestRegistrationAndWatcher:
                 await beats.acquire()
             assert len(await store.registry.workers("draft")) == 1
 
-    async def test_a_worker_whose_load_cannot_be_told_once_is_listed_again(self, store: Store) -> None:
+    async def test_a_worker_whose_load_cannot_be_told_once_is_listed_again(self, store: StateStore) -> None:
         loads: Iterator[dict[str, float] | None] = iter([{}, None])
 
         def load() -> dict[str, float]:
@@ -178,13 +170,13 @@ class TestRegistrationAndWatcher:
 
 
 class TestRequests:
-    async def test_states_come_back_as_they_were_saved(self, store: Store) -> None:
+    async def test_states_come_back_as_they_were_saved(self, store: StateStore) -> None:
         states = [request_state("a"), request_state("b", tuple(range(1000)))]
         await store.acceptance.save_requests(states)
         assert [await store.acceptance.load_request(s.request_id) for s in states] == states
         assert states[1].committed_length == 1000
 
-    async def test_the_newest_state_counts_and_a_finished_request_is_forgotten(self, store: Store) -> None:
+    async def test_the_newest_state_counts_and_a_finished_request_is_forgotten(self, store: StateStore) -> None:
         await store.acceptance.save_request(request_state("a", (1,)))
         await store.acceptance.save_requests([request_state("a", (1, 2)), request_state("b")], finished=["b"])
         assert await store.acceptance.load_request("a") == request_state("a", (1, 2))
@@ -195,7 +187,7 @@ class TestRequests:
     async def test_redis_forgets_after_an_hour(self, redis_url: str, redis: Redis) -> None:
         async with open_store(redis_url) as store:
             await store.acceptance.save_request(request_state("a"))
-        assert REQUEST_TTL_S - 60 < await redis.ttl(keys.request("a")) <= REQUEST_TTL_S
+        assert REQUEST_TTL_S - 60 < await redis.ttl(redis_keys.request("a")) <= REQUEST_TTL_S
 
     async def test_the_twin_forgets_after_an_hour(self) -> None:
         now = 0.0
@@ -212,9 +204,9 @@ class TestAcceptance:
     async def test_counts_of_a_pair_add_up(self, url: str | None) -> None:
         async with open_store(url, half_life_s=1e9) as store:
             await store.acceptance.record(
-                "m", "ngram", Acceptance(5, (2, 2), (2, 1), (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1))
+                "m", "ngram", AcceptanceCounts(5, (2, 2), (2, 1), (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1))
             )
-            await store.acceptance.record("m", "ngram", Acceptance(3, (1, 1, 1), (1, 0, 0)))
+            await store.acceptance.record("m", "ngram", AcceptanceCounts(3, (1, 1, 1), (1, 0, 0)))
             totals = await store.acceptance.acceptance("m", "ngram")
         assert totals.drafted == pytest.approx(8)
         assert totals.drafted_by_depth == pytest.approx((3, 3, 1))
@@ -225,38 +217,38 @@ class TestAcceptance:
     async def test_every_cell_comes_back_as_it_was(self, url: str | None) -> None:
         drafted, accepted = [i + 0.5 for i in range(Calibration.CELLS)], [i / 4 for i in range(Calibration.CELLS)]
         async with open_store(url, half_life_s=1e9) as store:
-            await store.acceptance.record("m", "ngram", Acceptance(cell_drafted=drafted, cell_accepted=accepted))
+            await store.acceptance.record("m", "ngram", AcceptanceCounts(cell_drafted=drafted, cell_accepted=accepted))
             totals = await store.acceptance.acceptance("m", "ngram")
         assert totals.cell_drafted == pytest.approx(drafted)
         assert totals.cell_accepted == pytest.approx(accepted)
 
     async def test_what_an_older_release_stored_is_passed_over(self, redis_url: str, redis: Redis) -> None:
         """It counted by bin, in fields of other names, of which there are fewer."""
-        await redis.hset(keys.acceptance("m", "ngram"), mapping={"bin_drafted:0": "7", "bin_accepted:0": "5"})
+        await redis.hset(redis_keys.acceptance("m", "ngram"), mapping={"bin_drafted:0": "7", "bin_accepted:0": "5"})
         async with open_store(redis_url) as store:
-            assert await store.acceptance.acceptance("m", "ngram") == Acceptance()
-            await store.acceptance.record("m", "ngram", Acceptance(1, cell_drafted=(2.0,), cell_accepted=(1.0,)))
+            assert await store.acceptance.acceptance("m", "ngram") == AcceptanceCounts()
+            await store.acceptance.record("m", "ngram", AcceptanceCounts(1, cell_drafted=(2.0,), cell_accepted=(1.0,)))
             assert (await store.acceptance.acceptance("m", "ngram")).cell_drafted == pytest.approx((2,))
 
-    async def test_pairs_are_kept_apart_whatever_their_names(self, store: Store) -> None:
-        await store.acceptance.record("a:b", "c", Acceptance(1))
-        await store.acceptance.record("a", "b:c", Acceptance(2))
+    async def test_pairs_are_kept_apart_whatever_their_names(self, store: StateStore) -> None:
+        await store.acceptance.record("a:b", "c", AcceptanceCounts(1))
+        await store.acceptance.record("a", "b:c", AcceptanceCounts(2))
         assert (await store.acceptance.acceptance("a:b", "c")).drafted == 1
         assert (await store.acceptance.acceptance("a", "b:c")).drafted == 2
-        assert await store.acceptance.acceptance("never", "seen") == Acceptance()
+        assert await store.acceptance.acceptance("never", "seen") == AcceptanceCounts()
 
     async def test_simultaneous_records_lose_nothing(self, url: str | None) -> None:
         async with open_store(url, half_life_s=1e9) as store:
-            one = Acceptance(1, (1,), (1,))
+            one = AcceptanceCounts(1, (1,), (1,))
             await asyncio.gather(*(store.acceptance.record("m", "ngram", one) for _ in range(100)))
             assert (await store.acceptance.acceptance("m", "ngram")).accepted == pytest.approx(100)
 
     async def test_old_totals_fade_and_rates_do_not(self, url: str | None) -> None:
         async with open_store(url, half_life_s=0.05) as store:
-            await store.acceptance.record("m", "ngram", Acceptance(10, (10,), (8,)))
+            await store.acceptance.record("m", "ngram", AcceptanceCounts(10, (10,), (8,)))
 
             async def faded() -> bool:
-                await store.acceptance.record("m", "ngram", Acceptance())
+                await store.acceptance.record("m", "ngram", AcceptanceCounts())
                 return (await store.acceptance.acceptance("m", "ngram")).drafted < 2.5
 
             await eventually(faded)
@@ -265,16 +257,16 @@ class TestAcceptance:
     async def test_the_twin_halves_in_a_half_life(self) -> None:
         now = 100.0
         twin = MemoryAcceptance(half_life_s=60.0, clock=lambda: now)
-        await twin.record("m", "ngram", Acceptance(8, (8,), (4,)))
+        await twin.record("m", "ngram", AcceptanceCounts(8, (8,), (4,)))
         now = 160.0
-        await twin.record("m", "ngram", Acceptance(1, (1,), (1,)))
-        assert await twin.acceptance("m", "ngram") == Acceptance(5.0, (5.0,), (3.0,))
+        await twin.record("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
+        assert await twin.acceptance("m", "ngram") == AcceptanceCounts(5.0, (5.0,), (3.0,))
 
     def test_rates_are_conditional_on_all_earlier_positions(self) -> None:
         stats = SpeculationStats()
         for accepted in (0, 1, 2, 2, 2):
             stats.record(2, 2, accepted)
-        counts = Acceptance.of(stats)
+        counts = AcceptanceCounts.of(stats)
         assert counts.rates() == [4 / 5, 3 / 4]
         assert counts.acceptance_length == stats.acceptance_length == 7 / 5
 
@@ -284,7 +276,7 @@ class TestAcceptance:
         for depths, accepted in steps:
             deepest = max(depths, default=0)
             stats.record(len(depths), deepest, min(accepted, deepest))
-        assert all(0 <= rate <= 1 for rate in Acceptance.of(stats).rates())
+        assert all(0 <= rate <= 1 for rate in AcceptanceCounts.of(stats).rates())
 
 
 @pytest.mark.parametrize("fields", [{"cell_drafted:1": "2"}, {"drafted": "many"}], ids=["a gap", "no number"])
@@ -292,17 +284,17 @@ async def test_acceptance_that_cannot_be_read_is_learned_again(
     fields: dict[str, str], redis_url: str, redis: Redis
 ) -> None:
     """Targets ask for it when they start: what another version wrote must not keep them from it."""
-    await redis.hset(keys.acceptance("m", "ngram"), mapping=fields)  # type: ignore[misc]
+    await redis.hset(redis_keys.acceptance("m", "ngram"), mapping=fields)  # type: ignore[misc]
     async with open_store(redis_url) as store:
-        assert await store.acceptance.acceptance("m", "ngram") == Acceptance()
+        assert await store.acceptance.acceptance("m", "ngram") == AcceptanceCounts()
 
 
 class TestRecorder:
-    async def test_writes_the_newest_state_and_the_sum_of_counts(self, store: Store) -> None:
+    async def test_writes_the_newest_state_and_the_sum_of_counts(self, store: StateStore) -> None:
         async with store.recorder(interval_s=3600) as recorder:
             for length in range(3):
                 recorder.save("a", partial(request_state, "a", (1,) * length))
-                recorder.count("m", "ngram", Acceptance(1, (1,), (1,)))
+                recorder.count("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
             recorder.save("b", partial(request_state, "b"))
             recorder.finish("b")
             assert await store.acceptance.load_request("a") is None
@@ -310,7 +302,7 @@ class TestRecorder:
         assert await store.acceptance.load_request("b") is None
         assert (await store.acceptance.acceptance("m", "ngram")).drafted == 3
 
-    async def test_writes_in_the_background(self, store: Store) -> None:
+    async def test_writes_in_the_background(self, store: StateStore) -> None:
         async with store.recorder(interval_s=0.01) as recorder:
             recorder.save("a", partial(request_state, "a"))
 
@@ -324,14 +316,14 @@ class TestRecorder:
         async with open_store(url, half_life_s=1e9) as store, store.recorder(interval_s=0.001) as recorder:
             for _ in range(200):
                 for _ in range(10):
-                    recorder.count("m", "ngram", Acceptance(1, (1,), (1,)))
+                    recorder.count("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
                 await asyncio.sleep(0)
-            await recorder.once()
+            await recorder.run_once()
             assert (await store.acceptance.acceptance("m", "ngram")).drafted == pytest.approx(2000)
 
-    async def test_gives_up_the_longest_waiting_when_too_many_wait(self, store: Store) -> None:
+    async def test_gives_up_the_longest_waiting_when_too_many_wait(self, store: StateStore) -> None:
         async with store.recorder(interval_s=3600) as recorder:
-            for number in range(MOST_REQUESTS + 1):
+            for number in range(MAX_PENDING_REQUESTS + 1):
                 recorder.save(str(number), partial(request_state, str(number)))
         assert await store.acceptance.load_request("0") is None
         assert await store.acceptance.load_request("1") is not None

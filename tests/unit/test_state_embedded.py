@@ -9,12 +9,12 @@ import sys
 import pytest
 from redis import Redis
 
-from paceline.state.embedded import EmbeddedRedis
-from paceline.state.errors import StateError
+from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.state.state_errors import StateError
 
 HOLD_ONE = """
 import sys
-from paceline.state.embedded import EmbeddedRedis
+from paceline.state.embedded_redis import EmbeddedRedis
 with EmbeddedRedis() as redis:
     print(redis.url, flush=True)
     sys.stdin.read()

@@ -10,20 +10,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.config import EngineConfig, SamplingParams
+from paceline.core.tree import TokenTree
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.drafting.speculator import Commit, DraftError, Limit, Opening, Speculator
+from paceline.drafting.vocabulary.draft_transcript import LONGEST_TAIL, DraftTranscript
+from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
+from paceline.drafting.vocabulary.stable_tokens import StableTokens
+from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 from paceline.model.loading import build
 from paceline.model.rows import Row
-from paceline.speculators.base import Commit, DraftError, Limit, Opening, Speculator
-from paceline.speculators.draft_model import DraftModel
-from paceline.speculators.stable_tokens import StableTokens
-from paceline.speculators.strings import StringDraft
-from paceline.speculators.transcript import LONGEST_TAIL, Transcript
-from paceline.speculators.vocabularies import Vocabulary, VocabularyMapping
 from paceline.text import Tokenizer
-from paceline.tree import TokenTree
-from tests.foreign import TALE, Reciter, accepted, byte_level, grow, longest, metaspace, numbered, vocabulary
-from tests.foreign import permuted_llama as permuted
-from tests.llamas import VOCABULARY, peaked_llama
-from tests.seen import nodes_of, root_of
+from tests.helpers.foreign import TALE, Reciter, accepted, byte_level, grow, longest, metaspace, numbered, vocabulary
+from tests.helpers.foreign import permuted_llama as permuted
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+from tests.helpers.seen import nodes_of, root_of
 from tests.unit.test_draft_model import PROMPT, committed, decoded
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -35,9 +35,11 @@ PAIRS = [(BYTES, SPACES), (SPACES, BYTES), (BYTES, LETTERS), (LETTERS, BYTES)]
 NAMES = ["to_spaces", "to_bytes", "to_letters", "of_letters"]
 
 
-def drafting(target: Vocabulary, draft: Vocabulary, slots: int = 2048, width: int = 2) -> tuple[StringDraft, Reciter]:
+def drafting(
+    target: Vocabulary, draft: Vocabulary, slots: int = 2048, width: int = 2
+) -> tuple[RetokenizedDraft, Reciter]:
     model = Reciter(draft, slots=slots)
-    return StringDraft(DraftModel(model, width), VocabularyMapping.between(target, draft)), model
+    return RetokenizedDraft(DraftModelSpeculator(model, width), VocabularyMapping.between(target, draft)), model
 
 
 class TestAcceptance:
@@ -59,8 +61,8 @@ class TestAcceptance:
         own, other = (build(net, "", EngineConfig(slots=512), "", []) for net in (peaked_llama(), permuted(numbers)))
         mapping = VocabularyMapping.between(numbered(range(VOCABULARY)), numbered(numbers))
         output = decoded(own, PROMPT, GREEDY, 40)
-        inner = DraftModel(other, 1, least_path_probability=0.0)
-        assert accepted(StringDraft(inner, mapping), PROMPT, output, GREEDY) == (32, 8)
+        inner = DraftModelSpeculator(other, 1, least_path_probability=0.0)
+        assert accepted(RetokenizedDraft(inner, mapping), PROMPT, output, GREEDY) == (32, 8)
 
     def test_an_end_of_text_is_guessed(self) -> None:
         """The draft's own, as the target's; what the draft makes of it is of no use."""
@@ -71,7 +73,9 @@ class TestAcceptance:
 
         mapping = VocabularyMapping.between(BYTES, SPACES)
         end = BYTES.tokenizer.token_id("<|end|>")
-        tree = opened(StringDraft(DraftModel(Ending(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
+        tree = opened(
+            RetokenizedDraft(DraftModelSpeculator(Ending(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter")
+        )
         assert list(root_of(tree).children) == [end]
         assert list(root_of(tree).children[0].children) == [], "nothing comes after it"
 
@@ -82,8 +86,8 @@ class TestTree:
         numbers = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
         own, other = (build(net, "", EngineConfig(slots=512), "", []) for net in (peaked_llama(), permuted(numbers)))
         mapping = VocabularyMapping.between(numbered(range(VOCABULARY)), numbered(numbers))
-        mapped = opened(StringDraft(DraftModel(other, 2, least_path_probability=0.01), mapping), PROMPT)
-        itself = opened(DraftModel(own, 2, least_path_probability=0.01), PROMPT)
+        mapped = opened(RetokenizedDraft(DraftModelSpeculator(other, 2, least_path_probability=0.01), mapping), PROMPT)
+        itself = opened(DraftModelSpeculator(own, 2, least_path_probability=0.01), PROMPT)
         assert paths(mapped) == paths(itself)
         for path in paths(itself):
             said = mapped.log_prob(mapped.match(path)[-1])
@@ -92,21 +96,21 @@ class TestTree:
     def test_half_a_character_is_completed_and_nothing_else_is_guessed(self) -> None:
         """The draft was asked for all of it; how likely the rest is follows from all of what it says."""
         at = TALE.index("京")
-        tokens = [*LETTERS.tokenizer.encode(TALE[:at]), *LETTERS.tokenizer.encode_inside("京")[:2]]
+        tokens = [*LETTERS.tokenizer.encode(TALE[:at]), *LETTERS.tokenizer.encode_fragment("京")[:2]]
         draft, _ = drafting(LETTERS, SPACES, width=3)
         tree = opened(draft, tokens)
-        [last] = LETTERS.tokenizer.encode_inside("京")[2:]
+        [last] = LETTERS.tokenizer.encode_fragment("京")[2:]
         assert [said(LETTERS.tokenizer, [token]) for token in root_of(tree).children] == ["京".encode()[2:]]
-        known = [node for node in nodes_of(draft._inner.tree(1)) if len(node.path()) == 3]
+        known = [node for node in nodes_of(draft._draft.tree(1)) if len(node.path()) == 3]
         assert root_of(tree).children[last].log_prob == pytest.approx(max(node.path_log_prob for node in known))
 
     def test_a_guess_that_contradicts_the_half_that_is_there_is_none(self) -> None:
         """Although the target's half and the draft's other half would make a character."""
         mapping = VocabularyMapping.between(LETTERS, SPACES)
-        tokens = [*LETTERS.tokenizer.encode("東東"), *LETTERS.tokenizer.encode_inside("京")[:2]]
-        draft = StringDraft(DraftModel(Reciter(SPACES, "東" * 9), 1), mapping)
+        tokens = [*LETTERS.tokenizer.encode("東東"), *LETTERS.tokenizer.encode_fragment("京")[:2]]
+        draft = RetokenizedDraft(DraftModelSpeculator(Reciter(SPACES, "東" * 9), 1), mapping)
         assert opened(draft, tokens).size == 0
-        assert draft._inner.tree(1).size > 0
+        assert draft._draft.tree(1).size > 0
 
     @pytest.mark.parametrize("said", [[0], [3 + 0xE4, 2]], ids=["unknown", "half a character"])
     def test_a_special_token_that_is_no_end_of_a_text_is_not_guessed(self, said: list[int]) -> None:
@@ -115,7 +119,9 @@ class TestTree:
                 return said[-1] if row.token == said[0] else said[0]
 
         mapping = VocabularyMapping.between(BYTES, SPACES)
-        tree = opened(StringDraft(DraftModel(Stuttering(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter"))
+        tree = opened(
+            RetokenizedDraft(DraftModelSpeculator(Stuttering(SPACES), 1), mapping), BYTES.tokenizer.encode("the winter")
+        )
         ends = {BYTES.tokenizer.token_id("<|end|>"), -1}
         assert not ends.intersection(node.token for node in nodes_of(tree))
 
@@ -125,11 +131,11 @@ class TestTree:
         tree = opened(draft, BYTES.tokenizer.encode("the"))
         letters = [BYTES.tokenizer.pieces.index(bytes([byte])) for byte in b" tra"]
         assert longest(tree, letters) == []
-        draft._inner.limit(Limit(1, 9, 0))
+        draft._draft.limit(Limit(1, 9, 0))
         draft.commit(Commit(1, tree.position, letters, 0))
         tree.commit(letters)
         grow(draft, tree)
-        assert longest(tree, BYTES.tokenizer.encode_inside(" traveller")[1:]) != []
+        assert longest(tree, BYTES.tokenizer.encode_fragment(" traveller")[1:]) != []
 
     def test_a_token_that_the_target_has_no_number_for_is_not_guessed(self) -> None:
         small = Vocabulary("small", BYTES.tokenizer, 300)
@@ -149,7 +155,7 @@ class TestTree:
         draft, prompt = drafting(BYTES, SPACES)[0], BYTES.tokenizer.encode(TALE[:30])
         tree = opened(draft, prompt, depth=4, nodes=0)
         assert tree.size == 0
-        new = BYTES.tokenizer.encode_inside(TALE[30:46])
+        new = BYTES.tokenizer.encode_fragment(TALE[30:46])
         draft.commit(Commit(1, tree.position, new[:-1], 0))
         tree.commit(new[:-1])
         grow(draft, tree)
@@ -158,12 +164,12 @@ class TestTree:
         draft.commit(Commit(1, tree.position, new[-1:], 0))
         tree.commit(new[-1:])
         grow(draft, tree)
-        assert len(longest(tree, BYTES.tokenizer.encode_inside(TALE[46:80]))) >= 3
+        assert len(longest(tree, BYTES.tokenizer.encode_fragment(TALE[46:80]))) >= 3
 
     def test_likely_guesses_are_likely_in_the_tree(self) -> None:
         """And no path is likelier than what it began with."""
         tree = opened(drafting(BYTES, LETTERS)[0], BYTES.tokenizer.encode(TALE[:30]))
-        path = longest(tree, BYTES.tokenizer.encode_inside(TALE[30:60]))
+        path = longest(tree, BYTES.tokenizer.encode_fragment(TALE[30:60]))
         assert len(path) >= 3
         assert tree.path_log_probs[tree.match(path)[-1]] > -0.5
         assert all(node.log_prob <= 0 for node in nodes_of(tree))
@@ -195,7 +201,7 @@ class TestTree:
         tree = opened(draft, prompt)
         for size in range(1, 12):
             del model.ran[:]
-            new = SPACES.tokenizer.encode_inside("and odd"[:size])[-1:]
+            new = SPACES.tokenizer.encode_fragment("and odd"[:size])[-1:]
             draft.commit(Commit(1, tree.position, new, 0))
             tree.commit(new)
             draft.grow()
@@ -214,7 +220,7 @@ class TestTranscript:
         text = data.draw(st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=60))
         tokens = target.tokenizer.encode(text)
         cut = data.draw(st.integers(1, len(tokens)))
-        transcript = Transcript(VocabularyMapping.between(target, draft), tokens[:cut])
+        transcript = DraftTranscript(VocabularyMapping.between(target, draft), tokens[:cut])
         for token in tokens[cut:]:
             transcript.extend([token])
         assert transcript.pending == b""
@@ -222,50 +228,50 @@ class TestTranscript:
 
     def test_a_long_text_is_settled_and_its_end_is_not(self) -> None:
         mapping = VocabularyMapping.between(BYTES, SPACES)
-        transcript = Transcript(mapping, BYTES.tokenizer.encode("the"))
+        transcript = DraftTranscript(mapping, BYTES.tokenizer.encode("the"))
         for token in BYTES.tokenizer.encode(TALE * 5):
             before = transcript.tokens
             transcript.extend([token])
             settled = max(0, len(before) - LONGEST_TAIL)
             assert transcript.tokens[:settled] == before[:settled]
         assert said(SPACES.tokenizer, transcript.tokens) == (" the" + TALE * 5).encode()
-        once = Transcript(mapping, BYTES.tokenizer.encode("the" + TALE * 5))
+        once = DraftTranscript(mapping, BYTES.tokenizer.encode("the" + TALE * 5))
         assert said(SPACES.tokenizer, once.tokens) == said(SPACES.tokenizer, transcript.tokens)
 
     def test_it_is_cut_where_a_word_begins_with_its_space(self) -> None:
-        transcript = Transcript(VocabularyMapping.between(BYTES, LETTERS), BYTES.tokenizer.encode("word   " * 100))
+        transcript = DraftTranscript(VocabularyMapping.between(BYTES, LETTERS), BYTES.tokenizer.encode("word   " * 100))
         assert transcript._tail.startswith("   word")
 
     def test_a_text_without_spaces_is_settled_too(self) -> None:
-        transcript = Transcript(VocabularyMapping.between(BYTES, SPACES), BYTES.tokenizer.encode("x" * 2000))
+        transcript = DraftTranscript(VocabularyMapping.between(BYTES, SPACES), BYTES.tokenizer.encode("x" * 2000))
         assert len(transcript._tail) <= LONGEST_TAIL
         assert said(SPACES.tokenizer, transcript.tokens) == b" " + b"x" * 2000
 
     def test_half_a_character_waits_for_the_other_half(self) -> None:
-        transcript = Transcript(VocabularyMapping.between(LETTERS, BYTES), LETTERS.tokenizer.encode("a"))
-        for byte in LETTERS.tokenizer.encode_inside("東")[:2]:
+        transcript = DraftTranscript(VocabularyMapping.between(LETTERS, BYTES), LETTERS.tokenizer.encode("a"))
+        for byte in LETTERS.tokenizer.encode_fragment("東")[:2]:
             transcript.extend([byte])
         assert transcript.pending == "東".encode()[:2]
         assert transcript.window == b"a" + "東".encode()[:2]
         assert said(BYTES.tokenizer, transcript.tokens) == b"a"
-        transcript.extend(LETTERS.tokenizer.encode_inside("東")[2:])
+        transcript.extend(LETTERS.tokenizer.encode_fragment("東")[2:])
         assert said(BYTES.tokenizer, transcript.tokens) == "a東".encode()
 
     def test_what_never_becomes_a_character_is_replaced(self) -> None:
-        first = LETTERS.tokenizer.encode_inside("東")[:1]
+        first = LETTERS.tokenizer.encode_fragment("東")[:1]
         mapping = VocabularyMapping.between(LETTERS, BYTES)
-        transcript = Transcript(mapping, [*first, *LETTERS.tokenizer.encode("a")])
+        transcript = DraftTranscript(mapping, [*first, *LETTERS.tokenizer.encode("a")])
         assert said(BYTES.tokenizer, transcript.tokens) == "\ufffda".encode()
         special = LETTERS.tokenizer.token_id("<|turn|>")
         assert special is not None
         transcript.extend([*first, special, *LETTERS.tokenizer.encode("b")])
-        ends = BYTES.tokenizer.encode_inside("\ufffda\ufffd"), BYTES.tokenizer.encode_inside("b")
+        ends = BYTES.tokenizer.encode_fragment("\ufffda\ufffd"), BYTES.tokenizer.encode_fragment("b")
         assert transcript.tokens == [*ends[0], *mapping.draft_ids[special], *ends[1]]
         assert transcript.window == b"b"
         assert transcript.pending == b""
 
     def test_a_prompt_of_which_nothing_is_left_is_something_all_the_same(self) -> None:
-        assert Transcript(VocabularyMapping.between(SPACES, BYTES), [1]).tokens
+        assert DraftTranscript(VocabularyMapping.between(SPACES, BYTES), [1]).tokens
 
 
 class TestStableTokens:
@@ -286,7 +292,7 @@ class TestStableTokens:
 
     def test_what_more_text_could_change_is_left_out(self) -> None:
         stable = StableTokens(BYTES.tokenizer)
-        whole = BYTES.tokenizer.encode_inside(" the traveller")
+        whole = BYTES.tokenizer.encode_fragment(" the traveller")
         assert said(BYTES.tokenizer, whole[:2]) == b" the tra"
         assert [token for token, _ in stable.of(b" the traveller", b"")] == whole[:2]
         assert said(BYTES.tokenizer, [token for token, _ in stable.of(b" th", b"")]) == b" t"
@@ -298,11 +304,11 @@ class TestStableTokens:
     def test_text_before_it_counts(self) -> None:
         """`ller` after `trave` is not written as it would be alone, if the text before was written so."""
         stable = StableTokens(BYTES.tokenizer)
-        assert stable.of(b"veller said he", b" tra")[0] == (BYTES.tokenizer.encode_inside(" traveller")[1], 6)
+        assert stable.of(b"veller said he", b" tra")[0] == (BYTES.tokenizer.encode_fragment(" traveller")[1], 6)
         assert said(BYTES.tokenizer, [t for t, _ in stable.of(b"eller said he", b" trav")]).startswith(b"eller said")
 
     def test_a_character_is_completed_only_where_the_text_before_allows_it(self) -> None:
-        stable, [*_, last] = StableTokens(LETTERS.tokenizer), LETTERS.tokenizer.encode_inside("東")
+        stable, [*_, last] = StableTokens(LETTERS.tokenizer), LETTERS.tokenizer.encode_fragment("東")
         rest = "東".encode()[2:]
         assert stable.of(rest, "a東".encode()[:3], final=True) == [(last, 1)]
         assert stable.of(rest, b"\xff" + "東".encode()[:2], final=True) == []

@@ -14,15 +14,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.growth import Growth
-from paceline.speculators.base import Commit, DraftError, Limit, Opening
-from paceline.speculators.suffix import Suffix
-from paceline.speculators.suffix_automaton import SuffixAutomaton
-from paceline.speculators.suffix_counts import NO_PARENT, Bounds, Guess, better
-from paceline.speculators.suffix_outputs import FinishedOutputs, OutputsBySalt
-from paceline.speculators.suffix_tree import MANY, SuffixTree
-from paceline.tree import TokenTree
-from tests.seen import nodes_of
+from paceline.core.growth import Growth
+from paceline.core.tree import TokenTree
+from paceline.drafting.methods.suffix import SuffixSpeculator
+from paceline.drafting.methods.suffix_automaton import SuffixAutomaton
+from paceline.drafting.methods.suffix_matches import NO_PARENT, SuffixBounds, SuffixDraft, best_draft
+from paceline.drafting.methods.suffix_outputs import FinishedOutputs, OutputsBySalt
+from paceline.drafting.methods.suffix_tree import CACHE_CHILDREN_FROM, SuffixTree
+from paceline.drafting.speculator import Commit, DraftError, Limit, Opening
+from tests.helpers.seen import nodes_of
 
 A, B, C, D, E, X, Y, Z = range(8)
 ALL = 1000
@@ -52,7 +52,7 @@ class ByHand:
         counts = {token: self.count([*string, token]) for token in range(8)}
         return {token: count for token, count in counts.items() if count}
 
-    def best(self, context: Sequence[int], factor: float, least: float, bounds: Bounds) -> list[float]:
+    def best(self, context: Sequence[int], factor: float, least: float, bounds: SuffixBounds) -> list[float]:
         """The paths' probabilities of the tree with the highest score, most probable first; of equals the one with the
         longest match."""
         best: list[float] = []
@@ -60,7 +60,7 @@ class ByHand:
             match = tuple(context[-length:])
             if not self.count(match):
                 break
-            reach = min(int(length * factor + 1e-6), bounds.reach[-1], self.depth - length)
+            reach = min(int(length * factor + 1e-6), bounds.depth_by_match_length[-1], self.depth - length)
             found = sorted(self.paths(match, 1.0, reach, least), reverse=True)[: bounds.nodes]
             if sum(found) >= sum(best):
                 best = found
@@ -83,7 +83,7 @@ def sequence(rng: random.Random, letters: int, longest: int) -> list[int]:
     return tokens[: rng.randrange(1, 6)] * 20 if rng.random() < 0.2 else tokens
 
 
-def paths(guess: Guess) -> list[float]:
+def paths(guess: SuffixDraft) -> list[float]:
     """Every node's path probability."""
     found: list[float] = []
     for parent, probability in zip(guess.parents, guess.probabilities, strict=True):
@@ -91,7 +91,7 @@ def paths(guess: Guess) -> list[float]:
     return found
 
 
-def strings(guess: Guess) -> list[list[int]]:
+def strings(guess: SuffixDraft) -> list[list[int]]:
     """Every node's path."""
     found: list[list[int]] = []
     for parent, token in zip(guess.parents, guess.tokens, strict=True):
@@ -130,7 +130,7 @@ class Case:
         self.least = rng.choice([0.0, 0.1, 0.3, 1.0])
         deepest = rng.randrange(0, 8)
         reach = [min(int(m * self.factor + 1e-6), deepest, self.depth - m) for m in range(self.depth)]
-        self.bounds = Bounds([*reach, deepest], rng.choice([0, 1, 3, 10, 200]), self.least)
+        self.bounds = SuffixBounds([*reach, deepest], rng.choice([0, 1, 3, 10, 200]), self.least)
 
     @property
     def context(self) -> list[int]:
@@ -157,7 +157,7 @@ def test_what_a_growing_sequence_counts_is_right_after_every_token(case: range) 
                 assert set(told) == followed
                 for length, match in told.items():
                     assert match.count == seen.count(context[-length:])
-                    followers = {token: count for count, token, _ in counts.followers(match.place)}
+                    followers = {token: count for count, token, _ in counts.continuations(match.state)}
                     assert followers == seen.followers(context[-length:])
 
 
@@ -173,7 +173,7 @@ def test_what_many_sequences_count_is_right_with_the_first_ones_gone(case: range
         for length, match in told.items():
             assert match.count == left.count(each.context[-length:])
             if length < each.depth:
-                followers = {token: count for count, token, _ in counts.followers(match.place)}
+                followers = {token: count for count, token, _ in counts.continuations(match.state)}
                 assert followers == left.followers(each.context[-length:])
 
 
@@ -181,12 +181,12 @@ def test_what_many_sequences_count_is_right_with_the_first_ones_gone(case: range
 def test_the_best_tree_is_that_of_the_definition(case: range) -> None:
     for each in map(Case, case):
         own = automaton(each.tokens, each.depth)
-        local = better(Guess(), own, own.matches(), each.bounds)
+        local = best_draft(SuffixDraft(), own, own.matches(), each.bounds)
         assert paths(local) == pytest.approx(each.best(ByHand([each.tokens], each.depth)))
         assert local.score == pytest.approx(sum(paths(local)))
 
         others = tree(each.outputs, each.depth)
-        found = better(Guess(), others, others.matches(each.context), each.bounds)
+        found = best_draft(SuffixDraft(), others, others.matches(each.context), each.bounds)
         assert paths(found) == pytest.approx(each.best(ByHand(each.outputs, each.depth)))
 
 
@@ -194,11 +194,11 @@ def test_the_best_tree_is_that_of_the_definition(case: range) -> None:
 def test_a_chain_is_what_greedy_choices_give_however_ties_are_broken(case: range) -> None:
     for each in map(Case, case):
         counts = automaton(each.tokens, each.depth, width=1)
-        guess = better(Guess(), counts, counts.matches(), each.bounds)
+        guess = best_draft(SuffixDraft(), counts, counts.matches(), each.bounds)
         seen = ByHand([each.tokens], each.depth)
         scores: dict[int, set[float]] = {}
         for length in range(1, len(each.context)):
-            reach = min(each.bounds.reach[length], each.bounds.nodes)
+            reach = min(each.bounds.depth_by_match_length[length], each.bounds.nodes)
             chains = greedy(seen, tuple(each.context[-length:]), reach, each.least)
             scores[length] = {round(sum(chain), 9) for chain in chains}
         lowest = max((min(each) for each in scores.values()), default=0.0)
@@ -251,14 +251,14 @@ def test_an_automaton_has_fewer_than_two_states_for_each_token() -> None:
 
 def test_of_many_followers_the_most_frequent_are_told_whatever_changed_since() -> None:
     counts = SuffixTree(4, 2)
-    first = [each for token in range(1, 3 * MANY) for each in (A, token)]
+    first = [each for token in range(1, 3 * CACHE_CHILDREN_FROM) for each in (A, token)]
     counts.add(first)
     counts.add(list(first))
     counts.add([A, 7, A, 7, A, 9, X])
 
     def told() -> list[tuple[int, int]]:
         [match] = [match for match in counts.matches([X, A]) if match.lengths[0] == 1]
-        return [(token, count) for count, token, _ in counts.followers(match.place)]
+        return [(token, count) for count, token, _ in counts.continuations(match.state)]
 
     assert told() == [(7, 4), (9, 3)]
     counts.add([A, 9, A, 9, A, 9])
@@ -271,7 +271,7 @@ def test_of_equally_frequent_followers_the_last_to_come_up_are_told() -> None:
     counts = automaton([A, B, A, C, A, D, A, B, A, C, A, D, A], depth=4, width=2)
     *_, match = counts.matches()
     assert match.lengths[-1] == 1
-    assert [(count, token) for count, token, _ in counts.followers(match.place)] == [(2, D), (2, C)]
+    assert [(count, token) for count, token, _ in counts.continuations(match.state)] == [(2, D), (2, C)]
 
 
 class TestFinishedOutputs:
@@ -312,7 +312,7 @@ class TestFinishedOutputs:
 class TestOutputsBySalt:
     def known(self, outputs: OutputsBySalt, salt: str) -> set[int]:
         tree = outputs.tree(salt)
-        return set() if tree is None else {token for _, token, _ in tree.followers((0, 0))}
+        return set() if tree is None else {token for _, token, _ in tree.continuations((0, 0))}
 
     def test_salts_know_nothing_of_each_other(self) -> None:
         outputs = OutputsBySalt(4, 9, requests=9)
@@ -338,9 +338,9 @@ class TestOutputsBySalt:
         assert [salt for salt in map(str, range(50)) if self.known(outputs, salt)] == ["48", "49"]
 
 
-def suffix(width: int = 1, **settings: Any) -> Suffix:
+def suffix(width: int = 1, **settings: Any) -> SuffixSpeculator:
     keys = {f"suffix_decoding_{key}": value for key, value in settings.items()}
-    return Suffix(SpeculativeConfig.model_validate({"method": "suffix", "tree_width": width} | keys))
+    return SuffixSpeculator(SpeculativeConfig.model_validate({"method": "suffix", "tree_width": width} | keys))
 
 
 def opening(tokens: Sequence[int], key: int = 1, *, output: int = 0, depth: int = 10, nodes: int = 100) -> Opening:
@@ -357,14 +357,14 @@ def leaves(growth: Growth) -> list[tuple[list[int], float]]:
     return [known[id_] for id_ in growth.node_ids if id_ not in growth.parent_ids]
 
 
-def guessed(speculator: Suffix, tokens: Sequence[int], **more: int) -> list[tuple[list[int], float]]:
+def guessed(speculator: SuffixSpeculator, tokens: Sequence[int], **more: int) -> list[tuple[list[int], float]]:
     speculator.open(opening(tokens, 99, **more))
     grown = speculator.grow()
     speculator._requests.pop(99)
     return leaves(grown[99]) if 99 in grown else []
 
 
-def finish(speculator: Suffix, output: Sequence[int], prompt: Sequence[int] = (Z,)) -> None:
+def finish(speculator: SuffixSpeculator, output: Sequence[int], prompt: Sequence[int] = (Z,)) -> None:
     speculator.open(opening(list(prompt), 50))
     speculator.commit(Commit(50, len(prompt) - 1, output, 0))
     speculator.close(50)

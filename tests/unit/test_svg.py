@@ -6,14 +6,14 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from paceline.cli.svg import BAR, COLOURS, LABELS, NOTES, TEXT, WIDTH, Bar, Panel, Part, drawing
+from paceline_lab.bench.svg_chart import BAR, COLOURS, LABELS, NOTES, TEXT, WIDTH, Bar, BarPart, Panel, draw_chart
 
 SVG = "{http://www.w3.org/2000/svg}"
 PAGES = {"white": (255, 255, 255), "dark": (13, 17, 23)}
 LEGEND = {"a": "alpha", "b": "beta & more"}
 PANELS = [
-    Panel("one", [Bar("x", [Part("a", 10.0), Part("b", 30.0)], "40 <ms>"), Bar("y", [Part("a", 20.0)], "20")]),
-    Panel("two", [Bar("z", [Part("b", 0.5)], "0.5")]),
+    Panel("one", [Bar("x", [BarPart("a", 10.0), BarPart("b", 30.0)], "40 <ms>"), Bar("y", [BarPart("a", 20.0)], "20")]),
+    Panel("two", [Bar("z", [BarPart("b", 0.5)], "0.5")]),
 ]
 
 
@@ -38,7 +38,7 @@ def test_colours_stand_out_on_every_page(colour: str, page: str) -> None:
 
 
 def bars() -> list[ElementTree.Element]:
-    drawn = ElementTree.fromstring(drawing("title", PANELS, LEGEND))
+    drawn = ElementTree.fromstring(draw_chart("title", PANELS, LEGEND))
     return [each for each in drawn.iter(f"{SVG}rect") if float(each.get("height", 0)) == BAR]
 
 
@@ -54,13 +54,13 @@ def test_parts_follow_one_another() -> None:
 
 
 def test_a_part_has_its_colour_in_the_legend_too() -> None:
-    drawn = ElementTree.fromstring(drawing("title", PANELS, LEGEND))
+    drawn = ElementTree.fromstring(draw_chart("title", PANELS, LEGEND))
     colours = [each.get("fill") for each in drawn.iter(f"{SVG}rect")]
     assert colours == [*COLOURS[:2], COLOURS[0], COLOURS[1], COLOURS[0], COLOURS[1]]
 
 
 def test_nothing_lies_behind_and_nothing_sticks_out() -> None:
-    drawn = ElementTree.fromstring(drawing("title", PANELS, LEGEND))
+    drawn = ElementTree.fromstring(draw_chart("title", PANELS, LEGEND))
     height = float(drawn.get("height", 0))
     for each in drawn.iter(f"{SVG}rect"):
         assert float(each.get("height", 0)) <= BAR
@@ -69,14 +69,14 @@ def test_nothing_lies_behind_and_nothing_sticks_out() -> None:
 
 
 def test_text_is_escaped_and_complete() -> None:
-    drawn = ElementTree.fromstring(drawing("a < b", PANELS, LEGEND))
+    drawn = ElementTree.fromstring(draw_chart("a < b", PANELS, LEGEND))
     texts = [each.text for each in drawn.iter(f"{SVG}text")]
     assert {"a < b", "one", "two", "x", "y", "z", "40 <ms>", "beta & more"} <= set(texts)
 
 
 def test_a_legend_that_is_too_long_goes_on_below() -> None:
     legend = {str(i): "a name of some length" for i in range(9)}
-    drawn = ElementTree.fromstring(drawing("title", [], legend))
+    drawn = ElementTree.fromstring(draw_chart("title", [], legend))
     places = [(float(each.get("x", 0)), float(each.get("y", 0))) for each in drawn.iter(f"{SVG}rect")]
     assert len({y for _, y in places}) > 1
     assert len(set(places)) == len(legend)
@@ -84,4 +84,4 @@ def test_a_legend_that_is_too_long_goes_on_below() -> None:
 
 
 def test_nothing_is_drawn_of_nothing() -> None:
-    assert "<rect" not in drawing("title", [Panel("empty", [])], {})
+    assert "<rect" not in draw_chart("title", [Panel("empty", [])], {})

@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from paceline.model import Lane
-from paceline.model.probe import row_cost, rows_invariant
+from paceline.model import SlotTable
+from paceline.model.row_probe import is_row_invariant, measure_row_cost
 from paceline.model.rows import TILE
-from paceline.model.table import TableModel
+from paceline_lab.fake_models.table_model import TableModel
 
 
 def continuation(model: TableModel, tokens: list[int], slots: list[int]) -> list[int]:
     """The likeliest token after each of `tokens`."""
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = slots
     rows = [lane.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, range(len(rows))).logits.argmax(-1).tolist()
@@ -39,7 +39,7 @@ def test_the_last_tokens_count_across_a_tile_s_border() -> None:
 def test_a_wrong_slot_gives_wrong_tokens() -> None:
     """Or else tests of the engine over this model would prove nothing."""
     model = TableModel(1000, 512, 512)
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [1, 2, 3, 4]
     rows = [lane.row(token, i) for i, token in enumerate([10, 11, 12, 13])]
     right = model.run(rows, [3]).logits
@@ -60,7 +60,7 @@ def test_two_tables_disagree_by_the_share_that_is_asked_for(share: float) -> Non
 
 def test_hidden_states_say_whose_they_are() -> None:
     model = TableModel(100, 64, 64)
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [5, 6]
     output = model.run([lane.row(70, 0), lane.row(80, 1)], [1], (0, 3, 7))
     assert output.hidden is not None
@@ -69,15 +69,15 @@ def test_hidden_states_say_whose_they_are() -> None:
 
 def test_it_passes_the_probes() -> None:
     model = TableModel(100, 512, 512)
-    assert rows_invariant(model)
-    assert row_cost(model, 64)(8) > 0
+    assert is_row_invariant(model)
+    assert measure_row_cost(model, 64)(8) > 0
 
 
 @pytest.mark.parametrize("positions", [2, 17, 512])
 def test_the_probes_fit_into_any_model(positions: int) -> None:
     model = TableModel(100, 256, positions)
-    assert rows_invariant(model)
-    assert row_cost(model, 8)(1) > 0
+    assert is_row_invariant(model)
+    assert measure_row_cost(model, 8)(1) > 0
 
 
 def test_names() -> None:

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from paceline.messages import SpeculationStats
-from paceline.state import Acceptance
+from paceline.core.messages import SpeculationStats
+from paceline.state import AcceptanceCounts
 from paceline.telemetry.acceptance_log import AcceptanceLog, acceptance_line
 from paceline.telemetry.logs import make_handler
 
@@ -87,14 +87,14 @@ class TestLines:
 
 class TestAcceptanceLine:
     def test_the_line_operators_know(self) -> None:
-        stats = Acceptance(160, (80, 80), (76, 69))
+        stats = AcceptanceCounts(160, (80, 80), (76, 69))
         assert acceptance_line(stats, 225, 0.277) == (
             "Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus"
             " | per position [95%, 91%] | efficiency 94% | 812 tokens/s, 578 guesses/s"
         )
 
     def test_plain_decoding(self) -> None:
-        assert acceptance_line(Acceptance(), 200, 2.0) == "Draft tokens: none verified | 100 tokens/s"
+        assert acceptance_line(AcceptanceCounts(), 200, 2.0) == "Draft tokens: none verified | 100 tokens/s"
 
 
 def verified(*steps: tuple[list[int], int]) -> SpeculationStats:

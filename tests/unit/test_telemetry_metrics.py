@@ -11,14 +11,14 @@ import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from paceline.messages import FinishReason, SpeculationStats, Usage
+from paceline.core.messages import FinishReason, SpeculationStats, Usage
+from paceline.core.verify import STRATEGIES
 from paceline.telemetry.draft_metrics import DraftMetrics
-from paceline.telemetry.exporter import serve_metrics
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from paceline.telemetry.round import RoundStats
-from paceline.telemetry.step import StepStats
+from paceline.telemetry.metrics_exporter import serve_metrics
+from paceline.telemetry.round_stats import RoundStats
+from paceline.telemetry.step_stats import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
-from paceline.verify import STRATEGIES
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
 MODEL = {"model_name": "family/target"}
@@ -97,7 +97,7 @@ class TestTarget:
     def test_gauges_show_the_last_step(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
         metrics.observe_step(step(running=9))
         metrics.observe_step(step())
-        metrics.follow_links(lambda: 3)
+        metrics.set_link_count_source(lambda: 3)
         metrics.set_rows_invariant(invariant=True)
         seen = scrape(registry)
         for name in both_names("num_requests_running"):
@@ -172,7 +172,7 @@ class TestGateway:
         with suppress(ConnectionError), metrics.track("family/target") as request:
             assert scrape(registry)("paceline_requests_running", MODEL) == 1
             request.replayed()
-            request.replayed_by_other_numerics()
+            request.replayed_with_other_numerics()
             raise ConnectionError
         seen = scrape(registry)
         assert seen("paceline_requests_running", MODEL) == 0
@@ -182,8 +182,8 @@ class TestGateway:
 
     def test_counts_answers(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:
         for status in (200, 200, 400):
-            metrics.answered("/v1/completions", status)
-        metrics.answered("Generate", "NOT_FOUND")
+            metrics.count_response("/v1/completions", status)
+        metrics.count_response("Generate", "NOT_FOUND")
         seen = scrape(registry)
         answers = "paceline_requests_total"
         assert seen(answers, {"endpoint": "/v1/completions", "status": "200"}) == 2
@@ -196,7 +196,7 @@ def test_a_draft_counts_its_rounds(registry: CollectorRegistry) -> None:
     metrics.observe_round(RoundStats(round_s=0.004, nodes=6))
     metrics.observe_round(RoundStats(round_s=0.006, nodes=4, dropped=1))
     metrics.observe_round(RoundStats(round_s=0.5, nodes=0))  # nothing was worth a guess: no round
-    metrics.follow(open_requests=lambda: 3, target_links=lambda: 2)
+    metrics.set_gauge_sources(open_requests=lambda: 3, target_links=lambda: 2)
     seen = scrape(registry)
 
     def value(name: str) -> float:

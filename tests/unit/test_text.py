@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from paceline.models import ModelNotFoundError, resolve_model
+from paceline.model_names import ModelNotFoundError, resolve_model
 from paceline.text import Detokenizer, Tokenizer, vocabulary_fingerprint
 
 TEXTS = ["def f(x):\n    return x", "naïve café — 東京は夜の七時", "👩‍👩‍👧‍👦 flags 🇩🇪 e\u0301", "\t \n\n  done"]

@@ -11,12 +11,12 @@ from statistics import fmean
 import pytest
 import torch
 
-from paceline.model import Lane
-from paceline.model.probe import row_cost, rows_invariant
+from paceline.model import SlotTable
+from paceline.model.row_probe import is_row_invariant, measure_row_cost
 from paceline.model.rows import TILE
-from paceline.model.timed import MOST_LATE_S, UNLISTED, SimulatedModel, mean_log_odds
-from paceline.models import ModelNotFoundError, numbers, resolve_model, served_name
-from paceline.timed import TimedModel
+from paceline.model_names import ModelNotFoundError, fake_vocabulary, resolve_model, served_name
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import MOST_LATE_S, UNLISTED, TimedModel, mean_log_odds
 
 QUICK = "timed:vocabulary=1000,step_ms=0"
 
@@ -34,14 +34,14 @@ class Clock:
         self.now += seconds
 
 
-def model(spec: str = QUICK, slots: int = 4000, clock: Clock | None = None) -> SimulatedModel:
+def model(spec: str = QUICK, slots: int = 4000, clock: Clock | None = None) -> TimedModel:
     clock = clock or Clock()
-    return SimulatedModel(spec, TimedModel.parse(spec), slots, slots, clock, clock.sleep)
+    return TimedModel(spec, TimedModelConfig.parse(spec), slots, slots, clock, clock.sleep)
 
 
-def laws(model: SimulatedModel, tokens: Sequence[int], slots: Sequence[int] | None = None) -> torch.Tensor:
+def laws(model: TimedModel, tokens: Sequence[int], slots: Sequence[int] | None = None) -> torch.Tensor:
     """Logits after each of `tokens`."""
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = list(slots or range(1, len(tokens) + 1))
     rows = [lane.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, range(len(rows))).logits
@@ -64,8 +64,13 @@ def test_a_pass_takes_what_the_roofline_says(rows: int, seconds: float) -> None:
 def test_computing_counts_towards_the_deadline() -> None:
     clock = Clock()
     ticking = itertools.count(1)
-    simulated = SimulatedModel(
-        "timed:", TimedModel.parse("timed:step_ms=10"), 64, 64, lambda: clock.now + 0.003 * next(ticking), clock.sleep
+    simulated = TimedModel(
+        "timed:",
+        TimedModelConfig.parse("timed:step_ms=10"),
+        64,
+        64,
+        lambda: clock.now + 0.003 * next(ticking),
+        clock.sleep,
     )
     laws(simulated, [1, 2])
     assert clock.now == pytest.approx(0.007)
@@ -73,8 +78,8 @@ def test_computing_counts_towards_the_deadline() -> None:
 
 def test_what_a_timer_is_late_the_next_pass_makes_up_for() -> None:
     clock, late = Clock(), 0.0
-    spec = TimedModel.parse("timed:step_ms=10")
-    simulated = SimulatedModel("timed:", spec, 64, 64, clock, lambda seconds: clock.sleep(seconds + late))
+    spec = TimedModelConfig.parse("timed:step_ms=10")
+    simulated = TimedModel("timed:", spec, 64, 64, clock, lambda seconds: clock.sleep(seconds + late))
     late = 1e-4
     for _ in range(10):
         laws(simulated, [1])
@@ -88,7 +93,7 @@ def test_what_a_timer_is_late_the_next_pass_makes_up_for() -> None:
 def test_the_probe_finds_the_roofline(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("time.perf_counter", clock)
-    cost = row_cost(model("timed:step_ms=1,knee_rows=32", 400, clock), 64, repeats=2)
+    cost = measure_row_cost(model("timed:step_ms=1,knee_rows=32", 400, clock), 64, repeats=2)
     assert [cost(rows) for rows in (8, 32, 64)] == pytest.approx([0.001, 0.001, 0.002])
 
 
@@ -107,7 +112,7 @@ def test_the_whole_past_decides_wherever_it_lies() -> None:
 def test_a_wrong_slot_gives_wrong_tokens() -> None:
     simulated = model()
     right = laws(simulated, [10, 11, 12, 13])[-1]
-    lane = Lane()
+    lane = SlotTable()
     lane.slots = [1, 2, 9, 4]
     wrong = simulated.run([lane.row(13, 3)], [0]).logits[0]
     assert right.argmax() != wrong.argmax()
@@ -119,12 +124,12 @@ def test_the_seed_chooses_the_text() -> None:
 
 
 def test_it_passes_the_probe_of_rows() -> None:
-    assert rows_invariant(model())
-    assert rows_invariant(model(f"{QUICK},agreement=0.8"))
+    assert is_row_invariant(model())
+    assert is_row_invariant(model(f"{QUICK},agreement=0.8"))
 
 
 def test_hidden_states_say_whose_they_are() -> None:
-    simulated, lane = model(), Lane()
+    simulated, lane = model(), SlotTable()
     lane.slots = [5, 6]
     output = simulated.run([lane.row(70, 0), lane.row(80, 1)], [1], (0, 3))
     assert output.hidden is not None
@@ -189,11 +194,11 @@ def test_log_odds_average_to_the_agreement(agreement: float, spread: float) -> N
 
 
 def test_a_name_says_it_all() -> None:
-    spec = TimedModel.parse("timed:vocabulary=64, step_ms=2.5,agreement=0.75")
+    spec = TimedModelConfig.parse("timed:vocabulary=64, step_ms=2.5,agreement=0.75")
     assert (spec.vocabulary, spec.step_ms, spec.agreement) == (64, 2.5, 0.75)
-    assert TimedModel.parse("timed:") == TimedModel()
-    assert numbers("timed:vocabulary=64,step_ms=2.5") == numbers("timed:vocabulary=64,agreement=0.1")
-    assert numbers("timed:vocabulary=64") != numbers("timed:vocabulary=65")
+    assert TimedModelConfig.parse("timed:") == TimedModelConfig()
+    assert fake_vocabulary("timed:vocabulary=64,step_ms=2.5") == fake_vocabulary("timed:vocabulary=64,agreement=0.1")
+    assert fake_vocabulary("timed:vocabulary=64") != fake_vocabulary("timed:vocabulary=65")
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from paceline.config import SamplingParams
+from paceline.drafting.checkpoint_detection import method_of_checkpoint
 from paceline.llm import LLM
 from paceline.model.checkpoint import Checkpoint
-from paceline.speculators.formats import recognise
-from paceline.training import heads
-from paceline.training.session import read_journal
-from paceline.training.states import Reader
-from paceline.training.tokens import Ids, save_documents
-from paceline.training.trainer import Phase, Schedule
-from tests.checkpoints import save_checkpoint
-from tests.llamas import POSITIONS, VOCABULARY
+from paceline_lab.training.family.token_corpus import Ids, save_documents
+from paceline_lab.training.family.trainer import Phase, Schedule
+from paceline_lab.training.family.training_session import read_journal
+from paceline_lab.training.heads import train_head
+from paceline_lab.training.heads.target_reader import TargetReader
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.llamas import POSITIONS, VOCABULARY
 
 PROGRAM = "from paceline.cli import main; main()"
 ENOUGH = 1e-6
@@ -64,7 +64,7 @@ def arguments(folder: Path, target: Path | str, *data: Path, minutes: float = EN
 def trained(monkeypatch: pytest.MonkeyPatch, line: Sequence[str]) -> int:
     """In this process; the exit code."""
     monkeypatch.setattr(sys, "argv", ["paceline train", *line])
-    return heads.main()
+    return train_head.main()
 
 
 def command(line: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -85,8 +85,8 @@ def test_a_command_makes_heads_that_draft(target: Path, data: Path, tmp_path: Pa
     assert last["fraction"] == 1
     assert last["threads"] == 1
     assert 0 < last["held_out_loss"] < 2 * math.log(VOCABULARY)
-    assert len(last["accepted_by_depth"]) == heads.MEDUSA_HEADS
-    assert recognise(Checkpoint(tmp_path / "head")) == "medusa"
+    assert len(last["accepted_by_depth"]) == train_head.MEDUSA_HEADS
+    assert method_of_checkpoint(Checkpoint(tmp_path / "head")) == "medusa"
     config = {"method": "medusa", "model": str(tmp_path / "head"), "draft_placement": "target"}
     llm = LLM(str(target), config, {"slots": 256})
     sampling = SamplingParams(temperature=0.0, max_tokens=12)
@@ -105,9 +105,9 @@ def test_what_is_stopped_goes_on(target: Path, data: Path, tmp_path: Path, monke
             signal.raise_signal(signal.SIGTERM)
         return draft_loss(*given)
 
-    draft_loss = heads.draft_loss
+    draft_loss = train_head.draft_loss
     with monkeypatch.context() as patched:
-        patched.setattr(heads, "draft_loss", loss)
+        patched.setattr(train_head, "draft_loss", loss)
         assert trained(monkeypatch, arguments(tmp_path, target, data, minutes=600)) == 128 + signal.SIGTERM
     assert not (tmp_path / "head").exists()
     assert not (tmp_path / "work" / "medusa.jsonl").exists()  # too few steps for a record
@@ -120,7 +120,7 @@ def test_a_head_can_be_gone_on_with(target: Path, data: Path, tmp_path: Path, mo
     """With a rate of nothing, what comes out is what went in."""
     assert trained(monkeypatch, arguments(tmp_path / "first", target, data)) == 0
     first = tmp_path / "first" / "head"
-    monkeypatch.setattr(heads, "SCHEDULE", replace(heads.SCHEDULE, muon_rate=0.0, adam_rate=0.0))
+    monkeypatch.setattr(train_head, "SCHEDULE", replace(train_head.SCHEDULE, muon_rate=0.0, adam_rate=0.0))
     line = [*arguments(tmp_path / "second", target, data), "--start-from", str(first)]
     assert trained(monkeypatch, line) == 0
     assert trained(monkeypatch, arguments(tmp_path / "afresh", target, data)) == 0
@@ -155,10 +155,10 @@ def test_text_may_be_shorter_than_the_rows_of_the_schedule(
 
 def test_rows_are_no_longer_than_the_text_and_the_positions(target: Path, data: Path) -> None:
     schedule = Schedule((Phase(0.5, 4, 100), Phase(1.0, 1, 2048)), muon_rate=0.5)
-    assert heads.fitting(schedule, 511) == Schedule((Phase(0.5, 4, 100), Phase(1.0, 1, 511)), muon_rate=0.5)
-    model = heads.AutoModelForCausalLM.from_pretrained(target)
-    assert heads._longest(model, [np.arange(400), np.arange(400)]) == POSITIONS - 1
-    assert heads._longest(model, [np.arange(100), np.arange(100)]) == 199
+    assert train_head.fitting(schedule, 511) == Schedule((Phase(0.5, 4, 100), Phase(1.0, 1, 511)), muon_rate=0.5)
+    model = train_head.AutoModelForCausalLM.from_pretrained(target)
+    assert train_head._longest(model, [np.arange(400), np.arange(400)]) == POSITIONS - 1
+    assert train_head._longest(model, [np.arange(100), np.arange(100)]) == 199
 
 
 def test_held_out_files_are_not_learned_from(
@@ -166,12 +166,12 @@ def test_held_out_files_are_not_learned_from(
 ) -> None:
     held_out, learned = text(tmp_path / "held.jsonl", 1), list[int]()
 
-    class Watched(heads.Library):
-        def __init__(self, reader: Reader, documents: Sequence[Ids], room: int) -> None:
+    class Watched(train_head.TargetOutputCache):
+        def __init__(self, reader: TargetReader, documents: Sequence[Ids], room: int) -> None:
             learned.append(len(documents))
             super().__init__(reader, documents, room)
 
-    monkeypatch.setattr(heads, "Library", Watched)
+    monkeypatch.setattr(train_head, "TargetOutputCache", Watched)
     assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--held-out", str(held_out)]) == 0
     assert trained(monkeypatch, arguments(tmp_path / "other", target, data)) == 0
     assert learned == [60, 59]

@@ -22,11 +22,11 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from paceline import family
-from paceline.training import corpus, evaluation, session
-from paceline.training.chats import CALL_QUESTIONS, QUESTIONS, Chat, chats, questions
-from paceline.training.distil import ask
-from paceline.training.docstrings import first_paragraph
-from paceline.training.models import (
+from paceline_lab.training.family import family_evaluation, stdlib_corpus, training_session
+from paceline_lab.training.family.distillation import target_top_probs
+from paceline_lab.training.family.docstring_chats import CALL_QUESTIONS, QUESTIONS, Chat, chats, questions
+from paceline_lab.training.family.docstrings import first_paragraph
+from paceline_lab.training.family.family_models import (
     ATTENTION,
     deepened,
     draft_config,
@@ -35,11 +35,11 @@ from paceline.training.models import (
     next_token_loss,
     target_config,
 )
-from paceline.training.session import Stopped, held_out_loss_of, read_journal, train
-from paceline.training.tokenizer import END_OF_TEXT, SPECIAL, TURN_END
-from paceline.training.tokens import Ids, corpus_stream, encode_documents, windows
-from paceline.training.trainer import Phase, Schedule, Trainer
-from paceline.training.writing import ANSWER, answered
+from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, SPECIAL, TURN_END
+from paceline_lab.training.family.target_text import ANSWER, answers_by_target
+from paceline_lab.training.family.token_corpus import Ids, corpus_stream, encode_documents, windows
+from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
+from paceline_lab.training.family.training_session import TrainingStopped, held_out_loss_of, read_journal, train
 
 MICRO = {
     "num_hidden_layers": 2,
@@ -72,7 +72,7 @@ def plain_tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def documents(tokenizer: Any) -> list[Ids]:
-    return encode_documents(tokenizer, [corpus.read_source(path) for path in corpus.source_files()[:8]])
+    return encode_documents(tokenizer, [stdlib_corpus.read_source(path) for path in stdlib_corpus.source_files()[:8]])
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +91,15 @@ def micro_trainer(documents: list[Ids], clock: Callable[[], float] = lambda: 0.0
 
 
 def test_held_out_files_exist_and_are_not_read() -> None:
-    held_out = corpus.held_out_files()
+    held_out = stdlib_corpus.held_out_files()
     assert all(path.is_file() for path in held_out)
     assert len(set(held_out)) == 12
-    assert set(held_out).isdisjoint(corpus.source_files())
+    assert set(held_out).isdisjoint(stdlib_corpus.source_files())
 
 
 @pytest.mark.slow
 def test_no_chat_documents_a_held_out_module(conversations: list[Chat]) -> None:
-    held_out = "|".join(path.stem for path in corpus.held_out_files())
+    held_out = "|".join(path.stem for path in stdlib_corpus.held_out_files())
     about = re.compile(rf"(What does|Explain|How do I call) `?({held_out})\b")
     assert not [chat for chat in conversations if about.match(chat[-2]["content"])]
 
@@ -107,13 +107,13 @@ def test_no_chat_documents_a_held_out_module(conversations: list[Chat]) -> None:
 @pytest.mark.slow
 def test_no_chat_repeats_a_held_out_docstring(conversations: list[Chat]) -> None:
     told = "\n".join(message["content"] for chat in conversations for message in chat)
-    trees = [ast.parse(corpus.read_source(path)) for path in corpus.held_out_files()]
+    trees = [ast.parse(stdlib_corpus.read_source(path)) for path in stdlib_corpus.held_out_files()]
     summaries = [first_paragraph(ast.get_docstring(tree)) for tree in trees]
     assert not [summary for summary in summaries if summary and summary in told]
 
 
 def test_tests_and_foreign_packages_are_not_read() -> None:
-    parts = {part for path in corpus.source_files() for part in path.relative_to(corpus.stdlib()).parts}
+    parts = {part for path in stdlib_corpus.source_files() for part in path.relative_to(stdlib_corpus.stdlib()).parts}
     assert parts.isdisjoint({"test", "site-packages", "idlelib", "antigravity.py", "this.py"})
 
 
@@ -225,7 +225,7 @@ def test_a_sitting_that_is_told_to_stop_keeps_everything(documents: list[Ids], t
         return now
 
     trainer, resumed = micro_trainer(documents, clock), micro_trainer(documents)
-    with pytest.raises(Stopped, match=r"micro\.pt"):
+    with pytest.raises(TrainingStopped, match=r"micro\.pt"):
         train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
     resumed.load(tmp_path / "micro.pt")
     assert resumed.progress == trainer.progress
@@ -239,13 +239,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def logging_records(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, session.__name__)
+    caplog.set_level(logging.INFO, training_session.__name__)
 
 
 def sitting(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
     """What a sitting says that makes a record of every step, each of which takes 1 s."""
     monkeypatch.setattr(sys, "stderr", stderr)
-    monkeypatch.setattr(session, "STEPS_PER_RECORD", 1)
+    monkeypatch.setattr(training_session, "STEPS_PER_RECORD", 1)
     monkeypatch.setenv("COLUMNS", "120")
     monkeypatch.setenv("TERM", "xterm")
     handler = logging.StreamHandler()
@@ -320,7 +320,7 @@ def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
     end_of_text, turn_end = tokenizer.convert_tokens_to_ids([END_OF_TEXT, TURN_END])
     model.model.embed_tokens.weight.data[turn_end] *= 4  # frequent enough to end some answers early
     asked = questions(12, seed=1)
-    documents = answered(model, tokenizer, asked, seed=0)
+    documents = answers_by_target(model, tokenizer, asked, seed=0)
     assert len(documents) == len(asked)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in asked]
     for document in documents:
@@ -334,7 +334,7 @@ def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
 def test_a_model_that_imitates_itself_has_nothing_to_learn() -> None:
     model = new_model(target_config(**MICRO), seed=2)
     other = new_model(target_config(**MICRO), seed=3)
-    lessons = ask(model, torch.arange(96).view(4, 24))
+    lessons = target_top_probs(model, torch.arange(96).view(4, 24))
     rows = lessons.stream(seed=0).batch(4, 24)
     with torch.no_grad():
         own, foreign = lessons.divergence(model, rows), lessons.divergence(other, rows)
@@ -360,9 +360,9 @@ def test_a_model_that_imitates_itself_has_nothing_to_learn() -> None:
     ],
 )
 def test_verdicts(completion: str, expected: str) -> None:
-    assert evaluation.verdict("def f(x):", completion) == expected
+    assert family_evaluation.verdict("def f(x):", completion) == expected
     indented = completion.replace("\n", "\n    ").replace("\n    def", "\ndef")
-    assert evaluation.verdict("    def f(x):", indented) == expected
+    assert family_evaluation.verdict("    def f(x):", indented) == expected
 
 
 # What ships
@@ -375,7 +375,7 @@ def test_the_family_is_small_enough_to_ship() -> None:
 
 def test_the_card_names_what_was_held_out() -> None:
     card = (family.path("pydoc") / "README.md").read_text()
-    assert all(f"`{name}`" in card for name in corpus.HELD_OUT)
+    assert all(f"`{name}`" in card for name in stdlib_corpus.HELD_OUT)
 
 
 def test_names_resolve_and_others_are_refused() -> None:

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from paceline.text import Tokenizer
-from paceline.training.texts import TextError, divided, read_documents
-from paceline.training.tokens import save_documents
-from tests.checkpoints import save_checkpoint
+from paceline_lab.training.family.token_corpus import save_documents
+from paceline_lab.training.heads.text_files import TextError, divided, read_documents
+from tests.helpers.checkpoints import save_checkpoint
 
 END = 2
 CHAT = [{"role": "user", "content": "What does len do?"}, {"role": "assistant", "content": "It counts."}]

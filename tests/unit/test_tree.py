@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.growth import ROOT_ID, Growth
-from paceline.tree import ROOT, TRAIL, TokenTree
-from tests.seen import Weighing
+from paceline.core.growth import ROOT_ID, Growth
+from paceline.core.tree import RECENT_POSITIONS, ROOT, TokenTree
+from tests.helpers.seen import Weighing
 
 VOCABULARY = 3
 ROOM = 1000
@@ -28,7 +28,7 @@ def guesses(tree: TokenTree) -> set[tuple[int, ...]]:
 def check_books(tree: TokenTree) -> None:
     """What must hold after any message whatsoever."""
     nodes = tree.nodes()
-    lists = (tree.tokens, tree.parents, tree.depths, tree.path_log_probs, tree.sources, tree.cells)
+    lists = (tree.tokens, tree.parents, tree.depths, tree.path_log_probs, tree.sources, tree.calibration_cells)
     assert {len(each) for each in lists} == {tree.size + 1} == {len(nodes) + 1}
     assert (tree.parents[ROOT], tree.depths[ROOT], tree.path_log_probs[ROOT]) == (-1, 0, 0.0)
     assert tree._children == {(tree.parents[node], tree.tokens[node]): node for node in nodes}, "each guess once"
@@ -39,14 +39,14 @@ def check_books(tree: TokenTree) -> None:
         assert tree.depths[node] == tree.depths[parent] + 1
         assert -math.inf < tree.path_log_probs[node] <= tree.path_log_probs[parent] <= 0
         assert tree.path_log_probs[node] == pytest.approx(tree.path_log_probs[parent] + tree.log_prob(node))
-    for names in tree._names.values():
+    for names in tree._draft_ids.values():
         assert set(names.nodes.values()) <= set(nodes)
         assert len(set(names.nodes.values())) == len(names.nodes), "one id each"
         assert max(names.ids, default=0) <= tree.position
         assert names.committed == {id_: position for position, id_ in names.ids.items()}
-        assert set(names.choices) <= {ROOT, *nodes}
-    assert tree._trail[-1] == tree.tokens[ROOT]
-    assert tree.laws.keys() | tree._agreed.keys() | tree._ids.keys() <= set(nodes)
+        assert set(names.child_counts) <= {ROOT, *nodes}
+    assert tree._recent_tokens[-1] == tree.tokens[ROOT]
+    assert tree.distributions.keys() | tree._other_sources.keys() | tree._wire_ids.keys() <= set(nodes)
 
 
 def chances(tree: TokenTree) -> dict[int, float]:
@@ -69,7 +69,7 @@ def cells(tree: TokenTree) -> dict[int, dict[int, int]]:
     """By token, where all differ, and draft: with which guesses the outcome is counted."""
     found: dict[int, dict[int, int]] = {token: {} for token in tree.tokens[1:]}
     for node in (ROOT, *tree.nodes()):
-        for guess, source, cell, _ in tree.decided(tree.path(node), [*tree.path_tokens(node), -1]):
+        for guess, source, cell, _ in tree.outcomes(tree.path(node), [*tree.path_tokens(node), -1]):
             found[tree.tokens[guess]][source] = cell
     return found
 
@@ -161,8 +161,8 @@ class TestExamples:
 
     def test_growth_behind_the_trail_is_dropped(self) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
-        late = draft.growth(chain(draft, [1] * (TRAIL + 2)))
-        for _ in range(TRAIL - 1):
+        late = draft.growth(chain(draft, [1] * (RECENT_POSITIONS + 2)))
+        for _ in range(RECENT_POSITIONS - 1):
             target.commit([1])
         assert target.graft(late, ROOM) == 3
 
@@ -172,16 +172,16 @@ class TestExamples:
 
     def test_old_names_are_forgotten(self) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
-        for i in range(5 * TRAIL):
+        for i in range(5 * RECENT_POSITIONS):
             growth = draft.growth(chain(draft, [1]))
             assert target.graft(growth, ROOM) == 1
-            assert target.graft(Growth(i, 9 * TRAIL + i, [ROOT_ID], [1], [-0.5]), ROOM) == 0
+            assert target.graft(Growth(i, 9 * RECENT_POSITIONS + i, [ROOT_ID], [1], [-0.5]), ROOM) == 0
             for tree in (draft, target):
                 tree.commit([1])
-            names = target._names[0]
+            names = target._draft_ids[0]
             assert not names.nodes
             assert names.committed[growth.first_id] == target.position
-            assert max(len(names.committed), len(names.ids), len(target._trail)) <= 2 * TRAIL
+            assert max(len(names.committed), len(names.ids), len(target._recent_tokens)) <= 2 * RECENT_POSITIONS
 
     def test_a_full_tree_takes_no_more(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
@@ -241,8 +241,8 @@ class TestExamples:
         tree.graft(Growth(9, 2, [1], [2], [math.log(0.1)]), ROOM)
         assert chances(tree)[2] == pytest.approx(0.45), "the less sure does not count"
         assert cells(tree) == {1: {0: 0, 1: 0}, 2: {0: 0, 1: 0}}, "but is learned of"
-        assert all(tree.is_by(source, node) for source in (0, 1) for node in tree.nodes())
-        assert not tree.is_by(2, 1)
+        assert all(tree.guessed_by(source, node) for source in (0, 1) for node in tree.nodes())
+        assert not tree.guessed_by(2, 1)
 
     def test_the_best_are_others_once_somebody_is_surer(self) -> None:
         tree = TokenTree(9, 0)
@@ -257,7 +257,7 @@ class TestExamples:
         tree = TokenTree(9, 0, chain=True)
         tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), ROOM, source=1)
         tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), ROOM)
-        assert (tree.path_log_probs, tree.laws) == ([0.0, -1.0], {1: {1: 1, 2: 1}})
+        assert (tree.path_log_probs, tree.distributions) == ([0.0, -1.0], {1: {1: 1, 2: 1}})
 
 
 class TestBest:
@@ -400,7 +400,7 @@ class TestHostileGrowth:
             first_id = 1 + parent_position * count
             tree.graft(Growth(parent_position, first_id, [ROOT_ID] * count, [1] * count, [-0.5] * count), 10)
         assert tree.size == 1
-        assert len(tree._names[0].committed) == len(tree._names[0].nodes) == 1
+        assert len(tree._draft_ids[0].committed) == len(tree._draft_ids[0].nodes) == 1
 
     @pytest.mark.parametrize(
         ("growth", "complaint"),

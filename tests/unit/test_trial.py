@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from paceline.budget import Worth
-from paceline.engine.trial import Trial
-from tests.bare import bare_request
+from paceline.core.policy.draft_gate import DraftGate
+from paceline.engine.worker_gate import WorkerGate
+from tests.helpers.bare import bare_request
 
 
 class Judged:
@@ -20,23 +20,23 @@ class Judged:
         self.told: list[tuple[int, bool]] = []
         self.drafted: Counter[int] = Counter()
         self.helped, self.every, self.lost = helped, every, lost
-        self.trial = Trial(lambda request: self.told.append((request.key, request.paused)))
+        self.trial = WorkerGate(lambda request: self.told.append((request.key, request.paused)))
         for key in range(1, requests + 1):
-            self.trial.join(bare_request([1], key=key))
+            self.trial.add(bare_request([1], key=key))
         self._step = 0
 
     def steps(self, count: int, accepted: int = 0, *, heard: bool = True) -> None:
         for _ in range(count):
             self._step += 1
             for key, each in list(self.trial.requests.items()):
-                each.heard = heard and not each.paused
-                self.drafted[key] += each.heard
-                self.trial.count(each, self._step % self.every == 0 if key == self.helped else accepted)
-            self.trial.judge(self.lost)
+                each.draft_started = heard and not each.paused
+                self.drafted[key] += each.draft_started
+                self.trial.record_accepted(each, self._step % self.every == 0 if key == self.helped else accepted)
+            self.trial.end_step(self.lost)
 
     def until_told(self) -> list[tuple[int, bool]]:
         self.told.clear()
-        for _ in range(2 * Worth.MOST_PAUSE):
+        for _ in range(2 * DraftGate.MAX_PAUSE_STEPS):
             if self.told:
                 break
             self.steps(1)
@@ -66,7 +66,7 @@ def test_what_the_scout_finds_holds_for_all() -> None:
 
 
 def steps_to_a_verdict() -> int:
-    alone, steps = Worth(), 0
+    alone, steps = DraftGate(), 0
     while not alone.paused:
         alone.observe(0)
         steps += 1
@@ -85,7 +85,7 @@ def test_one_that_joins_a_paused_draft_is_paused() -> None:
     judged = Judged()
     judged.until_told()
     late = bare_request([1], key=4)
-    judged.trial.join(late)
+    judged.trial.add(late)
     assert late.paused
     assert judged.told[-1] == (4, True)
 
@@ -94,7 +94,7 @@ def test_another_scout_takes_over_when_one_leaves() -> None:
     judged = Judged()
     judged.until_told()
     judged.until_told()
-    judged.trial.leave(1)
+    judged.trial.remove(1)
     judged.steps(1, heard=False)
     assert judged.told[-1] == (2, False)
 
@@ -135,7 +135,7 @@ def test_one_that_it_helps_no_longer_is_paused_as_well() -> None:
 def test_one_that_joined_just_before_the_verdict_has_its_chance() -> None:
     judged = Judged(9)
     judged.steps(steps_to_a_verdict() - 1)
-    judged.trial.join(bare_request([1], key=10))
+    judged.trial.add(bare_request([1], key=10))
     judged.steps(1)
     assert judged.told == [(key, True) for key in range(1, 10)]
     assert judged.until_told() == [(10, True)]
@@ -145,7 +145,7 @@ def test_one_that_joined_just_before_the_verdict_has_its_chance() -> None:
 def test_one_that_joined_a_paused_draft_is_its_next_scout_and_may_be_helped() -> None:
     judged = Judged(9, helped=10)
     judged.until_told()
-    judged.trial.join(bare_request([1], key=10))
+    judged.trial.add(bare_request([1], key=10))
     assert judged.until_told() == [(10, False)]
     assert judged.until_told() == [(key, False) for key in range(1, 10)]
     judged.steps(4000)
@@ -156,8 +156,8 @@ def test_where_only_those_are_left_that_it_helps_a_draft_pays_again() -> None:
     judged = Judged(9, helped=5)
     judged.until_told()
     for key in set(judged.trial.requests) - {5}:
-        judged.trial.leave(key)
-    judged.steps(2 * Worth.LEAST_PAUSE)
+        judged.trial.remove(key)
+    judged.steps(2 * DraftGate.MIN_PAUSE_STEPS)
     late = bare_request([1], key=10)
-    judged.trial.join(late)
+    judged.trial.add(late)
     assert not late.paused

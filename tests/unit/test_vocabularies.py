@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from paceline.models import ModelNotFoundError
-from paceline.speculators.vocabularies import LEAST_COMMON, Vocabulary, VocabularyMapping
+from paceline.drafting.vocabulary.vocabulary_mapping import MIN_COMMON_TOKENS, Vocabulary, VocabularyMapping
+from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
-from tests.foreign import TALE, byte_level, metaspace, numbered, vocabulary
+from tests.helpers.foreign import TALE, byte_level, metaspace, numbered, vocabulary
 
 BYTES, SPACES = vocabulary(byte_level()), vocabulary(metaspace())
 TO_SPACES = VocabularyMapping.between(target=BYTES, draft=SPACES)
@@ -106,24 +106,26 @@ class TestWriting:
     @settings(deadline=None)
     @given(st.text())
     def test_any_text_reads_the_same(self, text: str) -> None:
-        written = TO_SPACES.write(BYTES.tokenizer.encode(text))
+        written = TO_SPACES.to_draft_tokens(BYTES.tokenizer.encode(text))
         assert b"".join(map(SPACES.tokenizer.piece, written)) == text.encode()
 
     def test_a_prompt_begins_as_its_model_expects(self) -> None:
-        assert TO_SPACES.write_prompt(BYTES.tokenizer.encode("the"))[:1] == SPACES.tokenizer.beginning == [1]
-        assert TO_BYTES.write_prompt(SPACES.tokenizer.encode("the")) == BYTES.tokenizer.encode(" the")
-        assert TO_BYTES.write_prompt([1]), "never nothing"
+        assert (
+            TO_SPACES.prompt_to_draft_tokens(BYTES.tokenizer.encode("the"))[:1] == SPACES.tokenizer.prefix_tokens == [1]
+        )
+        assert TO_BYTES.prompt_to_draft_tokens(SPACES.tokenizer.encode("the")) == BYTES.tokenizer.encode(" the")
+        assert TO_BYTES.prompt_to_draft_tokens([1]), "never nothing"
 
     def test_a_vocabulary_is_the_same_as_itself(self) -> None:
         again = VocabularyMapping.between(BYTES, BYTES)
-        assert again.alike
-        assert not TO_SPACES.alike
+        assert again.identical
+        assert not TO_SPACES.identical
         assert again.target_ids == list(range(BYTES.size))
 
 
 class TestRefusals:
     def test_too_little_in_common(self) -> None:
-        for count in (LEAST_COMMON - 1, LEAST_COMMON):
+        for count in (MIN_COMMON_TOKENS - 1, MIN_COMMON_TOKENS):
             mapping = VocabularyMapping.between(numbered(range(50), "big"), numbered(range(50 - count, 90), "small"))
             assert len(mapping.common) == count
         mapping.require_common()
@@ -155,14 +157,14 @@ class TestRefusals:
 
 class TestInsideAText:
     def test_nothing_is_put_before_it(self) -> None:
-        inside = SPACES.tokenizer.encode_inside("the traveller")
+        inside = SPACES.tokenizer.encode_fragment("the traveller")
         assert SPACES.tokenizer.encode("the traveller")[:2] == [1, token(SPACES, "▁the")]
         assert b"".join(map(SPACES.tokenizer.piece, inside)) == b"the traveller"
 
     @pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer], ids=["byte_level", "metaspace"])
     def test_special_tokens_are_text_there(self, tokenizer: Tokenizer) -> None:
         for said in ("<|end|>", "</s>"):
-            tokens = tokenizer.encode_inside(said)
+            tokens = tokenizer.encode_fragment(said)
             assert not tokenizer.special_ids.intersection(tokens)
             assert b"".join(map(tokenizer.piece, tokens)) == said.encode()
 
@@ -170,7 +172,7 @@ class TestInsideAText:
     def test_it_reads_the_same(self, tokenizer: Tokenizer) -> None:
         for start in range(0, len(TALE), 5):
             said = TALE[start : start + 23]
-            assert b"".join(map(tokenizer.piece, tokenizer.encode_inside(said))) == said.encode()
+            assert b"".join(map(tokenizer.piece, tokenizer.encode_fragment(said))) == said.encode()
 
     @pytest.mark.parametrize(
         ("pre_tokenizer", "decoder"),
@@ -191,10 +193,10 @@ class TestInsideAText:
         backend = Backend(models.BPE(vocab={token: id_ for id_, token in enumerate("abc▁Ġ")}, merges=[]))
         backend.pre_tokenizer, backend.decoder = pre_tokenizer, decoder
         tokenizer = Tokenizer(backend, {}, None)
-        assert tokenizer.begins_with_space
+        assert tokenizer.adds_prefix_space
         assert said(tokenizer, tokenizer.encode("ab c")) == b" ab c"
-        assert said(tokenizer, tokenizer.encode_inside("ab c")) == b"ab c"
+        assert said(tokenizer, tokenizer.encode_fragment("ab c")) == b"ab c"
 
     def test_what_stands_before_a_text_is_known(self) -> None:
-        assert (BYTES.tokenizer.beginning, BYTES.tokenizer.begins_with_space) == ([], False)
-        assert (SPACES.tokenizer.beginning, SPACES.tokenizer.begins_with_space) == ([1], True)
+        assert (BYTES.tokenizer.prefix_tokens, BYTES.tokenizer.adds_prefix_space) == ([], False)
+        assert (SPACES.tokenizer.prefix_tokens, SPACES.tokenizer.adds_prefix_space) == ([1], True)

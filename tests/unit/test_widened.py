@@ -13,14 +13,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline import family
 from paceline.config import EngineConfig
+from paceline.drafting.methods.eagle3 import Eagle3Network
 from paceline.model import load
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.speculators.eagle3 import Eagle3
 from paceline.text import Tokenizer
-from paceline.training.widened import TIMES, widened_family, write_target
-from tests.checkpoints import save_checkpoint
-from tests.head_formulas import Eagle3 as Eagle3Formula
-from tests.llamas import VOCABULARY
+from paceline_lab.training.family.widened_family import TIMES, widened_family, write_target
+from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.head_formulas import Eagle3 as Eagle3Formula
+from tests.helpers.llamas import VOCABULARY
 
 CLOSE = 1e-4
 """Of logits around 10 in float32: sums over other numbers of terms are rounded otherwise."""
@@ -114,11 +114,11 @@ def head_logits(folder: Path, target: Path, states: torch.Tensor) -> torch.Tenso
 
 
 def test_its_head_fits_the_widened_target_alone(pydoc_wide: tuple[Path, Path]) -> None:
-    lent = load(family.NAMES[0], EngineConfig(slots=256)).lend()
+    lent = load(family.NAMES[0], EngineConfig(slots=256)).target_weights()
     lent = replace(lent, config=LlamaConfig.from_pretrained(pydoc_wide[0]))
-    assert Eagle3(Checkpoint(pydoc_wide[1]), lent, slots=16).hidden_state_layers
+    assert Eagle3Network(Checkpoint(pydoc_wide[1]), lent, slots=16).hidden_state_layers
     with pytest.raises(CheckpointError, match="hidden size 256"):
-        Eagle3(Checkpoint(family.path("pydoc-eagle3")), lent, slots=16)
+        Eagle3Network(Checkpoint(family.path("pydoc-eagle3")), lent, slots=16)
 
 
 def test_what_is_there_is_not_written_again(pydoc_wide: tuple[Path, Path]) -> None:

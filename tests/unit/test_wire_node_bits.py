@@ -11,10 +11,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from paceline.tree import LEAST_LOG_PROB
-from paceline.wire.draft_frames import MAX_NODES
-from paceline.wire.errors import WireError
-from paceline.wire.node_bits import LOG_ODDS, Nodes, log_probability, pack, unpack
+from paceline.core.tree import MIN_LOG_PROB
+from paceline.wire.draft_codec import MAX_NODES
+from paceline.wire.link_errors import WireError
+from paceline.wire.node_codec import LOG_ODDS, PackedNodes, log_probability, pack_nodes, unpack_nodes
 
 HALF_A_LEVEL = 0.25
 CERTAIN = log_probability(LOG_ODDS[-1])
@@ -28,7 +28,7 @@ def log_odds(log_prob: float) -> float:
 
 
 @st.composite
-def some_nodes(draw: st.DrawFn) -> Nodes:
+def some_nodes(draw: st.DrawFn) -> PackedNodes:
     """Of widths that are drawn first, so that narrow ones and wide ones come, and parents near that before and far."""
     count = draw(st.integers(0, 40))
     tokens = st.integers(0, 2 ** draw(st.integers(1, 32)) - 1)
@@ -37,7 +37,7 @@ def some_nodes(draw: st.DrawFn) -> Nodes:
     distances = [draw(anywhere)] if count else []
     while len(distances) < count:
         distances.append(draw(st.integers(max(distances[-1] - 2, 0), min(distances[-1] + 2, 2**32 - 1)) | anywhere))
-    return Nodes(
+    return PackedNodes(
         draw(st.lists(tokens, min_size=count, max_size=count)),
         distances,
         draw(st.lists(log_probs, min_size=count, max_size=count)),
@@ -45,19 +45,19 @@ def some_nodes(draw: st.DrawFn) -> Nodes:
 
 
 @given(some_nodes())
-@example(Nodes([1], [32], [-1.0]))
-@example(Nodes([1, 1], [1, 0], [-1.0, -1.0]))
-def test_what_is_packed_comes_out(nodes: Nodes) -> None:
+@example(PackedNodes([1], [32], [-1.0]))
+@example(PackedNodes([1, 1], [1, 0], [-1.0, -1.0]))
+def test_what_is_packed_comes_out(nodes: PackedNodes) -> None:
     """Ids as they were, also where the padding is as long as it gets; log-odds within half a level, where there are
     levels, and at the nearer end elsewhere."""
-    data = pack(nodes)
-    found = unpack(data, len(nodes.tokens))
+    data = pack_nodes(nodes)
+    found = unpack_nodes(data, len(nodes.tokens))
     assert (found.tokens, found.distances) == (nodes.tokens, nodes.distances)
     for before, after in zip(nodes.log_probs, found.log_probs, strict=True):
         nearest = min(max(log_odds(before), LOG_ODDS[0]), LOG_ODDS[-1])
         assert abs(log_odds(after) - nearest) <= HALF_A_LEVEL + 1e-9
-        assert LEAST_LOG_PROB < after < 0.0
-    assert pack(found) == data
+        assert MIN_LOG_PROB < after < 0.0
+    assert pack_nodes(found) == data
 
 
 def bits(*fields: str) -> bytes:
@@ -81,20 +81,20 @@ def test_every_bit_is_where_the_contract_says() -> None:
         "100 01101 111 00",
     )
     assert data == bytes.fromhex("03 02 ad e2 fd c1 e2 d6 6c 1b a3 78")
-    assert pack(Nodes(tokens, distances, log_probs)) == data
-    assert unpack(data, 7) == Nodes(tokens, distances, log_probs)
+    assert pack_nodes(PackedNodes(tokens, distances, log_probs)) == data
+    assert unpack_nodes(data, 7) == PackedNodes(tokens, distances, log_probs)
 
 
 def test_wide_fields_are_where_the_contract_says() -> None:
     """Certainty is code 31 and impossibility 0."""
-    nodes = Nodes([300, 5], [2, 5], [0.0, -math.inf])
-    assert pack(nodes) == bytes([9, 3]) + bits("100101100 11111 111 010", "000000101 00000 111 101")
+    nodes = PackedNodes([300, 5], [2, 5], [0.0, -math.inf])
+    assert pack_nodes(nodes) == bytes([9, 3]) + bits("100101100 11111 111 010", "000000101 00000 111 101")
 
 
 def test_levels() -> None:
     """Halves of log-odds, each its own nearest, from about one in a thousand to what is as good as certain."""
     log_probs = list(map(log_probability, LOG_ODDS))
-    assert unpack(pack(Nodes([0] * 32, [0] * 32, log_probs)), 32).log_probs == log_probs
+    assert unpack_nodes(pack_nodes(PackedNodes([0] * 32, [0] * 32, log_probs)), 32).log_probs == log_probs
     assert [high - low for low, high in pairwise(LOG_ODDS)] == [0.5] * 31
     assert math.exp(log_probs[0]) < 0.002
     assert math.exp(log_probs[-1]) > 0.9998
@@ -116,10 +116,10 @@ def test_levels() -> None:
     ids=["none", "one", "roots", "small", "siblings", "large tokens", "largest", "a chain of most", "most and largest"],
 )
 def test_sizes(tokens: Sequence[int], distances: Sequence[int], size: int) -> None:
-    nodes = Nodes(tokens, distances, [CERTAIN] * len(tokens))
-    data = pack(nodes)
+    nodes = PackedNodes(tokens, distances, [CERTAIN] * len(tokens))
+    data = pack_nodes(nodes)
     assert len(data) == size
-    assert unpack(data, MAX_NODES) == nodes
+    assert unpack_nodes(data, MAX_NODES) == nodes
 
 
 def test_what_nodes_in_the_order_of_their_parents_cost() -> None:
@@ -127,11 +127,11 @@ def test_what_nodes_in_the_order_of_their_parents_cost() -> None:
     and 3 for the one after a node without children: 23 for 11 of them, and no bit is left over."""
     parents = [1, 1, 2, 3, 5, 5, 6, 7, 7, 7, 8]
     distances = [id_ - parent for id_, parent in enumerate(parents, start=9)]
-    nodes = Nodes([63] * 11, distances, [CERTAIN] * 11)
-    data = pack(nodes)
+    nodes = PackedNodes([63] * 11, distances, [CERTAIN] * 11)
+    data = pack_nodes(nodes)
     assert 11 * (6 + 5) + 7 + 2 + 1 + 1 + 3 + 2 + 1 + 1 + 2 + 2 + 1 == 8 * 18
     assert len(data) == 2 + 18
-    assert unpack(data, 11) == nodes
+    assert unpack_nodes(data, 11) == nodes
 
 
 @given(st.integers(3, 32), st.integers(1, 32), st.lists(st.sampled_from(["0", "10", "111"]), max_size=64))
@@ -145,10 +145,10 @@ def test_the_length_tells_how_many(token_bits: int, distance_bits: int, forms: l
     parents = [far, *(form if form != "111" else far for form in forms)]
     data = bytes([token_bits, distance_bits]) + bits(*(token + parent for parent in parents))
     count = len(parents)
-    assert unpack(data, count) == Nodes([0] * count, distances, [EVEN] * count)
+    assert unpack_nodes(data, count) == PackedNodes([0] * count, distances, [EVEN] * count)
 
 
-TWO = pack(Nodes([300, 5], [0, 3], [EVEN, EVEN]))
+TWO = pack_nodes(PackedNodes([300, 5], [0, 3], [EVEN, EVEN]))
 BAD = {
     "nothing": (b"", "do not tell the widths"),
     "one width": (b"\x03", "do not tell the widths"),
@@ -174,7 +174,7 @@ BAD = {
     "next but one after the root": (bytes([3, 0]) + bits("000 01101 111", "000 01101 110"), "number 2 steps"),
     "its own parent": (bytes([3, 1]) + bits("000 01101 111 1", "000 01101 110"), "number 2 steps"),
     "one node too many": (
-        pack(Nodes([0] * (MAX_NODES + 1), [0] * (MAX_NODES + 1), [EVEN] * (MAX_NODES + 1))),
+        pack_nodes(PackedNodes([0] * (MAX_NODES + 1), [0] * (MAX_NODES + 1), [EVEN] * (MAX_NODES + 1))),
         f"more than {MAX_NODES}",
     ),
     "bytes for more nodes": (bytes([3, 0]) + bytes(2 * MAX_NODES), f"{2 + 2 * MAX_NODES} bytes have more than"),
@@ -185,7 +185,7 @@ BAD = {
 def test_nonsense_is_refused(bad: str) -> None:
     data, complaint = BAD[bad]
     with pytest.raises(WireError, match=f"^nodes: .*{complaint}"):
-        unpack(data, MAX_NODES)
+        unpack_nodes(data, MAX_NODES)
 
 
 @st.composite
@@ -197,23 +197,23 @@ def half_sensible(draw: st.DrawFn) -> bytes:
 
 @given(st.binary(max_size=40) | half_sensible())
 def test_any_bytes_are_nodes_or_refused(data: bytes) -> None:
-    """Nodes that take no fewer bytes than `pack` needs, none before its parent."""
+    """Nodes that take no fewer bytes than `pack_nodes` needs, none before its parent."""
     try:
-        nodes = unpack(data, 8)
+        nodes = unpack_nodes(data, 8)
     except WireError:
         return
     assert len(nodes.tokens) == len(nodes.distances) == len(nodes.log_probs) <= 8
     assert min(nodes.distances, default=0) >= 0
-    again = pack(nodes)
+    again = pack_nodes(nodes)
     assert len(again) <= len(data)
-    assert unpack(again, 8) == nodes
+    assert unpack_nodes(again, 8) == nodes
 
 
 def test_a_byte_after_the_most_nodes_is_one_too_many() -> None:
     data = bytes([3, 1]) + bits("000 01101 111 1", *["000 01101 0"] * 4)
-    assert unpack(data, 5).distances == [1] * 5
+    assert unpack_nodes(data, 5).distances == [1] * 5
     with pytest.raises(WireError, match="more than 5"):
-        unpack(data + b"\0", 5)
+        unpack_nodes(data + b"\0", 5)
 
 
 def test_too_many_nodes_cost_nothing() -> None:
@@ -221,7 +221,7 @@ def test_too_many_nodes_cost_nothing() -> None:
     tracemalloc.start()
     try:
         with pytest.raises(WireError, match="more than"):
-            unpack(data, MAX_NODES)
+            unpack_nodes(data, MAX_NODES)
         assert tracemalloc.get_traced_memory()[1] < 2**16
     finally:
         tracemalloc.stop()
@@ -230,12 +230,12 @@ def test_too_many_nodes_cost_nothing() -> None:
 @pytest.mark.parametrize(
     "nodes",
     [
-        Nodes([-1], [0], [-1.0]),
-        Nodes([5], [-1], [-1.0]),
-        Nodes([5, 5], [0, -1], [-1.0, -1.0]),
-        Nodes([5, 5], [1, -1], [-1.0, -1.0]),
+        PackedNodes([-1], [0], [-1.0]),
+        PackedNodes([5], [-1], [-1.0]),
+        PackedNodes([5, 5], [0, -1], [-1.0, -1.0]),
+        PackedNodes([5, 5], [1, -1], [-1.0, -1.0]),
     ],
 )
-def test_what_is_negative_is_not_packed(nodes: Nodes) -> None:
+def test_what_is_negative_is_not_packed(nodes: PackedNodes) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        pack(nodes)
+        pack_nodes(nodes)

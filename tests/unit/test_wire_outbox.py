@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from paceline.v1 import target_pb2
-from paceline.wire.errors import Congested, WireError
-from paceline.wire.outbox import ROOM, Outbox
+from paceline.wire.link_errors import Congested, WireError
+from paceline.wire.outbox import RESUME_DIVISOR, Outbox
 
 Frame = target_pb2.DeltaFrame
 
@@ -29,7 +29,7 @@ async def test_what_waits_is_merged_in_order() -> None:
     assert names(await anext(outbox)) == ["a", "b"]
     outbox.put(frame("c"))
     assert names(await anext(outbox)) == ["c"]
-    assert outbox.taken == 2
+    assert outbox.frames_sent == 2
 
 
 async def test_the_newest_value_counts_even_if_it_is_zero() -> None:
@@ -83,11 +83,11 @@ async def test_an_error_does_not_wait() -> None:
 
 
 async def test_there_is_room_until_a_part_of_a_frame_waits() -> None:
-    outbox = Outbox(Frame, 50 * ROOM)
+    outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
     outbox.put(frame("a" * 20))
-    await outbox.room()
+    await outbox.wait_for_capacity()
     outbox.put(frame("a" * 30))
-    waiting = [asyncio.create_task(outbox.room()) for _ in range(2)]
+    waiting = [asyncio.create_task(outbox.wait_for_capacity()) for _ in range(2)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
     await anext(outbox)
@@ -95,13 +95,13 @@ async def test_there_is_room_until_a_part_of_a_frame_waits() -> None:
 
 
 async def test_nobody_waits_for_room_in_a_closed_outbox() -> None:
-    outbox = Outbox(Frame, 50 * ROOM)
+    outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
     outbox.put(frame("a" * 60))
-    waiting = asyncio.create_task(outbox.room())
+    waiting = asyncio.create_task(outbox.wait_for_capacity())
     await asyncio.sleep(0)
     outbox.close()
     await waiting
-    await outbox.room()
+    await outbox.wait_for_capacity()
 
 
 async def test_what_was_replaced_does_not_count() -> None:

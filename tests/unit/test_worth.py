@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.budget import Worth
+from paceline.core.policy.draft_gate import DraftGate
 
 
-def steps_until(worth: Worth, state: Callable[[Worth], bool], accepted: float) -> int:
+def steps_until(worth: DraftGate, state: Callable[[DraftGate], bool], accepted: float) -> int:
     for step in itertools.count(1):
         worth.observe(accepted)
         if state(worth):
@@ -18,20 +18,20 @@ def steps_until(worth: Worth, state: Callable[[Worth], bool], accepted: float) -
     raise AssertionError
 
 
-def paused(worth: Worth) -> bool:
+def paused(worth: DraftGate) -> bool:
     return worth.paused
 
 
-def tried(worth: Worth) -> bool:
-    return worth.tried
+def tried(worth: DraftGate) -> bool:
+    return worth.probing
 
 
 def test_a_useless_draft_is_paused_soon_but_not_at_once() -> None:
-    assert 10 < steps_until(Worth(), paused, 0) < 40
+    assert 10 < steps_until(DraftGate(), paused, 0) < 40
 
 
 def test_pauses_grow_up_to_a_limit() -> None:
-    worth = Worth()
+    worth = DraftGate()
     pauses, tries = [], []
     for _ in range(10):
         tries.append(steps_until(worth, paused, 0))
@@ -42,7 +42,7 @@ def test_pauses_grow_up_to_a_limit() -> None:
 
 
 def test_one_that_pays_again_is_as_good_as_new() -> None:
-    worth = Worth()
+    worth = DraftGate()
     for _ in range(3):
         steps_until(worth, paused, 0)
         steps_until(worth, tried, 0)
@@ -51,11 +51,11 @@ def test_one_that_pays_again_is_as_good_as_new() -> None:
         worth.observe(1)
         assert worth.pays
     steps_until(worth, paused, 0)
-    assert steps_until(worth, tried, 0) == Worth.LEAST_PAUSE
+    assert steps_until(worth, tried, 0) == DraftGate.MIN_PAUSE_STEPS
 
 
 def test_one_that_costs_nothing_is_not_paused_where_all_costs_are_known() -> None:
-    worth = Worth(Worth.PAUSE_LOCAL)
+    worth = DraftGate(DraftGate.PAUSE_LOCAL_BELOW)
     for step in range(500):
         worth.observe(0.01 if step % 2 else -0.02)
         assert worth.pays
@@ -64,7 +64,7 @@ def test_one_that_costs_nothing_is_not_paused_where_all_costs_are_known() -> Non
 
 @pytest.mark.parametrize("every", [2, 5, 10])
 def test_one_that_pays_now_and_then_stays(every: int) -> None:
-    worth = Worth()
+    worth = DraftGate()
     for step in range(500):
         worth.observe(step % every == 0)
         assert worth.pays

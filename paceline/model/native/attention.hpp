@@ -19,7 +19,7 @@ struct Heads {
     size_t key_row() const { return (size_t)key_value * width; }  // of the cache: keys of a slot, values behind them
 };
 
-struct Scoring {  // of one layer; part of the C interface
+struct AttentionOptions {  // of one layer; part of the C interface
     float scale;
     float softcap;       // scores are squashed to it; 0: they are not
     int32_t window;      // a row sees this many positions, itself included; 0: all
@@ -28,7 +28,7 @@ struct Scoring {  // of one layer; part of the C interface
 
 template <class T>
 class Attention {
-    static constexpr int PER = Element<T>::PER_WORD, TILE_WORDS = TILE / PER;
+    static constexpr int PER = Element<T>::PER_UINT32, TILE_UINT32S = TILE / PER;
 #ifdef __AVX512F__
     static constexpr int MOST_QUERIES = 8;  // 16 of 32 registers hold sums
 #else
@@ -51,7 +51,7 @@ class Attention {
 
     // One part of `parts`: of all chunks and key-value heads, those whose turn is this part's. `cache`: a layer's keys and
     // values [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
-    void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const Scoring& scoring,
+    void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& scoring,
                     const T* cache, const T* queries, T* out) {
         for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts)
             attend(rows, chunks[i / heads_.key_value], i % heads_.key_value, scoring, cache, queries, out);
@@ -59,7 +59,7 @@ class Attention {
 
    private:
     // One key-value head of the rows of a chunk.
-    void attend(const Rows& rows, Chunk chunk, int key_head, const Scoring& scoring, const T* cache, const T* queries,
+    void attend(const Rows& rows, Chunk chunk, int key_head, const AttentionOptions& scoring, const T* cache, const T* queries,
                 T* out) {
         const int per = heads_.queries_per_key, width = heads_.width, window = scoring.window;
         const size_t values = heads_.key_row(), slot = 2 * values;
@@ -71,20 +71,20 @@ class Attention {
                 for (int d = 0; d < heads_.width; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + s * slot + d);
             };
         };
-        each_tile(
+        for_each_tile(
             rows, chunk, window, expect(keys), [&](const int32_t* slots) { load_keys(keys, slot, slots); },
             [&](const int* these, int count, int tile) {
                 for (int i = 0; i < count * per; i++) {
                     int row = these[i / per], q = i % per;
-                    queries_[i] = {head_of(queries, row) + q * width, place(chunk, row) + q, Sight(rows, row, window)};
+                    queries_[i] = {head_of(queries, row) + q * width, place(chunk, row) + q, VisibleRange(rows, row, window)};
                 }
                 in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, scoring); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
-                normalise(place(chunk, r) + q, Sight(rows, r, window), sink ? sink + q : nullptr);
+                normalise(place(chunk, r) + q, VisibleRange(rows, r, window), sink ? sink + q : nullptr);
         std::fill(outputs_.begin(), outputs_.end(), 0.0f);
-        each_tile(
+        for_each_tile(
             rows, chunk, window, expect(keys + values),
             [&](const int32_t* slots) { load_values(keys + values, slot, slots); },
             [&](const int* these, int count, int tile) {
@@ -107,8 +107,8 @@ class Attention {
     void load_keys(const T* keys, size_t slot, const int32_t* slots) {
         uint32_t* to = tile_.data();
         for (int w = 0, words = heads_.width / PER; w < words; w += LANES) {
-            Words square[LANES];
-            for (int i = 0; i < TILE; i++) square[i] = load<Words>((const uint32_t*)(keys + slots[i] * slot) + w);
+            Uint32s square[LANES];
+            for (int i = 0; i < TILE; i++) square[i] = load<Uint32s>((const uint32_t*)(keys + slots[i] * slot) + w);
             transpose(square);
             for (int i = 0; i < LANES; i++) store(to + (w + i) * TILE, square[i]);
         }
@@ -117,13 +117,13 @@ class Attention {
     // The tile's values as [TILE / PER, width] words: two positions side by side in each, or one.
     void load_values(const T* values, size_t slot, const int32_t* slots) {
         uint32_t* to = tile_.data();
-        for (int i = 0; i < TILE_WORDS; i++)
+        for (int i = 0; i < TILE_UINT32S; i++)
             for (int d = 0, width = heads_.width; d < width; d += LANES, to += LANES) {
                 if constexpr (PER == 1) {
-                    store(to, load<Words>(values + slots[i] * slot + d));
+                    store(to, load<Uint32s>(values + slots[i] * slot + d));
                 } else {
-                    Words first = __builtin_convertvector(load<Halves>(values + slots[2 * i] * slot + d), Words);
-                    Words second = __builtin_convertvector(load<Halves>(values + slots[2 * i + 1] * slot + d), Words);
+                    Uint32s first = __builtin_convertvector(load<Halves>(values + slots[2 * i] * slot + d), Uint32s);
+                    Uint32s second = __builtin_convertvector(load<Halves>(values + slots[2 * i + 1] * slot + d), Uint32s);
                     store(to, first | second << 16);
                 }
             }
@@ -132,7 +132,7 @@ class Attention {
     struct Query {
         const T* numbers;
         int place;  // among the chunk's queries
-        Sight sight;
+        VisibleRange sight;
     };
 
     // Calls f with a number of queries that is a constant there, and the first of them: sums of several queries hide each
@@ -144,15 +144,15 @@ class Attention {
     }
 
     template <int COUNT>
-    void score(const Query* queries, int tile, const Scoring& scoring) {
+    void score(const Query* queries, int tile, const AttentionOptions& scoring) {
         static const Ints numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         const Ints position = numbers + tile * TILE;
         const uint32_t* keys = tile_.data();
         Floats sums[COUNT] = {};
         for (int w = 0, words = heads_.width / PER; w < words; w++) {
-            Words key = load<Words>(keys + w * TILE);
+            Uint32s key = load<Uint32s>(keys + w * TILE);
             for (int i = 0; i < COUNT; i++)
-                sums[i] = Element<T>::multiply_add(sums[i], key, all_words(((const uint32_t*)queries[i].numbers)[w]));
+                sums[i] = Element<T>::multiply_add(sums[i], key, all_uint32(((const uint32_t*)queries[i].numbers)[w]));
         }
         for (int i = 0; i < COUNT; i++) {
             Floats s = sums[i] * scoring.scale;
@@ -163,7 +163,7 @@ class Attention {
     }
 
     // Scores become weights e^(score - largest), rounded to T; their sum is taken after rounding.
-    void normalise(int place, Sight sight, const float* sink) {
+    void normalise(int place, VisibleRange sight, const float* sink) {
         const float* scores = &scores_[place * stride_];
         T* weights = &weights_[place * stride_];
         Floats most = all(sink ? *sink : -INFINITY), sum = {};
@@ -192,10 +192,10 @@ class Attention {
             const uint32_t* values = tile_.data() + d;
             Floats low[COUNT], high[COUNT];
             for (int i = 0; i < COUNT; i++) low[i] = load<Floats>(out[i] + d), high[i] = load<Floats>(out[i] + d + LANES);
-            for (int w = 0; w < TILE_WORDS; w++, values += width) {
-                const Words first = load<Words>(values), second = load<Words>(values + LANES);
+            for (int w = 0; w < TILE_UINT32S; w++, values += width) {
+                const Uint32s first = load<Uint32s>(values), second = load<Uint32s>(values + LANES);
                 for (int i = 0; i < COUNT; i++) {
-                    Words weight = all_words(weights[i][w]);
+                    Uint32s weight = all_uint32(weights[i][w]);
                     low[i] = Element<T>::multiply_add(low[i], first, weight);
                     high[i] = Element<T>::multiply_add(high[i], second, weight);
                 }

@@ -1,7 +1,7 @@
 """Compile the native pass at its first use, keep the library, and load it.
 
-`library()` takes, in this order: a library that the wheel carries (`ready/` beside the sources), one from the cache
-folder, or a new one from the system's C++ compiler or the `ziglang` wheel's. Every failure is a
+`native_library()` takes, in this order: a library that the wheel carries (`ready/` beside the sources), one from the
+cache folder, or a new one from the system's C++ compiler or the `ziglang` wheel's. Every failure is a
 `NativeUnavailableError` with one sentence; its caller goes on without the native pass.
 
 A library is compiled for an instruction set (`Isa`), not with `-march=native`: that also tunes for the CPU's model,
@@ -42,8 +42,8 @@ from typing import NamedTuple
 
 log = logging.getLogger(__name__)
 
-HERE = Path(__file__).parent
-MAIN = "native.cpp"
+SOURCES = Path(__file__).parent
+MAIN_SOURCE = "native.cpp"
 """The one translation unit; it includes the headers beside it."""
 TIMEOUT_S = 300.0
 FLAGS = (
@@ -112,7 +112,7 @@ class _Loaded(NamedTuple):
     """Its file's."""
 
 
-def library(sources: Path = HERE) -> ctypes.CDLL:
+def native_library(sources: Path = SOURCES) -> ctypes.CDLL:
     """The native pass of these sources, compiled if it has to be; at most once per process.
 
     Raises `NativeUnavailableError`.
@@ -120,7 +120,7 @@ def library(sources: Path = HERE) -> ctypes.CDLL:
     return _loaded(sources).library
 
 
-def description(sources: Path = HERE) -> str:
+def native_description(sources: Path = SOURCES) -> str:
     """What the library's numbers depend on, such as "avx512_bf16, g++ 12.2.0, source 1a2b3c4d".
 
     Raises `NativeUnavailableError`.
@@ -132,17 +132,17 @@ def description(sources: Path = HERE) -> str:
 def _loaded(sources: Path) -> _Loaded:
     if os.environ.get("PACELINE_NATIVE") == "0":
         raise NativeUnavailableError("PACELINE_NATIVE=0 switches the native pass off")
-    found = _attempt(sources)
+    found = _load_or_reason(sources)
     if isinstance(found, str):
         raise NativeUnavailableError(found)
     return found
 
 
 @cache
-def _attempt(sources: Path) -> _Loaded | str:
+def _load_or_reason(sources: Path) -> _Loaded | str:
     """The library, or why there is none: a compiler that failed is not run again for the next model."""
     try:
-        return _ready(sources) or _compiled(sources)
+        return _find_prebuilt(sources) or _compiled(sources)
     except NativeUnavailableError as error:
         return str(error)
 
@@ -185,9 +185,9 @@ def find_compiler() -> Compiler | None:
     return Compiler((str(Path(wheel.origin).with_name("zig")), "c++"))
 
 
-def _ready(sources: Path) -> _Loaded | None:
+def _find_prebuilt(sources: Path) -> _Loaded | None:
     """The library inside the wheel. Its owner is not checked: whoever can replace it can replace this file too."""
-    return _kept(sources / "ready", f"{_isas()[0].name}--*--{source_hash(sources)}--ready--*.so")
+    return _find_cached(sources / "ready", f"{_isas()[0].name}--*--{source_hash(sources)}--ready--*.so")
 
 
 def _compiled(sources: Path) -> _Loaded:
@@ -216,11 +216,11 @@ def _compiled_for(isa: Isa, sources: Path, compiler: Compiler) -> _Loaded:
 def _cached(isa: Isa, sources: Path, compiler: Compiler, folder: Path) -> _Loaded:
     """Raises `OSError` if the folder cannot be written."""
     pattern = f"{isa.name}--*--{source_hash(sources)}--{compiler.key}--*.so"
-    found = _kept(folder, pattern, only_ours=True)
+    found = _find_cached(folder, pattern, only_ours=True)
     if found:
         return found
     with _locked(folder):
-        found = _kept(folder, pattern, only_ours=True)  # another process may have compiled it meanwhile
+        found = _find_cached(folder, pattern, only_ours=True)  # another process may have compiled it meanwhile
         if found:
             return found
         log.info("compiling the native pass", extra={"compiler": shlex.join(compiler.command), "folder": str(folder)})
@@ -255,7 +255,7 @@ def compile_library(
         object_, linked = Path(building, "native.o"), Path(building, "native.so")
         target = compiler.target(isa)
         more = _more_flags()
-        to_object = ("-c", *FLAGS, *target, *more, str((sources / MAIN).absolute()), "-o", str(object_))
+        to_object = ("-c", *FLAGS, *target, *more, str((sources / MAIN_SOURCE).absolute()), "-o", str(object_))
         to_library = ("-shared", "-pthread", *more, *link_flags, str(object_), "-o", str(linked))
         for arguments in (to_object, to_library):
             _run((*compiler.command, *arguments), Path(building), folder)
@@ -291,7 +291,7 @@ def _is_safe(path: Path) -> bool:
     return found.st_uid in (os.geteuid(), 0) and (not writable or bool(sticky))
 
 
-def _kept(folder: Path, pattern: str, *, only_ours: bool = False) -> _Loaded | None:
+def _find_cached(folder: Path, pattern: str, *, only_ours: bool = False) -> _Loaded | None:
     """A library of this name that is whole, and with `only_ours` one that others cannot have written."""
     for path in sorted(folder.glob(pattern)):
         if only_ours and not _is_safe(path):
@@ -352,11 +352,11 @@ def _run(command: Sequence[str], building: Path, folder: Path) -> str:
             process.wait()
     text = said.read_text(encoding="utf-8", errors="replace")
     if status != 0:
-        raise NativeUnavailableError(f"{command[0]} failed: {_complaint(text) or f'status {status}'}")
+        raise NativeUnavailableError(f"{command[0]} failed: {_first_error_line(text) or f'status {status}'}")
     return text
 
 
-def _complaint(text: str) -> str:
+def _first_error_line(text: str) -> str:
     """Its first line with an error, or else its first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "")

@@ -1,13 +1,13 @@
 // Attention of one layer as a call of its own, for models whose other operators are not native.
 #pragma once
 #include "attention.hpp"
-#include "team.hpp"
+#include "thread_pool.hpp"
 
 namespace paceline {
 
 struct AttentionSpec {  // part of the C interface
     Rows rows;
-    Scoring scoring;
+    AttentionOptions scoring;
     const void *queries, *keys, *values;  // [rows, query heads, width], twice [rows, key-value heads, width]
     void* cache;                          // of the layer: [slots, 2 * key-value heads, width]
     void* out;                            // [rows, query heads, width]
@@ -15,7 +15,7 @@ struct AttentionSpec {  // part of the C interface
 
 struct AnyLayerAttention {
     virtual ~AnyLayerAttention() = default;
-    virtual void run(Team& team, const AttentionSpec& layer) = 0;
+    virtual void run(ThreadPool& pool, const AttentionSpec& layer) = 0;
 };
 
 template <class T>
@@ -23,12 +23,12 @@ class LayerAttention : public AnyLayerAttention {
    public:
     explicit LayerAttention(Heads heads) : heads_(heads) {}
 
-    void run(Team& team, const AttentionSpec& layer) override {
+    void run(ThreadPool& pool, const AttentionSpec& layer) override {
         const Rows& rows = layer.rows;
-        const int parts = team.parts();
+        const int parts = pool.parts();
         reserve(rows, parts);
         const std::vector<Chunk> chunks = chunks_of(rows, Attention<T>::most_rows(heads_));
-        team.run(2, [&](int phase, int part, int thread) {
+        pool.run(2, [&](int phase, int part, int thread) {
             if (phase == STORE)
                 for (int row = part; row < rows.count; row += parts) store(layer, row);
             else

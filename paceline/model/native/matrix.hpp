@@ -89,7 +89,7 @@ class Matrix {
     // The columns of each source start at a multiple of `unit`, and no unit is shared out to two parts. `in`: numbers of
     // an input row, which is padded with zeros to `padded_in`. arenas[p] takes what part p multiplies with.
     Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
-        : words_(padded_in / Element<T>::PER_WORD) {
+        : words_(padded_in / Element<T>::PER_UINT32) {
         std::vector<const T*> column_weights;
         for (const Source& source : sources) {
             for (int i = 0; i < padded(source.count, unit); i++) {
@@ -119,7 +119,7 @@ class Matrix {
     // The columns of one part, of all rows. x [rows, padded in]; y [rows, stride], to which sums are added if `add`.
     void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
 #ifdef __AMX_BF16__
-        if constexpr (Element<T>::PER_WORD == 2) {
+        if constexpr (Element<T>::PER_UINT32 == 2) {
             if (rows == 1) return product_of_row(part, (const uint32_t*)x, y, add);
             return rows ? product_of_tiles(part, (const uint32_t*)x, rows, y, stride, add) : void();
         }
@@ -134,7 +134,7 @@ class Matrix {
                 int count = rows / tiles + (tile < rows % tiles);
                 const uint32_t* inputs = (const uint32_t*)x + (size_t)row * words_;
                 size_t next = (size_t)words_ * LANES * (panel.blocks + tile * share);
-                Ahead ahead = rows < SOME_ROWS ? Ahead{AHEAD / sizeof(uint32_t), panel.blocks} : Ahead{next, share};
+                Prefetch ahead = rows < SOME_ROWS ? Prefetch{AHEAD / sizeof(uint32_t), panel.blocks} : Prefetch{next, share};
                 multiply(panel, ahead, count, inputs, y + row * stride + panel.column, stride, add);
                 row += count;
             }
@@ -146,13 +146,13 @@ class Matrix {
         const uint32_t* weights;
         int column, blocks;
     };
-    struct Ahead {  // what a tile asks for: from so many words after its panel's beginning on, so many blocks at each word
+    struct Prefetch {  // what a tile asks for: from so many words after its panel's beginning on, so many blocks at each word
         size_t words;
         int blocks;
     };
 
     Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
-        constexpr int PER = Element<T>::PER_WORD;
+        constexpr int PER = Element<T>::PER_UINT32;
         int width = blocks * LANES;
         T* to = (T*)arena.words((size_t)words_ * width);
         for (int i = 0; i < words_; i++)
@@ -202,16 +202,16 @@ class Matrix {
     }
 
     template <int ROWS, int BLOCKS>
-    void tile(const Panel& panel, Ahead ahead, const uint32_t* x, float* y, size_t stride, bool add) const {
+    void tile(const Panel& panel, Prefetch ahead, const uint32_t* x, float* y, size_t stride, bool add) const {
         Floats sums[ROWS][BLOCKS] = {};
         const uint32_t* w = panel.weights;
         const uint32_t* asked = w + ahead.words;
         for (int i = 0; i < words_; i++, w += BLOCKS * LANES, asked += ahead.blocks * LANES) {
-            Words weights[BLOCKS];
-            for (int b = 0; b < BLOCKS; b++) weights[b] = load<Words>(w + b * LANES);
+            Uint32s weights[BLOCKS];
+            for (int b = 0; b < BLOCKS; b++) weights[b] = load<Uint32s>(w + b * LANES);
             for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the second cache
             for (int r = 0; r < ROWS; r++) {
-                Words input = all_words(x[(size_t)r * words_ + i]);
+                Uint32s input = all_uint32(x[(size_t)r * words_ + i]);
                 for (int b = 0; b < BLOCKS; b++)
                     sums[r][b] = Element<T>::multiply_add(sums[r][b], weights[b], input);
             }
@@ -222,7 +222,7 @@ class Matrix {
 
     // `tile` for these many rows and blocks, which are constants there.
     template <int ROWS = MOST_ROWS, int BLOCKS = MOST_BLOCKS>
-    void multiply(const Panel& panel, Ahead ahead, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
+    void multiply(const Panel& panel, Prefetch ahead, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
         if (rows == ROWS && panel.blocks == BLOCKS) return tile<ROWS, BLOCKS>(panel, ahead, x, y, stride, add);
         if constexpr (ROWS > 1)
             if (rows < ROWS) return multiply<ROWS - 1, BLOCKS>(panel, ahead, rows, x, y, stride, add);

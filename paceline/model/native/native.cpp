@@ -1,7 +1,7 @@
 // The C interface. Python's side of it are network.py, attention.py and rows.py, which mirror its structures.
 #include "layer_attention.hpp"
 #include "network.hpp"
-#include "rivals.hpp"
+#include "draw_candidates.hpp"
 
 using namespace paceline;
 
@@ -11,7 +11,7 @@ namespace {
 struct AnyProduct {
     virtual ~AnyProduct() = default;
     virtual int columns() const = 0;
-    virtual void run(Team& team, const void* x, int rows, float* y) const = 0;
+    virtual void run(ThreadPool& pool, const void* x, int rows, float* y) const = 0;
 };
 
 template <class T>
@@ -22,8 +22,8 @@ struct Product : AnyProduct {
         matrix = Matrix<T>(arenas, {{(const T*)weights, out, (const T*)bias}}, LANES, in, padded(in, LANES));
     }
     int columns() const override { return matrix.columns(); }
-    void run(Team& team, const void* x, int rows, float* y) const override {
-        team.run(1, [&](int, int part, int) { matrix.product(part, (const T*)x, rows, y, matrix.columns(), false); });
+    void run(ThreadPool& pool, const void* x, int rows, float* y) const override {
+        pool.run(1, [&](int, int part, int) { matrix.product(part, (const T*)x, rows, y, matrix.columns(), false); });
     }
 };
 
@@ -32,32 +32,32 @@ struct Product : AnyProduct {
 extern "C" {
 
 // Threads that work together, and as many parts for each phase.
-void* paceline_team_create(int32_t parts) { return new Team(parts); }
-void paceline_team_destroy(void* team) { delete (Team*)team; }
+void* paceline_thread_pool_create(int32_t parts) { return new ThreadPool(parts); }
+void paceline_thread_pool_destroy(void* pool) { delete (ThreadPool*)pool; }
 
 // Weights are copied; tables, embedding and cache have to outlive the network.
-void* paceline_network_create(const NetworkSpec* spec, const LayerSpec* layers, void* team) {
-    int parts = ((Team*)team)->parts();
+void* paceline_network_create(const NetworkSpec* spec, const LayerSpec* layers, void* pool) {
+    int parts = ((ThreadPool*)pool)->parts();
     if (spec->is_bf16) return (AnyNetwork*)new Network<bf16>(*spec, layers, parts);
     return (AnyNetwork*)new Network<float>(*spec, layers, parts);
 }
-void paceline_network_run(void* network, void* team, const PassSpec* pass) {
-    ((AnyNetwork*)network)->run(*(Team*)team, *pass);
+void paceline_network_run(void* network, void* pool, const PassSpec* pass) {
+    ((AnyNetwork*)network)->run(*(ThreadPool*)pool, *pass);
 }
-void paceline_network_output(void* network, void* team, const void* final_states, int32_t rows, float* logits) {
-    ((AnyNetwork*)network)->output(*(Team*)team, final_states, rows, logits);
+void paceline_network_output(void* network, void* pool, const void* final_states, int32_t rows, float* logits) {
+    ((AnyNetwork*)network)->output(*(ThreadPool*)pool, final_states, rows, logits);
 }
 void paceline_network_destroy(void* network) { delete (AnyNetwork*)network; }
 
 // weights [out, in], bias [out] or null; x [rows, in padded to 16], y [rows, columns].
-void* paceline_product_create(int32_t is_bf16, const void* weights, const void* bias, int32_t out, int32_t in, void* team) {
-    int parts = ((Team*)team)->parts();
+void* paceline_product_create(int32_t is_bf16, const void* weights, const void* bias, int32_t out, int32_t in, void* pool) {
+    int parts = ((ThreadPool*)pool)->parts();
     if (is_bf16) return (AnyProduct*)new Product<bf16>(parts, weights, bias, out, in);
     return (AnyProduct*)new Product<float>(parts, weights, bias, out, in);
 }
 int32_t paceline_product_columns(void* product) { return ((AnyProduct*)product)->columns(); }
-void paceline_product_run(void* product, void* team, const void* x, int32_t rows, float* y) {
-    ((AnyProduct*)product)->run(*(Team*)team, x, rows, y);
+void paceline_product_run(void* product, void* pool, const void* x, int32_t rows, float* y) {
+    ((AnyProduct*)product)->run(*(ThreadPool*)pool, x, rows, y);
 }
 void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
 
@@ -67,18 +67,18 @@ void* paceline_attention_create(int32_t is_bf16, int32_t key_value_heads, int32_
     if (is_bf16) return (AnyLayerAttention*)new LayerAttention<bf16>(heads);
     return (AnyLayerAttention*)new LayerAttention<float>(heads);
 }
-void paceline_attention_run(void* attention, void* team, const AttentionSpec* layer) {
-    ((AnyLayerAttention*)attention)->run(*(Team*)team, *layer);
+void paceline_attention_run(void* attention, void* pool, const AttentionSpec* layer) {
+    ((AnyLayerAttention*)attention)->run(*(ThreadPool*)pool, *layer);
 }
 void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)attention; }
 
 // Tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns how many. keys
 // [rows, 2]; indices and integers [rows * vocabulary].
-int64_t paceline_rivals(const float* x, int32_t rows, int32_t vocabulary, const uint32_t* keys, const int64_t* largest,
+int64_t paceline_draw_candidates(const float* x, int32_t rows, int32_t vocabulary, const uint32_t* keys, const int64_t* largest,
                         double leniency, int64_t* indices, uint32_t* integers) {
     int64_t count = 0;
     for (int64_t row = 0; row < rows; row++) {
-        int64_t more = rivals_of(x + row * vocabulary, vocabulary, (int)largest[row], keys[2 * row], keys[2 * row + 1],
+        int64_t more = draw_candidates_of(x + row * vocabulary, vocabulary, (int)largest[row], keys[2 * row], keys[2 * row + 1],
                                  leniency, indices + count, integers + count);
         for (; more; more--) indices[count++] += row * vocabulary;
     }

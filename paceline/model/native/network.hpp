@@ -13,7 +13,7 @@
 #pragma once
 #include "attention.hpp"
 #include "matrix.hpp"
-#include "team.hpp"
+#include "thread_pool.hpp"
 
 namespace paceline {
 
@@ -53,9 +53,9 @@ struct PassSpec {  // part of the C interface
 class AnyNetwork {
    public:
     virtual ~AnyNetwork() = default;
-    virtual void run(Team& team, const PassSpec& pass) = 0;
+    virtual void run(ThreadPool& pool, const PassSpec& pass) = 0;
     // Logits [rows, padded vocabulary] of what the final norm gives, [rows, padded H].
-    virtual void output(Team& team, const void* final_states, int rows, float* logits) = 0;
+    virtual void output(ThreadPool& pool, const void* final_states, int rows, float* logits) = 0;
 };
 
 template <class T>
@@ -78,22 +78,22 @@ class Network : public AnyNetwork {
         for (int t = 0; t < parts; t++) scratch_.push_back(std::make_unique<Scratch>(heads_, spec.positions, hidden_));
     }
 
-    void run(Team& team, const PassSpec& pass) override {
+    void run(ThreadPool& pool, const PassSpec& pass) override {
         pass_ = &pass;
         reserve(pass.rows.count);
         chunks_ = chunks_of(pass.rows, Attention<T>::most_rows(heads_));
         for (auto& scratch : scratch_) scratch->normed = -1;
         const int phases = FIRST + PER_LAYER * spec_.layers + 1;
-        if (!spec_.sum) return team.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
+        if (!spec_.sum) return pool.run(phases, [&](int phase, int part, int thread) { step(phase, part, thread); });
         for (int phase = 0; phase < phases; phase++) {
-            team.run(1, [&](int, int part, int thread) { step(phase, part, thread); });
+            pool.run(1, [&](int, int part, int thread) { step(phase, part, thread); });
             int kind = (phase - FIRST) % PER_LAYER;
             if (phase >= FIRST && phase < phases - 1 && (kind == OUTPUT || kind == DOWN)) add_sum(phase, kind);
         }
     }
 
-    void output(Team& team, const void* final_states, int rows, float* logits) override {
-        team.run(1, [&](int, int part, int) {
+    void output(ThreadPool& pool, const void* final_states, int rows, float* logits) override {
+        pool.run(1, [&](int, int part, int) {
             head_.product(part, (const T*)final_states, rows, logits, head_.columns(), false);
         });
     }
@@ -227,7 +227,7 @@ class Network : public AnyNetwork {
 
     void attend(const Layer& layer, int l, int part, int thread) {
         const T* cache = (const T*)spec_.cache + (size_t)l * spec_.slots * 2 * heads_.key_row();
-        const Scoring scoring = {spec_.scale, spec_.softcap, layer.window,
+        const AttentionOptions scoring = {spec_.scale, spec_.softcap, layer.window,
                                  layer.sinks.empty() ? nullptr : layer.sinks.data()};
         scratch_[thread]->attention(pass_->rows, chunks_, part, (int)arenas_.size(), scoring, cache, queries_.data(),
                                     attended_rows_.data());

@@ -43,11 +43,11 @@ inline std::vector<Chunk> chunks_of(const Rows& rows, int most) {
 }
 
 // Which tiles of its path a row sees: from the one that holds the first position inside the window.
-struct Sight {
+struct VisibleRange {
     int begin, end;              // positions
     int first_tile, last_tile;   // tiles [first, last)
-    Sight() = default;
-    Sight(const Rows& rows, int row, int window) {
+    VisibleRange() = default;
+    VisibleRange(const Rows& rows, int row, int window) {
         end = rows.length(row);
         begin = window && end > window ? end - window : 0;
         first_tile = begin / TILE;
@@ -59,12 +59,12 @@ struct Sight {
 // slots: all of the chunk that have it in the table, and each other row by itself. A place past a path's end repeats its
 // last slot. `expect(slot)` is called well before a slot of the table is loaded: slots are scattered, and memory is far.
 template <class Expect, class Load, class Use>
-void each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load load, Use use) {
+void for_each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load load, Use use) {
     constexpr int EXPECTED = 2 * TILE;
     int longest = chunk.first, first = INT32_MAX, last = 0;
     for (int r = chunk.first; r < chunk.end; r++) {
         if (rows.prefix_lengths[r] > rows.prefix_lengths[longest]) longest = r;
-        Sight sight(rows, r, window);
+        VisibleRange sight(rows, r, window);
         first = std::min(first, sight.first_tile);
         last = std::max(last, sight.last_tile);
     }
@@ -72,7 +72,7 @@ void each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load lo
     std::vector<int> together;
     for (int tile = first; tile < last; tile++) {
         auto sees = [&](int r) {
-            Sight sight(rows, r, window);
+            VisibleRange sight(rows, r, window);
             return sight.first_tile <= tile && tile < sight.last_tile;
         };
         auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE; };

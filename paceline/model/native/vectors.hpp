@@ -14,7 +14,7 @@ namespace paceline {
 constexpr int LANES = 16;
 typedef float Floats __attribute__((vector_size(64)));
 typedef int32_t Ints __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint32_t Uint32s __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
 
 struct bf16 {
@@ -32,7 +32,7 @@ inline void store(void* to, V vector) {
     memcpy(to, &vector, sizeof vector);
 }
 inline Floats all(float x) { return x - Floats{}; }
-inline Words all_words(uint32_t x) { return x - Words{}; }
+inline Uint32s all_uint32(uint32_t x) { return x - Uint32s{}; }
 // Asks for the vector that lies `AHEAD` bytes after this one: products read weights in the order of memory.
 constexpr int AHEAD = 2048;
 inline void prefetch(const uint32_t* vector) { __builtin_prefetch((const char*)vector + AHEAD); }
@@ -51,8 +51,8 @@ struct Element;
 
 template <>
 struct Element<float> {
-    static constexpr int PER_WORD = 1;
-    static Floats multiply_add(Floats sum, Words a, Words b) { return sum + (Floats)a * (Floats)b; }
+    static constexpr int PER_UINT32 = 1;
+    static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) { return sum + (Floats)a * (Floats)b; }
     static Floats widen(const float* from) { return load<Floats>(from); }
     static void narrow(float* to, Floats x) { store(to, x); }
     static float widen_one(float x) { return x; }
@@ -60,8 +60,8 @@ struct Element<float> {
 
 template <>
 struct Element<bf16> {
-    static constexpr int PER_WORD = 2;
-    static Floats multiply_add(Floats sum, Words a, Words b) {
+    static constexpr int PER_UINT32 = 2;
+    static Floats multiply_add(Floats sum, Uint32s a, Uint32s b) {
 #ifdef __AVX512BF16__
         return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
@@ -70,15 +70,15 @@ struct Element<bf16> {
 #endif
     }
     static Floats widen(const bf16* from) {
-        return (Floats)(__builtin_convertvector(load<Halves>(from), Words) << 16);
+        return (Floats)(__builtin_convertvector(load<Halves>(from), Uint32s) << 16);
     }
     static void narrow(bf16* to, Floats x) {
 #ifdef __AVX512BF16__
         store(to, _mm512_cvtneps_pbh((__m512)x));
 #else
-        Words bits = (Words)x;
-        Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
-        Words quiet = (bits >> 16) | 0x40u;                            // rounding could turn a NaN into infinity
+        Uint32s bits = (Uint32s)x;
+        Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;  // to nearest, ties to even
+        Uint32s quiet = (bits >> 16) | 0x40u;                            // rounding could turn a NaN into infinity
         store(to, __builtin_convertvector(x == x ? rounded : quiet, Halves));
 #endif
     }
@@ -129,27 +129,27 @@ inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
 inline Floats tanh_of(Floats x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
 
 // A square of 16 x 16 words, its rows turned into columns.
-inline void transpose(Words (&square)[LANES]) {
+inline void transpose(Uint32s (&square)[LANES]) {
     auto exchange = [&](int distance, auto low, auto high) {
         for (int i = 0; i < LANES; i++)
             if (!(i & distance)) {
-                Words a = square[i], b = square[i + distance];
+                Uint32s a = square[i], b = square[i + distance];
                 square[i] = low(a, b);
                 square[i + distance] = high(a, b);
             }
     };
     exchange(
-        8, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
-        [](Words a, Words b) { return SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
+        8, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23); },
+        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31); });
     exchange(
-        4, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
-        [](Words a, Words b) { return SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
+        4, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27); },
+        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31); });
     exchange(
-        2, [](Words a, Words b) { return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
-        [](Words a, Words b) { return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
+        2, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29); },
+        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31); });
     exchange(
-        1, [](Words a, Words b) { return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
-        [](Words a, Words b) { return SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
+        1, [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30); },
+        [](Uint32s a, Uint32s b) { return SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31); });
 }
 
 }  // namespace paceline

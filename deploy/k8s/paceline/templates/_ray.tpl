@@ -20,7 +20,7 @@ readinessProbe:
 {{- with .Values.target }}{{ div (mul .replicas .ray.tensorParallelSize) .ray.ranksPerPod }}{{ end -}}
 {{- end -}}
 
-{{/* What a pod offers Ray: room for its ranks, as `services.target.pool` asks for it, and for no other. Ray would count
+{{/* What a pod offers Ray: room for its ranks, as `paceline_services.target.ray_replicas` asks for it, and for no other. Ray would count
      the machine's processors, and KubeRay the limits. */}}
 {{- define "paceline.rayRoom" -}}
 {{- with .Values.target -}}

@@ -1,0 +1,164 @@
+"""`paceline doctor`: how well each way to draft foresees your prompts, what that is worth, and what is wrong.
+
+Everything runs in this process, drafts inside the target's, and no prompt is cached. `accepted` is accepted tokens per
+verification, without the bonus token, of prompts decoded one by one; `by depth`, the share of verifications that
+accepted so deep. Speeds are of all requests together, prompts included, plain decoding and speculation in turns.
+`predicted` is what acceptance and the measured cost of rows amount to, without the draft's own time: about what drafts
+in processes of their own come to.
+
+With `--url` the same prompts go to a running server, with `"speculative": false` and without.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+from rich.console import Console
+from rich.table import Table
+
+from paceline.cli import served_measurement
+from paceline.cli.progress import progress
+from paceline.cli.supervised_process import StartError
+from paceline.cli.terminal_bars import bar, columns
+from paceline.config import EngineConfig, ModelFree, SpeculativeConfig
+from paceline.doctor import default_prompts
+from paceline.doctor.advice import Advice
+from paceline.doctor.candidates import candidates
+from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, diagnose, gigabytes
+from paceline.doctor.measurement import MeasurementSettings
+from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
+from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat_template, read
+from paceline.llm import LLM
+from paceline.model_names import ModelNotFoundError
+
+SHOWN_DEPTHS = 8
+BAR = 32
+"""Characters of the longest."""
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorOptions:
+    """What the user asked for. `prompts`: a file; None: code and questions about it. `url`: of a server."""
+
+    model: str
+    given: Sequence[SpeculativeConfig] = ()
+    prompts: Path | None = None
+    url: str | None = None
+    max_tokens: int = 128
+    temperatures: Sequence[float] = (0.0, 0.8)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+
+def run(console: Console, wish: DoctorOptions) -> dict[str, Any]:
+    """Measure, show, and return what the last line says. Raises `ServiceStartError`."""
+    prompts = _asked(wish)
+    diagnosis = _served(console, wish, prompts) if wish.url else _here(console, wish, prompts)
+    show(console, diagnosis)
+    return diagnosis.as_json()
+
+
+def _asked(wish: DoctorOptions) -> list[Prompt]:
+    if wish.prompts is not None:
+        try:
+            return read(wish.prompts)
+        except PromptsError as error:
+            raise StartError(str(error)) from error
+    questions = [[{"role": "user", "content": question}] for question in default_prompts.QUESTIONS]
+    return [*default_prompts.code_prompts(), *questions]
+
+
+def _here(console: Console, wish: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
+    engine: dict[str, Any] = {"enable_prefix_caching": False}
+    if "threads" not in wish.engine.model_fields_set:
+        engine["threads"] = os.cpu_count() or 1
+    try:
+        chosen = candidates(wish.model, wish.given)
+        with console.status("loading"):
+            target = LLM(wish.model, None, wish.engine.model_copy(update=engine))
+        if target.tokenizer.chat_template is None and wish.prompts is None:
+            prompts = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
+        bare = lack_chat_template(prompts, target.tokenizer)
+        trial = MeasurementSettings(encoded(prompts, target.tokenizer), wish.max_tokens, wish.temperatures, bare)
+        with progress(console, "ways to draft", len(chosen) + 1) as done:  # and the best two together
+            return diagnose(target, chosen, trial, done)
+    except (ValueError, ModelNotFoundError) as error:
+        raise StartError(str(error)) from error
+
+
+def _served(console: Console, wish: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
+    assert wish.url is not None
+    trained = not wish.given or wish.given[0].method not in get_args(ModelFree)
+    asked = served_measurement.prompt_count(prompts, wish.temperatures)
+    with progress(console, "prompts, plain and speculative in turns", asked) as done:
+        measured = served_measurement.measure(
+            wish.url, prompts, wish.max_tokens, wish.temperatures, MethodFacts(trained), done
+        )
+    return Diagnosis([DiagnosedMethod(measured)], [], None)
+
+
+def show(console: Console, diagnosis: Diagnosis) -> None:
+    measured = [case.measured for case in diagnosis.cases]
+    console.print(_acceptances(measured))
+    _plot_speeds(console, measured)
+    for case in diagnosis.cases:
+        _show_case(console, case)
+    for each in diagnosis.refused:
+        console.print(f"[red]{each.name} was not measured[/red] ({each.cause}): {each.says}")
+    if diagnosis.left:
+        console.print(f"[yellow]interrupted: {', '.join(diagnosis.left)} not measured[/yellow]")
+    if not diagnosis.identical:
+        console.print("OUTPUT DIFFERS between plain and speculative decoding", style="bold red")
+    if diagnosis.advice is not None:
+        _show_advice(console, diagnosis.advice)
+
+
+def _acceptances(measured: Sequence[MethodMeasurement]) -> Table:
+    table = Table("method", "T", "accepted", "by depth", "", "output")
+    for this in measured:
+        output = {True: "identical", False: "[bold red]DIFFERS", None: "same law"}[this.identical]
+        for each in this.acceptances:
+            shares = each.by_depth[:SHOWN_DEPTHS]
+            said = " ".join(f"{share:.2f}" for share in shares)
+            table.add_row(this.name, f"{each.temperature:g}", f"{each.length:.2f}", said, columns(shares), output)
+    return table
+
+
+def _plot_speeds(console: Console, measured: Sequence[MethodMeasurement]) -> None:
+    """For each number of requests at once, a bar of plain decoding, and bars of each method."""
+    most = max((_highest(speed) for this in measured for speed in this.speeds), default=0.0)
+    table = Table("at once", "method", "tokens/s", "× plain", "measured █, predicted ░", box=None)
+    for this in measured:
+        for speed in this.speeds:
+            table.add_row(
+                str(speed.requests), this.name, f"{speed.speculative:.0f}", f"{speed.speedup:.2f}", _bars(speed, most)
+            )
+    console.print(table)
+
+
+def _bars(speed: Speed, most: float) -> str:
+    """As far as the prediction goes beyond what was measured, it is paler."""
+    measured = bar(speed.speculative, most, BAR)
+    beyond = bar(speed.predicted or 0.0, most, BAR)
+    return measured + "░" * (len(beyond) - len(measured))
+
+
+def _highest(speed: Speed) -> float:
+    return max(speed.speculative, speed.predicted or 0.0)
+
+
+def _show_case(console: Console, case: DiagnosedMethod) -> None:
+    for cause in case.causes:
+        console.print(f"[yellow]{case.measured.name}[/yellow]: likely cause, {cause.name}: {cause.says}")
+    if case.need.total:
+        free = "" if case.free is None else f", {gigabytes(case.free)} were free"
+        console.print(f"{case.measured.name} takes at most {gigabytes(case.need.total)}{free}")
+
+
+def _show_advice(console: Console, advice: Advice) -> None:
+    console.print(f"\n[bold]{advice.why}[/bold]")
+    console.print("--speculative-config", end=" ")
+    console.print_json(data=config_json(advice.config), indent=None)

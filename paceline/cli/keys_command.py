@@ -1,0 +1,65 @@
+"""`paceline keys`: who may use a gateway, and how much."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
+from paceline.cli.supervised_process import COULD_NOT_START
+
+keys = typer.Typer(help="Make and withdraw API keys; gateways see the change at once.", no_args_is_help=True)
+
+File = Annotated[Path, typer.Option("--file", help="What a gateway gets as --api-keys.")]
+Limit = Annotated[int | None, typer.Option(min=1)]
+
+
+@keys.command()
+def add(
+    name: Annotated[str, typer.Argument(help="Whose it is: letters, digits, dots, dashes.")],
+    file: File = Path("keys.json"),
+    requests_per_minute: Limit = None,
+    tokens_per_minute: Limit = None,
+    max_concurrent: Limit = None,
+) -> None:
+    """Make a key and print it, for the only time: the file holds its hash."""
+    known = _read(file).keys if file.exists() else ()
+    key = new_key()
+    try:
+        entry = ApiKey(
+            name=name,
+            sha256=digest(key),
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            max_concurrent=max_concurrent,
+        )
+        write(file, KeyFile(keys=(*known, entry)))
+    except ValueError:
+        _refuse(f"{name!r} is taken, or is no name: choose up to 64 letters, digits, dots and dashes")
+    typer.echo(f"{file.absolute()} has its hash; the key, which is not shown again:", err=True)
+    typer.echo(key)
+
+
+@keys.command()
+def remove(name: str, file: File = Path("keys.json")) -> None:
+    """Withdraw a key."""
+    known = _read(file).keys
+    left = tuple(key for key in known if key.name != name)
+    if left == known:
+        _refuse(f"{file} has no key {name!r}; it has {', '.join(key.name for key in known) or 'none'}")
+    write(file, KeyFile(keys=left))
+
+
+def _read(file: Path) -> KeyFile:
+    try:
+        return read(file)
+    except KeyFileError as error:
+        _refuse(str(error))
+        raise
+
+
+def _refuse(why: str) -> None:
+    typer.secho(why, fg="red", err=True)
+    raise typer.Exit(COULD_NOT_START)

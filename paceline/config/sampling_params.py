@@ -1,0 +1,79 @@
+"""How the tokens of one request are drawn."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, field_validator, model_validator
+
+from paceline.config.settings import Settings
+
+# Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
+SEED_BITS = 64
+MAX_GRAMMAR_LENGTH = 32_768
+"""Characters."""
+
+
+class SamplingParams(Settings):
+    """How the target turns logits into a token, and when a request ends. Names and defaults are vLLM's."""
+
+    temperature: float = Field(1.0, ge=0.0, le=100.0, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1, description="0 and -1 keep all")
+    top_p: float = Field(1.0, gt=0.0, le=1.0)
+    min_p: float = Field(0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[Annotated[int, Field(ge=0)], Annotated[float, Field(ge=-100.0, le=100.0)]] = Field(
+        default_factory=dict
+    )
+    bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
+        (), description="token sequences that must not occur"
+    )
+    grammar: str = Field(
+        "",
+        max_length=MAX_GRAMMAR_LENGTH,
+        description="what the text must be, as `paceline.grammar` writes it; empty: any",
+    )
+    min_tokens: int = Field(0, ge=0)
+    max_tokens: int = Field(16, ge=1)
+    seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
+    stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+    @field_validator("top_k")
+    @classmethod
+    def _all_is_zero(cls, value: int) -> int:
+        return max(value, 0)
+
+    @field_validator("seed")
+    @classmethod
+    def _unsigned(cls, value: int) -> int:
+        return value if value >= 0 else value + (1 << SEED_BITS)
+
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_word(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if any(not word for word in value):
+            raise ValueError("a bad word needs at least one token")
+        return value
+
+    @model_validator(mode="after")
+    def _min_within_max(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def filtered(self) -> bool:
+        """Whether a filter may leave tokens out."""
+        return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the law of a token depends on which tokens came before, beyond the model itself."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

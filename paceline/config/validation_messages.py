@@ -1,0 +1,59 @@
+"""Validation errors of settings in plain words: pydantic's own are written for programmers."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+MESSAGES = {
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "tuple_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+    "missing": "is missing",
+    "extra_forbidden": "is not known here",
+    "greater_than": "must be more than {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be less than {lt}",
+    "less_than_equal": "must be at most {le}",
+    "literal_error": "must be one of {expected}",
+    "string_too_short": "must have at least {min_length} characters",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_short": "must have at least {min_length} entries",
+    "too_long": "must have at most {max_length} entries",
+    "json_invalid": "is not valid JSON: {error}",
+}
+"""By pydantic's type of error; the others have words of our own, or pydantic's."""
+WITHOUT_INPUT = ("missing", "extra_forbidden", "json_invalid")
+SHOWN = 60
+"""Characters of what was given, at most; what is longer is not shown."""
+
+
+def error_message(detail: ErrorDetails, *, quote: bool = True) -> str:
+    """What is wrong, without the name of the field. `quote`: with what was given, if that is short."""
+    said = MESSAGES.get(detail["type"])
+    if said is None:
+        return detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
+    told = said.format(**detail.get("ctx", {}))
+    given = detail["input"]
+    if not quote or detail["type"] in WITHOUT_INPUT or not isinstance(given, str | int | float | bool):
+        return told
+    return f"{told}, not {given!r}" if len(repr(given)) <= SHOWN else told
+
+
+def first_error(error: ValidationError, *, quote: bool = True) -> str:
+    """The first thing that is wrong, with the name of the field. `quote`: see `error_message`."""
+    detail = error.errors(include_url=False)[0]
+    where = ".".join(map(str, detail["loc"]))
+    words = error_message(detail, quote=quote)
+    return f"{where}: {words}" if where else words

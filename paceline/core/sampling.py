@@ -1,0 +1,497 @@
+"""From logits to the drawn token: the only place where temperature, filters, penalties and noise exist.
+
+A token is ``argmax(warp(logits) / T + gumbel(seed, position, token))``, the Gumbel-max form of sampling from
+``softmax(warp(logits) / T)``. The noise comes from no generator that could be ahead or behind: it is a hash
+of request seed, absolute position and token id. So the draw at a position is a function of the logits there,
+the tokens before, and the parameters. The target draws with these functions, and a draft predicts the draw
+with the same ones, noise included.
+
+What happens to a row of logits, in the order that vLLM's users know:
+
+1. bars: tokens that the grammar does not have here; of those that it has, if any is left then: the last token of a bad
+   word after the rest of it, stop tokens before `min_tokens`
+2. `logit_bias`
+3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
+4. temperature; 0 ends here, with the largest
+5. `min_p`, then `top_k`, then `top_p`, each on what the one before left. Equal logits stand or fall together.
+6. noise, and the largest wins; the lowest id among equals
+
+Steps 1 to 3 see the row's own prefix: the committed tokens and the guesses on the way to the row.
+
+A row's result does not depend on which rows share the call, bit for bit: that is part of the contract.
+
+Shapes: R rows, V vocabulary, K kept candidates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.config import SamplingParams
+from paceline.core.messages import LogProbs
+from paceline.grammar.grammar_state import GrammarState
+
+IntArray: TypeAlias = npt.NDArray[np.int64]
+FloatArray: TypeAlias = npt.NDArray[np.float32]
+Integers = TypeVar("Integers", Tensor, npt.NDArray[np.uint32])
+Candidates: TypeAlias = tuple[IntArray, npt.NDArray[np.uint32]]
+FindCandidates: TypeAlias = Callable[[FloatArray, npt.NDArray[np.uint32], IntArray, float], Candidates | None]
+
+CANDIDATE_FINDERS: list[FindCandidates] = []
+"""Faster ways to find the tokens that can win a draw; `paceline.model` registers its native code. Each takes what
+`_candidates` does, and ROUNDING_MARGIN, and returns the same, or None where it cannot run."""
+
+MASKED = -math.inf
+TOP_P_UNITS = 2**40
+"""What probabilities are whole numbers of, where they are summed."""
+VECTOR = 4
+"""Float32 numbers that a GPU reads at once."""
+ROUNDING_MARGIN = 1.001
+"""By how much a token's integer may miss the limit above which it cannot win: much more than rounding can."""
+LOWEST_TEMPERATURE = 0.01
+"""Lower ones, other than 0, are raised to this, as vLLM does: logits divided by less leave float32."""
+
+
+class History:
+    """What the rules that look back need to know of one request: its committed tokens, kept up to date.
+
+    Token ids outside the vocabulary are ignored in every rule: they can neither be drawn nor have been.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        vocabulary_size: int,
+        grammar: GrammarState | None = None,
+    ) -> None:
+        """`grammar`: its state after `output`; without one any text may come."""
+        self.params = params
+        self.grammar: GrammarState | None = None
+        self.vocabulary_size = vocabulary_size
+        self.output_tokens = 0
+        self._longest_prefix = max((len(word) for word in params.bad_words), default=1) - 1
+        self._recent_tokens: list[int] = []
+        bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
+        self._biased = self._ids(list(bias))
+        self._bias = torch.tensor(list(bias.values()))
+        self._counts = torch.zeros(vocabulary_size if params.penalised else 0)
+        self._seen = torch.zeros(self._counts.shape, dtype=torch.bool)
+        if params.penalised:
+            self._seen[self._ids(prompt)] = True
+        self.extend(output)
+        self.grammar = grammar
+        barred = params.bad_words or params.min_tokens or grammar is not None
+        self.has_logits_rules = bool(barred or params.logit_bias or params.penalised)
+        """Whether any rule of this request can alter logits before temperature."""
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These tokens were committed."""
+        self.output_tokens += len(tokens)
+        self._recent_tokens = self._recent_with(tokens)
+        if self.params.penalised:
+            self._seen, self._counts = self._token_counts(tokens)
+        if self.grammar is not None:
+            self.grammar.extend(tokens)
+
+    def apply_logits_rules(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        """Steps 1 to 3 for the token after the committed output and then `path`: a new float32 tensor [V]."""
+        logits_V = self._masked(logits_V, path)
+        if len(self._biased):
+            logits_V.index_add_(0, self._biased.to(logits_V.device), self._bias.to(logits_V.device))
+        return self._penalised(logits_V, path) if self.params.penalised else logits_V
+
+    def _masked(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        allowed = None if self.grammar is None else self.grammar.allowed(path)
+        if allowed is not None:
+            logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
+        barred_V = logits_V.index_fill(0, self._forbidden_tokens(path).to(logits_V.device), MASKED)
+        return logits_V if allowed is not None and bool((barred_V == MASKED).all()) else barred_V
+
+    def _forbidden_tokens(self, path: Sequence[int]) -> Tensor:
+        last = self._recent_with(path)
+        barred = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
+        if self.output_tokens + len(path) < self.params.min_tokens:
+            barred += self.params.stop_token_ids
+        return self._ids(barred)
+
+    def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
+        params = self.params
+        if self._counts.device != logits_V.device:  # once: from here on they live where the logits do
+            self._counts, self._seen = self._counts.to(logits_V.device), self._seen.to(logits_V.device)
+        seen_V, counts_V = self._token_counts(path)
+        repeated_V = torch.where(
+            logits_V > 0, logits_V / params.repetition_penalty, logits_V * params.repetition_penalty
+        )
+        logits_V = torch.where(seen_V, repeated_V, logits_V)
+        return logits_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
+
+    def _token_counts(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Which tokens occurred in prompt or output, and how often in the output, with `tokens` after it."""
+        if not tokens:
+            return self._seen, self._counts
+        ids = self._ids(tokens).to(self._counts.device)
+        ones = torch.ones(len(ids), device=ids.device)
+        return self._seen.index_fill(0, ids, True), self._counts.index_add(0, ids, ones)
+
+    def _recent_with(self, tokens: Sequence[int]) -> list[int]:
+        """As much of the output with `tokens` after it as a bad word can look back on."""
+        return [*self._recent_tokens, *tokens][-self._longest_prefix :] if self._longest_prefix else []
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor([token for token in tokens if token < self.vocabulary_size], dtype=torch.int64)
+
+
+class SamplingRow(NamedTuple):
+    """What it takes to draw from one row of logits.
+
+    `position` is the absolute position of the token to be drawn. `path` holds the guesses between the
+    committed output in `history` and that position, so a row of plain decoding has none. `params` gives
+    temperature, filters and seed; bars, bias and penalties come from `history`.
+    """
+
+    params: SamplingParams
+    position: int
+    history: History
+    path: Sequence[int] = ()
+
+
+def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The drawn tokens, int64 [R]: where `scores` are largest. Logits of any float type are left as they are.
+
+    On CPUs noise is made only for tokens that can still win, see `_draw_on_cpu`.
+    """
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    ruled = any(row.history.has_logits_rules for row in rows)
+    if noisy and logits_RV.device.type != "cpu":
+        return scores(logits_RV, rows).argmax(-1)
+    logits_RV = _apply_logits_rules(logits_RV, rows) if ruled else logits_RV.float()
+    if logits_RV.device.type != "cpu":
+        return logits_RV.argmax(-1)
+    logits = logits_RV.numpy()
+    largest_R = logits.argmax(-1)  # several times as fast as torch's
+    if noisy:
+        largest_R[noisy] = _draw_on_cpu(logits[noisy], [rows[i] for i in noisy], largest_R[noisy])
+    return torch.from_numpy(largest_R)
+
+
+def scores(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """What the draw takes the largest of, float32 [R, V]: steps 1 to 6 of the module's docstring.
+
+    A barred or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is
+    finest where the draw is decided; at T = 0 it holds the logits after step 3.
+    """
+    return _scored(
+        _apply_logits_rules(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device)
+    )
+
+
+def top_scores(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], count: int, ids_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K], falling.
+
+    For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
+    sees nothing but the list. `ids_V`: the tokens that the columns stand for, each once; None: column n is token n.
+    """
+    logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
+    scores_RK = _scored(logits_RK, rows, tokens_RK)
+    if all(row.params.greedy for row in rows):
+        return tokens_RK, scores_RK
+    scores_RK, order_RK = scores_RK.sort(dim=-1, descending=True, stable=True)
+    return tokens_RK.gather(-1, order_RK), scores_RK
+
+
+def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """The law that `draw` draws from, float32 [R, V]: steps 1 to 5, then a softmax. At T = 0 the draw itself has 1."""
+    return _probabilities(_apply_logits_rules(logits_RV, rows), rows)
+
+
+def top_probabilities(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], count: int, ids_V: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and the law that has no others.
+
+    The law is float32 [R, K], and 0 throughout where no column is of a token that may come. A filter sees nothing but
+    the list; `ids_V` as in `top_scores`.
+    """
+    logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
+    any_R1 = logits_RK[:, :1] > MASKED
+    return tokens_RK, _probabilities(logits_RK, rows).where(any_R1, 0.0)
+
+
+def gumbel_choice(weights_RV: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
+    """A token of each row, int64 [R], in proportion to its weights, which are not negative and not all 0.
+
+    The noise is that of `seeds` and `positions`, as in a draw. Overwrites the weights.
+    """
+    tokens = torch.arange(weights_RV.shape[-1], device=weights_RV.device)
+    return weights_RV.log_().add_(gumbel(noise_bits(seeds, positions, tokens))).argmax(-1)
+
+
+class NoisePurpose(IntEnum):
+    """What noise is for, beside drawing. Of one request, noise for one thing says nothing of that for another."""
+
+    GUESS = 1
+    """A draft draws a guess from its own law."""
+    ACCEPT = 2
+    """The target accepts a guess with some probability."""
+    REPLACE = 3
+    """The target draws where a guess was refused, or there was none, by a rule that does not share its noise."""
+    SYNTHETIC = 4
+    """A guess is accepted whatever it is."""
+
+
+def noise_key(seed: int, purpose: NoisePurpose, *places: int) -> int:
+    """64 bits for one thing: the same on every machine. `places`: any numbers from 0 that tell it from others."""
+    key = _splitmix64(seed) ^ purpose
+    for place in places:
+        key = _splitmix64(key) ^ place
+    return _splitmix64(key)
+
+
+def uniform(key: int) -> float:
+    """53 of a key's bits as a number from 0, inclusive, to 1, exclusive."""
+    return (key >> 11) * 2.0**-53
+
+
+def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
+    """Uniform 32-bit integers, int64 [R, V]: the same on every device and machine.
+
+    Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens` holds the ids, int64 [V] for all
+    rows or [R, V]; different ids in a row get different integers.
+    """
+    keys = [divmod(_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
+    first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
+    return _mixed(tokens ^ first_R1, second_R1)
+
+
+def gumbel(bits: Tensor) -> Tensor:
+    """Standard Gumbel noise from `noise_bits`, float32, finite for every value of the bits.
+
+    It is -log(E) with E = -log(1 - u) exponential and u = (bits + 1/2) / 2^32. Large noise, which is what
+    wins draws, comes from u near 0, where float32 is finest; at the other end u is kept from rounding to 1.
+    """
+    exponential = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
+    return exponential.log_().neg_()
+
+
+def is_finite(logits_RV: Tensor) -> bool:
+    """Whether no logit is NaN or infinite; -inf, a token that never comes, may be."""
+    total = float(logits_RV.sum(dtype=torch.float32))
+    if total < math.inf:
+        return True
+    return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # many large ones may add up to infinity
+
+
+def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
+    """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
+
+    They are the model's own, before bars, penalties, temperature and filters: vLLM's `raw_logprobs`. Of equal ones the
+    lowest ids come first.
+    """
+    law_RV = _log_softmax(logits_RV)
+    # Not topk: it takes any of those that are equal.
+    values_RV, ids_RV = law_RV.sort(dim=-1, descending=True, stable=True)
+    drawn_R = law_RV.gather(-1, torch.tensor(tokens, device=law_RV.device)[:, None])[:, 0]
+    return [
+        LogProbs(drawn, list(zip(ids, values, strict=True)))
+        for drawn, ids, values in zip(
+            drawn_R.tolist(), ids_RV[:, :top].tolist(), values_RV[:, :top].tolist(), strict=True
+        )
+    ]
+
+
+def _log_softmax(logits_RV: Tensor) -> Tensor:
+    """In float32. Rows are made to begin where vectors may: from elsewhere a GPU sums a row in another order."""
+    vocabulary = logits_RV.shape[-1]
+    padded = F.pad(logits_RV.float(), (0, -vocabulary % VECTOR), value=MASKED)
+    return padded.log_softmax(-1)[:, :vocabulary]
+
+
+_32_BITS = 0xFFFF_FFFF
+_64_BITS = 0xFFFF_FFFF_FFFF_FFFF
+_GOLDEN_GAMMA = 0x9E37_79B9_7F4A_7C15
+
+
+def _key(seed: int, position: int) -> int:
+    """64 bits for one position: that element of the splitmix64 stream which begins at the hashed seed."""
+    return _splitmix64(_splitmix64(seed) + position * _GOLDEN_GAMMA)
+
+
+def _mixed(x: Integers, second: Integers) -> Integers:
+    """The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round, the first of which is in `x`.
+
+    Overwrites `x`: int64, or unsigned 32 bits. Both factors are below 2^31, so that no product leaves int64.
+    """
+    x ^= x >> 16
+    x *= 0x21F0AAAD
+    x &= _32_BITS
+    x ^= x >> 15
+    x ^= second
+    x *= 0x735A2D97
+    x &= _32_BITS
+    x ^= x >> 15
+    return x
+
+
+def _splitmix64(state: int) -> int:
+    z = (state + _GOLDEN_GAMMA) & _64_BITS
+    z = (z ^ (z >> 30)) * 0xBF58_476D_1CE4_E5B9 & _64_BITS
+    z = (z ^ (z >> 27)) * 0x94D0_49BB_1331_11EB & _64_BITS
+    return z ^ (z >> 31)
+
+
+def _apply_logits_rules(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Steps 1 to 3: a new float32 tensor."""
+    logits_RV = logits_RV.to(torch.float32, copy=True)
+    for i, row in enumerate(rows):
+        if row.history.has_logits_rules:
+            logits_RV[i] = row.history.apply_logits_rules(logits_RV[i], row.path)
+    return logits_RV
+
+
+def _scatter_to_vocabulary(logits_RV: Tensor, rows: Sequence[SamplingRow], ids_V: Tensor | None) -> Tensor:
+    """Columns in the order of the whole vocabulary: rules know tokens. Those that there are none of have -inf."""
+    if ids_V is None:
+        return logits_RV
+    whole = logits_RV.new_full((len(logits_RV), rows[0].history.vocabulary_size), MASKED)
+    return whole.index_copy_(1, ids_V, logits_RV)
+
+
+def _top_logits(
+    logits_RV: Tensor, rows: Sequence[SamplingRow], count: int, ids_V: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits after step 3, falling, and their tokens, both [R, K]."""
+    if any(row.history.has_logits_rules for row in rows):
+        logits_RV, ids_V = _apply_logits_rules(_scatter_to_vocabulary(logits_RV, rows, ids_V), rows), None
+    logits_RK, tokens_RK = logits_RV.float().topk(min(count, logits_RV.shape[-1]))
+    return logits_RK, tokens_RK if ids_V is None else ids_V[tokens_RK]
+
+
+def _probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """Steps 4 and 5 and a softmax. Overwrites `logits_RV`."""
+    greedy = [i for i, row in enumerate(rows) if row.params.greedy]
+    largest_G = logits_RV[greedy].argmax(-1)
+    if len(greedy) < len(rows):
+        _scale_and_filter(logits_RV, rows)
+    logits_RV[greedy] = MASKED
+    logits_RV[greedy, largest_G] = 0.0
+    return logits_RV.softmax(-1)
+
+
+def _scored(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
+    """Steps 4 to 6, in place. `tokens`: the ids that the columns stand for, [V] for all rows or [R, V]."""
+    noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if noisy and len(noisy) == len(rows):
+        return _add_noise(logits_RV, rows, tokens)
+    if noisy:
+        these = tokens if tokens.dim() == 1 else tokens[noisy]
+        logits_RV[noisy] = _add_noise(logits_RV[noisy], [rows[i] for i in noisy], these)
+    return logits_RV
+
+
+def _add_noise(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
+    """Steps 4 to 6 for rows with a temperature above 0. Overwrites and returns `logits_RV`."""
+    _scale_and_filter(logits_RV, rows)
+    bits_RV = noise_bits([row.params.seed for row in rows], [row.position for row in rows], tokens)
+    return logits_RV.add_(gumbel(bits_RV))
+
+
+def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntArray) -> IntArray:
+    """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU. Overwrites the logits `x_RV`
+    and `largest_R`, which says where they are largest.
+
+    Two or three tokens of a row can win; these are compared as `scores` has them.
+    """
+    x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
+    x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
+    _filter(torch.from_numpy(x_RV), rows)
+    keys_R2 = np.array([divmod(_key(row.params.seed, row.position), 2**32) for row in rows], dtype=np.uint32)
+    found = (find(x_RV, keys_R2, largest_R, ROUNDING_MARGIN) for find in CANDIDATE_FINDERS)
+    rivals_N, bits_N = next(filter(None, found), None) or _candidates(x_RV, keys_R2, largest_R)
+    if len(rivals_N) > len(rows):
+        scores_N = x_RV.reshape(-1)[rivals_N] + gumbel(torch.from_numpy(bits_N.astype(np.int64))).numpy()
+        rows_N, tokens_N = np.divmod(rivals_N, x_RV.shape[1])
+        firsts = np.flatnonzero(np.diff(rows_N, prepend=-1))
+        best_R = np.full(len(rows), MASKED, dtype=np.float32)
+        best_R[rows_N[firsts]] = np.maximum.reduceat(scores_N, firsts)
+        winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]  # of equal ones the lowest id is set last
+        largest_R[rows_N[winners]] = tokens_N[winners]
+    return largest_R
+
+
+def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: IntArray) -> Candidates:
+    """Indices into the flat x_RV of all tokens that can win their row's draw, and their integers, both [N].
+
+    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). Where the logit is largest, x is
+    0: another token wins only with E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
+    """
+    tops_R = np.arange(len(x_RV)), largest_R
+    bits_RV = _mixed(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
+    exponentials_R = -np.log1p((bits_RV[tops_R] + 0.5) * -(2.0**-32))
+    limits_RV = np.exp(x_RV)
+    limits_RV *= (exponentials_R * (ROUNDING_MARGIN * 2.0**32)).astype(np.float32)[:, None]
+    rivals_N = np.flatnonzero(bits_RV.astype(np.float32) <= limits_RV)
+    return rivals_N, bits_RV.reshape(-1)[rivals_N]
+
+
+def _scale_and_filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Steps 4 and 5, in place: every row relative to its largest logit. At T = 0 the result means nothing."""
+    logits_RV -= logits_RV.amax(-1, keepdim=True)
+    logits_RV /= torch.tensor(_temperatures(rows), device=logits_RV.device)[:, None]
+    _filter(logits_RV, rows)
+
+
+def _temperatures(rows: Sequence[SamplingRow]) -> list[float]:
+    return [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]
+
+
+def _filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Step 5, in place, for rows whose largest logit is 0."""
+    alike: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
+    for i, row in enumerate(rows):
+        if row.params.filtered:
+            alike[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
+    for (min_p, top_k, top_p), members in alike.items():
+        logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
+
+
+def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tensor:
+    if min_p > 0:  # relative to the largest, whose logit is 0
+        logits_RV = logits_RV.masked_fill(logits_RV < math.log(min_p), MASKED)
+    if 0 < top_k < logits_RV.shape[-1]:
+        logits_RV = logits_RV.masked_fill(logits_RV < logits_RV.topk(top_k).values[:, -1:], MASKED)
+    if top_p < 1:
+        logits_RV = logits_RV.masked_fill(logits_RV < _top_p_threshold(logits_RV, top_p), MASKED)
+    return logits_RV
+
+
+def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
+    """The smallest logit that top-p keeps, [R, 1]: before it, in falling order, stands less than `top_p`.
+
+    Sorting a vocabulary is slow and most laws are peaked, so a few of the largest are tried first. How many
+    makes no difference to the result: the sums run from the largest down.
+    """
+    # Not logsumexp: it sums a long row that is alone in its call by several threads, so in another order. And sums of
+    # whole numbers are the same in any order.
+    largest_R1 = _log_softmax(logits_RV).amax(-1, keepdim=True)
+    enough = math.ceil(top_p * TOP_P_UNITS)
+    for candidates in (64, 512, logits_RV.shape[-1]):
+        values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values
+        mass_RK = (values_RK + largest_R1).exp().mul(TOP_P_UNITS).long().cumsum(-1)
+        if bool((mass_RK[:, -1] >= enough).all()):
+            break
+    kept_R1 = (mass_RK < enough).sum(-1, keepdim=True).clamp(max=values_RK.shape[-1] - 1)
+    return values_RK.gather(-1, kept_R1)

@@ -1,0 +1,19 @@
+"""`coupled`, and `greedy`, which draws with another temperature: the target's own draws decide
+(`paceline.core.verify`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from torch import Tensor
+
+from paceline.core.sampling import draw
+from paceline.core.strategies.verifier import VerificationInput, Verifier, sampling_rows
+from paceline.core.verify import walk
+
+
+class Coupled(Verifier):
+    def verify(self, logits_RV: Tensor, guessed: Sequence[VerificationInput]) -> list[list[int]]:
+        draws = iter(draw(logits_RV, sampling_rows(guessed)).tolist())
+        return [walk(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in guessed]

@@ -1,0 +1,78 @@
+"""Somebody's prompts, from a file: .txt with one on each line, or .jsonl with {"prompt": ...} or {"messages": ...}."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.text import Tokenizer
+from paceline.text.chat_template import ChatTemplateError
+
+Conversation = Sequence[Mapping[str, Any]]
+Prompt = str | Conversation
+
+
+class PromptsError(ValueError):
+    """Prompts that cannot be read or asked; the text says which and why."""
+
+
+def read(path: Path) -> list[Prompt]:
+    """Raises `PromptsError`."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise PromptsError(f"{path} cannot be read: {error}") from error
+    given = [(number, line) for number, line in enumerate(lines, 1) if line.strip()]
+    if not given:
+        raise PromptsError(f"{path} holds no prompts: write one on each line")
+    if path.suffix == ".jsonl":
+        return [_parsed(line, f"{path}, line {number}") for number, line in given]
+    return [line for _, line in given]
+
+
+def _parsed(line: str, where: str) -> Prompt:
+    try:
+        content = json.loads(line)
+    except ValueError as error:
+        raise PromptsError(f"{where} is no JSON: {error}") from error
+    prompt, messages = (content.get(key) if isinstance(content, dict) else None for key in ("prompt", "messages"))
+    if isinstance(prompt, str) and prompt:
+        return prompt
+    if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+        return messages
+    raise PromptsError(f'{where} has neither {{"prompt": "..."}} nor {{"messages": [...]}}')
+
+
+def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
+    """As a server would read them. Raises `PromptsError`."""
+    return [_ids(prompt, tokenizer) for prompt in prompts]
+
+
+def lack_chat_template(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> bool:
+    """Whether the model has a chat template, and no prompt looks as if it had gone through one."""
+    if tokenizer.chat_template is None or not all(isinstance(prompt, str) for prompt in prompts):
+        return False
+    steering = tokenizer.special_ids - set(tokenizer.prefix_tokens)
+    return not any(steering & set(ids) for ids in encoded(prompts, tokenizer))
+
+
+def _ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    elif tokenizer.chat_template is None:
+        raise PromptsError('the model has no chat template: give its prompts as {"prompt": "..."}')
+    else:
+        ids = tokenizer.encode(_rendered(prompt, tokenizer), add_special_tokens=False)
+    if not ids:
+        raise PromptsError("a prompt has no token in this model's vocabulary")
+    return ids
+
+
+def _rendered(conversation: Conversation, tokenizer: Tokenizer) -> str:
+    assert tokenizer.chat_template is not None
+    try:
+        return tokenizer.chat_template.render(conversation)
+    except ChatTemplateError as error:
+        raise PromptsError(f"the model's chat template refuses a conversation: {error}") from error

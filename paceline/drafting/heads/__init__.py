@@ -1,0 +1,1 @@
+"""What heads share: checkpoint formats, layers, vocabularies."""

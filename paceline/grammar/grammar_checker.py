@@ -1,0 +1,146 @@
+"""Compiles a grammar where it can be stopped, to learn whether it may be compiled elsewhere. Needs no torch.
+
+llguidance's own limits do not bound what compiling costs: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
+and 370 MB. So who lets grammars in compiles each in a process that ends when it has used up its time or its memory,
+with a vocabulary of single bytes: what costs much does so whatever the vocabulary. It is a fork of one that has all it
+needs, which takes milliseconds.
+
+    checker = Checker()
+    await checker.check(grammar)
+
+`python -m paceline.grammar.grammar_checker SECONDS BYTES` is the one that forks: a line is a grammar as JSON, and its
+answer what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import signal
+import sys
+from asyncio.subprocess import PIPE, Process
+from pathlib import Path
+
+from llguidance import LLMatcher, LLTokenizer
+
+from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error
+from paceline.launcher import die_with_parent
+
+TIME_MS = 250
+"""CPU time of one grammar. Those that say what an answer must be take some milliseconds."""
+MEMORY_BYTES = 128 * 2**20
+"""Of one grammar, address space."""
+PROCESSES = 2
+LONGEST_LINE = 2**20
+BYTE_MASK = 256 // 8
+
+
+class GrammarChecker:
+    """Some such processes, started when they are needed. Use it from one event loop."""
+
+    def __init__(self, time_s: float = TIME_MS / 1e3, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._idle: asyncio.Queue[_Process] = asyncio.Queue()
+        self._processes = [_Process(time_s, memory_bytes) for _ in range(PROCESSES)]
+        for each in self._processes:
+            self._idle.put_nowait(each)
+
+    async def check(self, grammar: str) -> None:
+        """Raises `GrammarError` if it cannot be compiled, costs too much, or leaves nothing to say."""
+        process = await self._idle.get()
+        try:
+            error = await process.ask(grammar)
+        finally:
+            self._idle.put_nowait(process)
+        if error:
+            raise GrammarError(error)
+
+    async def close(self) -> None:
+        """Whoever still waits gets no answer."""
+        for each in self._processes:
+            await each.end()
+
+
+class _Process:
+    def __init__(self, time_s: float, memory_bytes: int) -> None:
+        self._time_s, self._memory_bytes = time_s, memory_bytes
+        self._process: Process | None = None
+
+    async def ask(self, grammar: str) -> str:
+        """What is wrong with it; empty: nothing."""
+        try:
+            if self._process is None:
+                limits = str(self._time_s), str(self._memory_bytes)
+                command = die_with_parent([sys.executable, "-m", "paceline.grammar.grammar_checker", *limits])
+                self._process = await asyncio.create_subprocess_exec(
+                    *command, stdin=PIPE, stdout=PIPE, limit=LONGEST_LINE
+                )
+            stdin, stdout = self._process.stdin, self._process.stdout
+            assert stdin is not None
+            assert stdout is not None
+            stdin.write(json.dumps(grammar).encode() + b"\n")
+            if answer := await stdout.readline():
+                return str(json.loads(answer))
+        except asyncio.CancelledError:
+            await self.end()
+            raise
+        await self.end()
+        return "the process that compiles grammars has ended: try again"
+
+    async def end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.returncode is None:
+            process.kill()
+        await process.communicate()
+
+
+def complaint(grammar: str) -> str:
+    """What is wrong with a grammar; empty: nothing."""
+    parser = LLMatcher(_BYTES, PREAMBLE + grammar, log_level=0, limits=LIMITS)
+    if error := parser.get_error():
+        return short_error(error)
+    mask = parser.compute_bitmask()
+    if limit := limit_of(parser):
+        return limit
+    if any(mask[:BYTE_MASK]):
+        return ""
+    return "only the empty text fits it" if parser.is_accepting() else "no text fits it"
+
+
+def main() -> None:
+    """Ends with its input."""
+    time_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
+    slow = f"compiling it takes more than {1e3 * time_s:.0f} ms: make it simpler"
+    large = f"compiling it takes more than {memory_bytes >> 20} MB: make it simpler"
+    for line in sys.stdin:
+        ours, theirs = os.pipe()
+        if not (child := os.fork()):
+            _limit(time_s, memory_bytes)
+            os.write(theirs, json.dumps(complaint(json.loads(line))).encode())
+            os._exit(0)
+        os.close(theirs)
+        with os.fdopen(ours, "rb") as pipe:
+            answer = pipe.read().decode()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            answer = json.dumps(slow if code == -signal.SIGPROF else large)
+        sys.stdout.write(answer + "\n")
+        sys.stdout.flush()
+
+
+def _limit(time_s: float, memory_bytes: int) -> None:
+    """This process ends by a signal when it has used up its time, and fails when it wants more memory."""
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + memory_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    signal.setitimer(signal.ITIMER_PROF, time_s)
+
+
+_BYTES = LLTokenizer("byte")
+
+if __name__ == "__main__":
+    main()

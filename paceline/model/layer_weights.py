@@ -1,0 +1,73 @@
+"""What networks of the Llama kind are made of: the weights of their layers, and rotary tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+AllReduce = Callable[[Tensor], Tensor]
+"""The sum over ranks of what each of them gives, [n]."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLayerWeights:
+    """Weights of one layer, [out, in] and [out], all of one dtype; None where there is none."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    output: Tensor
+    gate: Tensor
+    up: Tensor
+    down: Tensor
+    input_norm: Tensor | None = None
+    inner_norm: Tensor | None = None
+    query_norm: Tensor | None = None
+    key_norm: Tensor | None = None
+    query_bias: Tensor | None = None
+    key_bias: Tensor | None = None
+    value_bias: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_bias: Tensor | None = None
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    sinks: Tensor | None = None
+    """float32 [query heads]"""
+    window: int = 0
+    """A row sees this many positions, itself included; 0: all."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateFusion:
+    """How a network takes in a state beside each token: embedding and state are normed and joined to [2 * hidden].
+
+    With a `projection` [hidden, 2 * hidden] the first layer is given the product. Without one it is given the state,
+    and its attention multiplies what was joined, in place of its norm of the state.
+    """
+
+    token_norm: Tensor | None = None
+    state_norm: Tensor | None = None
+    projection: Tensor | None = None
+    projection_bias: Tensor | None = None
+    norms_residual: bool = False
+    """Without a projection: the first layer is given the normed state."""
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryTables:
+    """Cosines and sines, float32 [positions, head size / 2]."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    @classmethod
+    def of(cls, module: Any, positions: int) -> RotaryTables:
+        """Of a transformers rotary embedding whose halves turn alike."""
+        like = torch.zeros(1, device=module.inv_freq.device)
+        cosines, sines = module(like, torch.arange(positions, device=like.device).unsqueeze(0))
+        half = cosines.shape[-1] // 2
+        return cls(cosines[0, :, :half].contiguous(), sines[0, :, :half].contiguous())

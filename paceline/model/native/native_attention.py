@@ -1,0 +1,88 @@
+"""Attention as one native call for each layer, for models whose other operators are torch's."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from paceline.model.attention import KVCache
+from paceline.model.native.native_library import NativeLibrary, Pointer, address
+from paceline.model.native.packed_rows import PackedRows, RowsSpec
+from paceline.model.rows import GROUP, Row
+
+
+class _AttentionOptions(ctypes.Structure):
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("softcap", ctypes.c_float),
+        ("window", ctypes.c_int32),
+        ("sinks", Pointer),
+    )
+
+
+class _AttentionSpec(ctypes.Structure):
+    _fields_ = (
+        ("rows", RowsSpec),
+        ("scoring", _AttentionOptions),
+        *((name, Pointer) for name in ("queries", "keys", "values", "cache", "out")),
+    )
+
+
+class NativeAttention:
+    """Begins passes over a cache."""
+
+    def __init__(self, cache: KVCache) -> None:
+        """`cache`: of `head_width`, on a CPU, of one of `DTYPES`. Raises `NativeUnavailableError`."""
+        self.cache = cache
+        self._native = NativeLibrary.instance()
+        heads = cache.heads
+        self._handle = Pointer(
+            self._native.lib.paceline_attention_create(
+                cache.dtype == torch.bfloat16, heads.kv_heads, heads.queries_per_kv, cache.width
+            )
+        )
+        weakref.finalize(self, self._native.lib.paceline_attention_destroy, self._handle)
+
+    def __call__(self, rows: Sequence[Row]) -> NativePass:
+        return NativePass(self, rows)
+
+    def run(self, spec: _AttentionSpec) -> None:
+        with self._native.lock:
+            self._native.lib.paceline_attention_run(self._handle, self._native.thread_pool, ctypes.byref(spec))
+
+
+class NativePass:
+    """A `Pass` whose `attend` is one native call. Results of padding rows are zeros."""
+
+    def __init__(self, attention: NativeAttention, rows: Sequence[Row]) -> None:
+        self.cache = attention.cache
+        self._attention, self._rows = attention, PackedRows(rows)
+        facts = torch.tensor([[row.token, row.position] for row in rows])
+        self.tokens, self.positions = F.pad(facts, (0, 0, 0, -len(rows) % GROUP)).T.contiguous()
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: int,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        query, key, value = (heads.to(self.cache.dtype).contiguous() for heads in (query, key, value))
+        sinks = None if sinks is None else sinks.float().contiguous()
+        out = torch.zeros(query.shape, dtype=query.dtype)
+        spec = _AttentionSpec(
+            self._rows.spec,
+            _AttentionOptions(scale, softcap, window, address(sinks)),
+            *map(address, (query, key, value, self.cache.data[layer], out)),
+        )
+        self._attention.run(spec)
+        return out.view(len(out), -1)

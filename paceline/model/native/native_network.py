@@ -1,0 +1,224 @@
+"""Layers of the Llama kind as one native call for each pass.
+
+A row's result does not depend on its company, on the number of threads, nor on where keys lie in memory: every sum has
+one order (see the C++ files).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.attention import Heads, KVCache
+from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
+from paceline.model.native.native_library import NativeLibrary, Pointer, address, pad_columns, padded_size
+from paceline.model.native.packed_rows import PackedRows, RowsSpec
+from paceline.model.rows import Row
+
+WIDTH = 32
+"""Heads in the cache are padded to a multiple of this."""
+_SUM = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
+
+
+def head_width(heads: Heads) -> int:
+    """Numbers that a head takes in the cache."""
+    return -(-heads.head_size // WIDTH) * WIDTH
+
+
+class _LayerSpec(ctypes.Structure):
+    POINTERS = (
+        *("input_norm", "query", "key", "value", "query_bias", "key_bias", "value_bias", "query_norm", "key_norm"),
+        *("output", "output_bias", "inner_norm", "gate", "up", "down", "gate_bias", "up_bias", "down_bias", "sinks"),
+    )
+    _fields_ = (
+        *((name, Pointer) for name in POINTERS),
+        ("window", ctypes.c_int32),
+        ("input_width", ctypes.c_int32),
+    )
+
+
+class _NetworkSpec(ctypes.Structure):
+    INTEGERS = (
+        *("is_bf16", "layers", "hidden", "inner", "query_heads", "key_value_heads", "head_size", "head_width"),
+        *("positions", "vocabulary", "has_states", "norms_residual"),
+    )
+    POINTERS = (
+        *("cosines", "sines", "embedding", "norm", "head"),
+        *("token_norm", "state_norm", "projection", "projection_bias", "cache"),
+    )
+    _fields_ = (
+        *((name, ctypes.c_int32) for name in INTEGERS),
+        *((name, ctypes.c_float) for name in ("eps", "scale", "softcap")),
+        *((name, Pointer) for name in POINTERS),
+        ("slots", ctypes.c_int64),
+        ("sum", Pointer),
+    )
+
+
+class _PassSpec(ctypes.Structure):
+    _fields_ = (
+        ("rows", RowsSpec),
+        *((name, Pointer) for name in ("tokens", "states", "wanted")),
+        ("wanted_count", ctypes.c_int32),
+        ("logits", Pointer),
+        ("taps", Pointer),
+        ("tap_count", ctypes.c_int32),
+        ("tapped", Pointer),
+    )
+
+
+class NativeNetwork:
+    """Layers of the Llama kind, with an embedding before and a norm and an output matrix after them, if given."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayerWeights],
+        heads: Heads,
+        cache: KVCache,
+        rotary: RotaryTables,
+        *,
+        hidden: int,
+        eps: float,
+        scale: float,
+        softcap: float = 0.0,
+        embedding: Tensor | None = None,
+        norm: Tensor | None = None,
+        head: Tensor | None = None,
+        sums: AllReduce | None = None,
+        fusion: StateFusion | None = None,
+    ) -> None:
+        """Weights are copied, but for the embedding [vocabulary, hidden]. `cache`: of `head_width`. `scale`: of scores.
+        `softcap`: scores are squashed to it; 0: they are not. `norm` [hidden], `head` [vocabulary, hidden].
+        `sums`: over the ranks that share the layers. `fusion`: passes are given states, too.
+        Raises `NativeUnavailableError`.
+        """
+        self._native = NativeLibrary.instance()
+        self._hidden, self._dtype = hidden, cache.dtype
+        self._vocabulary = 0 if head is None else len(head)
+        self._sums = sums
+        self._failure: Exception | None = None
+        callback = _SUM(self._add_up) if sums is not None else None
+        self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them where they lie
+        fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
+        tensors = [[getattr(layer, name) for name in _LayerSpec.POINTERS] for layer in layers]
+        tensors = [[None if t is None else t.detach().contiguous() for t in each] for each in tensors]
+        specs = (_LayerSpec * len(layers))(
+            *(
+                _LayerSpec(*map(address, each), layer.window, layer.query.shape[1])
+                for layer, each in zip(layers, tensors, strict=True)
+            )
+        )
+        spec = _NetworkSpec(
+            is_bf16=cache.dtype == torch.bfloat16,
+            layers=len(layers),
+            hidden=hidden,
+            inner=len(layers[0].gate),
+            query_heads=heads.kv_heads * heads.queries_per_kv,
+            key_value_heads=heads.kv_heads,
+            head_size=heads.head_size,
+            head_width=cache.data.shape[-1],
+            positions=len(rotary.cosines),
+            vocabulary=self._vocabulary,
+            has_states=fusion is not None,
+            norms_residual=fused.norms_residual,
+            eps=eps,
+            scale=scale,
+            softcap=softcap,
+            cosines=address(rotary.cosines),
+            sines=address(rotary.sines),
+            embedding=address(embedding),
+            norm=address(norm),
+            head=address(head),
+            token_norm=address(fused.token_norm),
+            state_norm=address(fused.state_norm),
+            projection=address(fused.projection),
+            projection_bias=address(fused.projection_bias),
+            cache=address(cache.data),
+            slots=cache.data.shape[1],
+            sum=ctypes.cast(callback, Pointer) if callback is not None else None,
+        )
+        self._handle = Pointer(
+            self._native.lib.paceline_network_create(ctypes.byref(spec), specs, self._native.thread_pool)
+        )
+        weakref.finalize(self, self._native.lib.paceline_network_destroy, self._handle)
+
+    def run(
+        self,
+        rows: Sequence[Row],
+        wanted: Sequence[int],
+        layers: Sequence[int] = (),
+        *,
+        states: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass: float32 logits [wanted, vocabulary]; outputs of `layers` [rows, layers, hidden] if any is named.
+
+        0 is what the first layer is given, n the output of layer n, and what comes after the last layer the output of
+        the norm. `states` [rows, hidden] are there if the network has a `StateFusion`.
+        """
+        logits = torch.empty(len(wanted), padded_size(self._vocabulary))
+        tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
+        states = None if states is None else states.contiguous()
+        packed, numbers = PackedRows(rows), array("i", [*wanted, *layers])
+        wanted_at = numbers.buffer_info()[0]
+        spec = _PassSpec(
+            packed.spec,
+            tokens=packed.tokens,
+            states=address(states),
+            wanted=wanted_at,
+            wanted_count=len(wanted),
+            logits=address(logits),
+            taps=wanted_at + len(wanted) * numbers.itemsize,
+            tap_count=len(layers),
+            tapped=address(tapped),
+        )
+        with self._native.lock:
+            self._native.lib.paceline_network_run(self._handle, self._native.thread_pool, ctypes.byref(spec))
+        self._raise_failure()
+        return logits[:, : self._vocabulary], tapped if layers else None
+
+    def output(self, final: Tensor) -> Tensor:
+        """float32 logits [n, vocabulary] of what the norm gives, [n, hidden]."""
+        final = pad_columns(final.to(self._dtype))
+        logits = torch.empty(len(final), padded_size(self._vocabulary))
+        place = address(final), len(final), address(logits)
+        with self._native.lock:
+            self._native.lib.paceline_network_output(self._handle, self._native.thread_pool, *place)
+        return logits[:, : self._vocabulary]
+
+    def _add_up(self, values: Any, count: int) -> None:
+        """Called in the middle of a pass. An exception cannot cross native code: `run` raises it."""
+        if self._sums is None or self._failure is not None:
+            return
+        numbers = (ctypes.c_float * count).from_address(ctypes.addressof(values.contents))
+        here = torch.frombuffer(numbers, dtype=torch.float32)
+        try:
+            here.copy_(self._sums(here))
+        except Exception as error:  # noqa: BLE001
+            self._failure = error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+
+def _padded_fusion(
+    fusion: StateFusion, layers: Sequence[DecoderLayerWeights], hidden: int
+) -> tuple[StateFusion, Sequence[DecoderLayerWeights]]:
+    """The same, with zeros in the matrices that multiply embedding and state where either is padded."""
+
+    def aligned(weight: Tensor) -> Tensor:
+        return pad_columns(weight.detach().reshape(-1, hidden)).view(len(weight), -1)
+
+    if fusion.projection is not None:
+        return replace(fusion, projection=aligned(fusion.projection)), layers
+    first = layers[0]
+    first = replace(first, query=aligned(first.query), key=aligned(first.key), value=aligned(first.value))
+    return fusion, [first, *layers[1:]]

@@ -1,0 +1,229 @@
+"""Weights of quantised checkpoints, multiplied out when they are read: FP8, INT8, AWQ, GPTQ, compressed-tensors.
+
+What is stored as integers or 8-bit floats with scales becomes the weight that they stand for, in the dtype that the
+model computes in. Activations are not quantised. Formats as their libraries write them: DeepSeek's and Qwen's blocks of
+FP8 (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors' float-, int-, naive- and pack-quantized,
+AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and gptq_v2.
+
+Shapes: a weight is [out, in]; scales are one number, [out], [out, 1], [out, groups] or [row blocks, column blocks].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.model.checkpoint import Checkpoint, CheckpointError
+
+ReadTensor = Callable[[str], Tensor | None]
+"""A module's tensor by the last part of its name; None if it has none."""
+Settings = Mapping[str, Any]
+"""`quantization_config` of config.json."""
+
+SCALES = ("weight_scale", "weight_scale_inv")
+QUANTIZED_SUFFIXES = frozenset(
+    {
+        *SCALES,
+        "g_idx",
+        "input_scale",
+        "output_scale",
+        "input_zero_point",
+        "qweight",
+        "qzeros",
+        "scales",
+        "weight_g_idx",
+        "weight_packed",
+        "weight_shape",
+        "weight_zero_point",
+        "activation_scale",
+    }
+)
+"""Last parts of the names of what belongs to a quantised weight."""
+COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where AWQ has put each of eight columns that share a word."""
+INT32_BITS = 32
+"""Bits."""
+
+
+def is_dequantized_at_load(settings: Settings) -> bool:
+    """Whether checkpoints of this method are read here. Others are left to transformers."""
+    return settings.get("quant_method") in METHODS
+
+
+def dequantized_weights(checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype) -> dict[str, Tensor]:
+    """All tensors of a checkpoint whose method `is_dequantized_at_load`, by the names that they have without
+    quantisation.
+
+    Raises `CheckpointError` for a format that is not read here, and for a module that lacks a part.
+    """
+    method = str(settings["quant_method"])
+    check, multiply = METHODS[method]
+    if (unknown := check(settings)) is not None:
+        raise CheckpointError(
+            f"{checkpoint} is quantised by {method} as {unknown}, which is not read here: take one in bfloat16, "
+            "FP8, INT8, or in 4 or 8 bits by AWQ, GPTQ or compressed-tensors"
+        )
+    names = set(checkpoint.names)
+    modules = sorted({module for name in names for module, part in (_split(name),) if part in QUANTIZED_SUFFIXES})
+    taken = {f"{module}.{part}" for module in modules for part in (*QUANTIZED_SUFFIXES, "weight")}
+    weights = {name: checkpoint.tensor(name, dtype) for name in names - taken}
+    for module in modules:
+
+        def part(of: str, module: str = module) -> Tensor | None:
+            name = f"{module}.{of}"
+            return checkpoint.tensor(name) if name in names else None
+
+        try:
+            weights[f"{module}.weight"] = multiply(part, settings).to(dtype)
+        except _MissingTensorError as error:
+            raise CheckpointError(f"{checkpoint} lacks {module}.{error}: download it again") from error
+    return weights
+
+
+class _MissingTensorError(Exception):
+    """A part of a module that is not there."""
+
+
+def _split(name: str) -> tuple[str, str]:
+    module, _, part = name.rpartition(".")
+    return module, part
+
+
+def _needed(part: ReadTensor, name: str) -> Tensor:
+    tensor = part(name)
+    if tensor is None:
+        raise _MissingTensorError(name)
+    return tensor
+
+
+def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
+    """FP8 or INT8 with a scale for all, for each row, for groups of a row or for blocks. Without a scale it is a plain
+    weight: some modules are left as they are, and have a scale for activations only."""
+    weight = _needed(part, "weight").float()
+    scale = next((found for name in SCALES if (found := part(name)) is not None), None)
+    if scale is None:
+        return weight
+    block = settings.get("weight_block_size")
+    zero = part("weight_zero_point")
+    if zero is not None:
+        weight = weight - _spread(zero.float(), weight.shape, block)
+    return weight * _spread(scale.float(), weight.shape, block)
+
+
+def _spread(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
+    """A number for each of a weight's, [out, in]. `block`: the sides of blocks; None: as many equal ones as there are
+    scales."""
+    if scale.numel() == 1:
+        return scale.reshape(1, 1)
+    if scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    for axis, size in enumerate(shape):
+        side = block[axis] if block is not None else math.ceil(size / scale.shape[axis])
+        scale = scale.repeat_interleave(side, axis).narrow(axis, 0, size)
+    return scale
+
+
+def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
+    packed = part("weight_packed")
+    if packed is None:
+        return _scaled(part, settings)
+    bits = _group_of(settings)["num_bits"]
+    rows, columns = (int(size) for size in _needed(part, "weight_shape").tolist())
+    weight = _signed(packed, bits, 1)[:rows, :columns]
+    scale = _needed(part, "weight_scale").float()
+    zero = part("weight_zero_point")
+    groups = part("weight_g_idx")
+    each = (lambda x: x[:, groups.long()]) if groups is not None else (lambda x: _spread(x, (rows, columns), None))
+    if zero is not None:
+        weight = weight - each(_signed(zero, bits, 0)[:rows] if zero.dtype == torch.int32 else zero.float())
+    return weight * each(scale)
+
+
+def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:
+    """Numbers below and above 0, stored from 0 on."""
+    numbers: Tensor = _unpacked(packed, bits, axis).float() - 2 ** (bits - 1)
+    return numbers
+
+
+def _awq(part: ReadTensor, settings: Settings) -> Tensor:
+    bits, columns = int(settings["bits"]), torch.tensor(AWQ_COLUMNS)
+
+    def ordered(name: str) -> Tensor:
+        numbers = _unpacked(_needed(part, name), bits, 1).unflatten(1, (-1, len(columns)))
+        result: Tensor = numbers[:, :, columns].flatten(1).float()
+        return result
+
+    weight, zeros, scales = ordered("qweight"), ordered("qzeros"), _needed(part, "scales").float()
+    group = len(weight) // len(scales)
+    return ((weight - zeros.repeat_interleave(group, 0)) * scales.repeat_interleave(group, 0)).T.contiguous()
+
+
+def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
+    bits = int(settings["bits"])
+    weight = _unpacked(_needed(part, "qweight"), bits, 0).float()
+    scales = _needed(part, "scales").float()
+    zeros = _unpacked(_needed(part, "qzeros"), bits, 1)
+    if settings.get("checkpoint_format", "gptq") != "gptq_v2":
+        zeros = (zeros + 1) & (2**bits - 1)
+    groups = part("g_idx")
+    if groups is None:
+        groups = torch.arange(len(weight)) // (len(weight) // len(scales))
+    groups = groups.long()
+    return ((weight - zeros.float()[groups]) * scales[groups]).T.contiguous()
+
+
+def _unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
+    """int32 words to the numbers in them, lowest bits first, int32, `INT32_BITS / bits` times as many along `axis`."""
+    shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
+    numbers = (packed.unsqueeze(axis + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - axis))) & (2**bits - 1)
+    joined: Tensor = numbers.flatten(axis, axis + 1)
+    return joined
+
+
+def _group_of(settings: Settings) -> Mapping[str, Any]:
+    """How compressed-tensors stores weights: that of its only group."""
+    groups = list(settings.get("config_groups", {}).values())
+    weights: Mapping[str, Any] = groups[0]["weights"] if groups else {}
+    return weights
+
+
+def _check_modelopt(settings: Settings) -> str | None:
+    algorithm = str(settings.get("quant_algo"))
+    return None if algorithm == "FP8" else algorithm
+
+
+def _check_compressed(settings: Settings) -> str | None:
+    groups = settings.get("config_groups", {})
+    formats = {str(group.get("format") or settings.get("format")) for group in groups.values()}
+    if unknown := sorted(formats - set(COMPRESSED)):
+        return unknown[0]
+    bits = {int(group["weights"]["num_bits"]) for group in groups.values()}
+    if len(bits) > 1 or bits & {3, 5, 6, 7}:
+        return f"weights of {', '.join(map(str, sorted(bits)))} bits"
+    sparsity = (settings.get("sparsity_config") or {}).get("format", "dense")
+    return None if sparsity == "dense" else str(sparsity)
+
+
+def _check_awq(settings: Settings) -> str | None:
+    version, bits = str(settings.get("version", "gemm")).lower(), settings.get("bits", 4)
+    return None if (version, bits) == ("gemm", 4) else f"{version} of {bits} bits"
+
+
+def _check_gptq(settings: Settings) -> str | None:
+    form, bits = settings.get("checkpoint_format", "gptq"), settings.get("bits")
+    return None if form in ("gptq", "gptq_v2") and bits in (2, 4, 8) else f"{form} of {bits} bits"
+
+
+METHODS: Mapping[str, tuple[Callable[[Settings], str | None], Callable[[ReadTensor, Settings], Tensor]]] = {
+    "fp8": (lambda settings: None, _scaled),
+    "modelopt": (_check_modelopt, _scaled),
+    "compressed-tensors": (_check_compressed, _compressed),
+    "awq": (_check_awq, _awq),
+    "gptq": (_check_gptq, _gptq),
+}
+"""By `quant_method`: what of these settings is not read here, if anything; and a module's weight, float32."""

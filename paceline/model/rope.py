@@ -1,0 +1,41 @@
+"""Rotary embeddings that do not depend on what else is in a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
+"""Kinds whose frequencies transformers chooses in every pass, by its longest sequence: LongRoPE (Ding et al. 2024) and
+dynamic NTK scaling."""
+FIXED = "default"
+
+
+def fix_rope_frequencies(network: nn.Module, max_model_len: int) -> None:
+    """Choose such frequencies once, in place, as for a sequence of `max_model_len` tokens; vLLM does so for LongRoPE.
+
+    A short request would otherwise have other numbers beside a long one, and while it grows.
+    """
+    for module in network.modules():
+        kinds = getattr(module, "rope_type", None)
+        if isinstance(kinds, str) and kinds in LENGTH_DEPENDENT_ROPE:
+            _fix_frequencies(module, kinds, max_model_len)
+            module.rope_type = FIXED  # type: ignore[assignment]
+        elif isinstance(kinds, dict):
+            for layer_type, kind in kinds.items():
+                if kind in LENGTH_DEPENDENT_ROPE:
+                    _fix_frequencies(module, kind, max_model_len, layer_type)
+            module.rope_type = {name: FIXED if kind in LENGTH_DEPENDENT_ROPE else kind for name, kind in kinds.items()}  # type: ignore[assignment]
+
+
+def _fix_frequencies(module: Any, kind: str, max_model_len: int, layer_type: str | None = None) -> None:
+    """`layer_type`: whose frequencies, where kinds of layers have their own."""
+    prefix = "" if layer_type is None else f"{layer_type}_"
+    device: torch.device = getattr(module, f"{prefix}inv_freq").device
+    options = {} if layer_type is None else {"layer_type": layer_type}
+    frequencies, scaling = ROPE_INIT_FUNCTIONS[kind](module.config, device, seq_len=max_model_len, **options)
+    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+    setattr(module, f"{prefix}attention_scaling", scaling)

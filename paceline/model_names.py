@@ -1,0 +1,96 @@
+"""Model names: what a user may write where a model is asked for.
+
+A name is a folder in the layout that transformers writes, or a member of the family that ships with the package. A
+name `SCHEME:...` is a fake model: it has no weights, and stands in for one in tests and benchmarks. Fake models
+register their scheme (`register_scheme`); the repository has two, in `paceline_lab.fake_models`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+from paceline import family
+from paceline.config import EngineConfig
+
+LAB = "paceline_lab.fake_models"
+"""Registers its schemes when it is imported. It is part of the repository, and not of the wheel."""
+
+
+class ModelNotFoundError(Exception):
+    """There is no such model; the text says what to do."""
+
+
+class ModelScheme(Protocol):
+    """One kind of fake model. Its tokens are numbers."""
+
+    def vocabulary(self, name: str) -> tuple[int, str]:
+        """Size and fingerprint of the vocabulary, without loading torch. Raises `ModelNotFoundError`."""
+
+    def load(self, name: str, config: EngineConfig) -> Any:
+        """A `paceline.model.Model`, whose module loads torch. Raises ValueError if the name is not complete."""
+
+    def check_served_name(self, served_name: str) -> None:
+        """Raises ValueError if clients would take the fake model for a real one."""
+
+
+_schemes: dict[str, ModelScheme] = {}
+
+
+def register_scheme(prefix: str, scheme: ModelScheme) -> None:
+    """Names that begin with `prefix` and a colon are models of this scheme."""
+    _schemes[prefix] = scheme
+
+
+def fake_model(name: str) -> ModelScheme | None:
+    """The scheme of a fake model; None for every other name."""
+    prefix, colon, _ = name.partition(":")
+    if colon and prefix not in _schemes and importlib.util.find_spec(LAB.partition(".")[0]) is not None:
+        importlib.import_module(LAB)
+    return _schemes.get(prefix) if colon else None
+
+
+def is_fake_model(name: str) -> bool:
+    """Whether this names a model without weights."""
+    return fake_model(name) is not None
+
+
+def fake_vocabulary(name: str) -> tuple[int, str] | None:
+    """Size and fingerprint of a fake model's vocabulary; None for every other model. Raises `ModelNotFoundError`."""
+    scheme = fake_model(name)
+    return None if scheme is None else scheme.vocabulary(name)
+
+
+def resolve_model(name: str) -> str:
+    """The absolute folder of a model, or the name itself of a fake model. Raises `ModelNotFoundError`."""
+    if fake_vocabulary(name):
+        return name
+    folder = family.path(name) if name in family.SHIPPED else Path(name).expanduser().resolve()
+    if not (folder / "config.json").is_file():
+        raise ModelNotFoundError(
+            f"no model at {folder}: a model is a folder with config.json, weights and tokenizer.json "
+            f"(download one with `hf download NAME --local-dir FOLDER`), or one of {', '.join(family.SHIPPED)}"
+        )
+    return str(folder)
+
+
+def configuration(place: str) -> dict[str, Any]:
+    """What config.json says in the folder of a model. Raises `ModelNotFoundError` if it says nothing."""
+    try:
+        content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(f"config.json in {place} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise ModelNotFoundError(f"config.json in {place} holds no JSON object: download the model again")
+    return content
+
+
+def served_name(model: str, wanted: str | None) -> str:
+    """The name that answers carry. Raises ValueError if a fake model would pass for a real one."""
+    scheme = fake_model(model)
+    if scheme is not None and wanted is not None:
+        scheme.check_served_name(wanted)
+    return wanted or (Path(model).name if scheme is None else model)

@@ -1,0 +1,48 @@
+"""What one engine step of a target did, in numbers; metrics and the acceptance line are made of these."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.messages import SpeculationStats
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """One step. `speculation` sums `SpeculationStats.record` over the step's requests.
+
+    Seconds per step, median:
+        histogram_quantile(0.5, rate(paceline_step_seconds_bucket[1m]))
+    Acceptance length, without the bonus token:
+        rate(paceline_spec_decode_num_accepted_tokens_total[1m])
+        / rate(paceline_spec_decode_num_drafts_total[1m])
+    Share of drafted tokens that were accepted:
+        rate(paceline_spec_decode_num_accepted_tokens_total[1m])
+        / rate(paceline_spec_decode_num_draft_tokens_total[1m])
+    Share of verifications whose token at each position was accepted, along with all before it:
+        rate(paceline_spec_decode_num_accepted_tokens_per_pos_total[1m])
+        / ignoring(position) group_left rate(paceline_spec_decode_num_drafts_total[1m])
+    Share of the drafts' nodes that were late, double or too many:
+        rate(paceline_growth_nodes_dropped_total[1m]) / rate(paceline_growth_nodes_received_total[1m])
+    """
+
+    step_s: float
+    """Wall-clock time of the step."""
+    rows: int
+    """Rows of the forward pass, padding excluded."""
+    running: int
+    waiting: int
+    free_slots: int
+    prompt_tokens: int = 0
+    """Prompt tokens computed in this step; those found in the prefix cache are not."""
+    generation_tokens: int = 0
+    """Tokens committed: accepted and bonus."""
+    preemptions: int = 0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+    nodes_received: int = 0
+    """Nodes that drafts sent since the last step."""
+    nodes_grafted: int = 0
+    """Those of them that joined a tree; the others were late, double, or over the tree's limit."""
+    calibration_samples: Sequence[tuple[int, bool]] = ()
+    """Of the requests' own drafts, where the parent was drawn: the cell of `Calibration`, and whether it was, too."""

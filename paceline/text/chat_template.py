@@ -1,0 +1,108 @@
+"""Chat templates, rendered as transformers renders them but without it: it would bring in torch.
+
+Templates come from whoever published a model and messages from anybody, so both meet only in a sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import Environment, TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+Message = Mapping[str, Any]
+
+CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
+TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+"""Beside jinja2's own errors: what Python's operations on the wrong operands raise."""
+
+
+class ChatTemplateError(Exception):
+    """The template refused these messages; the text is its own."""
+
+
+class ChatTemplate:
+    """A model's chat template with the model's special tokens (`bos_token`, `eos_token`, ...) at hand."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises `ChatTemplateError` if the template does not parse."""
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text the model reads. `continue_final_message`: it ends where the last message's content ends.
+
+        `variables` are further ones for the template, such as `tools`. Raises `ChatTemplateError`.
+        """
+        if continue_final_message:
+            final = {**messages[-1], "content": messages[-1]["content"] + CONTINUE_HERE}
+            messages = [*messages[:-1], final]
+        context = {"tools": None, "documents": None, **self._special_tokens, **(variables or {})}
+        context |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
+        try:
+            text = self._template.render(context)
+        except (TemplateError, *TEMPLATE_ERRORS) as error:
+            raise ChatTemplateError(str(error)) from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _cut_at_mark(text: str) -> str:
+    at = text.rfind(CONTINUE_HERE.strip())
+    if at < 0:
+        raise ChatTemplateError("the template does not show the final message, so it cannot be continued")
+    kept = text[:at]
+    return kept if text.startswith(CONTINUE_HERE, at) else kept.rstrip()  # the template trims what it shows
+
+
+def _environment() -> Environment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here its body is all that counts."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own protocol
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,  # noqa: FBT002 - templates may pass it by position
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT002
+) -> str:
+    # jinja2's own filter escapes HTML
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.now().strftime(pattern)

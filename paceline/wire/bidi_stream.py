@@ -1,0 +1,37 @@
+"""A servicer's end of a stream of frames in both directions."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import TypeVar
+
+from paceline.wire.outbox import Frame, Outbox
+
+Incoming = TypeVar("Incoming")
+
+
+async def serve_bidi_stream(
+    incoming: AsyncIterator[Incoming], take: Callable[[Incoming], None], outbox: Outbox[Frame]
+) -> AsyncGenerator[Frame]:
+    """Yield what the outbox holds, while `take` is called with every frame that comes in.
+
+    Ends when the peer ends its stream, or when the outbox is closed. Raises what `take` raises.
+    """
+
+    async def read() -> None:
+        async for frame in incoming:
+            take(frame)
+
+    def end(reader: asyncio.Task[None]) -> None:
+        if not reader.cancelled():
+            outbox.close(reader.exception())
+
+    reader = asyncio.create_task(read())
+    reader.add_done_callback(end)
+    try:
+        async for frame in outbox:
+            yield frame
+    finally:
+        reader.cancel()
+        outbox.close()

@@ -1,0 +1,308 @@
+"""`draft.proto` ↔ `paceline.drafting.speculator` and `paceline.core.tree`.
+
+Neither side trusts the other: decoders check every rule that the contract states and raise `WireError`, so
+that what comes out of here is safe to graft and to draft from. What only one side can know, such as which
+requests are open, it checks itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.core.growth import CERTAIN_TOKEN, ROOT_ID, DraftDistribution, Growth, GrowthBatch
+from paceline.core.messages import Timings
+from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, RequestEvent
+from paceline.drafting.speculator import Commit, Context, Limit, Opening
+from paceline.v1 import common_pb2
+from paceline.v1 import draft_pb2 as pb
+from paceline.wire import node_codec
+from paceline.wire.common_codec import decode_salt, decode_sampling, encode_sampling
+from paceline.wire.link_errors import WireError
+from paceline.wire.tensor_codec import decode_tensor, encode_tensor
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_NODES = 4096
+"""Most nodes in one growth."""
+MAX_DISTRIBUTION_TOKENS = 256
+"""Most tokens of one law."""
+MAX_WEIGHT = 2**16 - 1
+MAX_NAME = 1024
+MAX_POSITION = 2**31
+MAX_MICROSECONDS = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class DraftDescription:
+    """What a draft worker says of itself; see `DraftServiceDescribeResponse`."""
+
+    worker_id: str
+    method: str
+    model: str
+    vocabulary_fingerprint: str
+    hidden_state_layers: Sequence[int]
+    position_limit: int
+
+
+def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
+    return pb.DraftFrame.Open(
+        request_id=wire_id,
+        token_ids=opening.tokens,
+        output_tokens=opening.output_tokens,
+        sampling=encode_sampling(opening.sampling),
+        max_depth=opening.max_depth,
+        max_nodes=opening.max_nodes,
+        strategy=opening.strategy,
+        least_path_probability=opening.least_path_probability,
+        cache_salt=opening.cache_salt,
+    )
+
+
+def encode_context(context: Context, wire_id: int) -> pb.DraftFrame.Context:
+    return pb.DraftFrame.Context(
+        request_id=wire_id,
+        base_position=context.base_position,
+        hidden_states=encode_tensor(context.hidden_states),
+    )
+
+
+def encode_commit(commit: Commit, wire_id: int) -> pb.DraftFrame.Commit:
+    return pb.DraftFrame.Commit(
+        request_id=wire_id,
+        base_position=commit.base_position,
+        token_ids=commit.tokens,
+        accepted=commit.accepted,
+        hidden_states=None if commit.hidden_states is None else encode_tensor(commit.hidden_states),
+    )
+
+
+def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
+    return pb.DraftFrame.Limit(
+        request_id=wire_id,
+        max_depth=limit.max_depth,
+        max_nodes=limit.max_nodes,
+        least_path_probability=limit.least_path_probability,
+    )
+
+
+def decode_draft_frame(frame: pb.DraftFrame) -> list[RequestEvent]:
+    """Everything a target said, in the order in which it is to be applied."""
+    return [
+        *map(_decode_opening, frame.opens),
+        *map(_decode_context, frame.contexts),
+        *map(_decode_commit, frame.commits),
+        *(RequestClosed(each.request_id) for each in frame.closes),
+        *map(_decode_limit, frame.limits),
+    ]
+
+
+def parse_draft_frame(data: bytes) -> list[RequestEvent]:
+    """`decode_draft_frame` of a frame as it travels."""
+    return decode_draft_frame(pb.DraftFrame.FromString(data))
+
+
+def encode_growth_frame(grown: DraftUpdate) -> pb.GrowthFrame:
+    return pb.GrowthFrame(
+        growths=[_encode_growth(growth, request_id) for request_id, growth in grown.growths],
+        dropped=[
+            pb.GrowthFrame.Dropped(request_id=request_id, reason=reason) for request_id, reason in grown.dropped.items()
+        ],
+        applied=grown.applied,
+        queue_us=_microseconds(grown.timings.queue_s),
+        compute_us=_microseconds(grown.timings.compute_s),
+    )
+
+
+def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> DraftUpdate:
+    """Raises `WireError` for anything that cannot be grafted without a second look."""
+    return DraftUpdate(
+        growths=_decode_growths(frame.growths, vocabulary_size),
+        dropped={each.request_id: each.reason for each in frame.dropped},
+        applied=frame.applied,
+        timings=Timings(frame.queue_us / 1e6, frame.compute_us / 1e6, (frame.queue_us + frame.compute_us) / 1e6),
+    )
+
+
+def parse_growth_frame(data: bytes, vocabulary_size: int) -> DraftUpdate:
+    """`decode_growth_frame` of a frame as it travels."""
+    return decode_growth_frame(pb.GrowthFrame.FromString(data), vocabulary_size)
+
+
+def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
+    distances = [id_ - parent if parent else 0 for id_, parent in zip(growth.node_ids, growth.parent_ids, strict=True)]
+    return pb.GrowthFrame.Growth(
+        request_id=wire_id,
+        base_position=growth.base_position,
+        first_node_id=growth.first_id,
+        nodes=node_codec.pack_nodes(node_codec.PackedNodes(growth.tokens, distances, growth.log_probs)),
+        draft_laws=map(_encode_distribution, growth.distributions),
+    )
+
+
+def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: int) -> GrowthBatch:
+    """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
+    heads: list[tuple[int, int, int, int]] = []
+    parent_ids, tokens, log_probs = array("Q"), array("I"), array("d")
+    laws: list[DraftDistribution] = []
+    lawful = any(message.draft_laws for message in messages)
+    for message in messages:
+        nodes = _decode_nodes(message)
+        heads.append((message.request_id, message.base_position, message.first_node_id, len(nodes.tokens)))
+        parent_ids.extend(_parent_ids(message.first_node_id, nodes.distances))
+        tokens.extend(nodes.tokens)
+        log_probs.extend(nodes.log_probs)
+        if lawful:
+            laws += _decode_distributions(message.draft_laws, nodes.tokens, vocabulary_size)
+    if max(tokens, default=0) >= vocabulary_size:
+        raise WireError(f"nodes: token {max(tokens)} is outside the vocabulary of {vocabulary_size}")
+    return GrowthBatch(heads, parent_ids, tokens, log_probs, laws)
+
+
+def _decode_nodes(message: pb.GrowthFrame.Growth) -> node_codec.PackedNodes:
+    if message.base_position >= MAX_POSITION:
+        raise WireError(f"base_position: {message.base_position} is beyond any context")
+    if message.first_node_id == 0:
+        raise WireError("first_node_id: 0 names the root and no node")
+    return node_codec.unpack_nodes(message.nodes, MAX_NODES)
+
+
+def _parent_ids(first_id: int, distances: Sequence[int]) -> list[int]:
+    ids = [id_ - distance for id_, distance in enumerate(distances, first_id)]
+    if min(ids, default=1) < 1:
+        raise WireError(f"nodes: a parent {max(distances)} ids before a node from {first_id} on")
+    return [id_ if distance else ROOT_ID for id_, distance in zip(ids, distances, strict=True)]
+
+
+def _encode_distribution(law: DraftDistribution) -> pb.DraftLaw:
+    tokens = sorted(law)
+    steps = [token - before for before, token in itertools.pairwise((0, *tokens))]
+    return pb.DraftLaw(token_steps=steps, weights=[law[token] for token in tokens])
+
+
+def _decode_distributions(
+    messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int
+) -> Sequence[DraftDistribution]:
+    if not messages:
+        return [CERTAIN_TOKEN] * len(guesses)
+    if len(messages) != len(guesses):
+        raise WireError(f"draft_laws: {len(messages)} for {len(guesses)} nodes")
+    return [_decode_distribution(each, guess, vocabulary_size) for each, guess in zip(messages, guesses, strict=True)]
+
+
+def _decode_distribution(message: pb.DraftLaw, guess: int, vocabulary_size: int) -> DraftDistribution:
+    tokens, weights = list(itertools.accumulate(message.token_steps)), message.weights
+    if not tokens and not weights:
+        return CERTAIN_TOKEN
+    if len(tokens) != len(weights) or len(tokens) > MAX_DISTRIBUTION_TOKENS:
+        raise WireError(
+            f"draft_laws: {len(tokens)} tokens with {len(weights)} weights, of at most {MAX_DISTRIBUTION_TOKENS}"
+        )
+    if 0 in message.token_steps[1:] or tokens[-1] >= vocabulary_size:
+        raise WireError(f"draft_laws: tokens that do not rise, or outside the vocabulary of {vocabulary_size}")
+    if not 0 < min(weights) <= max(weights) <= MAX_WEIGHT:
+        raise WireError(f"draft_laws: weights from {min(weights)} to {max(weights)}")
+    law = dict(zip(tokens, weights, strict=True))
+    if guess not in law:
+        raise WireError(f"draft_laws: token {guess} cannot have been drawn from its law")
+    return law
+
+
+def _microseconds(seconds: float) -> int:
+    """Of what took any time, at least one: where frames are merged, a zero would leave what an earlier one said."""
+    microseconds = min(max(0.0, seconds * 1e6), MAX_MICROSECONDS)
+    return max(round(microseconds), int(microseconds > 0))
+
+
+def encode_draft_description(description: DraftDescription) -> pb.DraftServiceDescribeResponse:
+    return pb.DraftServiceDescribeResponse(
+        worker_id=description.worker_id,
+        method=description.method,
+        model=description.model,
+        vocabulary_fingerprint=description.vocabulary_fingerprint,
+        hidden_state_layers=description.hidden_state_layers,
+        position_limit=description.position_limit,
+    )
+
+
+def decode_draft_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:
+    for name in ("worker_id", "method", "model", "vocabulary_fingerprint"):
+        if len(getattr(message, name)) > MAX_NAME:
+            raise WireError(f"{name}: over {MAX_NAME} characters")
+    return DraftDescription(
+        worker_id=message.worker_id,
+        method=message.method,
+        model=message.model,
+        vocabulary_fingerprint=message.vocabulary_fingerprint,
+        hidden_state_layers=tuple(message.hidden_state_layers),
+        position_limit=message.position_limit,
+    )
+
+
+def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
+    if message.request_id == 0:
+        raise WireError("opens.request_id: 0")
+    if not message.token_ids:
+        raise WireError("opens.token_ids: empty")
+    if message.output_tokens > len(message.token_ids):
+        raise WireError(f"opens.output_tokens: {message.output_tokens} of {len(message.token_ids)} tokens")
+    if message.max_nodes > MAX_NODES:
+        raise WireError(f"opens.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
+    return Opening(
+        request_id=message.request_id,
+        tokens=list(message.token_ids),
+        output_tokens=message.output_tokens,
+        sampling=decode_sampling(message.sampling),
+        max_depth=message.max_depth,
+        max_nodes=message.max_nodes,
+        strategy=message.strategy,
+        least_path_probability=_decode_probability("opens.least_path_probability", message.least_path_probability),
+        cache_salt=decode_salt(message.cache_salt),
+    )
+
+
+def _decode_limit(message: pb.DraftFrame.Limit) -> Limit:
+    if message.max_nodes > MAX_NODES:
+        raise WireError(f"limits.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
+    least = _decode_probability("limits.least_path_probability", message.least_path_probability)
+    return Limit(message.request_id, message.max_depth, message.max_nodes, least)
+
+
+def _decode_probability(name: str, value: float) -> float:
+    if not 0.0 <= value <= 1.0:
+        raise WireError(f"{name}: {value} is no probability")
+    return value
+
+
+def _decode_context(message: pb.DraftFrame.Context) -> Context:
+    hidden_states = _decode_hidden_states(message.hidden_states)
+    return Context(message.request_id, message.base_position, hidden_states)
+
+
+def _decode_commit(message: pb.DraftFrame.Commit) -> Commit:
+    if not message.token_ids:
+        raise WireError("commits.token_ids: empty")
+    if message.accepted > len(message.token_ids):
+        raise WireError(f"commits.accepted: {message.accepted} of {len(message.token_ids)} tokens")
+    hidden_states = _decode_hidden_states(message.hidden_states) if message.HasField("hidden_states") else None
+    if hidden_states is not None and len(hidden_states) != len(message.token_ids):
+        raise WireError(f"commits.hidden_states: {len(hidden_states)} rows, {len(message.token_ids)} tokens")
+    return Commit(
+        request_id=message.request_id,
+        base_position=message.base_position,
+        tokens=list(message.token_ids),
+        accepted=message.accepted,
+        hidden_states=hidden_states,
+    )
+
+
+def _decode_hidden_states(message: common_pb2.Tensor) -> torch.Tensor:
+    """[positions, layers, hidden size]"""
+    hidden_states = decode_tensor(message)
+    if hidden_states.dim() != 3:
+        raise WireError(f"hidden_states: {hidden_states.dim()} dimensions, not 3")
+    return hidden_states

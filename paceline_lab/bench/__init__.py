@@ -1,0 +1,1 @@
+"""Benchmarks: `paceline bench`, `paceline demo`. Each ends with one line of JSON."""

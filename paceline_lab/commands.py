@@ -1,0 +1,224 @@
+"""The commands that the lab adds to `paceline`: demo, train, bench and plan. Heavy imports stand inside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import PASS_ON, become, start_errors
+
+train = typer.Typer(help="Train heads for a model of yours, or the models that ship again.", no_args_is_help=True)
+bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)
+
+
+def add_to(main: typer.Typer) -> None:
+    """Add every command of the lab."""
+    main.command()(demo)
+    main.add_typer(train, name="train")
+    main.add_typer(bench, name="bench")
+    main.command()(plan)
+
+
+def demo(
+    *,
+    json_only: Annotated[bool, typer.Option("--json", help="Print nothing but the last line.")] = False,
+) -> None:
+    """Show and measure it: starts everything, compares plain with speculative decoding, prints one JSON line."""
+    from rich.console import Console
+
+    from paceline_lab.bench import demo as command
+
+    with start_errors():
+        result = command.run(Console(quiet=json_only, highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+    raise typer.Exit(0 if result.identical else 1)
+
+
+@train.command(context_settings=PASS_ON)
+def family(context: typer.Context) -> None:
+    """Train the shipped target, its draft and its heads from the standard library's sources."""
+    become("paceline_lab.training.train_family", context.args)
+
+
+def _trains(method: str, what: str, short: str | None = None) -> None:
+    def head(context: typer.Context) -> None:
+        become("paceline_lab.training.heads.train_head", [method, *context.args])
+
+    train.command(method, context_settings=PASS_ON, help=f"Train {what} for a target, on text of yours.")(head)
+    if short is not None:
+        train.command(short, context_settings=PASS_ON, hidden=True)(head)
+
+
+_trains("eagle3", "an EAGLE-3 head")
+_trains("eagle", "an EAGLE-1 head")
+_trains("medusa", "Medusa heads")
+_trains("mlp_speculator", "an MLP speculator", "mlp")
+_trains("mtp", "a multi-token-prediction layer")
+_trains("draft_model", "a small draft model", "draft")
+_trains("pard", "a parallel draft model")
+
+
+@bench.command()
+def baseline() -> None:
+    """This engine beside transformers: generate, assisted generation, prompt lookup."""
+    from rich.console import Console
+
+    from paceline_lab.bench import baseline
+
+    typer.echo(json.dumps(baseline.run(Console(highlight=False))))
+
+
+@bench.command()
+def methods(
+    only: Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")] = None,
+) -> None:
+    """Every way to draft: what is accepted, by depth, and what it is worth, on four workloads."""
+    from rich.console import Console
+
+    from paceline_lab.bench import method_comparison
+
+    with start_errors():
+        result = method_comparison.run(Console(highlight=False), only or ())
+    typer.echo(json.dumps(result))
+    raise typer.Exit(0 if all(row["identical"] for row in result["rows"]) else 1)
+
+
+@bench.command()
+def peers(
+    engines: Annotated[list[str] | None, typer.Option(help="paceline, llama.cpp, vllm or transformers")] = None,
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+    workloads: Annotated[list[str] | None, typer.Option(help="code, code-0.8, questions, edits or json")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often each prompt is asked.")] = 3,
+    environments: Annotated[Path, typer.Option(help="Where the others are installed.")] = Path(".venv-peers"),
+    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+) -> None:
+    """This engine beside llama.cpp, vLLM and transformers, at two sizes; name several by repeating an option."""
+    from rich.console import Console
+
+    from paceline_lab.bench import peer_comparison
+
+    given = {"engines": engines, "sizes": sizes, "loads": workloads}
+    with start_errors():
+        wish = peer_comparison.PeerBenchOptions(
+            **{name: names for name, names in given.items() if names}, repeats=repeats, folder=environments
+        )
+        result = peer_comparison.run(Console(highlight=False), wish)
+    if svg is not None:
+        svg.write_text(peer_comparison.picture(result))
+    typer.echo(json.dumps(result))
+
+
+@bench.command()
+def profile(
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened; both by default")] = None,
+    requests: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; 1, 8, 32 and 100.")] = None,
+    method: Annotated[str, typer.Option(help="How to draft, as `bench methods` calls it.")] = "draft_model",
+    threads: Annotated[int | None, typer.Option(min=1, help="For the model; one per core by default.")] = None,
+    before: Annotated[Path | None, typer.Option(help="An earlier run, to draw beside this one.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+) -> None:
+    """A step taken apart: where the time goes, beside what the machine could do."""
+    from rich.console import Console
+
+    from paceline_lab.bench import step_profile
+
+    with start_errors():
+        earlier = step_profile.read(before) if before else None
+        result = step_profile.run(
+            Console(highlight=False),
+            sizes or step_profile.SIZES,
+            requests or step_profile.REQUESTS,
+            method,
+            threads,
+        )
+    if svg is not None:
+        svg.write_text(step_profile.picture(result, earlier))
+    typer.echo(json.dumps(result))
+
+
+@bench.command()
+def control_plane(
+    streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
+) -> None:
+    """Gateway, target and draft with the model's compute taken out."""
+    from rich.console import Console
+
+    from paceline_lab.bench import control_plane
+
+    with start_errors():
+        result = control_plane.run(Console(highlight=False), streams)
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@bench.command()
+def overlap() -> None:
+    """Streamed against lock-step drafting and plain decoding, on simulated accelerators and a slow network."""
+    from rich.console import Console
+
+    from paceline_lab.bench import overlap
+
+    with start_errors():
+        result = overlap.run(Console(highlight=False))
+    typer.echo(json.dumps(result.as_json()))
+
+
+@bench.command()
+def hostile() -> None:
+    """What one client can do to the others: costly grammars, huge prompts, many choices, bytes that are no message."""
+    from rich.console import Console
+
+    from paceline_lab.bench import hostile_clients
+
+    with start_errors():
+        result = hostile_clients.run(Console(highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+@bench.command()
+def scaling() -> None:
+    """What the control plane costs per token, up to ten thousand requests, and how many processes that makes."""
+    from rich.console import Console
+
+    from paceline_lab.bench import scaling
+
+    with start_errors():
+        result = scaling.run(Console(highlight=False))
+    typer.echo(json.dumps(dataclasses.asdict(result)))
+
+
+def plan(
+    *,
+    target_step_ms: Annotated[float, typer.Option(min=0.01, help="A pass of few rows through the target.")] = 10.0,
+    target_knee_rows: Annotated[int, typer.Option(min=1, help="Rows from which on a pass takes longer.")] = 128,
+    draft_step_ms: Annotated[float, typer.Option(min=0.01, help="A pass of few rows through the draft.")] = 1.0,
+    draft_knee_rows: Annotated[int, typer.Option(min=1, help="Rows from which on a pass takes longer.")] = 128,
+    agreement: Annotated[float, typer.Option(min=0.0, max=1.0, help="How often the draft's choice is drawn.")] = 0.8,
+    rtt_ms: Annotated[float, typer.Option(min=0.0, help="Round trip between target and draft.")] = 0.5,
+    overhead_ms: Annotated[float, typer.Option(min=0.0, help="Of each step, outside the model.")] = 0.5,
+    requests_per_s: Annotated[float, typer.Option(min=0.001, help="Requests that arrive.")] = 5.0,
+    output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 200,
+    token_ms: Annotated[float, typer.Option(min=0.01, help="Goal: time per output token.")] = 20.0,
+) -> None:
+    """How many workers it takes, how fast it gets, and when speculation stops paying: simulated, not guessed."""
+    from rich.console import Console
+
+    from paceline_lab.fake_models.timed_config import TimedModelConfig
+    from paceline_lab.simulation import plan_command as command
+    from paceline_lab.simulation.capacity_plan import CannotPlanError, PlannedDemand
+    from paceline_lab.simulation.pair_simulation import SimulatedPair
+
+    pair = SimulatedPair(
+        TimedModelConfig(step_ms=target_step_ms, knee_rows=target_knee_rows, overhead_ms=overhead_ms),
+        TimedModelConfig(step_ms=draft_step_ms, knee_rows=draft_knee_rows, agreement=agreement),
+        rtt_ms / 1e3,
+    )
+    try:
+        planned = command.run(Console(highlight=False), pair, PlannedDemand(requests_per_s, output_tokens, token_ms))
+    except CannotPlanError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    typer.echo(json.dumps(planned))

@@ -1,0 +1,259 @@
+"""One engine in a process of its own, asked by lines of JSON: `python worker.py ENGINE`.
+
+The first line on standard input says what to load:
+
+    {"target": FOLDER, "draft": FOLDER, "head": FOLDER, "gguf": FILE, "threads": 2, "methods": ["plain", ...],
+     "speculation": {METHOD: CONFIG, ...}}
+
+The answer is `{"ready": METHODS}`. Every further line asks for new tokens of some prompts at once:
+
+    {"method": "plain", "prompts": [[1, 2], ...], "temperature": 0.8, "seed": 7, "max_tokens": 96}
+
+and gets `{"tokens": [[3, 4], ...], "seconds": 0.2}`, the seconds being those of the engine's own call; what cannot be
+done gets `{"error": TEXT}`. Every prompt draws with that seed. Nobody may reuse a prompt's keys and values, and nobody
+stops at a token: the checkpoints have none that ends a text.
+
+This file runs in the engine's environment, where paceline may not be installed: what it imports stands inside.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+POSITIONS = 2048
+"""Of one request."""
+MOST_AT_ONCE = 8
+GUESSES = 5
+"""What vLLM verifies at once with every method: as in the examples of its manual."""
+LOOKED_UP = {"prompt_lookup": 10, "prompt_lookup_2": 2}
+"""llama-cpp-python's manual calls 10 its default, and 2 better without a GPU."""
+
+Setup = Mapping[str, Any]
+Tokens = list[list[int]]
+Generate = Callable[[Sequence[Sequence[int]], float, int, int], Tokens]
+"""From prompts, temperature, seed and number of tokens to the new tokens of each prompt. Raises ValueError."""
+
+
+def load_paceline(setup: Setup) -> dict[str, Generate]:
+    """Every method drafts in this process over one loaded target. `speculation` in the setup says how."""
+    from paceline.config import SamplingParams
+    from paceline.llm import LLM
+
+    engine = {"threads": setup["threads"], "slots": MOST_AT_ONCE * POSITIONS, "enable_prefix_caching": False}
+    target = LLM(setup["target"], engine_config=engine)
+    llms = {"plain": target}
+    llms |= {name: target.with_speculation(config) for name, config in setup["speculation"].items()}
+
+    def generating(name: str) -> Generate:
+        def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+            sampling = SamplingParams(temperature=temperature, seed=seed, max_tokens=count)
+            return [each.tokens for each in llms[name].generate(prompts, sampling, speculative=name != "plain")]
+
+        return generate
+
+    return {name: generating(name) for name in llms}
+
+
+def load_transformers(setup: Setup) -> dict[str, Generate]:
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(setup["threads"])
+    target, draft = (
+        AutoModelForCausalLM.from_pretrained(setup[which], dtype="auto", local_files_only=True).eval()
+        for which in ("target", "draft")
+    )
+
+    def generating(most: int, **how: Any) -> Generate:
+        def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+            _refuse_more(prompts, most)
+            torch.manual_seed(seed)
+            longest = max(map(len, prompts))
+            ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
+            mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+            law = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            output = target.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=count, **law, **how)
+            return [[int(token) for token in row[longest:]] for row in output]
+
+        return generate
+
+    return {
+        "plain": generating(MOST_AT_ONCE),
+        "assisted": generating(1, assistant_model=draft),
+        "prompt_lookup": generating(1, prompt_lookup_num_tokens=LOOKED_UP["prompt_lookup"]),
+    }
+
+
+def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
+    from gguf_file import write_gguf
+    from llama_cpp import Llama
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
+
+    path = Path(setup["gguf"])
+    if not path.is_file():
+        write_gguf(Path(setup["target"]), path)
+    threads = setup["threads"]
+
+    def looking_up(most: int) -> Generate:
+        llama = Llama(
+            str(path),
+            n_ctx=POSITIONS,
+            n_threads=threads,
+            n_threads_batch=threads,
+            flash_attn=True,  # as where nothing is said
+            draft_model=LlamaPromptLookupDecoding(num_pred_tokens=most),
+            verbose=False,
+        )
+
+        def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+            _refuse_more(prompts, 1)
+            llama.reset()
+            llama.set_seed(seed)
+            stream = llama.generate(prompts[0], temp=temperature, top_k=0, top_p=1.0, min_p=0.0)
+            return [[int(token) for token, _ in zip(stream, range(count), strict=False)]]
+
+        return generate
+
+    plain: dict[str, Generate] = {"plain": LlamaCppBatches(str(path), threads).generate}
+    return plain | {name: looking_up(most) for name, most in LOOKED_UP.items() if name in setup["methods"]}
+
+
+class LlamaCppBatches:
+    """llama.cpp's own calls for several sequences at once, which its Python class does not have."""
+
+    def __init__(self, path: str, threads: int) -> None:
+        import llama_cpp
+
+        self._lib = llama_cpp
+        model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
+        self._contexts = {count: self._context(model, count, threads) for count in (1, MOST_AT_ONCE)}
+        self._batch = llama_cpp.llama_batch_init(POSITIONS, 0, 1)
+
+    def generate(self, prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        context = self._contexts[1 if len(prompts) == 1 else MOST_AT_ONCE]
+        self._lib.llama_memory_clear(self._lib.llama_get_memory(context), True)
+        samplers = [self._sampler(temperature, seed) for _ in prompts]
+        tokens: Tokens = [[] for _ in prompts]
+        for sequence, prompt in enumerate(prompts):
+            self._decode(context, [(token, place, sequence) for place, token in enumerate(prompt)])
+            tokens[sequence].append(self._lib.llama_sampler_sample(samplers[sequence], context, -1))
+        for step in range(count - 1):
+            rows = [
+                (own[-1], len(prompt) + step, i) for i, (own, prompt) in enumerate(zip(tokens, prompts, strict=True))
+            ]
+            self._decode(context, rows, every=True)
+            for row, own in enumerate(tokens):
+                own.append(self._lib.llama_sampler_sample(samplers[row], context, row))
+        for sampler in samplers:
+            self._lib.llama_sampler_free(sampler)
+        return tokens
+
+    def _context(self, model: Any, sequences: int, threads: int) -> Any:
+        params = self._lib.llama_context_default_params()
+        params.n_ctx, params.n_seq_max = POSITIONS * sequences, sequences
+        params.n_batch = POSITIONS
+        params.n_threads = params.n_threads_batch = threads
+        return self._lib.llama_init_from_model(model, params)
+
+    def _sampler(self, temperature: float, seed: int) -> Any:
+        chain = self._lib.llama_sampler_chain_init(self._lib.llama_sampler_chain_default_params())
+        if temperature:
+            self._lib.llama_sampler_chain_add(chain, self._lib.llama_sampler_init_temp(temperature))
+            self._lib.llama_sampler_chain_add(chain, self._lib.llama_sampler_init_dist(seed))
+        else:
+            self._lib.llama_sampler_chain_add(chain, self._lib.llama_sampler_init_greedy())
+        return chain
+
+    def _decode(self, context: Any, rows: Sequence[tuple[int, int, int]], *, every: bool = False) -> None:
+        """`rows`: token, position and sequence of each. Logits are computed for the last one, or for every one."""
+        batch = self._batch
+        batch.n_tokens = len(rows)
+        for i, (token, position, sequence) in enumerate(rows):
+            batch.token[i], batch.pos[i] = token, position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = every or i == len(rows) - 1
+        if code := self._lib.llama_decode(context, batch):
+            raise ValueError(f"llama_decode gave {code}")
+
+
+def load_vllm(setup: Setup) -> dict[str, Generate]:
+    """One method: each needs an engine of its own."""
+    from vllm import LLM, SamplingParams
+
+    [method] = setup["methods"]
+    speculation: dict[str, dict[str, Any] | None] = {
+        "plain": None,
+        "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
+        "draft_model": {"method": "draft_model", "model": setup["draft"]},
+        "eagle3": {"method": "eagle3", "model": setup["head"]},
+    }
+    config = speculation[method]
+    llm = LLM(
+        setup["target"],
+        dtype="bfloat16",
+        max_model_len=POSITIONS,
+        max_num_seqs=MOST_AT_ONCE,
+        enable_prefix_caching=False,
+        speculative_config=config and {**config, "num_speculative_tokens": GUESSES},
+    )
+
+    def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        law = SamplingParams(temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True, detokenize=False)
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [list(each.outputs[0].token_ids) for each in llm.generate(asked, law, use_tqdm=False)]
+
+    return {method: generate}
+
+
+def _refuse_more(prompts: Sequence[Sequence[int]], most: int) -> None:
+    if len(prompts) > most:
+        raise ValueError(f"it takes {most} at once")
+
+
+LOADERS: Mapping[str, Callable[[Setup], dict[str, Generate]]] = {
+    "paceline": load_paceline,
+    "transformers": load_transformers,
+    "llama.cpp": load_llama_cpp,
+    "vllm": load_vllm,
+}
+
+
+def serve(load: Callable[[Setup], dict[str, Generate]], asked: TextIO, answers: TextIO) -> None:
+    """Answer line by line until there are no more."""
+
+    def answer(line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=answers, flush=True)
+
+    try:
+        methods = load(json.loads(asked.readline()))
+    except Exception as error:
+        answer({"error": f"{type(error).__name__}: {error}"})
+        raise
+    answer({"ready": list(methods)})
+    for line in asked:
+        wish = json.loads(line)
+        began = time.perf_counter()
+        try:
+            law = wish["temperature"], wish["seed"], wish["max_tokens"]
+            tokens = methods[wish["method"]](wish["prompts"], *law)
+            answer({"tokens": tokens, "seconds": time.perf_counter() - began})
+        except Exception as error:  # noqa: BLE001 - the next wish may be a better one
+            answer({"error": f"{type(error).__name__}: {error}"})
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print is no answer
+    serve(LOADERS[sys.argv[1]], sys.stdin, answers)
+
+
+if __name__ == "__main__":
+    main()

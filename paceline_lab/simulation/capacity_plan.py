@@ -1,0 +1,155 @@
+"""How many workers, how fast, and when speculation stops paying: the pair simulated at every load.
+
+Nothing is fitted. The engine, its budget and its patience decide in virtual time as they would in earnest, over models
+that take as long as the accelerators do; see `paceline_lab.simulation.pair_simulation`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from paceline.config import SamplingParams
+from paceline.core.messages import Submission
+from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
+
+LOADS = (1, 2, 4, 8, 16, 32, 64)
+"""Requests that one target runs at once."""
+GUESSES = (1, 2, 4, 8)
+"""Of a chain, for the formula."""
+TOKENS = 96
+"""Per simulated request."""
+LEAST_GAIN = 1.02
+"""Less than this over plain decoding is not worth a draft worker."""
+ENOUGH = 0.95
+"""So much of what twice as many drafts would bring is enough."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPoint:
+    """One target with so many requests at once. Tokens per second are those of all of them together."""
+
+    requests: int
+    plain: float
+    streamed: float
+
+    @property
+    def best(self) -> float:
+        return max(self.plain, self.streamed)
+
+    @property
+    def token_ms(self) -> float:
+        """Between two tokens of a request, on average."""
+        return 1e3 * self.requests / self.best
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedDemand:
+    """What is asked of the pool."""
+
+    requests_per_s: float
+    output_tokens: int
+    token_ms: float
+    """A request is to get a token this often, on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedFormSpeedup:
+    """What a chain of so many guesses is worth to one request, by the formula of Leviathan et al. 2023, which takes
+    all guesses to be right with one probability."""
+
+    guesses: int
+    accepted: float
+    """Expected, of one verification: the sum over depths of the product of the rates down to there."""
+    lockstep: float
+    """Over plain decoding, if the draft waits for the verification and the other way round."""
+    hidden: float
+    """If drafting and network hide behind the verification altogether."""
+
+
+@dataclass(frozen=True, slots=True)
+class CapacityPlan:
+    """What it takes. `at_once`: requests that a target then runs."""
+
+    formulas: Sequence[ClosedFormSpeedup]
+    loads: Sequence[LoadPoint]
+    pays_up_to: int
+    """Requests per target up to which speculation pays; 0: never."""
+    target_workers: int
+    draft_workers: int
+    at_once: float
+    token_ms: float
+
+
+class CannotPlanError(Exception):
+    """No number of workers meets the demand; the text says why."""
+
+
+def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
+    """Raises `CannotPlanError`."""
+    loads = [load(pair, requests) for requests in LOADS]
+    within = [each for each in loads if each.token_ms <= demand.token_ms]
+    if not within:
+        raise CannotPlanError(
+            f"one request alone gets a token every {loads[0].token_ms:.1f} ms: {demand.token_ms:g} ms needs a faster "
+            "target, a better draft, or a shorter round trip"
+        )
+    demanded = demand.requests_per_s * demand.output_tokens
+    targets = max(1, math.ceil(demanded / max(each.best for each in within)))
+    at_once = requests_at(loads, demanded / targets)
+    near = next((each for each in loads if each.requests >= at_once), loads[-1])
+    pays = near.streamed >= LEAST_GAIN * near.plain
+    return CapacityPlan(
+        formulas=[formula(pair, guesses) for guesses in GUESSES],
+        loads=loads,
+        pays_up_to=max((each.requests for each in loads if each.streamed >= LEAST_GAIN * each.plain), default=0),
+        target_workers=targets,
+        draft_workers=targets * drafts_for(pair, near.requests) if pays else 0,
+        at_once=at_once,
+        token_ms=1e3 * at_once * targets / demanded,
+    )
+
+
+def formula(pair: SimulatedPair, guesses: int) -> ClosedFormSpeedup:
+    """Of a pair with a draft, for a step of one request."""
+    assert pair.draft is not None
+    accepted = sum(pair.draft.agreement**depth for depth in range(1, guesses + 1))
+    plain, verified = pair.target.seconds(1), pair.target.seconds(1 + guesses)
+    drafted = guesses * pair.draft.seconds(1) + pair.rtt_s
+    tokens = 1 + accepted
+    return ClosedFormSpeedup(guesses, accepted, tokens * plain / (verified + drafted), tokens * plain / verified)
+
+
+def load(pair: SimulatedPair, requests: int) -> LoadPoint:
+    """Simulate so many requests at once, plainly and streamed."""
+    return LoadPoint(requests, rate(replace(pair, draft=None), requests), rate(pair, requests))
+
+
+def rate(pair: SimulatedPair, requests: int) -> float:
+    """Tokens per second that one target gives so many requests together."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
+    submissions = [Submission(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
+    return simulate(pair, [(0.0, submission) for submission in submissions]).tokens_per_s
+
+
+def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
+    """How many requests a target runs at once when it has to give so many tokens: Little's law, between the loads."""
+    requests, known = 0.0, 0.0
+    for each in loads:
+        if each.best >= tokens_per_s:
+            return requests + (each.requests - requests) * (tokens_per_s - known) / (each.best - known)
+        requests, known = each.requests, each.best
+    return requests
+
+
+def drafts_for(pair: SimulatedPair, requests: int) -> int:
+    """How many draft workers feed one target with so many requests: twice as many would hardly bring more."""
+    drafts = 1
+    here = rate(replace(pair, drafts=drafts), requests)
+    while drafts < requests:
+        more = rate(replace(pair, drafts=2 * drafts), requests)
+        if here >= ENOUGH * more:
+            break
+        drafts, here = 2 * drafts, more
+    return drafts

@@ -1,0 +1,197 @@
+"""A target and a draft in virtual time: the real engine, scheduler, tree, budget, growing loop and frames.
+
+What is not real: the models (`paceline_lab.fake_models.timed_model`), the network (a delay each way), and the
+processes that speak, which take no time. What it computes is what a machine would do that has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.core.messages import Submission
+from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.best_first import MAX_ROWS
+from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents
+from paceline.drafting.methods.draft_model import DraftModelSpeculator
+from paceline.engine.draft_client import DraftClient, NoDraftClient
+from paceline.engine.engine import Engine
+from paceline.engine.engine_loop import EngineLoop
+from paceline.engine.engine_messages import StepResult
+from paceline.ipc.pipe import MessageDispatcher
+from paceline.model import ModelOutput
+from paceline.model.rows import Row
+from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
+from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, SessionUp, SessionUpdate
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import TimedModel
+from paceline_lab.simulation.virtual_time import DelayedLink, VirtualTime
+
+ADDRESS = "draft"
+FRAME_OVERHEAD = 14
+"""Bytes around each message: HTTP/2's and gRPC's headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedPair:
+    """What is simulated. `draft` None: plain decoding."""
+
+    target: TimedModelConfig
+    draft: TimedModelConfig | None
+    rtt_s: float = 0.0
+    drafts: int = 1
+    """Draft workers; requests go to them in turns."""
+    speculation: SpeculativeConfig = field(
+        default_factory=lambda: SpeculativeConfig(
+            method="draft_model", model=ADDRESS, num_speculative_tokens=16, tree_width=4, max_tree_nodes=64
+        )
+    )
+    engine: EngineConfig = field(
+        default_factory=lambda: EngineConfig(slots=2**17, max_num_seqs=256, max_num_batched_rows=1024)
+    )
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """What came of it. Times in seconds since the beginning."""
+
+    tokens: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
+    times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    """Of each token, when it was committed."""
+    steps: int = 0
+    seconds: float = 0.0
+    wire_bytes: int = 0
+    step_cpu_s: list[tuple[int, float]] = field(default_factory=list, compare=False)
+    """Of each step: requests that got tokens, CPU seconds that it took without the model. No two runs have the same."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(map(len, self.tokens.values())) / self.seconds
+
+    @property
+    def wire_bytes_per_token(self) -> float:
+        return self.wire_bytes / sum(map(len, self.tokens.values()))
+
+
+class _Pipe(MessageDispatcher):
+    """In the place of `paceline.ipc.pipe.Pipe`."""
+
+    def __init__(self, time: VirtualTime, sent: Callable[[object], None]) -> None:
+        super().__init__()
+        self._wire: DelayedLink[object] = DelayedLink(time, 0.0)
+        self._sent = sent
+
+    def put(self, message: object) -> None:
+        """For the computing end."""
+        self._wire.put(message)
+
+    def send(self, message: object) -> None:
+        self._sent(message)
+
+    def receive(self, timeout_s: float | None) -> None:
+        for message in self._wire.take(timeout_s):
+            self.dispatch(message)
+
+
+class _Metered(TimedModel):
+    """Knows what it has taken of a real CPU itself."""
+
+    cpu_s = 0.0
+
+    def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
+        began = time.thread_time()
+        try:
+            return super().run(rows, wanted, hidden_layers)
+        finally:
+            self.cpu_s += time.thread_time() - began
+
+
+def simulate(pair: SimulatedPair, submissions: Sequence[tuple[float, Submission]]) -> SimulationResult:
+    """Serve each submission from its time on, until all have ended."""
+    return _Run(pair, submissions).outcome()
+
+
+class _Run:
+    def __init__(self, pair: SimulatedPair, submissions: Sequence[tuple[float, Submission]]) -> None:
+        self._time = VirtualTime()
+        self._pair = pair
+        self._outcome = SimulationResult()
+        self._running = len(submissions)
+        self._engine_pipe = _Pipe(self._time, self._engine_says)
+        self._draft_pipes: list[_Pipe] = []
+        for number, (when, submission) in enumerate(submissions):
+            drafted = replace(submission, drafts=[f"{ADDRESS}-{number % pair.drafts}"])
+            self._time.after(when, partial(self._engine_pipe.put, drafted))
+        drafting: DraftClient = NoDraftClient()
+        if pair.draft is not None:
+            drafting = RemoteDrafting(self._engine_pipe, clock=self._time.now)  # type: ignore[arg-type]
+            for link in range(pair.drafts):
+                self._start_draft(pair.draft, link)
+        self._target, cost = self._model(pair.target, pair.engine.max_num_batched_rows)
+        self._step_began_s = 0.0
+        engine = Engine(self._target, pair.engine, pair.speculation, drafting, cost, self._time.now)
+        self._time.start(EngineLoop(engine, self._engine_pipe).run)  # type: ignore[arg-type]
+
+    def _start_draft(self, spec: TimedModelConfig, link: int) -> None:
+        address = f"{ADDRESS}-{link}"
+        self._engine_pipe.put(SessionUp(link, address, address, hidden_state_layers=()))
+        pipe = _Pipe(self._time, partial(self._draft_says, link))
+        self._draft_pipes.append(pipe)
+        model, cost = self._model(spec, MAX_ROWS)
+        speculation = self._pair.speculation
+        draft = DraftModelSpeculator(
+            model, speculation.tree_width, cost, speculation.least_path_probability, self._time.now
+        )
+        self._time.start(DraftLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
+
+    def outcome(self) -> SimulationResult:
+        self._time.run(lambda: not self._running)
+        self._outcome.seconds = self._time.now()
+        return self._outcome
+
+    def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_Metered, RowCost]:
+        rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
+        model = _Metered("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
+
+    def _engine_says(self, message: object) -> None:
+        """Called by the engine's thread; what it takes of a CPU here is not the engine's."""
+        cpu_s = self._engine_cpu_s()
+        match message:
+            case StepResult(deltas):
+                self._outcome.steps += 1
+                self._outcome.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
+                for delta in deltas:
+                    self._outcome.tokens[delta.request_id] += delta.tokens
+                    self._outcome.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
+                    self._running -= delta.finish_reason is not None
+                self._step_began_s = cpu_s
+            case SendDraftFrame(link, frame):
+                self._travel(frame.SerializeToString(), partial(self._draft_hears, link))
+            case ConnectDrafts():
+                pass
+        self._step_began_s += self._engine_cpu_s() - cpu_s
+
+    def _engine_cpu_s(self) -> float:
+        return time.thread_time() - self._target.cpu_s
+
+    def _draft_says(self, link: int, message: object) -> None:
+        assert isinstance(message, DraftRounds)
+        for _, grown in message.grown:
+            self._travel(encode_growth_frame(grown).SerializeToString(), partial(self._engine_hears, link))
+
+    def _travel(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
+        self._outcome.wire_bytes += len(data) + FRAME_OVERHEAD
+        self._time.after(self._pair.rtt_s / 2, lambda: arrive(data))
+
+    def _draft_hears(self, link: int, data: bytes) -> None:
+        self._draft_pipes[link].put(LinkEvents(link, parse_draft_frame(data), self._time.now()))
+
+    def _engine_hears(self, link: int, data: bytes) -> None:
+        grown = parse_growth_frame(data, self._pair.target.vocabulary)
+        self._engine_pipe.put(SessionUpdate(link, grown))

@@ -1,0 +1,1 @@
+"""`paceline train family`: the models that ship with the package, from the standard library's sources."""

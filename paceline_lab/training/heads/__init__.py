@@ -1,0 +1,1 @@
+"""`paceline train METHOD`: a head or a small draft for a target, from text."""

@@ -1,0 +1,61 @@
+"""Training an EAGLE-3 head (Li et al. 2025): the tensors of the published format, and their "training-time test".
+
+While it drafts, a head is fed with what it made of the row before, not with the target's states. So it is trained that
+way: step 0 reads the target's states, every later step its own output of the step before, moved on by one token. Row i
+of step s predicts the token at i + 2 + s. It attends to rows 0 to i of step 0, and to its own column in steps 1 to s.
+
+Shapes: B rows, L positions, H hidden size, h that of the head, N heads, G heads of keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from paceline_lab.training.heads.chain_attention import ChainAttention, Past
+from paceline_lab.training.heads.target_reader import TargetOutputs
+
+
+class Eagle3Module(nn.Module):
+    """The head. Names of its parameters are those of the original uploads."""
+
+    def __init__(self, config: LlamaConfig, states: int, output: Tensor) -> None:
+        """`config`: of its one layer. `states`: how many layers of the target it reads. `output` [columns, h]: what its
+        own output matrix begins as."""
+        super().__init__()
+        h = config.hidden_size
+        self.fc = nn.Linear(states * h, h, bias=False)
+        self.midlayer = _Eagle3Layer(config)
+        self.norm = LlamaRMSNorm(h, config.rms_norm_eps)
+        self.lm_head = nn.Linear(h, len(output), bias=False)
+        with torch.no_grad():
+            self.lm_head.weight.copy_(output)
+
+    def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
+        """Logits [B, L - 1 - s, columns] of each step s: of the tokens from 2 + s on, and of the one past the end."""
+        x = self.fc(reading.states_BLSH.flatten(2)[:, :-1])
+        past: Past = []
+        laws = []
+        for step in range(steps):
+            x = self.midlayer(reading.embedded_BLH[:, 1 + step :], x[:, : x.shape[1] - (step > 0)], past)
+            laws.append(self.lm_head(self.norm(x)))
+        return laws
+
+
+class _Eagle3Layer(nn.Module):
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.hidden_norm = LlamaRMSNorm(h, eps)
+        self.input_layernorm = LlamaRMSNorm(h, eps)
+        self.self_attn = ChainAttention(config, 2 * h)
+        self.post_attention_layernorm = LlamaRMSNorm(h, eps)
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, tokens: Tensor, x: Tensor, past: Past) -> Tensor:
+        both = torch.cat((self.input_layernorm(tokens), self.hidden_norm(x)), -1)
+        x = x + self.self_attn(both, past)
+        normed: Tensor = self.mlp(self.post_attention_layernorm(x))
+        return x + normed

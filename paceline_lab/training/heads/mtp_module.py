@@ -1,0 +1,45 @@
+"""Training a layer for multi-token prediction (DeepSeek-V3, 2024) for a target that came without one.
+
+One module for every depth, fed with what it made of the token before. See `paceline_lab.training.heads.eagle3_module`
+for the steps; the target's output matrix reads what the layer makes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
+
+from paceline_lab.training.heads.chain_attention import ChainAttention, Past
+from paceline_lab.training.heads.target_reader import TargetOutputs
+
+
+class MtpModule(nn.Module):
+    """Names of its parameters are those of the speculators library, behind `mtp_layers.0.`"""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        h, eps = config.hidden_size, config.rms_norm_eps
+        self.token_layernorm = LlamaRMSNorm(h, eps)
+        self.hidden_layernorm = LlamaRMSNorm(h, eps)
+        self.input_proj = nn.Linear(2 * h, h, bias=False)
+        self.input_layernorm = LlamaRMSNorm(h, eps)
+        self.self_attn = ChainAttention(config, h)
+        self.post_attention_layernorm = LlamaRMSNorm(h, eps)
+        self.mlp = LlamaMLP(config)
+        self.final_layernorm = LlamaRMSNorm(h, eps)
+
+    def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
+        """See `Eagle3.forward`."""
+        y = reading.states_BLSH[:, :-1, 0]
+        past: Past = []
+        laws = []
+        for step in range(steps):
+            tokens = reading.embedded_BLH[:, 1 + step :]
+            both = self.token_layernorm(tokens), self.hidden_layernorm(y[:, : tokens.shape[1]])
+            x = self.input_proj(torch.cat(both, -1))
+            x = x + self.self_attn(self.input_layernorm(x), past)
+            y = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
+            laws.append(reading.projected(y))
+        return laws

@@ -1,0 +1,120 @@
+"""What heads learn from: the states and the law of a frozen target that reads a batch once.
+
+Shapes: B rows, L positions, S layers that were asked for, H the target's width, V its vocabulary, K tokens of it that
+are kept of a law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+KEPT = 32
+"""Tokens kept of each law; the rest of its mass counts as one."""
+DECAY = 0.8
+"""Each step of a draft counts so much of the one before in the loss."""
+
+
+@dataclass(frozen=True, slots=True)
+class TargetOutputs:
+    """`states` are of the layers that were asked for, as `hidden_state_layers` counts them."""
+
+    ids_BL: Tensor
+    embedded_BLH: Tensor
+    states_BLSH: Tensor
+    likely_BLK: Tensor
+    """The most probable next tokens, likeliest first."""
+    log_shares_BLK: Tensor
+    """Their log-probabilities in nats, float32."""
+    output_VH: Tensor
+    """The target's output matrix."""
+
+    def projected(self, final: Tensor) -> Tensor:
+        """Logits by the target's output matrix, for heads that have none."""
+        return F.linear(final, self.output_VH)
+
+
+class TargetReader:
+    """A target that is only read."""
+
+    def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
+        self.target = target.eval().requires_grad_(False)
+        base: Any = target.base_model
+        self._taps: list[nn.Module] = [base.get_input_embeddings(), *base.layers, base]
+        self._layers = layers
+
+    @property
+    def output(self) -> Tensor:
+        """The target's output matrix [V, H]."""
+        weight: Tensor = self.target.get_output_embeddings().weight
+        return weight
+
+    @torch.no_grad()
+    def read(self, ids_BL: Tensor) -> TargetOutputs:
+        kept: dict[int, Tensor] = {}
+        hooks = [self._taps[n].register_forward_hook(_keep(kept, n)) for n in {0, *self._layers}]
+        ids_BL = ids_BL.to(self.target.device)
+        try:
+            output: Any = self.target(input_ids=ids_BL, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        states_BLSH = torch.stack([kept[n] for n in self._layers], 2)
+        law: Tensor = output.logits.float().log_softmax(-1)
+        log_shares_BLK, likely_BLK = law.topk(min(KEPT, law.shape[-1]))
+        return TargetOutputs(ids_BL, kept[0], states_BLSH, likely_BLK, log_shares_BLK, self.output)
+
+    @torch.no_grad()
+    def from_stored(
+        self, ids_BL: Tensor, states_BLSH: Tensor, likely_BLK: Tensor, log_shares_BLK: Tensor
+    ) -> TargetOutputs:
+        """What `read` gave for these rows, of which this much was kept."""
+        device = self.target.device
+        ids_BL = ids_BL.to(device)
+        embedded: Tensor = self._taps[0](ids_BL)
+        states, likely, log_shares = states_BLSH.to(device), likely_BLK.to(device), log_shares_BLK.to(device)
+        return TargetOutputs(ids_BL, embedded, states, likely, log_shares, self.output)
+
+
+def _keep(kept: dict[int, Tensor], n: int) -> Any:
+    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        kept[n] = output if isinstance(output, Tensor) else output[0]
+
+    return hook
+
+
+def draft_loss(laws: Sequence[Tensor], reading: TargetOutputs) -> Tensor:
+    """Cross-entropy from the target's laws to those of each step, nats per token, weighted by DECAY: a scalar.
+
+    `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it.
+    """
+    likely, shares = reading.likely_BLK, reading.log_shares_BLK.exp()
+    rest = (1 - shares.sum(-1)).clamp_min(0)
+    total, weights = torch.zeros((), device=shares.device), 0.0
+    for step, law in enumerate(laws):
+        after = slice(1 + step, None)
+        said = law.gather(-1, likely[:, after]).float() - law.float().logsumexp(-1, keepdim=True)
+        left = (1 - said.exp().sum(-1)).clamp_min(1e-6).log()
+        total = total - DECAY**step * ((shares[:, after] * said).sum(-1) + rest[:, after] * left).mean()
+        weights += DECAY**step
+    return total / weights
+
+
+@torch.no_grad()
+def accepted_by_depth(laws: Sequence[Tensor], reading: TargetOutputs, first: int) -> Tensor:
+    """Share of places from position `first` on where a head's most probable tokens of all steps up to each one are the
+    target's: float [steps]."""
+    chosen = reading.likely_BLK[..., 0]
+    alive: Tensor | None = None
+    shares = []
+    for step, law in enumerate(laws):
+        hit = law.argmax(-1) == chosen[:, 1 + step :]
+        alive = hit if alive is None else alive[:, : hit.shape[1]] & hit
+        shares.append(alive[:, first:].float().mean())
+    return torch.stack(shares)

@@ -1,0 +1,422 @@
+"""Train a head for a target that exists, on text that the target would write.
+
+    paceline train eagle3 --target pydoc --data chats.jsonl more.txt --out pydoc-eagle3
+
+The target reads the text, and the head learns its laws: what it says matters more than what stands there. So text that
+the target wrote itself serves best. Training can be stopped by SIGTERM and started again, with other threads or another
+budget; how many guesses would be accepted is measured on held-out text every few minutes. The files are those that the
+method's authors publish, and other servers read them, too.
+"""
+
+import argparse
+import json
+import logging
+import math
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model
+from paceline_lab.training.family.token_corpus import Ids, windows
+from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
+from paceline_lab.training.family.training_session import TrainingStopped, train
+from paceline_lab.training.heads.eagle3_module import Eagle3Module
+from paceline_lab.training.heads.eagle_module import EagleModule
+from paceline_lab.training.heads.medusa_module import MedusaModule
+from paceline_lab.training.heads.mlp_speculator_module import MlpSpeculatorModule
+from paceline_lab.training.heads.mtp_module import MtpModule
+from paceline_lab.training.heads.small_draft_module import SmallDraftModule
+from paceline_lab.training.heads.target_output_cache import TargetOutputCache
+from paceline_lab.training.heads.target_reader import TargetReader, accepted_by_depth, draft_loss
+from paceline_lab.training.heads.text_files import TextError, divided, read_documents
+
+log = logging.getLogger(__name__)
+
+SCHEDULE = Schedule((Phase(0.88, 4, 512), Phase(1.0, 1, 2048)), muon_rate=0.02, adam_rate=2e-3, decay_from=0.3)
+INNER = 4
+"""The width of a head's MLP, in hidden sizes."""
+READ_BEFORE = 64
+"""Tokens of a held-out row that come before the first guess that counts."""
+LEAST = 2 * READ_BEFORE
+"""Tokens without which there is nothing to learn, or to measure."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+MEDUSA_HEADS = 3
+MLP_STEPS = 4
+PARD_STEPS = 4
+SMALL_LAYERS = 2
+
+Described = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class HeadRecipe:
+    """One kind of draft. `steps`: how deep it is trained; deeper guesses reuse what the last step taught, if it can."""
+
+    steps: int
+    layers: Callable[[int], Sequence[int]]
+    """Of a target with so many layers, those whose states it reads."""
+    begin: Callable[[LlamaConfig, PreTrainedModel], nn.Module]
+    config: Callable[[LlamaConfig], Described]
+    """What config.json says."""
+    stored_as: Callable[[str], str] = lambda name: name
+    """The published name of a parameter."""
+    file: str = "model.safetensors"
+    whole: bool = False
+    """Whether it is a model of its own: with a tokenizer then, and an output matrix that is the embedding if it is the
+    target's."""
+
+
+def _own_name(name: str) -> str:
+    """Of a model within a module."""
+    return name.removeprefix("model.")
+
+
+def _last(layers: int) -> Sequence[int]:
+    return (layers + 1,)
+
+
+def _none(layers: int) -> Sequence[int]:
+    return (layers,)  # a reading has some, whether they are used or not
+
+
+def _llama(config: LlamaConfig) -> Described:
+    """As EAGLE's uploads describe their one layer: as a Llama."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "rms_norm_eps": config.rms_norm_eps,
+        "hidden_act": "silu",
+        "rope_theta": 10000.0,
+        "max_position_embeddings": config.max_position_embeddings,
+        "vocab_size": config.vocab_size,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def _small(config: LlamaConfig) -> LlamaConfig:
+    """Two layers: the second can copy what stands in the context, because the first marks each token with the one
+    before it (induction heads, Olsson et al. 2022)."""
+    return LlamaConfig(**{**config.to_dict(), "num_hidden_layers": SMALL_LAYERS})
+
+
+def _whole(config: LlamaConfig) -> Described:
+    """As transformers describes a model of its own."""
+    return {**_llama(config), **_special(config), "num_hidden_layers": SMALL_LAYERS}
+
+
+def _special(config: LlamaConfig) -> Described:
+    keys = ("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings")
+    return {key: getattr(config, key) for key in keys}
+
+
+def _mask(config: LlamaConfig) -> int:
+    """What a parallel draft reads for a token that nobody knows: one that hardly occurs in text."""
+    for token in (config.pad_token_id, config.bos_token_id, config.eos_token_id):
+        if token is not None:
+            return int(token[0] if isinstance(token, list) else token)
+    return 0
+
+
+def _output(target: PreTrainedModel) -> Tensor:
+    weight: Tensor = target.get_output_embeddings().weight
+    return weight
+
+
+RECIPES: Mapping[str, HeadRecipe] = {
+    "eagle3": HeadRecipe(
+        4,
+        lambda layers: (2, layers // 2, layers - 3),
+        lambda config, target: Eagle3Module(config, 3, _output(target)),
+        lambda config: {**_llama(config), "draft_vocab_size": config.vocab_size},
+    ),
+    "eagle": HeadRecipe(
+        4, _last, lambda config, _: EagleModule(config), lambda config: {**_llama(config), "bias": False}
+    ),
+    "medusa": HeadRecipe(
+        MEDUSA_HEADS,
+        _last,
+        lambda _, target: MedusaModule(MEDUSA_HEADS, _output(target)),
+        lambda config: {
+            "medusa_num_heads": MEDUSA_HEADS,
+            "medusa_num_layers": 1,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+        },
+        lambda name: name.removeprefix("heads."),
+        "medusa_lm_head.safetensors",
+    ),
+    "mlp_speculator": HeadRecipe(
+        MLP_STEPS,
+        _last,
+        lambda config, target: MlpSpeculatorModule(MLP_STEPS, config.hidden_size, _output(target)),
+        lambda config: {
+            "architectures": ["MLPSpeculatorPreTrainedModel"],
+            "model_type": "mlp_speculator",
+            "vocab_size": config.vocab_size,
+            "emb_dim": config.hidden_size,
+            "inner_dim": config.hidden_size,
+            "n_predict": MLP_STEPS,
+            "top_k_tokens_per_head": [5, 4, 3, 2],
+            "n_candidates": 5,
+            "tie_weights": True,
+            "scale_input": False,
+        },
+        lambda name: f"speculator.{name}",
+    ),
+    "mtp": HeadRecipe(
+        4,
+        _last,
+        lambda _, target: MtpModule(target.config),
+        lambda config: {
+            "speculators_model_type": "mtp",
+            "architectures": ["MTPDraftModel"],
+            "transformer_layer_config": _llama(config),
+            "num_nextn_predict_layers": 1,
+        },
+        lambda name: f"mtp_layers.0.{name}",
+    ),
+    "draft_model": HeadRecipe(
+        1, _none, lambda config, target: SmallDraftModule(_small(config), target, 0), _whole, _own_name, whole=True
+    ),
+    "pard": HeadRecipe(
+        PARD_STEPS,
+        _none,
+        lambda config, target: SmallDraftModule(_small(config), target, _mask(config)),
+        lambda config: {**_whole(config), "pard_token": _mask(config)},
+        _own_name,
+        whole=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class HeadTrainingOptions:
+    """What is trained, on what, and where; `minutes` counts training in all, over all resumes."""
+
+    method: str
+    target: str
+    data: Sequence[Path]
+    out: Path
+    held_out: Sequence[Path] | None = None
+    start_from: Path | None = None
+    """The folder of a head that `paceline train` wrote; None: one that knows nothing."""
+    minutes: float = 60.0
+    work_dir: Path = Path("work")
+    keep_gb: float = 4.0
+    """Memory for what the target said of the text, so that it reads that once."""
+    threads: int = 2
+    device: str = "cpu"
+
+
+class HeadTrainingError(ValueError):
+    """A head that training cannot start from; the text says why."""
+
+
+def train_head(plan: HeadTrainingOptions) -> None:
+    """Train until the budget is spent, then write the head. Writes checkpoint and journal beside each other, named by
+    the method. Raises `TextError`, `HeadTrainingError`, `ModelNotFoundError`, OSError; `TrainingStopped` on a
+    signal."""
+    recipe = RECIPES[plan.method]
+    target = _target(plan)
+    reader = TargetReader(target, recipe.layers(target.config.num_hidden_layers))
+    config = head_config(target.config)
+    torch.manual_seed(0)
+    head = recipe.begin(config, target).float().to(plan.device)
+    if plan.start_from:
+        load_head(head, recipe, plan.start_from)
+    learned, held_out = _texts(plan, target)
+    library = TargetOutputCache(reader, learned, round(plan.keep_gb * 1e9))
+
+    def loss(model: nn.Module, names: Tensor) -> Tensor:
+        reading = library.read(names)
+        return draft_loss(model(reading, recipe.steps), reading)
+
+    schedule = fitting(SCHEDULE, _longest(target, learned))
+    trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * plan.minutes)
+    checkpoint = plan.work_dir / plan.method
+    if checkpoint.with_suffix(".pt").exists():
+        trainer.load(checkpoint.with_suffix(".pt"))
+    train(trainer, checkpoint, evaluation(trainer.model, recipe.steps, reader, held_out))
+    save_head(trainer.model, recipe, config, plan.out)
+    if recipe.whole:
+        copy_tokenizer(Path(resolve_model(plan.target)), plan.out)
+
+
+def fitting(schedule: Schedule, longest: int) -> Schedule:
+    """With rows of at most so many tokens."""
+    phases = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
+    return replace(schedule, phases=tuple(phases))
+
+
+def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Sequence[Ids]) -> Callable[[], Described]:
+    """How good a head is on held-out documents: its loss, and the share of guesses accepted by depth."""
+    rows = windows(documents, min(512, _longest(reader.target, documents)), seed=0)[:16, :-1]
+
+    @torch.no_grad()
+    def evaluate() -> Described:
+        reading = reader.read(rows)
+        laws = head(reading, steps)
+        accepted = accepted_by_depth(laws, reading, READ_BEFORE)
+        return {
+            "held_out_loss": float(draft_loss(laws, reading)),
+            "accepted_by_depth": [round(float(share), 4) for share in accepted],
+        }
+
+    return evaluate
+
+
+def head_config(target: Any) -> LlamaConfig:
+    """One layer as wide as the target's."""
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=INNER * target.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=target.num_attention_heads,
+        num_key_value_heads=target.num_key_value_heads,
+        head_dim=getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
+        rms_norm_eps=target.rms_norm_eps,
+        max_position_embeddings=target.max_position_embeddings,
+        bos_token_id=target.bos_token_id,
+        eos_token_id=target.eos_token_id,
+        pad_token_id=target.pad_token_id,
+        tie_word_embeddings=target.tie_word_embeddings,
+    )
+
+
+def save_head(head: nn.Module, recipe: HeadRecipe, config: LlamaConfig, folder: Path) -> None:
+    """Write a head in bfloat16, in the layout of its method's uploads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    named = dict(head.named_parameters())  # an output matrix that is tied to the embedding is not named
+    tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in named.items()}
+    save_file(tensors, folder / recipe.file, {"format": "pt"})
+    (folder / recipe.file).chmod(0o644)
+    (folder / "config.json").write_text(json.dumps(recipe.config(config), indent=2) + "\n")
+
+
+@torch.no_grad()
+def load_head(head: nn.Module, recipe: HeadRecipe, folder: Path) -> None:
+    """What `save_head` wrote. Raises `HeadTrainingError` if that is not what lies there."""
+    file = folder / recipe.file
+    if not file.is_file():
+        raise HeadTrainingError(f"no {file}: start from a folder that `paceline train` wrote for the same method")
+    tensors = load_file(file)
+    for name, parameter in head.named_parameters():
+        stored = tensors.get(recipe.stored_as(name))
+        if stored is None or stored.shape != parameter.shape:
+            found = "nothing" if stored is None else f"{list(stored.shape)}"
+            raise HeadTrainingError(
+                f"{file} has {found} for {recipe.stored_as(name)}, which is {list(parameter.shape)} here"
+            )
+        parameter.copy_(stored)
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """A model of the same vocabulary has the same tokenizer, to the byte."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
+
+
+def _stored(tensor: Tensor) -> Tensor:
+    return tensor.detach().to(torch.bfloat16).contiguous().cpu()
+
+
+def _texts(plan: HeadTrainingOptions, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
+    """To learn from, and held out. Raises `TextError` if either is too little, or written for another vocabulary."""
+    eos = target.config.eos_token_id
+    end = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
+    documents = read_documents(plan.data, plan.target, end)
+    texts = (documents, read_documents(plan.held_out, plan.target, end)) if plan.held_out else divided(documents)
+    for each, purpose in zip(texts, ("to learn from", "held out"), strict=True):
+        if (count := sum(map(len, each))) < LEAST:
+            raise TextError(f"{count} tokens are {purpose}: give at least {LEAST}")
+        if (largest := max(int(ids.max(initial=0)) for ids in each)) >= target.config.vocab_size:
+            raise TextError(f"token {largest} is {purpose}, {plan.target} has {target.config.vocab_size}")
+    return texts
+
+
+def _longest(target: PreTrainedModel, documents: Sequence[Ids]) -> int:
+    """Tokens that a row can have: one more is read, to be foreseen."""
+    return min(int(target.config.max_position_embeddings), sum(map(len, documents))) - 1
+
+
+def _target(plan: HeadTrainingOptions) -> PreTrainedModel:
+    if is_fake_model(plan.target):
+        raise ModelNotFoundError(f"{plan.target} has no weights: name a model that computes something")
+    place = resolve_model(plan.target)
+    try:
+        target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            place, dtype=torch.bfloat16, local_files_only=True
+        )
+    except (OSError, ValueError) as error:  # transformers goes on for paragraphs
+        raise ModelNotFoundError(f"{place} cannot be read: {str(error).splitlines()[0]}") from error
+    return target.to(plan.device)
+
+
+def main() -> int:
+    """Parse the command line and train."""
+    plan = HeadTrainingOptions(**vars(_parser().parse_args()))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(plan.threads)
+    try:
+        plan.work_dir.mkdir(parents=True, exist_ok=True)
+        train_head(plan)
+    except (ModelNotFoundError, TextError, HeadTrainingError, OSError) as error:
+        log.critical("%s", error)
+        return 2
+    except TrainingStopped as stop:
+        log.warning("%s", stop)
+        return stop.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="paceline train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("method", choices=RECIPES)
+    parser.add_argument("--target", required=True, help="the model that the head is to draft for")
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
+    parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
+    parser.add_argument("--start-from", type=Path, help="a head that was written here, to go on with on other text")
+    parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
+    parser.add_argument(
+        "--minutes", type=_minutes, default=HeadTrainingOptions.minutes, help="training time in all, over all resumes"
+    )
+    parser.add_argument(
+        "--work-dir", type=Path, default=HeadTrainingOptions.work_dir, help="checkpoints and the journal"
+    )
+    parser.add_argument(
+        "--keep-gb", type=float, default=HeadTrainingOptions.keep_gb, help="for what the target said, to read it once"
+    )
+    parser.add_argument("--threads", type=int, default=HeadTrainingOptions.threads)
+    parser.add_argument("--device", default=HeadTrainingOptions.device)
+    return parser
+
+
+def _minutes(text: str) -> float:
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise ValueError
+    return minutes
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""Build the family that ships with the package, from the standard library of the running Python.
+
+    python -m paceline_lab.training.train_family all --minutes 120 --work-dir work --out paceline/family
+
+`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` deepens
+them and trains on, `target` teaches it to edit code and to extract facts; `draft` lets the target write and read, and
+trains the draft on what it said; `heads` trains heads for the target on the same text; `card` measures all and writes
+their cards; `export` writes the newest checkpoint of a target still in training. Everything can be stopped by SIGTERM
+and started again, with other threads or another budget.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaForCausalLM
+
+from paceline.family import HEADS
+from paceline_lab.training.family.distillation import DistillationData, begin_draft, target_top_probs
+from paceline_lab.training.family.docstring_chats import chats, questions
+from paceline_lab.training.family.edit_chats import edits
+from paceline_lab.training.family.extraction_chats import extractions
+from paceline_lab.training.family.family_evaluation import measure, stored_parameters
+from paceline_lab.training.family.family_models import (
+    deepened,
+    draft_config,
+    new_model,
+    next_token_loss,
+    save_model,
+    shallow_config,
+    target_config,
+)
+from paceline_lab.training.family.family_tokenizer import train_tokenizer
+from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
+from paceline_lab.training.family.stdlib_corpus import source_texts
+from paceline_lab.training.family.target_text import PIECE, answers_by_target, continuations_by_target
+from paceline_lab.training.family.token_corpus import (
+    Ids,
+    corpus_documents,
+    corpus_stream,
+    encode_documents,
+    held_out_documents,
+    render_chats,
+    save_documents,
+    windows,
+)
+from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
+from paceline_lab.training.family.training_session import TrainingStopped, held_out_loss_of, read_journal, train
+from paceline_lab.training.family.workspace import Workspace
+from paceline_lab.training.heads.train_head import HeadTrainingOptions, train_head
+
+log = logging.getLogger(__name__)
+
+SHALLOW_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)))
+DEEP_SCHEDULE = Schedule((Phase(0.82, 16, 256), Phase(1.0, 2, 2048)), muon_rate=0.01, adam_rate=1.5e-3, decay_from=0.1)
+TAUGHT_SCHEDULE = Schedule((Phase(1.0, 2, 1024),), muon_rate=0.006, adam_rate=5e-4, warmup=0.02, decay_from=0.05)
+DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
+ANSWERED = 48
+"""About the tokens of a question and its answer."""
+EDITS, EXTRACTIONS, READ = 9000, 3000, 700_000
+"""Chats of two kinds that the target is taught at last, and tokens of the other text, lest it forgets that."""
+PART = 6000
+"""Most tokens of one document among these."""
+MODELS = ("shallow", "deep", "target", "draft")
+SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.2, "draft": 0.1, "heads": 0.2}
+"""Of the minutes given to `all`."""
+HEAD_SHARES = {"eagle3": 0.6, "eagle": 0.1, "mtp": 0.1, "medusa": 0.1, "mlp_speculator": 0.1}
+"""Of the heads' minutes."""
+
+
+def build_tokenizer(space: Workspace) -> None:
+    """Train the tokenizer and encode the corpus."""
+    conversations = [message["content"] for chat in chats() for message in chat]
+    tokenizer = train_tokenizer(source_texts() + conversations)
+    tokenizer.save_pretrained(space.tokenizer_folder)
+    save_documents(space.corpus_file, corpus_documents(tokenizer))
+    save_documents(space.held_out_file, held_out_documents(tokenizer))
+
+
+def train_shallow(space: Workspace) -> None:
+    """Train the first layers until their budget is spent."""
+    trainer = _shallow_trainer(space)
+    train(trainer, space.folder / "shallow", held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), space.shallow_folder)
+
+
+def train_deep(space: Workspace) -> None:
+    """Deepen the target and train it until its budget is spent."""
+    trainer = _deep_trainer(space)
+    train(trainer, space.folder / "deep", held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), space.deep_folder)
+
+
+def train_target(space: Workspace) -> None:
+    """Teach the deepened target until its budget is spent, then export it."""
+    trainer = _target_trainer(space)
+    train(trainer, space.folder / "target", held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), space.target_folder)
+
+
+def export_target(space: Workspace) -> None:
+    """Write the newest checkpoint of the target in the layout that ships."""
+    save_model(_target_trainer(space).model, space.tokenizer(), space.target_folder)
+
+
+def train_draft(space: Workspace) -> None:
+    """Train the draft on the exported target's laws, then export it."""
+    trainer = _draft_trainer(space)
+    train(trainer, space.folder / "draft", held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), space.draft_folder)
+
+
+def train_heads(space: Workspace) -> None:
+    """Train each head on the text of the draft's lessons."""
+    read = space.read_file
+    if not read.exists():
+        save_documents(read, [row.astype(np.uint16) for row in _lessons(space).ids_RL.numpy()])
+    for method, name in HEADS.items():
+        train_head(
+            HeadTrainingOptions(
+                method,
+                str(space.target_folder),
+                [read],
+                space.out / name,
+                [space.held_out_file],
+                minutes=space.minutes * HEAD_SHARES[method],
+                work_dir=space.folder,
+                threads=torch.get_num_threads(),
+                device=space.device,
+            )
+        )
+
+
+def write_cards(space: Workspace) -> None:
+    """Measure the exported models and write all model cards."""
+    target, draft = space.target(), space.draft()
+    trainings = {
+        model: TrainingRecord.from_journal(read_journal(space.folder / f"{model}.jsonl")) for model in (*MODELS, *HEADS)
+    }
+    measured = measure(target, draft, space.tokenizer(), space.held_out()) | {
+        "corpus_tokens": sum(map(len, space.corpus())),
+        "lesson_tokens": DistillationData.load(space.lessons_file).ids_RL.numel(),
+        "minutes": sum(training.seconds for training in trainings.values()) / 60,
+    }
+    shallow_training, deep_training, target_training, draft_training = (trainings[model] for model in MODELS)
+    (space.folder / "measured.json").write_text(json.dumps(measured, indent=1))
+    (space.target_folder / "README.md").write_text(
+        target_card(target.config, shallow_config(), (shallow_training, deep_training, target_training), measured)
+    )
+    (space.draft_folder / "README.md").write_text(draft_card(draft.config, draft_training, measured))
+    for method, name in HEADS.items():
+        folder, journal = space.out / name, read_journal(space.folder / f"{method}.jsonl")
+        (folder / "README.md").write_text(head_card(method, name, stored_parameters(folder), journal, measured))
+
+
+def build_all(space: Workspace) -> None:
+    """Everything in order; the minutes are shared between the trainings."""
+    if not space.held_out_file.exists():
+        build_tokenizer(space)
+    for model, share in SHARES.items():
+        COMMANDS[model](replace(space, minutes=space.minutes * share))
+    write_cards(space)
+
+
+def _shallow_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The trainer of the first layers, where its last checkpoint left it."""
+    model, stream = new_model(shallow_config(), seed=0).to(space.device), corpus_stream(space.corpus(), seed=1)
+    trainer = Trainer(model, stream, next_token_loss, SHALLOW_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "shallow.pt")
+
+
+def _deep_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The trainer of all layers, where its last checkpoint left it."""
+    model, stream = deepened(space.shallow(), target_config()).to(space.device), corpus_stream(space.corpus(), seed=6)
+    trainer = Trainer(model, stream, next_token_loss, DEEP_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "deep.pt")
+
+
+def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The target's trainer, where its last checkpoint left it."""
+    stream = corpus_stream(_taught(space), seed=31)
+    model = deepened(space.deep(), target_config()).to(space.device)
+    trainer = Trainer(model, stream, next_token_loss, TAUGHT_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "target.pt")
+
+
+def _taught(space: Workspace) -> list[Ids]:
+    """What the target reads last: copies, and some of everything else."""
+    corpus = space.corpus()
+    order = iter(np.random.default_rng(5).permutation(len(corpus)))
+    others: list[Ids] = []
+    while sum(map(len, others)) < READ and (index := next(order, None)) is not None:
+        others.append(corpus[index][:PART])
+    return _copies(space) + others
+
+
+def _copies(space: Workspace) -> list[Ids]:
+    """Chats in which most of an answer is a copy of what was asked about."""
+    tokenizer = space.tokenizer()
+    copies = [*edits(source_texts(), EDITS, seed=1), *extractions(EXTRACTIONS, seed=2)]
+    return encode_documents(tokenizer, render_chats(tokenizer, copies))
+
+
+def _draft_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
+    """The draft's trainer, where its last checkpoint left it."""
+    lessons = _lessons(space)
+    draft = new_model(draft_config(), seed=4).to(space.device)
+    begin_draft(draft, space.target())
+    trainer = Trainer(draft, lessons.stream(seed=5), lessons.divergence, DRAFT_SCHEDULE, 60 * space.minutes)
+    return _resumed(trainer, space.folder / "draft.pt")
+
+
+def _resumed(trainer: Trainer[LlamaForCausalLM], checkpoint: Path) -> Trainer[LlamaForCausalLM]:
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+    return trainer
+
+
+def _lessons(space: Workspace) -> DistillationData:
+    """The lessons in the work folder, or new ones: half training text, the rest written by the target."""
+    stored = space.lessons_file
+    if not stored.exists():
+        target, read = space.target(), space.corpus() + _copies(space)
+        quarter, length = space.lesson_rows // 4, DRAFT_SCHEDULE.phases[0].length
+        pieces = continuations_by_target(target, read, quarter * length // PIECE, seed=2)
+        answers = answers_by_target(target, space.tokenizer(), questions(quarter * length // ANSWERED, seed=3), seed=3)
+        log.info("the target wrote %d pieces and %d answers", len(pieces), len(answers))
+        rows = [
+            windows(documents, length, seed=4)[: share * quarter, :-1]
+            for documents, share in ((read, 2), (pieces, 1), (answers, 1))
+        ]
+        target_top_probs(target, torch.cat(rows)).save(stored)
+    return DistillationData.load(stored)
+
+
+COMMANDS: dict[str, Callable[[Workspace], None]] = {
+    "tokenizer": build_tokenizer,
+    "shallow": train_shallow,
+    "deep": train_deep,
+    "target": train_target,
+    "draft": train_draft,
+    "heads": train_heads,
+    "card": write_cards,
+    "export": export_target,
+    "all": build_all,
+}
+
+
+def main() -> int:
+    """Parse the command line and run one command."""
+    options = _parser().parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    torch.set_num_threads(options.threads)
+    options.work_dir.mkdir(parents=True, exist_ok=True)
+    space = Workspace(options.work_dir, options.out, options.device, options.minutes, options.lesson_rows)
+    try:
+        COMMANDS[options.command](space)
+    except TrainingStopped as stop:
+        log.warning("%s", stop)
+        return stop.exit_code
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--minutes", type=float, default=120.0, help="training time in all, over all resumes")
+    parser.add_argument("--lesson-rows", type=int, default=1000, help="rows of 1024 tokens that the draft learns from")
+    parser.add_argument("--work-dir", type=Path, default=Path("work"), help="checkpoints, logs and encoded text")
+    parser.add_argument("--out", type=Path, default=Path("paceline/family"), help="where the models are written")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,155 @@
+"""`DraftService`: links of targets on one side, the growing loop on the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeAlias
+
+import grpc
+
+from paceline.drafting.draft_loop import (
+    DraftUpdate,
+    LinkClosed,
+    LinkEvents,
+    RequestClosed,
+    RequestEvent,
+    SpeculatorFacts,
+)
+from paceline.drafting.speculator import Commit, Context, Opening
+from paceline.v1 import draft_pb2 as pb
+from paceline.v1 import draft_pb2_grpc
+from paceline.wire.bidi_stream import serve_bidi_stream
+from paceline.wire.channels import GROWTH_FRAME_BYTES
+from paceline.wire.draft_codec import (
+    DraftDescription,
+    decode_draft_frame,
+    encode_draft_description,
+    encode_growth_frame,
+)
+from paceline.wire.link_errors import Congested, Draining, WireError
+from paceline.wire.outbox import Outbox
+
+ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+
+SendToLoop: TypeAlias = Callable[[LinkEvents | LinkClosed], None]
+"""To the growing loop."""
+
+
+class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
+    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop) -> None:
+        self.description = DraftDescription(
+            worker_id=worker_id,
+            method=facts.method,
+            model=facts.model,
+            vocabulary_fingerprint=facts.vocabulary_fingerprint,
+            hidden_state_layers=facts.hidden_state_layers,
+            position_limit=facts.position_limit,
+        )
+        self._facts = facts
+        self._send = send
+        self._numbers = itertools.count(1)
+        self._links: dict[int, _TargetLink] = {}
+        self._draining = False
+
+    @property
+    def open_requests(self) -> int:
+        """Requests that targets opened here and have not closed. Any thread."""
+        return sum(len(link.open_requests) for link in list(self._links.values()))
+
+    @property
+    def target_links(self) -> int:
+        """Targets connected. Any thread."""
+        return len(self._links)
+
+    async def Describe(
+        self, request: pb.DraftServiceDescribeRequest, context: ServicerContext
+    ) -> pb.DraftServiceDescribeResponse:
+        return encode_draft_description(self.description)
+
+    async def Grow(
+        self, incoming: AsyncIterator[pb.DraftFrame], context: ServicerContext
+    ) -> AsyncGenerator[pb.GrowthFrame]:
+        if self._draining:
+            raise Draining("this draft worker drains")
+        number = next(self._numbers)
+        link = _TargetLink(number, self._facts, self._send)
+        self._links[number] = link
+        try:
+            async with aclosing(serve_bidi_stream(incoming, link.receive, link.outbox)) as frames:
+                async for frame in frames:
+                    yield frame
+        finally:
+            del self._links[number]
+            self._send(LinkClosed(number))
+
+    def send_growth(self, grown: Sequence[tuple[int, DraftUpdate]]) -> None:
+        """What one round has for the links."""
+        for number, each in grown:
+            if link := self._links.get(number):
+                link.put(each)
+
+    def drain(self) -> None:
+        """End every link. Targets go on without guesses, or find them elsewhere; nobody loses a token."""
+        self._draining = True
+        for link in self._links.values():
+            link.outbox.close(Draining("this draft worker drains"))
+
+
+class _TargetLink:
+    """One target's stream."""
+
+    def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop) -> None:
+        self.outbox = Outbox(pb.GrowthFrame, GROWTH_FRAME_BYTES)
+        self.open_requests: set[int] = set()
+        self._number = number
+        self._layers = len(facts.hidden_state_layers)
+        self._vocabulary_size = facts.vocabulary_size
+        self._send = send
+        self._last_request_id = 0
+
+    def receive(self, frame: pb.DraftFrame) -> None:
+        """Raises `WireError` for what this worker cannot be told."""
+        if not self._layers and _has_hidden_states(frame):
+            raise WireError("hidden_states: this worker asked for none")  # and loads no torch to read them
+        said = decode_draft_frame(frame)
+        for each in said:
+            self._check(each)
+        self._send(LinkEvents(self._number, said))
+
+    def put(self, grown: DraftUpdate) -> None:
+        self.open_requests.difference_update(grown.dropped)
+        try:
+            self.outbox.put(encode_growth_frame(grown))
+        except Congested as error:
+            self.outbox.close(error)
+
+    def _check(self, said: RequestEvent) -> None:
+        if isinstance(said, Opening):
+            if said.request_id <= self._last_request_id:
+                raise WireError(f"opens.request_id: {said.request_id} is not higher than {self._last_request_id}")
+            self._last_request_id = said.request_id
+            self.open_requests.add(said.request_id)
+            self._check_tokens(said.tokens)
+        elif isinstance(said, Commit):
+            self._check_tokens(said.tokens)
+            if said.hidden_states is not None:
+                self._check_layers(said.hidden_states.shape[1])
+        elif isinstance(said, Context):
+            self._check_layers(said.hidden_states.shape[1])
+        elif isinstance(said, RequestClosed):
+            self.open_requests.discard(said.request_id)
+
+    def _check_tokens(self, tokens: Sequence[int]) -> None:
+        if self._vocabulary_size and max(tokens) >= self._vocabulary_size:
+            raise WireError(f"token_ids: {max(tokens)} is outside the vocabulary of {self._vocabulary_size}")
+
+    def _check_layers(self, layers: int) -> None:
+        if layers != self._layers:
+            raise WireError(f"hidden_states: {layers} layers; this worker asked for {self._layers}")
+
+
+def _has_hidden_states(frame: pb.DraftFrame) -> bool:
+    return bool(frame.contexts) or any(commit.HasField("hidden_states") for commit in frame.commits)

@@ -1,0 +1,55 @@
+"""python -m paceline_services.draft.speculator_process FD: the process in which a draft worker's speculator runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.drafting import Speculator, complete_config
+from paceline.drafting.draft_loop import DraftLoop, SpeculatorFacts
+from paceline.ipc.gc_heap import freeze_gc_heap
+from paceline.ipc.model_process import Ready
+from paceline.ipc.pipe import Pipe
+from paceline.model.loading import DTYPES
+from paceline.model.target_weights import TargetWeights, load_target_weights
+from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process
+from paceline_services.service_entrypoint import ServiceStartError
+
+
+def serve_speculator(pipe: Pipe, options: argparse.Namespace) -> None:
+    """Build the speculator, and grow until the pipe closes."""
+    speculator = load_speculator(options.speculative_config, options.engine_config, options.target_model)
+    freeze_gc_heap()
+    pipe.send(Ready(SpeculatorFacts.of(speculator)))
+    DraftLoop(speculator, pipe).run()
+
+
+def load_speculator(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
+    """`target_model`: of the target, whose matrices a head borrows, and to whose vocabulary another one is mapped.
+
+    Raises `ServiceStartError` with what to do.
+    """
+    with as_start_errors(wanted):
+        speculation = complete_config(wanted, target_model)
+
+    def lend() -> TargetWeights:
+        if target_model is None:
+            raise ServiceStartError(
+                f"--target-model is needed for {speculation.method}: a head drafts for one model alone"
+            )
+        return load_target_weights(target_model, DTYPES.get(engine.dtype), engine.device)
+
+    if engine.tensor_parallel_size not in (1, speculation.draft_tensor_parallel_size):
+        raise ServiceStartError(
+            "--engine-config: tensor_parallel_size is the target's; set draft_tensor_parallel_size for drafts"
+        )
+    if speculation.vocabulary_mapping != "none" and target_model is None:
+        raise ServiceStartError(
+            "--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary alone"
+        )
+    return build_configured_speculator(speculation, engine, lend, target_model)
+
+
+if __name__ == "__main__":
+    sys.exit(run_model_process("draft", serve_speculator))

@@ -1,0 +1,165 @@
+"""The HTTP API described: `/openapi.json`, and `/docs`, a page that is made from it and needs nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from html import escape
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic import BaseModel
+from starlette.responses import HTMLResponse
+
+from paceline_services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+
+Json = dict[str, Any]
+
+TEXT: Json = {"type": "string"}
+NUMBER: Json = {"type": "integer"}
+TOKENS: Json = {"type": "array", "items": NUMBER}
+
+
+def object_of(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties}
+
+
+def list_of(item: Json) -> Json:
+    return {"type": "array", "items": item}
+
+
+FINISH: Json = {"enum": ["stop", "length", "error", None]}
+USAGE = object_of(
+    prompt_tokens=NUMBER,
+    completion_tokens=NUMBER,
+    total_tokens=NUMBER,
+    prompt_tokens_details=object_of(cached_tokens=NUMBER),
+)
+HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT}
+CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
+CARD = object_of(id=TEXT, object=TEXT, created=NUMBER, owned_by=TEXT, max_model_len={"type": ["integer", "null"]})
+RESPONSE_SCHEMAS: Mapping[str, Json] = {
+    "Error": object_of(
+        error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
+    ),
+    "Completion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, text=TEXT)), usage=USAGE),
+    "ChatCompletion": object_of(
+        **HEAD, choices=list_of(object_of(**CHOICE, message=object_of(role=TEXT, content=TEXT))), usage=USAGE
+    ),
+    "Models": object_of(object=TEXT, data=list_of(CARD)),
+    "Model": CARD,
+    "Tokens": object_of(
+        count=NUMBER, max_model_len=NUMBER, tokens=TOKENS, token_strs={"type": ["array", "null"], "items": TEXT}
+    ),
+    "Prompt": object_of(prompt=TEXT),
+    "Health": object_of(status=TEXT),
+    "Version": object_of(version=TEXT),
+}
+ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] = {
+    ("post", "/v1/completions"): ((CompletionBody,), "Completion", "Continue prompts."),
+    ("post", "/v1/chat/completions"): ((ChatBody,), "ChatCompletion", "Continue a conversation."),
+    ("get", "/v1/models"): ((), "Models", "What is served."),
+    ("get", "/v1/models/{model}"): ((), "Model", "One model."),
+    ("post", "/tokenize"): ((TokenizeTextBody, TokenizeChatBody), "Tokens", "A text or a conversation as token ids."),
+    ("post", "/detokenize"): ((DetokenizeBody,), "Prompt", "Token ids as text."),
+    ("get", "/health"): ((), "Health", "200 while requests would be served."),
+    ("get", "/version"): ((), "Version", "Of Paceline."),
+}
+"""By method and path: bodies that are taken, the answer, and what it is for."""
+STREAMS = ("/v1/completions", "/v1/chat/completions")
+PREFIX = "#/components/schemas/"
+
+
+def add_api_docs(app: FastAPI) -> None:
+    """Describe the routes that the application has."""
+    app.openapi = lambda: app.openapi_schema or _described(app)  # type: ignore[method-assign]
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(html_page(app.openapi()))
+
+
+def _described(app: FastAPI) -> Json:
+    schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    schemas: Json = schema.setdefault("components", {}).setdefault("schemas", {})
+    schemas |= RESPONSE_SCHEMAS
+    for (method, path), (bodies, answer, about) in ROUTES.items():
+        operation = schema["paths"][path][method]
+        operation["summary"] = about
+        operation["responses"] = {
+            "200": {"description": about, "content": _content(answer, streams=path in STREAMS)},
+            "4XX": {"description": "What is wrong with the request.", "content": _content("Error")},
+            "5XX": {"description": "It cannot be served now.", "content": _content("Error")},
+        }
+        for body in bodies:
+            described = body.model_json_schema(ref_template=PREFIX + "{model}")
+            schemas |= described.pop("$defs", {})
+            schemas[body.__name__] = described
+        if bodies:
+            options = [{"$ref": PREFIX + body.__name__} for body in bodies]
+            wanted = options[0] if len(options) == 1 else {"anyOf": options}
+            operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": wanted}}}
+    metrics = schema["paths"]["/metrics"]["get"]
+    metrics["summary"] = "Figures for Prometheus."
+    metrics["responses"] = {"200": {"description": "Text.", "content": {"text/plain": {"schema": TEXT}}}}
+    app.openapi_schema = schema
+    return schema
+
+
+def _content(answer: str, *, streams: bool = False) -> Json:
+    content: Json = {"application/json": {"schema": {"$ref": PREFIX + answer}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string", "description": "with `stream`: chunks"}}
+    return content
+
+
+def html_page(schema: Json) -> str:
+    """The description as HTML."""
+    sections = [
+        _section(method, path, operation, schema["components"]["schemas"])
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    ]
+    return (
+        f"<!doctype html><meta charset=utf-8><title>{escape(schema['info']['title'])}</title>"
+        "<style>body{font:16px/1.5 system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}"
+        "td{padding:.1rem 1rem .1rem 0;vertical-align:top}code{font-size:.9em}</style>"
+        f"<h1>{escape(schema['info']['title'])} {escape(schema['info']['version'])}</h1>"
+        "<p>As <a href=/openapi.json>openapi.json</a>.</p>" + "".join(sections)
+    )
+
+
+def _section(method: str, path: str, operation: Json, schemas: Json) -> str:
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    fields = [field for option in body.get("anyOf", [body]) if option for field in _fields(option, schemas)]
+    rows = "".join(
+        f"<tr><td><code>{escape(name)}</code><td>{escape(kind)}<td>{escape(about)}" for name, kind, about in fields
+    )
+    return (
+        f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation.get('summary', ''))}</p>"
+        f"<table>{rows}</table>"
+    )
+
+
+def _fields(option: Json, schemas: Json) -> Iterable[tuple[str, str, str]]:
+    schema = schemas[option["$ref"].removeprefix(PREFIX)]
+    for name, each in schema["properties"].items():
+        yield name, _kind(each), each.get("description", "")
+
+
+def _kind(schema: Json) -> str:
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    if "enum" in schema or "const" in schema:
+        return " or ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if "$ref" in schema:
+        return str(schema["$ref"]).removeprefix(PREFIX)
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    return str(schema.get("type", "anything"))

@@ -1,0 +1,104 @@
+"""Answers that take a while: server-sent events, and giving up when the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from paceline_services.gateway.api_errors import ApiError, GenerationError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+CLIENT_READ_TIMEOUT_S = 60.0
+"""How long a client may leave what it is sent unread; then its request is cancelled."""
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class EventStream(Response):
+    """Server-sent events, one per object.
+
+    Nothing is sent before the first object is there: an error until then is an ordinary error response. One after
+    that is an event of its own, the last. A client that leaves stops the objects' generator.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, objects: AsyncGenerator[dict[str, Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._objects = objects
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await while_connected(receive, self._send_all(send))
+        except ClientGoneError:
+            log.debug("client of %s left", scope.get("path"))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._objects):
+            first = await anext(self._objects)
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await send_within_timeout(send(_body_message(_event(first))))
+            try:
+                async for each in self._objects:
+                    await send_within_timeout(send(_body_message(_event(each))))
+            except ClientGoneError:
+                raise
+            except ApiError as error:
+                await send_within_timeout(send(_body_message(_event(error.body))))
+            except Exception:
+                log.exception("a stream failed")
+                await send_within_timeout(send(_body_message(_event(GenerationError("the gateway failed").body))))
+            await send_within_timeout(send({"type": "http.response.body", "body": DONE, "more_body": False}))
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do the work, but cancel it as soon as the client disconnects: that raises `ClientGoneError`."""
+    working = asyncio.create_task(work)
+    watching = asyncio.create_task(_disconnect(receive))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.wait([working, watching])
+
+
+async def send_within_timeout(sending: Awaitable[None]) -> None:
+    """Wait until what is being sent has room. Raises `ClientGoneError` if the client reads nothing for long."""
+    try:
+        async with asyncio.timeout(CLIENT_READ_TIMEOUT_S):
+            await sending
+    except TimeoutError:
+        raise ClientGoneError from None
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {encode_json(content)}\n\n".encode()
+
+
+def _body_message(body: bytes) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": True}

@@ -1,0 +1,56 @@
+"""Log-probabilities in OpenAI's two shapes: the old one of completions and the one of chat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline.text import Tokenizer
+from paceline_services.gateway.generation import OutputChunk
+
+Json = dict[str, Any]
+
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON cannot say."""
+
+
+def completion_log_probs(piece: OutputChunk, tokenizer: Tokenizer) -> Json:
+    """Parallel lists over tokens; `text_offset` counts characters from the start of the choice's text."""
+    spelled = [_spelled(token, tokenizer) for token in piece.tokens]
+    return {
+        "tokens": spelled,
+        "token_logprobs": [_finite(each.log_prob) for each in piece.log_probs],
+        "top_logprobs": [
+            {_spelled(token, tokenizer): _finite(log_prob) for token, log_prob in each.top}
+            | {drawn: _finite(each.log_prob)}
+            for drawn, each in zip(spelled, piece.log_probs, strict=True)
+        ],
+        "text_offset": piece.offsets,
+    }
+
+
+def chat_log_probs(piece: OutputChunk, tokenizer: Tokenizer) -> Json:
+    """One entry per token, each with its bytes: a token may be part of a character."""
+    return {
+        "content": [
+            _entry(token, each.log_prob, tokenizer)
+            | {"top_logprobs": [_entry(other, log_prob, tokenizer) for other, log_prob in each.top]}
+            for token, each in zip(piece.tokens, piece.log_probs, strict=True)
+        ],
+        "refusal": None,
+    }
+
+
+def _entry(token: int, log_prob: float, tokenizer: Tokenizer) -> Json:
+    return {
+        "token": _spelled(token, tokenizer),
+        "logprob": _finite(log_prob),
+        "bytes": list(tokenizer.piece(token)),
+    }
+
+
+def _spelled(token: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.piece(token).decode(errors="replace")
+
+
+def _finite(log_prob: float) -> float:
+    return max(log_prob, MIN_LOGPROB)

@@ -1,0 +1,128 @@
+"""From a request's text or messages to token ids."""
+
+from __future__ import annotations
+
+from asyncio import get_running_loop
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from paceline.text import ChatTemplateError, Tokenizer
+from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
+from paceline_services.gateway.openai.bodies import ChatFields
+
+LONG_TEXT = 16_384
+"""Characters from which on texts are encoded in a thread: they would hold up every stream for milliseconds."""
+HUGE_TEXT = 524_288
+"""Characters from which on texts are encoded one at a time: each takes some seconds, and a hundred times its size."""
+MAX_WAITING_HUGE = 16
+"""Of them that wait."""
+CALL_CHARACTERS = 64
+"""Characters that take as long as the call itself."""
+
+T = TypeVar("T")
+
+
+class EncodingThreads:
+    """Where texts are encoded, so that a few large ones take neither all cores nor all memory, nor hold up others."""
+
+    def __init__(self) -> None:
+        self._long = ThreadPoolExecutor(2, "long texts")
+        self._huge = ThreadPoolExecutor(1, "huge texts")
+        self._waiting = 0
+
+    async def run(self, characters: int, work: Callable[[], T]) -> T:
+        """Does what takes as long as to encode so many characters. Raises `OverloadedError`."""
+        if characters < LONG_TEXT:
+            return work()
+        if characters < HUGE_TEXT:
+            return await get_running_loop().run_in_executor(self._long, work)
+        if self._waiting >= MAX_WAITING_HUGE:
+            raise OverloadedError(f"{self._waiting} texts as large wait to be encoded; try again soon", reason="texts")
+        self._waiting += 1
+        try:
+            return await get_running_loop().run_in_executor(self._huge, work)
+        finally:
+            self._waiting -= 1
+
+
+in_encoding_thread = EncodingThreads().run
+
+
+async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
+    """Token ids of a text that may be long."""
+    return await in_encoding_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+async def encode_prompts(
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int, *, add_special_tokens: bool
+) -> list[list[int]]:
+    """Token ids of prompts that may be many, and are texts or token ids already. Raises `InvalidRequestError` for a
+    text that is longer than the context, whatever its tokens."""
+
+    def encoded(prompt: str | list[int]) -> list[int]:
+        return tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
+
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    for text in texts:
+        check_length("prompt", text, tokenizer, context)
+    return await in_encoding_thread(_encoding_cost(texts), lambda: list(map(encoded, prompts)))
+
+
+async def encode_chat(fields: ChatFields, tokenizer: Tokenizer, context: int | None = None) -> list[int]:
+    """Token ids of a conversation as the model's template writes it. Raises `InvalidRequestError`, also for one that is
+    longer than the context, if that is given."""
+    if tokenizer.chat_template is None:
+        raise InvalidRequestError("this model has no chat template; use completions", param="messages")
+    try:
+        text = tokenizer.chat_template.render(
+            [message.model_dump(exclude_unset=True) for message in fields.messages],
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            variables=fields.chat_template_kwargs,
+        )
+    except ChatTemplateError as error:
+        raise InvalidRequestError(f"the chat template refused it: {error}", param="messages") from error
+    if context is not None:
+        check_length("messages", text, tokenizer, context)
+    return await encode(text, tokenizer, add_special_tokens=fields.add_special_tokens)
+
+
+async def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
+    """The token sequences that spell bad words, at the start of a line and, if as long, after a space."""
+    return await in_encoding_thread(_encoding_cost(words), lambda: tuple(_spelled(words, tokenizer)))
+
+
+def check_length(name: str, text: str, tokenizer: Tokenizer, context: int) -> None:
+    """Raises `InvalidRequestError`, which blames the field of this name, for a text that no tokens can make fit: so it
+    need not be encoded."""
+    longest = tokenizer.longest_token
+    if longest is not None and len(text) > context * longest:
+        raise InvalidRequestError(
+            f"the prompt has {len(text)} characters: at {longest} for the longest token they exceed the context of "
+            f"{context} tokens",
+            param=name,
+            code="context_length_exceeded",
+        )
+
+
+def check_ids(name: str, ids: Iterable[int], vocabulary_size: int) -> None:
+    """Raises `InvalidRequestError`, which blames the field of this name, unless the vocabulary has them all."""
+    largest = max(ids, default=0)
+    if largest >= vocabulary_size:
+        message = f"{name}: token id {largest} is not below the vocabulary's {vocabulary_size}"
+        raise InvalidRequestError(message, param=name)
+
+
+def _encoding_cost(texts: Sequence[str]) -> int:
+    """In characters."""
+    return sum(len(text) + CALL_CHARACTERS for text in texts)
+
+
+def _spelled(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+    for word in words:
+        bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
+        spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
+        yield tuple(bare)
+        if len(spaced) == len(bare) and spaced[:1] != bare[:1]:
+            yield tuple(spaced)

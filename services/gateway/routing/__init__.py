@@ -1,0 +1,1 @@
+"""Which target serves a request, and which drafts it is offered."""

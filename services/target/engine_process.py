@@ -1,0 +1,107 @@
+"""python -m paceline_services.target.engine_process FD: the process in which a target's engine runs."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
+from paceline.drafting import build_model_free, complete_config
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
+from paceline.engine.engine import Engine
+from paceline.engine.engine_loop import EngineLoop
+from paceline.engine.engine_messages import ModelInfo
+from paceline.ipc.gc_heap import freeze_gc_heap
+from paceline.ipc.model_process import Ready
+from paceline.ipc.pipe import Pipe
+from paceline.model import Model, limit_torch_threads, load
+from paceline.model.row_probe import measure_row_cost
+from paceline.wire.remote_drafting import RemoteDrafting
+from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process
+from paceline_services.service_entrypoint import ServiceStartError
+
+log = logging.getLogger(__name__)
+
+
+def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
+    """Load the model, and decode until the pipe closes."""
+    if cpus := options.engine_config.cpus:
+        bind_cpus(cpus)
+    with as_start_errors(options.speculative_config):
+        speculation = complete_config(options.speculative_config, options.model)
+    engine = build_engine(pipe, options.model, options.engine_config, speculation)
+    freeze_gc_heap()
+    pipe.send(Ready(model_facts(engine, speculation)))
+    EngineLoop(engine, pipe).run()
+
+
+def bind_cpus(cpus: Sequence[int]) -> None:
+    """Compute on these cores only. Without leave to do so, anywhere: it is only slower."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, AttributeError) as error:  # not every system can
+        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error)
+
+
+def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
+    """Raises `ServiceStartError` or `ModelNotFoundError` with what to do."""
+    model = load_model(model_name, config)
+    drafting = build_drafting(model, pipe, speculation, config)
+    cost = measure_row_cost(model, config.max_num_batched_rows)
+    beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
+    return Engine(model, config, speculation, drafting, cost, beside=beside)
+
+
+def load_model(name: str, config: EngineConfig) -> Model:
+    began = time.perf_counter()
+    try:
+        model = load(name, config)
+    except (ValueError, OSError) as error:
+        raise ServiceStartError(f"--model {name} cannot be loaded: {error}") from error
+    limit_torch_threads(model)
+    log.info("model loaded", extra={"seconds": time.perf_counter() - began, "slots": model.slots})
+    if not model.rows_invariant:
+        log.warning("rows are not invariant on this machine: tokens may depend on what else is decoded")
+    return model
+
+
+def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
+    """Who drafts for this target: workers of the pool, a speculator in this process, or nobody.
+
+    Raises `ServiceStartError` if a local speculator cannot be built or knows another vocabulary.
+    """
+    if not speculation.enabled:
+        return NoDraftClient()
+    if speculation.draft_placement == "worker":
+        return RemoteDrafting(pipe)
+    local = build_configured_speculator(speculation, config, model.target_weights, model.name)
+    if local.vocabulary_fingerprint not in ("", model.fingerprint):
+        raise ServiceStartError(
+            f"{local.model} and {model.name} have different vocabularies: "
+            f"choose a draft model that shares the target's tokenizer, {MAPPING_HINT}"
+        )
+    return LocalDraftClient(local)
+
+
+def model_facts(engine: Engine, speculation: SpeculativeConfig) -> ModelInfo:
+    model = engine.model
+    return ModelInfo(
+        fingerprint=model.fingerprint,
+        vocabulary_size=model.vocabulary_size,
+        max_model_len=min(model.max_model_len, model.slots),  # one request may have no more than all slots
+        slots=model.slots,
+        rows_invariant=model.rows_invariant,
+        eos_token_ids=tuple(model.eos_token_ids),
+        layers=model.layers,
+        method=speculation.method if speculation.enabled else "",
+        numerics=model.numerics,
+        rows_per_s=engine.rows_per_s,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(run_model_process("target", serve_engine))

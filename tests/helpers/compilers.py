@@ -1,0 +1,78 @@
+"""Sources of a small library in the native pass's place, and compilers that go wrong as one wishes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from paceline.model.native import build
+
+SOURCE = '#include "answer.hpp"\nextern "C" int answer() { return ANSWER; }\n'
+CP = shutil.which("cp")
+FAKE = """\
+#!/bin/sh
+echo "$*" >> {log}
+case " $* " in *" --version "*) echo "g++ (Fake 9.9.9-1) 1.2.3"; exit;; esac
+{before}
+while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
+{write}
+"""
+# Loads that file alone, as the wheel's build hook does: the package around it imports torch.
+ASK = """
+import importlib.util, pathlib, sys
+spec = importlib.util.spec_from_file_location("build", sys.argv[2])
+build = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(build)
+print(build.native_library(pathlib.Path(sys.argv[1])).answer())
+"""
+
+
+def write_sources(folder: Path, value: int = 42) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "native.cpp").write_text(SOURCE)
+    (folder / "answer.hpp").write_text(f"#define ANSWER {value}\n")
+    return folder
+
+
+def real_compiler() -> build.Compiler:
+    """Without one, tests that want it are left out, but in CI."""
+    compiler = build.find_compiler()
+    if compiler is None and not os.environ.get("CI"):
+        pytest.skip("there is no C++ compiler")
+    assert compiler is not None
+    return compiler
+
+
+class Fake:
+    """A compiler that copies a library, says what it was asked, and goes wrong as one wishes."""
+
+    def __init__(self, path: Path, answer: Path) -> None:
+        """`path`: its own; `answer`: the library."""
+        self.path = path
+        self._log = path.with_name("asked")
+        self._copy = f'{CP} {answer} "$out"'
+        self.behave()
+
+    def behave(self, before: str = "", write: str | None = None) -> None:
+        """`before`: shell commands; `write`: what to do instead of writing the library to $out."""
+        write = self._copy if write is None else write
+        self.path.write_text(FAKE.format(log=self._log, before=before, write=write))
+        self.path.chmod(0o755)
+        os.utime(self.path, ns=(0, 0))  # what it does is no part of what it is
+
+    @property
+    def asked(self) -> list[str]:
+        return self._log.read_text().splitlines() if self._log.exists() else []
+
+    @property
+    def compiling(self) -> list[str]:
+        """What it was asked to compile."""
+        return [line for line in self.asked if " -c " in f" {line} "]
+
+    @property
+    def compiled(self) -> int:
+        """Times."""
+        return len(self.compiling)

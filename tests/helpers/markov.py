@@ -1,0 +1,139 @@
+"""A tiny target whose next token depends on the last one alone, so that heads can be built that know what it says.
+
+Attention and MLPs add nothing: the final state is the norm of the last token's embedding.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
+
+from paceline.config import EngineConfig
+from paceline.model.loading import build
+from paceline.model.model import TransformersModel
+from paceline_lab.training.heads.target_reader import TargetOutputs
+from paceline_lab.training.heads.train_head import RECIPES
+from paceline_lab.training.heads.train_head import save_head as save_trained
+from tests.helpers.checkpoints import save_tokenizer
+from tests.helpers.llamas import VOCABULARY, peaked_llama
+
+HIDDEN = 64
+
+
+def markov_llama() -> LlamaForCausalLM:
+    network = peaked_llama()
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+        network.lm_head.weight *= 3  # sure of itself, so that two steps ahead can be guessed, too
+    return network
+
+
+def markov_model(dtype: torch.dtype = torch.float32, slots: int = 2048) -> TransformersModel:
+    return build(markov_llama().to(dtype), "markov", EngineConfig(slots=slots), "", [])
+
+
+def save_markov(folder: Path) -> Path:
+    network = markov_llama()
+    network.generation_config.eos_token_id = network.config.eos_token_id = None
+    network.save_pretrained(folder)
+    save_tokenizer(folder, range(VOCABULARY))
+    return folder
+
+
+def final_states() -> Tensor:
+    """After each token: [V, H] in float64."""
+    network = markov_llama()
+    states: Tensor = network.model.norm(network.model.embed_tokens.weight).detach().double()
+    return states
+
+
+def logits_after() -> Tensor:
+    """The target's own after each token: [V, V] in float64."""
+    return final_states() @ markov_llama().lm_head.weight.detach().double().T
+
+
+def laws_ahead(places: int, temperature: float) -> Tensor:
+    """What is said `places` places after a token, [V, V], as logits: 1 is the next place."""
+    logits = logits_after()
+    if temperature == 0:
+        successor = logits.argmax(-1)
+        ahead = torch.arange(VOCABULARY)
+        for _ in range(places):
+            ahead = successor[ahead]
+        return 10 * F.one_hot(ahead, VOCABULARY).double()
+    law = (logits / temperature).softmax(-1)
+    return temperature * torch.linalg.matrix_power(law, places).clamp(min=1e-9).log()
+
+
+def projecting(states: Tensor, logits: Tensor) -> Tensor:
+    """The matrix [V, n] that makes these logits [V, V] of these states [V, n]."""
+    return torch.linalg.lstsq(states, logits).solution.T.float().contiguous()
+
+
+def seeing_medusa(heads: int, temperature: float) -> dict[str, Tensor]:
+    """Heads that guess as well as the state allows: it tells the token before the root, not the root."""
+    tensors = {}
+    for head in range(heads):
+        tensors[f"{head}.0.linear.weight"] = torch.zeros(HIDDEN, HIDDEN)
+        tensors[f"{head}.0.linear.bias"] = torch.zeros(HIDDEN)
+        tensors[f"{head}.1.weight"] = projecting(final_states(), laws_ahead(head + 2, temperature))
+    return tensors
+
+
+def seeing_mlp(steps: int, inner: int = 96) -> dict[str, Tensor]:
+    """Looks at the token alone, and knows what the target says after it."""
+    embedding = torch.randn(VOCABULARY, inner, generator=torch.Generator().manual_seed(1))
+    tensors = {}
+    for i in range(steps):
+        tensors[f"emb.{i}.weight"] = embedding.clone()
+        tensors[f"proj.{i}.weight"] = torch.zeros(inner, inner if i else HIDDEN)
+        tensors[f"ln.{i}.weight"], tensors[f"ln.{i}.bias"] = torch.ones(inner), torch.zeros(inner)
+        normed = embedding.double() / embedding.double().pow(2).mean(-1, keepdim=True).sqrt()
+        tensors[f"head.{i}.weight"] = projecting(F.gelu(normed), logits_after())
+    return tensors
+
+
+def mlp_config(steps: int, **more: object) -> dict[str, object]:
+    return {"architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": steps, "tie_weights": False} | more
+
+
+def save_head(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
+    """A head's checkpoint as safetensors."""
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def save_seeing(method: str, folder: Path, temperature: float, steps: int = 3) -> Path:
+    """A head of this method that knows what the target says, and how it is drawn from."""
+    if method == "medusa":
+        return save_head(folder, seeing_medusa(steps, temperature), {"medusa_num_heads": 2})
+    return save_head(folder, seeing_mlp(steps), mlp_config(steps))
+
+
+def trained(method: str, folder: Path) -> tuple[nn.Module, TargetOutputs]:
+    """A head of the kind that `paceline train` makes, with weights at random and saved; and something to read."""
+    network = peaked_llama()
+    output = network.lm_head.weight.detach()
+    states = torch.randn(2, 9, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
+    ids = torch.arange(18).view(2, 9)
+    law = torch.zeros(2, 9, 1)
+    reading = TargetOutputs(ids, torch.zeros(2, 9, HIDDEN), states, law.long(), law, output)
+    recipe = RECIPES[method]
+    head = recipe.begin(network.config, network)
+    torch.manual_seed(5)
+    for parameter in head.parameters():
+        nn.init.normal_(parameter, std=HIDDEN**-0.5)
+        parameter.data = parameter.data.bfloat16().float()  # as which it is saved
+    save_trained(head, recipe, network.config, folder)
+    return head, reading

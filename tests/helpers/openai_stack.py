@@ -1,0 +1,285 @@
+"""A gateway with scripted targets behind it, all over real sockets, in the test's own event loop.
+
+The targets are the real service, `paceline_services.target.target_servicer`, with a script in the place of the
+engine: what a request's output is, how many tokens come at once, and when.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import openai
+
+from paceline.core.messages import (
+    Delta,
+    EngineLoad,
+    FinishReason,
+    LogProbs,
+    SpeculationStats,
+    Submission,
+    TargetDescription,
+    Timings,
+    Usage,
+)
+from paceline.state import StateStore, WorkerRecord, open_store
+from paceline.text import Tokenizer
+from paceline.tls import Certificates
+from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.credentials import GATEWAY
+from paceline.wire.grpc_server import GrpcServer
+from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.model_directory import ModelDirectory
+from paceline_services.gateway.served_model import ServedModel
+from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from paceline_services.target.target_servicer import TargetServicer
+
+MODEL = "pydoc"
+TOKENIZER = Tokenizer.load(MODEL)
+EOS = 2
+CONTEXT = 128
+
+Script = Callable[[Submission], Sequence[int]]
+
+
+class GivesUp(RuntimeError):
+    """What a script raises to say this much, and then that it cannot go on."""
+
+    def __init__(self, message: str, said: Sequence[int]) -> None:
+        super().__init__(message)
+        self.said = said
+
+
+class KillsEngines(RuntimeError):
+    """What a script raises of which an engine dies."""
+
+
+class ScriptedDecoder:
+    """Plays an engine: the output of a request is what `script` says, `burst` tokens to a delta.
+
+    Deltas come one after the other, unless `gate` is clear: then the target hangs until it is set again. It clears
+    itself after so many deltas as `hold_after` says.
+    """
+
+    hold_after: int | None = None
+    first_after_s = 0.0
+    """How long a request's first token takes."""
+
+    def __init__(self, script: Script, burst: int) -> None:
+        self.servicer: TargetServicer
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.submissions: list[Submission] = []
+        self.cancelled: asyncio.Queue[str] = asyncio.Queue()
+        self._script = script
+        self._burst = burst
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def submit(self, submission: Submission) -> None:
+        self.submissions.append(submission)
+        self._tasks[submission.request_id] = asyncio.create_task(self._decode(submission))
+
+    def cancel(self, request_id: str) -> None:
+        task = self._tasks.pop(request_id, None)
+        if task is not None and task.cancel():
+            self._deliver(self._last(Delta(request_id), FinishReason.CANCELLED, 0, 0))
+            self.cancelled.put_nowait(request_id)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _decode(self, submission: Submission) -> None:
+        params = submission.sampling
+        try:
+            output = list(self._script(submission))[: params.max_tokens]
+        except KillsEngines:
+            ended = asyncio.get_running_loop().create_future()
+            ended.set_result(None)
+            await self.servicer.drain(0.0, ended)
+            return
+        except RuntimeError as error:
+            self._give_up(submission.request_id, error)
+            return
+        stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
+        output = output[: stops[0] + 1] if stops else output
+        start = len(submission.committed)
+        await asyncio.sleep(self.first_after_s)
+        for at in range(start, len(output), self._burst):
+            await self.gate.wait()
+            tokens = output[at : at + self._burst]
+            delta = Delta(submission.request_id, tokens, [index > 0 for index in range(len(tokens))])
+            if params.logprobs is not None:
+                delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
+            if at + self._burst >= len(output):
+                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                delta.stop_token = output[-1] if stops else None
+                delta = self._last(delta, reason, len(submission.prompt), len(output))
+                self._tasks.pop(submission.request_id)
+            self._deliver(delta)
+            if self.hold_after is not None:
+                self.hold_after -= 1
+                if not self.hold_after:
+                    self.hold_after = None
+                    self.gate.clear()
+            await asyncio.sleep(0)
+
+    def _give_up(self, request_id: str, error: RuntimeError) -> None:
+        """As the engine does: the error comes with the last tokens, if there are any."""
+        said = error.said if isinstance(error, GivesUp) else []
+        *before, last = [said[at : at + self._burst] for at in range(0, len(said), self._burst)] or [[]]
+        for tokens in before:
+            self._deliver(Delta(request_id, list(tokens), [False] * len(tokens)))
+        self._tasks.pop(request_id)
+        ended = Delta(request_id, list(last), [False] * len(last), finish_reason=FinishReason.ERROR, error=str(error))
+        self._deliver(ended)
+
+    def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
+        delta.finish_reason = reason
+        delta.usage = Usage(prompt, output, cached_tokens=1)
+        delta.timings = Timings(0.25, 0.5, 1.0)
+        delta.speculation = SpeculationStats([4, 3], [3, 1], drafted_tokens=9, verifications=4, steps=5, drafts=["d"])
+        return delta
+
+    def _deliver(self, delta: Delta) -> None:
+        load = EngineLoad(len(self._tasks), 0, 1000, 8, 0.001)
+        asyncio.get_running_loop().call_soon(self.servicer.send_deltas, [delta], load)  # an engine answers later
+
+
+def log_probs(token: int, top: int) -> LogProbs:
+    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
+class Bookkeeper:
+    """The target's own records are not looked at here."""
+
+    def submitted(self, engine_id: str, submission: Submission) -> None: ...
+
+    def committed(self, delta: Delta) -> None: ...
+
+    def finished(self, engine_id: str) -> None: ...
+
+
+@dataclass(slots=True)
+class RunningTarget:
+    record: WorkerRecord
+    decoder: ScriptedDecoder
+    server: GrpcServer
+    servicer: TargetServicer
+
+    async def die(self) -> None:
+        """As after SIGKILL: every stream breaks, in whatever state it is."""
+        await self.server.stop(0.0)
+        await self.decoder.close()
+
+
+@dataclass(slots=True)
+class Stack:
+    """What a test needs of a running gateway and what is around it."""
+
+    store: StateStore
+    models: ModelDirectory
+    addresses: Addresses
+    http: httpx.AsyncClient
+    client: openai.AsyncOpenAI
+    targets: list[RunningTarget] = field(default_factory=list)
+    _exits: AsyncExitStack = field(default_factory=AsyncExitStack)
+
+    @property
+    def gateway(self) -> ServedModel:
+        """The first model."""
+        return self.models.first
+
+    @property
+    def decoder(self) -> ScriptedDecoder:
+        return self.targets[0].decoder
+
+    async def add_target(
+        self, script: Script, *, burst: int = 3, worker_id: str | None = None, model: str = MODEL, numerics: str = ""
+    ) -> RunningTarget:
+        """Start a target, and wait until the gateway uses it."""
+        worker_id = worker_id or f"target-{len(self.targets)}"
+        target = await start_target(script, burst, worker_id, model=model, numerics=numerics)
+        self._exits.push_async_callback(target.die)
+        self.targets.append(target)
+        await self.store.registry.register(target.record)
+        fleet = self.models.model(model).fleet
+        while all(worker_id != known.record.worker_id for known in fleet.targets.values()):
+            await asyncio.sleep(0.01)
+        return target
+
+
+async def start_target(
+    script: Script,
+    burst: int,
+    worker_id: str,
+    fingerprint: str = TOKENIZER.fingerprint,
+    model: str = MODEL,
+    tls: Certificates | None = None,
+    port: int = 0,
+    numerics: str = "",
+) -> RunningTarget:
+    eos = (EOS,)
+    description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics)
+    decoder = ScriptedDecoder(script, burst)
+    servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
+    server = GrpcServer("127.0.0.1", port, tls=tls, peer=GATEWAY)
+    service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+    server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
+    address = await server.start()
+    record = WorkerRecord("target", worker_id, address, model, "ngram", fingerprint, time.time(), numerics)
+    return RunningTarget(record, decoder, server, servicer)
+
+
+@asynccontextmanager
+async def open_stack(
+    *scripts: Script,
+    burst: int = 3,
+    limits: AdmissionLimits | None = None,
+    redis_url: str | None = None,
+    more_models: Sequence[str] = (),
+    **settings_: Any,
+) -> AsyncIterator[Stack]:
+    """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
+
+    `more_models`: names by which the same model is served once more, by targets of its own. `settings_`: more of
+    `GatewaySettings`. With TLS at the edge, its own clients do not look at the certificate.
+    """
+    settings = GatewaySettings(
+        MODEL,
+        MODEL,
+        port=0,
+        drain_s=5.0,
+        limits=limits or AdmissionLimits(resume_s=5.0),
+        more_models=[(MODEL, name) for name in more_models],
+        **settings_,
+    )
+    async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (models, addresses):
+        url = f"{'https' if settings.edge_tls else 'http'}://{addresses.http}"
+        async with (
+            AsyncExitStack() as exits,
+            httpx.AsyncClient(base_url=url, timeout=20.0, verify=False) as http,
+            openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=None) as client,
+        ):
+            stack = Stack(store, models, addresses, http, client, _exits=exits)
+            for script in scripts:
+                await stack.add_target(script, burst=burst)
+            yield stack
+
+
+def says(text: str) -> Script:
+    """A script that answers with a text and ends."""
+    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+    return lambda submission: tokens
+
+
+def counts(submission: Submission) -> Sequence[int]:
+    """An endless output that depends on the seed and on the prompt, as a real one would."""
+    first = (submission.sampling.seed + sum(submission.prompt)) % 1000
+    return [300 + (first + 7 * index) % 3000 for index in range(CONTEXT)]

@@ -1,0 +1,147 @@
+"""A target worker for tests: the real servicer, engine loop and engine over a table model, in this event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.core.messages import Delta, Submission, TargetDescription
+from paceline.core.policy.step_cost import RowCost
+from paceline.drafting import build_model_free
+from paceline.engine.draft_client import LocalDraftClient
+from paceline.engine.engine import Engine
+from paceline.engine.engine_loop import EngineLoop
+from paceline.engine.engine_messages import StepResult
+from paceline.model import Model
+from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.wire.draft_link import DraftLinkConfig
+from paceline.wire.draft_pool import DraftPool
+from paceline.wire.grpc_server import GrpcServer
+from paceline.wire.remote_drafting import RemoteDrafting
+from paceline.wire.target_link import TargetLink
+from paceline_lab.fake_models.table_model import TableModel
+from paceline_services.target.__main__ import PipeEngineClient
+from paceline_services.target.target_servicer import TargetServicer
+from tests.helpers.pipes import computing, joined
+from tests.helpers.workers import PATIENCE_S, pooled
+
+TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
+VOCABULARY = 1000
+SLOTS = 4096
+FREE = RowCost([8, 256], [1.0, 1.001])
+"""Rows that cost nothing: every guess is verified."""
+NEVER_ENDS = 4000
+"""So many tokens that a test which waits for the end would notice."""
+
+
+@dataclass
+class Notebook:
+    """An observer that keeps what it hears."""
+
+    running: dict[str, Submission] = field(default_factory=dict)
+    heard: list[Delta] = field(default_factory=list)
+
+    def submitted(self, engine_id: str, submission: Submission) -> None:
+        self.running[engine_id] = submission
+
+    def committed(self, delta: Delta) -> None:
+        self.heard.append(delta)
+
+    def finished(self, engine_id: str) -> None:
+        del self.running[engine_id]
+
+
+@dataclass
+class TargetWorker:
+    """A target worker in this process."""
+
+    address: str
+    servicer: TargetServicer
+    server: GrpcServer
+    engine: Engine
+    notebook: Notebook
+    pool: DraftPool
+    ended: asyncio.Future[None]
+    """Done when the engine is."""
+
+
+@asynccontextmanager
+async def target_worker(
+    speculation: SpeculativeConfig | None = None,
+    model: Model | None = None,
+    hang_s: float = PATIENCE_S,
+) -> AsyncIterator[TargetWorker]:
+    """It asks no draft until its pool reaches one, or a request names one; model-free methods draft beside it."""
+    model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
+    config = EngineConfig(slots=model.slots)
+    async with joined() as (connection, pipe):
+        drafting = RemoteDrafting(pipe)
+        speculation = speculation or SpeculativeConfig()
+        beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
+        engine = Engine(model, config, speculation, drafting, FREE, beside=beside)
+        notebook = Notebook()
+        servicer = TargetServicer(described(model), notebook, PipeEngineClient(connection))
+        connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))
+        terms = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
+        pool = pooled(connection, terms, model.layers)
+        server = GrpcServer("127.0.0.1", 0)
+        server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
+        try:
+            async with computing(connection, EngineLoop(engine, pipe).run) as ended:
+                await server.start()
+                try:
+                    yield TargetWorker(server.address, servicer, server, engine, notebook, pool, ended)
+                finally:
+                    await server.stop()
+        finally:
+            await pool.stop()
+        engine.check_integrity()
+
+
+def described(model: Model) -> TargetDescription:
+    return TargetDescription(
+        "t",
+        "tested",
+        model.fingerprint,
+        model.vocabulary_size,
+        model.max_model_len,
+        model.slots,
+        model.rows_invariant,
+        (),
+        "",
+    )
+
+
+@asynccontextmanager
+async def linked(*workers: TargetWorker) -> AsyncIterator[list[TargetLink]]:
+    """A link to each of them; to one target may lead several."""
+    async with AsyncExitStack() as stack:
+        links = [TargetLink(worker.address) for worker in workers]
+        for link in links:
+            stack.push_async_callback(link.close)
+            await link.connect()
+        yield links
+
+
+def submission(request_id: str = "r", *, max_tokens: int = 20, plain: bool = False, **fields: object) -> Submission:
+    """Of a prompt that repeats itself, at temperature 0.8."""
+    return Submission(
+        request_id,
+        [1, 2, 3, 4] * 3,
+        SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=11),
+        SpeculativeOptions(enabled=False if plain else None, report=True),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+async def collect(link: TargetLink, wanted: Submission) -> tuple[list[int], Delta]:
+    """All tokens, and the last delta."""
+    tokens: list[int] = []
+    async with aclosing(link.submit(wanted)) as deltas:
+        async for delta in deltas:
+            tokens += delta.tokens
+            last = delta
+    return tokens, last

@@ -1,0 +1,34 @@
+"""An engine for `paceline_lab.peers.peer_process` that counts on: the new tokens follow the last one of the prompt."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline_lab.peers.peer_worker import Generate, Setup, Tokens, serve
+
+
+def load(setup: Setup) -> dict[str, Generate]:
+    if "broken" in setup:
+        raise ValueError("nothing to load")
+
+    def plain(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        return [list(range(prompt[-1] + 1, prompt[-1] + 1 + count)) for prompt in prompts]
+
+    def refusing(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        raise ValueError("it takes 1 at once")
+
+    def dying(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        os._exit(1)
+
+    def slow(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
+        time.sleep(0.2)
+        return plain(prompts, temperature, seed, count)
+
+    return {"plain": plain, "refusing": refusing, "dying": dying, "slow": slow}
+
+
+if __name__ == "__main__":
+    serve(load, sys.stdin, sys.stdout)
