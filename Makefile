@@ -13,7 +13,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
-	pytest-all native-check native-cross mutants models chart format proto clean
+	pytest-all native-check native-cross mutants models lines chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -98,6 +98,9 @@ mutants: setup  ## the code changed in one wrong way after another: do tests not
 
 models: setup  ## transformers' causal language models, tiny ones: which are computed as transformers computes them?
 	@$(BIN)/python -m tests.helpers.architectures $(ARGS)
+
+lines: setup  ## product lines by room, and test lines
+	@$(BIN)/python -m tests.helpers.house
 
 chart: setup  ## the Helm chart with every combination of its main values
 	@$(BIN)/python -m tests.deploy.combinations

@@ -1,0 +1,101 @@
+"""What the house is made of: product lines by room, and the words that its names may not use. `make lines`."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PRODUCT = ("paceline", "services")
+"""What is installed. Generated stubs and the demo family's weights are no lines of ours."""
+SOURCES = (".py", ".hpp", ".cpp")
+SERVICE_FILES = {"__init__.py", "__main__.py", "server.py"}
+"""File names that several folders may have."""
+DENIED = frozenset(
+    """
+    answers beside blows brings cacheless callers credit entrance follower growing guard habits haste hear heard hearsay
+    intake lane law laws lend lent meeting news orders outlook place replies room said say stay tally tell told trial
+    whoever wish witness word worth
+    """.split()
+)
+"""Words of the first build's private language: docs/glossary.md has the field's."""
+PUBLIC = frozenset({"beside", "build_beside"})
+"""Keys of configurations and metrics that users write; a name that has to stay."""
+
+
+def files(*folders: str) -> list[Path]:
+    """Tracked source files below these folders, without generated ones."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    paths = [Path(line) for line in listed.stdout.splitlines()]
+    return [path for path in paths if path.suffix in SOURCES and not path.match("paceline/v1/*")]
+
+
+def lines() -> dict[str, int]:
+    """Product lines by room: a folder of `paceline` or `services`, or the files beside them."""
+    counts: Counter[str] = Counter()
+    for path in files(*PRODUCT):
+        room = "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
+        counts[room] += len((ROOT / path).read_text(encoding="utf-8").splitlines())
+    return dict(sorted(counts.items()))
+
+
+def repeated_file_names() -> dict[str, list[str]]:
+    """Python files of the same name, and where they are."""
+    named: dict[str, list[str]] = {}
+    for path in files(*PRODUCT, "paceline_lab"):
+        if path.suffix == ".py" and path.name not in SERVICE_FILES:
+            named.setdefault(path.name, []).append(str(path))
+    return {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
+def repeated_class_names() -> dict[str, list[str]]:
+    """Public classes of the same name, and where they are."""
+    named: dict[str, list[str]] = {}
+    for path in files(*PRODUCT, "paceline_lab"):
+        if path.suffix == ".py":
+            for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    named.setdefault(node.name, []).append(str(path))
+    return {name: paths for name, paths in named.items() if len(paths) > 1}
+
+
+def denied_names() -> list[str]:
+    """Every name that our code gives and that has a denied word in it, as `path:line name`."""
+    found = []
+    for path in files(*PRODUCT, "paceline_lab"):
+        if path.suffix == ".py":
+            found += [f"{path}: file" for word in words(path.stem) if word in DENIED]
+            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+            given = {(name, line) for name, line in _given_names(tree) if name not in PUBLIC}
+            found += [f"{path}:{line} {name}" for name, line in sorted(given) if DENIED & set(words(name))]
+    return found
+
+
+def words(name: str) -> list[str]:
+    """`hidden_states_sent` and `HiddenStatesSent` are three words."""
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)]
+
+
+def _given_names(tree: ast.Module) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+if __name__ == "__main__":
+    rooms = lines()
+    for room, count in rooms.items():
+        print(f"{count:7,}  {room}")
+    tests = sum(len((ROOT / path).read_text(encoding="utf-8").splitlines()) for path in files("tests"))
+    print(json.dumps({"product_lines": sum(rooms.values()), "test_lines": tests}))
