@@ -1,7 +1,7 @@
-"""A wheel carries the native pass compiled, where the machine that builds it has a C++ compiler.
+"""Build hook: compiles the native pass into the wheel, if the build machine has a C++ compiler.
 
-One library for each instruction set of this kind of machine; which one is loaded the CPU decides. Without a compiler,
-or if it fails, the wheel is one for every platform, with the sources alone: they are compiled at their first use.
+The wheel has one library for each instruction set of the machine's architecture; the CPU decides which one is loaded.
+Without a compiler, or if it fails, the wheel is platform-independent and has only the sources, compiled at first use.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 NATIVE = Path("paceline", "model", "native")
 GLIBC = "2.28"
-"""The oldest that torch's wheels run with. Zig links for any; other compilers for the one that they have."""
+"""The oldest glibc of torch's wheels. Zig links for any version; other compilers link for the installed one."""
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Hatchling finds it in this file."""
+    """Found by Hatchling in this file."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """`version`: "standard", or "editable", which compiles at its first use as every clone does."""
+        """`version`: "standard", or "editable", which compiles at first use."""
         if version == "editable":
             return
         sources = Path(self.root) / NATIVE
@@ -43,7 +43,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
             self.app.display_warning(f"this wheel has the native pass's sources alone: {error}")
             return
         if not libraries:
-            return  # a kind of machine that there is no native code for
+            return  # no native code for this architecture
         build_data["force_include"] |= {str(each): str(NATIVE / "ready" / each.name) for each in libraries}
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{tag(compiler.is_zig)}"
@@ -53,7 +53,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def load(path: Path) -> ModuleType:
-    """A module of ours, without the packages around it: they import what a machine that builds does not have."""
+    """Import one module without its parent packages, whose dependencies the build machine may lack."""
     spec = importlib.util.spec_from_file_location("paceline_native_build", path)
     assert spec is not None
     assert spec.loader is not None
@@ -72,7 +72,7 @@ def compiled(build: ModuleType, compiler: Any, sources: Path, folder: Path) -> l
 
 
 def tag(any_linux: bool) -> str:
-    """The platform in the wheel's name."""
+    """The platform tag of the wheel."""
     if any_linux and sys.platform == "linux":
         return f"manylinux_{GLIBC.replace('.', '_')}_{platform.machine()}"
     return sysconfig.get_platform().replace("-", "_").replace(".", "_")

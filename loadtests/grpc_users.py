@@ -1,7 +1,8 @@
-"""Who asks over gRPC: `InferenceService` on the gateway.
+"""The gRPC user: a client of the gateway's `InferenceService`.
 
-gRPC's C core does not see gevent's sockets; it has to be told to drive gevent's loop, after Locust has patched Python
-and before the first channel. A channel keeps a native thread of gevent's pool, so all users of a process share one.
+gRPC's C core does not use gevent's sockets; `init_gevent` makes it drive gevent's loop, and must run after Locust has
+patched Python and before the first channel. A channel occupies a native thread of gevent's pool, so all users of a
+process share one.
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from locust import task
 
 from loadtests.http_users import RecordingUser
 from loadtests.load_requests import Question
-from loadtests.stream_check import ReceivedStream, check_stream, check_unfinished
+from loadtests.received_stream import ReceivedStream
+from loadtests.stream_check import check_stream, check_unfinished
 from paceline.v1 import common_pb2, inference_pb2_grpc
 from paceline.v1 import inference_pb2 as pb
 
 grpc_gevent.init_gevent()
 
 LONGEST_S = 600.0
-"""No answer takes longer, however slow the machine."""
+"""Timeout of a call, for the slowest machine."""
 
 
 class GrpcUser(RecordingUser):
-    """`stub` is set before the first one is made."""
+    """`connect` sets `stub` before the first user starts."""
 
     kind = "grpc"
     weight = 10
@@ -39,21 +41,21 @@ class GrpcUser(RecordingUser):
 
     @task
     def generate(self) -> None:
-        question = self.questions.short(chat=False)
-        began, heard, left = time.time(), ReceivedStream(), False
-        call = self.stub.Generate(encoded(question, speculative=self.speculative), timeout=LONGEST_S)
+        question = self.load_run.questions.short(chat=False)
+        began, stream, left = time.time(), ReceivedStream(), False
+        call = self.stub.Generate(encoded(question, speculative=self.load_run.speculative), timeout=LONGEST_S)
         try:
             for response in call:
-                add_response(heard, time.time(), response)
-            heard.complete = True
+                stream.add_chunk(as_chunk(response), time.time())
+            stream.complete = True
         except grpc.RpcError as error:
-            heard.error = repr(error)
+            stream.error = repr(error)
         except GreenletExit:  # the run is over
-            heard, left = check_unfinished(began, heard, self.stalled_s), True
+            stream, left = check_unfinished(began, stream, self.load_run.profile.stalled_s), True
             raise
         finally:
             call.cancel()
-            self.report(check_stream(self.kind, began, question, heard, left=left))
+            self.report(check_stream(self.kind, began, question, stream, left=left))
 
 
 def encoded(question: Question, *, speculative: bool) -> pb.GenerateRequest:
@@ -64,11 +66,19 @@ def encoded(question: Question, *, speculative: bool) -> pb.GenerateRequest:
     )
 
 
-def add_response(heard: ReceivedStream, when: float, response: pb.GenerateResponse) -> None:
-    heard.add_tokens(when, list(response.token_ids))
-    if response.finish_reason:
-        heard.finish_reason = common_pb2.FinishReason.Name(response.finish_reason)
-        heard.counted, heard.prompt_tokens = response.completion_tokens, response.prompt_tokens
-        stats = response.speculation
-        heard.verifications, heard.drafted = stats.verifications, stats.drafted_tokens
-        heard.accepted = sum(stats.accepted_by_depth)
+def as_chunk(response: pb.GenerateResponse) -> dict[str, Any]:
+    """The response as a chunk of the HTTP API."""
+    choice: dict[str, Any] = {"token_ids": list(response.token_ids), "finish_reason": None}
+    if not response.finish_reason:
+        return {"choices": [choice]}
+    choice["finish_reason"] = common_pb2.FinishReason.Name(response.finish_reason)
+    stats = response.speculation
+    return {
+        "choices": [choice],
+        "usage": {"completion_tokens": response.completion_tokens, "prompt_tokens": response.prompt_tokens},
+        "speculation": {
+            "verifications": stats.verifications,
+            "drafted_tokens": stats.drafted_tokens,
+            "accepted_by_depth": list(stats.accepted_by_depth),
+        },
+    }

@@ -1,4 +1,4 @@
-"""Who asks over HTTP. Importing this makes Python's sockets gevent's, as Locust does: not for tests' own processes."""
+"""The HTTP users. Importing this module patches Python's sockets with gevent's, as Locust does."""
 
 from __future__ import annotations
 
@@ -14,44 +14,43 @@ from geventhttpclient.response import HTTPSocketResponse
 from locust import User, constant, task
 
 from loadtests.load_figures import REFUSED
-from loadtests.load_requests import Question, Questions
-from loadtests.stream_check import ReceivedStream, StreamRecord, check_stream, check_unfinished, parse_events
+from loadtests.load_profiles import LoadRun
+from loadtests.load_requests import Question
+from loadtests.received_stream import ReceivedStream, parse_events
+from loadtests.stream_check import StreamRecord, check_stream, check_unfinished
 
 TIMEOUT_S = 120.0
 BROKEN = (OSError, HTTPException, ValueError, LookupError, TypeError)
-"""A connection that ends too early, or brings what is no answer."""
+"""A connection that ends too early, or carries no valid answer."""
 JSON_HEADERS = {"Content-Type": "application/json"}
 EVENT_END = b"\n\n"
 MAX_CHUNKS_BEFORE_LEAVING = 12
-"""Events after which an abandoner is gone."""
+"""Most events that `DisconnectingUser` receives."""
 
 
 class RecordingUser(User):
-    """`questions`, `speculative` and `stalled_s` (as `Run`'s) are set before the first one is made."""
+    """Reports every request to Locust. `load_run` is set before the first user starts."""
 
     abstract = True
     kind: ClassVar[str]
-    questions: ClassVar[Questions]
-    speculative: ClassVar[bool]
-    stalled_s: ClassVar[float]
+    load_run: ClassVar[LoadRun]
 
     def report(self, answer: StreamRecord) -> None:
-        """To Locust's tables, and with all that is known to whoever listens."""
-        told = answer.fault or (
-            f"{answer.lost} tokens lost, {answer.changed} changed" * bool(answer.lost or answer.changed)
-        )
+        """Fire Locust's request event. Its context holds the record."""
+        wrong = f"{answer.lost} tokens lost, {answer.changed} changed" if answer.lost or answer.changed else ""
+        failure = answer.fault or wrong
         self.environment.events.request.fire(
             request_type=type(self).__name__,
             name=answer.kind,
             response_time=1e3 * (answer.ended - answer.began),
             response_length=answer.tokens,
-            exception=RuntimeError(told) if told else None,
+            exception=RuntimeError(failure) if failure else None,
             context={"answer": answer},
         )
 
 
 class HttpUser(RecordingUser):
-    """One connection, on which one request follows the other."""
+    """One connection, with one request after another."""
 
     abstract = True
 
@@ -64,29 +63,29 @@ class HttpUser(RecordingUser):
         self.http.close()
 
     def ask(self, question: Question, leave_after: int | None = None) -> None:
-        """Stream an answer. `leave_after`: so many events, then the connection is closed."""
+        """Stream an answer. After `leave_after` events, if given, the connection is closed."""
         began = time.time()
         events: list[tuple[float, bytes]] = []
         try:
-            response = self.post(question.path, question.body(speculative=self.speculative))
-            heard, left = listen(response, events, leave_after)
+            response = self.post(question.path, question.body(speculative=self.load_run.speculative))
+            stream, left = receive(response, events, leave_after)
         except BROKEN as error:
-            heard, left = ReceivedStream(error=repr(error)), False
+            stream, left = ReceivedStream(error=repr(error)), False
         except GreenletExit:  # the run is over
-            heard = check_unfinished(began, parse_events(events), self.stalled_s)
-            self.report(check_stream(self.kind, began, question, heard, left=True))
+            stream = check_unfinished(began, parse_events(events), self.load_run.profile.stalled_s)
+            self.report(check_stream(self.kind, began, question, stream, left=True))
             raise
-        self.report(check_stream(self.kind, began, question, heard, left=left))
+        self.report(check_stream(self.kind, began, question, stream, left=left))
 
     def post(self, path: str, body: Any) -> HTTPSocketResponse:
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         return self.http.post(path, body=raw, headers=JSON_HEADERS)
 
 
-def listen(
+def receive(
     response: HTTPSocketResponse, events: list[tuple[float, bytes]], leave_after: int | None
 ) -> tuple[ReceivedStream, bool]:
-    """What the stream says, and whether it was left before its end. `events` gets them as they come."""
+    """The stream, and whether the client left before its end. Appends events to `events` as they arrive."""
     try:
         if response.status_code != 200:
             return ReceivedStream(error=f"status {response.status_code}: {response.read()!r:.200}"), False
@@ -105,7 +104,7 @@ class ChatUser(HttpUser):
 
     @task
     def chat(self) -> None:
-        self.ask(self.questions.short(chat=True))
+        self.ask(self.load_run.questions.short(chat=True))
 
 
 class CompletionUser(HttpUser):
@@ -114,7 +113,7 @@ class CompletionUser(HttpUser):
 
     @task
     def complete(self) -> None:
-        self.ask(self.questions.short(chat=False))
+        self.ask(self.load_run.questions.short(chat=False))
 
 
 class LongCompletionUser(HttpUser):
@@ -125,18 +124,18 @@ class LongCompletionUser(HttpUser):
 
     @task
     def complete(self) -> None:
-        self.ask(self.questions.long())
+        self.ask(self.load_run.questions.long())
 
 
 class DisconnectingUser(HttpUser):
-    """Goes away in the middle of a stream, and comes back on another connection."""
+    """Closes the connection in the middle of a stream, and comes back on another one."""
 
     kind = "abandoned"
     weight = 4
 
     @task
     def leave(self) -> None:
-        self.ask(self.questions.short(chat=True), leave_after=random.randint(1, MAX_CHUNKS_BEFORE_LEAVING))
+        self.ask(self.load_run.questions.short(chat=True), leave_after=random.randint(1, MAX_CHUNKS_BEFORE_LEAVING))
 
 
 MALFORMED: list[tuple[str, Any]] = [
@@ -151,11 +150,11 @@ MALFORMED: list[tuple[str, Any]] = [
     ("/v1/completions", {"prompt": "1", "speculative": {"depth": "deep"}}),
     ("/v1/nothing", {}),
 ]
-"""Each must be refused with a status from 400 to 499 that says why."""
+"""Each must be refused with a status from 400 to 499 and an error message."""
 
 
 class MalformedRequestUser(HttpUser):
-    """Sends what cannot be served."""
+    """Sends malformed requests."""
 
     kind = REFUSED
     weight = 4
@@ -176,7 +175,7 @@ class MalformedRequestUser(HttpUser):
 
 
 def refusal_fault(status: int, body: bytes) -> str:
-    """What is wrong with the answer to a malformed request; empty: it was refused as it had to be."""
+    """The fault of the response to a malformed request; empty if it was refused correctly."""
     if not 400 <= status < 500:
         return f"status {status}: {body!r:.200}"
     try:

@@ -1,4 +1,4 @@
-"""What the answers of a run amount to."""
+"""The figures of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loadtests.stream_check import StreamRecord
 
 @dataclass(frozen=True, slots=True)
 class LatencyGoal:
-    """What a client is to get: its first token, and on average each further one, within so many milliseconds."""
+    """Milliseconds to the first token, and on average to each further one."""
 
     first_token_ms: float
     token_ms: float
@@ -22,12 +22,11 @@ class LatencyGoal:
 
 @dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """Of the answers that ended within `seconds`.
+    """Figures of the answers that ended within `seconds`.
 
-    `errors`: requests that failed, that were answered with another status than they had to be, or whose counts do not
-    agree. `streams`: how many ran at once, on average. `goodput`: tokens per second of answers that met the goal.
-    Between tokens: of each answer the mean, after its first chunk. `acceptance_length`: accepted tokens per
-    verification, without the bonus token.
+    `errors`: requests that failed, got an unexpected status, or whose counts do not agree. `streams`: mean number at
+    once. `goodput`: tokens per second of answers that met the goal. `token_ms`: each answer's mean time between tokens
+    after its first chunk. `acceptance_length`: accepted tokens per verification, without the bonus token.
     """
 
     seconds: float
@@ -50,26 +49,26 @@ class LoadFigures:
 
 
 REFUSED = "malformed"
-"""Kind of those that had to be refused, and were."""
+"""Kind of the requests that must be refused."""
 
 
-def figures(answers: Sequence[StreamRecord], begins: float, ends: float, goal: LatencyGoal) -> LoadFigures:
-    """Of what ended from `begins` to `ends`, in seconds since the epoch."""
+def figures(records: Sequence[StreamRecord], begins: float, ends: float, goal: LatencyGoal) -> LoadFigures:
+    """Figures of the answers that ended from `begins` to `ends`, in seconds since the epoch."""
     seconds = ends - begins
-    here = [answer for answer in answers if begins <= answer.ended < ends]
-    whole = [a for a in here if a.kind != REFUSED and not (a.fault or a.left or a.lost or a.changed)]
-    streamed = [a for a in answers if a.kind != REFUSED]
+    ended = [record for record in records if begins <= record.ended < ends]
+    whole = [a for a in ended if a.kind != REFUSED and not (a.fault or a.left or a.lost or a.changed)]
+    streamed = [a for a in records if a.kind != REFUSED]
     tokens = sum(a.tokens for a in whole)
     verifications = sum(a.verifications for a in whole)
     firsts, between = [first_token_ms(a) for a in whole], [token_ms(a) for a in whole]
     return LoadFigures(
         seconds=round(seconds, 1),
         answers=len(whole),
-        abandoned=sum(a.left for a in here),
-        refused=sum(a.kind == REFUSED and not a.fault for a in here),
-        errors=sum(bool(a.fault) for a in here),
-        lost_tokens=sum(a.lost for a in here),
-        changed_tokens=sum(a.changed for a in here),
+        abandoned=sum(a.left for a in ended),
+        refused=sum(a.kind == REFUSED and not a.fault for a in ended),
+        errors=sum(bool(a.fault) for a in ended),
+        lost_tokens=sum(a.lost for a in ended),
+        changed_tokens=sum(a.changed for a in ended),
         streams=round(sum(max(0.0, min(a.ended, ends) - max(a.began, begins)) for a in streamed) / seconds, 1),
         tokens_per_s=round(tokens / seconds, 1),
         goodput=round(sum(a.tokens for a in whole if goal.met(a)) / seconds, 1),
@@ -88,13 +87,13 @@ def first_token_ms(answer: StreamRecord) -> float:
 
 
 def token_ms(answer: StreamRecord) -> float:
-    """Between two tokens, on average, from the first chunk on; 0 if everything came in one."""
+    """Mean time between two tokens after the first chunk; 0 if everything came in one chunk."""
     after_first = answer.tokens - answer.first_tokens
     return 1e3 * (answer.ended - answer.first) / after_first if after_first else 0.0
 
 
 def percentile(values: Iterable[float], percent: int) -> float:
-    """To a tenth, between the two nearest; 0 of nothing."""
+    """Rounded to a tenth, interpolated; 0 for no values."""
     known = sorted(values)
     if len(known) < 2:
         return round(known[0], 1) if known else 0.0

@@ -1,18 +1,19 @@
-"""What is asked, and which tokens must come.
+"""The requests of the load, and the tokens that must come.
 
-A timed model's text is known without running it (`paceline_lab.fake_models.timed_text`), so every question to it is a
-new one. Any
-other model is asked a few questions before the load, plainly and one after the other; under load the same must come.
+A timed model's text is known without running it (`paceline_lab.fake_models.timed_text`), so every request to it is a
+new one. Any other model answers a few requests before the load, plainly and one at a time; under load the same tokens
+must come.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, Protocol
 
+from paceline.cli.http_client import HttpClient
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_text import greedy
 
@@ -20,10 +21,17 @@ SHORT = 24
 LONG = 1000
 """Tokens of a prompt to a timed model."""
 
+NAMES = ("json.dumps", "os.path.join", "itertools.chain", "re.sub", "asyncio.gather")
+TEXTS = ("def area(radius):\n", "import os\n\n\ndef ", "class Stack:\n", "for line in ", "    return ")
+FILLER = "def scale(values, factor):\n    return [value * factor for value in values]\n\n\n" * 12
+"""About 300 tokens of the shipped model, in front of a long prompt."""
+MAX_TOKENS = 48
+TEMPERATURES = (0.0, 0.8)
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`expected`: the tokens of the answer. `prompt_tokens`: those of the prompt, chat template included."""
+    """`expected`: the tokens of the answer. `prompt_tokens`: tokens of the prompt, chat template included."""
 
     text: str
     chat: bool
@@ -36,17 +44,14 @@ class Question:
         return "/v1/chat/completions" if self.chat else "/v1/completions"
 
     def body(self, *, speculative: bool) -> dict[str, Any]:
-        """Of a streaming HTTP request."""
+        """The body of a streaming HTTP request."""
         prompt = {"messages": [{"role": "user", "content": self.text}]} if self.chat else {"prompt": self.text}
-        wanted = {"return_token_ids": True, "speculation_stats": True, "stream_options": {"include_usage": True}}
-        return {**prompt, **self.sampling, **wanted, "stream": True, "speculative": speculative}
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        options = {"return_token_ids": True, "speculation_stats": True, "stream_options": {"include_usage": True}}
+        return {**prompt, **self.sampling, **options, "stream": True, "speculative": speculative}
 
 
 class Questions(Protocol):
-    """Where users have them from."""
+    """The source of the users' requests."""
 
     def short(self, *, chat: bool) -> Question: ...
 
@@ -54,11 +59,11 @@ class Questions(Protocol):
 
 
 class TimedQuestions:
-    """To a timed model: numbers at random, at temperature 0. `answers`: tokens of an answer, at least and at most."""
+    """Random numbers for a timed model, at temperature 0. `answer_tokens`: fewest and most tokens of an answer."""
 
-    def __init__(self, model: str, answers: tuple[int, int], chance: random.Random | None = None) -> None:
+    def __init__(self, model: str, answer_tokens: tuple[int, int], chance: random.Random | None = None) -> None:
         self._spec = TimedModelConfig.parse(model)
-        self._answers = answers
+        self._answer_tokens = answer_tokens
         self._chance = chance or random.Random()
 
     def short(self, *, chat: bool) -> Question:
@@ -69,26 +74,47 @@ class TimedQuestions:
 
     def _question(self, length: int, chat: bool) -> Question:
         prompt = [self._chance.randrange(self._spec.vocabulary) for _ in range(length)]
-        count = self._chance.randint(*self._answers)
-        said = list(islice(greedy(self._spec, prompt), count))
+        count = self._chance.randint(*self._answer_tokens)
+        expected = list(islice(greedy(self._spec, prompt), count))
         sampling = {"max_tokens": count, "temperature": 0}
-        return Question(" ".join(map(str, prompt)), chat, sampling, said, length)
+        return Question(" ".join(map(str, prompt)), chat, sampling, expected, length)
 
 
+@dataclass(slots=True)
 class RecordedQuestions:
-    """Those that were answered before."""
+    """Requests that were answered before the load."""
 
-    def __init__(self, chats: Sequence[Question], texts: Sequence[Question], longs: Sequence[Question]) -> None:
-        self._chats, self._texts, self._longs = chats, texts, longs
-        self._chance = random.Random()
-
-    @classmethod
-    def of(cls, recorded: Mapping[str, Sequence[Mapping[str, Any]]]) -> RecordedQuestions:
-        """By kind, each as `Question.as_json` gives it."""
-        return cls(*([Question(**each) for each in recorded[kind]] for kind in ("chats", "texts", "longs")))
+    chats: Sequence[Question]
+    texts: Sequence[Question]
+    longs: Sequence[Question]
+    _chance: random.Random = field(default_factory=random.Random)
 
     def short(self, *, chat: bool) -> Question:
-        return self._chance.choice(self._chats if chat else self._texts)
+        return self._chance.choice(self.chats if chat else self.texts)
 
     def long(self) -> Question:
-        return self._chance.choice(self._longs)
+        return self._chance.choice(self.longs)
+
+
+async def record_questions(client: HttpClient) -> RecordedQuestions:
+    """Decode every request plainly, one at a time, and keep the answers."""
+
+    async def recorded(texts: Sequence[str], *, chat: bool = False) -> list[Question]:
+        return [await _answered(client, question) for question in _sampled(texts, chat)]
+
+    return RecordedQuestions(
+        chats=await recorded([f"What does {name} do?" for name in NAMES], chat=True),
+        texts=await recorded(TEXTS),
+        longs=await recorded([FILLER + text for text in TEXTS[:2]]),
+    )
+
+
+def _sampled(texts: Sequence[str], chat: bool) -> Iterator[Question]:
+    for seed, text in enumerate(texts):
+        for temperature in TEMPERATURES:
+            yield Question(text, chat, {"max_tokens": MAX_TOKENS, "temperature": temperature, "seed": seed})
+
+
+async def _answered(client: HttpClient, question: Question) -> Question:
+    answer = await client.collect(question.path, question.body(speculative=False))
+    return replace(question, expected=answer.tokens, prompt_tokens=answer.prompt_tokens)

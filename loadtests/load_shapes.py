@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class ShapeStage(NamedTuple):
-    """A row: for this part of the run, this share of the users."""
+    """For this part of the run, this share of the users."""
 
     part: float
     share: float
@@ -35,7 +35,7 @@ SHAPES: Mapping[str, Shape] = {
 
 
 class UserStage(NamedTuple):
-    """A stage of one run: seconds since its beginning, and how many users."""
+    """A stage of one run: seconds since its beginning, and the number of users."""
 
     begins: float
     ends: float
@@ -43,7 +43,7 @@ class UserStage(NamedTuple):
 
 
 def rows(shape: Shape, ramp_s: float, seconds: float, peak: int) -> Iterator[UserStage]:
-    """The stages of a run that takes `seconds` once its first users have come, which takes `ramp_s`."""
+    """The stages of a run: `ramp_s` to start the first users, then `seconds`."""
     begins = ramp_s
     for stage in shape:
         ends = begins + stage.part * seconds
@@ -52,5 +52,5 @@ def rows(shape: Shape, ramp_s: float, seconds: float, peak: int) -> Iterator[Use
 
 
 def users_at(elapsed: float, stages: Sequence[UserStage]) -> int | None:
-    """How many users there are to be so many seconds after the beginning; None: it is over."""
+    """The number of users `elapsed` seconds after the beginning; None when the run is over."""
     return next((row.users for row in stages if elapsed < row.ends), None)

@@ -1,9 +1,10 @@
-"""One run of Locust against a gateway, in a process of its own, with what everybody used meanwhile."""
+"""One run of Locust against a gateway, in a process of its own, with the resource usage meanwhile."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from loadtests.load_run import LoadRun
+from loadtests.load_profiles import LoadRun
 from loadtests.resource_usage import MINUTE_S, ResourceWatch, cores, memory
 
 FLAT = 0.05
@@ -26,43 +27,44 @@ class LocustError(Exception):
 
 
 async def run_locust(run: LoadRun, services: Mapping[str, int]) -> dict[str, Any]:
-    """What came of it. `services`: processes to tell apart, by name. Raises `LocustError`."""
+    """The result of one run. `services`: process ids of the services, by name. Raises `LocustError`."""
     with tempfile.TemporaryDirectory() as folder:
-        told = Path(folder) / "run.json"
-        run.write(told)
+        file = Path(folder) / "run.pickle"
+        file.write_bytes(pickle.dumps(run))
         locust = await asyncio.create_subprocess_exec(
-            *(sys.executable, *LOCUST, "--run", str(told)), stdout=asyncio.subprocess.PIPE, cwd=ROOT
+            *(sys.executable, *LOCUST, "--run", str(file)), stdout=asyncio.subprocess.PIPE, cwd=ROOT
         )
         watch = ResourceWatch({**services, "clients": locust.pid})
         watching = asyncio.create_task(watch.run())
         try:
-            said, _ = await locust.communicate()
+            output, _ = await locust.communicate()
         finally:
             watching.cancel()
             with suppress(ProcessLookupError):
                 locust.kill()
-    return checked_summary(summary(said, locust.returncode), watch, run)
+    return checked_summary(summary(output, locust.returncode), watch, run)
 
 
-def summary(said: bytes, code: int | None) -> dict[str, Any]:
-    last = said.decode(errors="replace").strip().rpartition("\n")[2]
+def summary(output: bytes, code: int | None) -> dict[str, Any]:
+    """The JSON document in the last line of Locust's output. Raises `LocustError`."""
+    last = output.decode(errors="replace").strip().rpartition("\n")[2]
     try:
-        told: dict[str, Any] = json.loads(last)
+        return dict(json.loads(last))
     except ValueError:
-        raise LocustError(f"locust ended with exit code {code} and said: {last!r}") from None
-    return told
+        raise LocustError(f"locust ended with exit code {code}, and its last line is {last!r}") from None
 
 
-def checked_summary(told: dict[str, Any], watch: ResourceWatch, run: LoadRun) -> dict[str, Any]:
-    begins, ends = told.pop("window")
+def checked_summary(summary: dict[str, Any], watch: ResourceWatch, run: LoadRun) -> dict[str, Any]:
+    """The summary with resource usage, and whether the run was `good`."""
+    begins, ends = summary.pop("window")
     used = memory(watch.memory_mb, begins, ends)
-    flat = used.growth <= FLAT if used and run.seconds >= 2 * MINUTE_S else None
-    clean = not (told["errors"] or told["lost_tokens"] or told["changed_tokens"]) and flat is not False
-    drafted = told["figures"]["acceptance_length"] > 0
+    flat = used.growth <= FLAT if used and run.profile.seconds >= 2 * MINUTE_S else None
+    clean = not (summary["errors"] or summary["lost_tokens"] or summary["changed_tokens"]) and flat is not False
+    drafted = summary["figures"]["acceptance_length"] > 0
     return {
-        "good": clean and told["figures"]["answers"] > 0 and drafted == run.speculative,
-        **told,
-        "goal": asdict(run.goal),
+        "good": clean and summary["figures"]["answers"] > 0 and drafted == run.speculative,
+        **summary,
+        "goal": asdict(run.profile.goal),
         "memory": used and asdict(used),
         "memory_flat": flat,
         "cores": cores(watch.cpu, begins, ends),

@@ -17,19 +17,20 @@ MINUTE_S = 60.0
 
 @dataclass(slots=True)
 class ResourceWatch:
-    """`roots`: whom to tell apart, by name, with everything each of them started. Memory is that of this process and
-    all its descendants. Runs until it is cancelled."""
+    """Samples of memory and CPU time. `roots`: process ids by name; each includes its descendants. Memory is that of
+    this process and all its descendants."""
 
     roots: Mapping[str, int]
     memory_mb: list[tuple[float, float]] = field(default_factory=list)
     cpu: list[tuple[float, Mapping[str, float]]] = field(default_factory=list)
 
     async def run(self) -> None:
+        """Sample until cancelled."""
         while True:
-            await asyncio.to_thread(self._look)
+            await asyncio.to_thread(self._sample)
             await asyncio.sleep(EVERY_S)
 
-    def _look(self) -> None:
+    def _sample(self) -> None:
         now = time.time()
         if (memory := tree_pss_mb()) is not None:
             self.memory_mb.append((now, memory))
@@ -37,7 +38,7 @@ class ResourceWatch:
 
 
 def _cpu_by_name(roots: Mapping[str, int]) -> dict[str, float]:
-    """A service's own process by its name; the computing half that it started as `NAME compute`."""
+    """CPU seconds of each root under its name, and of its descendants under `NAME compute`."""
     used: defaultdict[str, float] = defaultdict(float)
     for name, root in roots.items():
         for process in process_and_descendants(root):
@@ -47,7 +48,7 @@ def _cpu_by_name(roots: Mapping[str, int]) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Means over the first and the last minute, or half, of a window. `growth`: the last over the first, less 1."""
+    """Means over the first and last minute of a window, or its halves. `growth`: last over first, less 1."""
 
     first_minute_mb: float
     last_minute_mb: float
@@ -55,7 +56,7 @@ class MemoryUse:
 
 
 def memory(samples: Sequence[tuple[float, float]], begins: float, ends: float) -> MemoryUse | None:
-    """None where nothing could be measured."""
+    """None without samples."""
     part = min(MINUTE_S, (ends - begins) / 2)
     first = [mb for when, mb in samples if begins <= when < begins + part]
     last = [mb for when, mb in samples if ends - part <= when < ends]
@@ -65,7 +66,7 @@ def memory(samples: Sequence[tuple[float, float]], begins: float, ends: float) -
 
 
 def cores(samples: Sequence[tuple[float, Mapping[str, float]]], begins: float, ends: float) -> dict[str, float]:
-    """How many CPU cores each had in use on average, the busiest first: who is near 1 in one thread is saturated."""
+    """Mean number of CPU cores in use by name, the busiest first. A single thread near 1 is saturated."""
     within = [sample for sample in samples if begins <= sample[0] < ends]
     if len(within) < 2:
         return {}

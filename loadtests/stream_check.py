@@ -1,30 +1,23 @@
-"""One stream as it came, and whether it is what had to come.
+"""Checks one received stream against the tokens that had to come.
 
-A chunk is not a token: speculation commits several at once. A stream brings its tokens' ids, and at its end the
-server's own count of them (`usage`); both are held against what had to come. While a stream runs its events are only
-kept; they are read when it is over, so that reading one does not delay the clock of another.
+A chunk is not a token: speculation commits several at once. A stream carries its tokens' ids and ends with the
+server's own count of them (`usage`); both are checked. While a stream runs its events are only kept; they are parsed
+when it is over, so that parsing one stream does not delay the clock of another.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from loadtests.load_requests import Question
-
-DONE = b"[DONE]"
+from loadtests.received_stream import ReceivedStream
 
 
 class StreamRecord(NamedTuple):
-    """What is known of a stream afterwards. Times in seconds since the epoch.
-
-    `lost`: tokens that had to come and did not. `changed`: tokens that are others than had to come. `fault`: what else
-    is wrong, empty if nothing. `left`: by a client that meant to go.
-    """
+    """The outcome of one request. Times in seconds since the epoch."""
 
     kind: str
     began: float
@@ -34,104 +27,63 @@ class StreamRecord(NamedTuple):
     chunks: int = 0
     longest_gap_s: float = 0.0
     first_tokens: int = 0
-    """Those of the first chunk: nobody waited between them."""
+    """Tokens of the first chunk: a client does not wait between them."""
     verifications: int = 0
     drafted: int = 0
     accepted: int = 0
     lost: int = 0
+    """Expected tokens that did not come."""
     changed: int = 0
+    """Tokens that differ from the expected ones."""
     fault: str = ""
+    """Any other fault; empty if there is none."""
     left: bool = False
+    """The client closed the connection on purpose."""
 
 
-@dataclass(slots=True)
-class ReceivedStream:
-    """What a stream said. `counted`, `prompt_tokens`: by the server's usage; None until it said so."""
-
-    tokens: list[int] = field(default_factory=list)
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
-    """When tokens came, and how many."""
-    finish_reason: str | None = None
-    counted: int | None = None
-    prompt_tokens: int | None = None
-    verifications: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    complete: bool = False
-    error: str = ""
-
-    def add_tokens(self, when: float, tokens: list[int]) -> None:
-        if tokens:
-            self.tokens += tokens
-            self.arrivals.append((when, len(tokens)))
-
-    def add_chunk(self, when: float, chunk: Mapping[str, Any]) -> None:
-        """A chunk of the HTTP API."""
-        if "error" in chunk:
-            self.error = str(chunk["error"]["message"])
-            return
-        for choice in chunk["choices"]:
-            self.add_tokens(when, choice.get("token_ids") or [])
-            self.finish_reason = choice["finish_reason"] or self.finish_reason
-        if usage := chunk.get("usage"):
-            self.counted, self.prompt_tokens = usage["completion_tokens"], usage["prompt_tokens"]
-        if stats := chunk.get("speculation"):
-            self.verifications, self.drafted = stats["verifications"], stats["drafted_tokens"]
-            self.accepted = sum(stats["accepted_by_depth"])
-
-
-def parse_events(events: list[tuple[float, bytes]]) -> ReceivedStream:
-    """What server-sent events said, each of which came at its time."""
-    heard = ReceivedStream()
-    for when, event in events:
-        data = event.strip().removeprefix(b"data: ")
-        if data == DONE:
-            heard.complete = True
-        elif data:
-            heard.add_chunk(when, json.loads(data))
-    return heard
-
-
-def check_unfinished(began: float, heard: ReceivedStream, stalled_s: float) -> ReceivedStream:
-    """A stream at the end of the run, which it did not reach: excused unless nothing came for `stalled_s`."""
-    latest = heard.arrivals[-1][0] if heard.arrivals else began
+def check_unfinished(began: float, stream: ReceivedStream, stalled_s: float) -> ReceivedStream:
+    """A stream cut off by the end of the run, with an error if nothing came for the last `stalled_s` seconds."""
+    latest = stream.arrivals[-1][0] if stream.arrivals else began
     silent_s = time.time() - latest
-    return replace(heard, error=heard.error or f"nothing came for {silent_s:.0f} s") if silent_s > stalled_s else heard
+    if silent_s <= stalled_s:
+        return stream
+    return replace(stream, error=stream.error or f"nothing came for {silent_s:.0f} s")
 
 
 def check_stream(
-    kind: str, began: float, question: Question, heard: ReceivedStream, *, left: bool = False
+    kind: str, began: float, question: Question, stream: ReceivedStream, *, left: bool = False
 ) -> StreamRecord:
-    """Hold a stream against what had to come. A client that `left` is owed only what it had been sent."""
-    expected = question.expected[: len(heard.tokens)] if left else question.expected
-    pairs = zip(heard.tokens, expected, strict=False)
-    times = [when for when, _ in heard.arrivals]
+    """Compare a stream with the expected tokens. If the client `left`, only tokens received by then count."""
+    expected = question.expected[: len(stream.tokens)] if left else question.expected
+    pairs = zip(stream.tokens, expected, strict=False)
+    times = [when for when, _ in stream.arrivals]
     return StreamRecord(
         kind,
         began,
         first=times[0] if times else 0.0,
         ended=times[-1] if times else time.time(),
-        tokens=len(heard.tokens),
+        tokens=len(stream.tokens),
         chunks=len(times),
         longest_gap_s=max((b - a for a, b in pairwise(times)), default=0.0),
-        first_tokens=heard.arrivals[0][1] if times else 0,
-        verifications=heard.verifications,
-        drafted=heard.drafted,
-        accepted=heard.accepted,
-        lost=max(0, len(expected) - len(heard.tokens)),
-        changed=sum(a != b for a, b in pairs) + max(0, len(heard.tokens) - len(question.expected)),
-        fault=heard.error or ("" if left else _fault(question, heard)),
+        first_tokens=stream.arrivals[0][1] if times else 0,
+        verifications=stream.speculation.get("verifications", 0),
+        drafted=stream.speculation.get("drafted_tokens", 0),
+        accepted=sum(stream.speculation.get("accepted_by_depth", ())),
+        lost=max(0, len(expected) - len(stream.tokens)),
+        changed=sum(a != b for a, b in pairs) + max(0, len(stream.tokens) - len(question.expected)),
+        fault=stream.error or ("" if left else _fault(question, stream)),
         left=left,
     )
 
 
-def _fault(question: Question, heard: ReceivedStream) -> str:
-    if not heard.complete:
+def _fault(question: Question, stream: ReceivedStream) -> str:
+    if not stream.complete:
         return "the stream broke off"
-    if heard.finish_reason is None:
+    if stream.finish_reason is None:
         return "no finish reason"
-    if heard.counted != len(heard.tokens):
-        return f"usage says {heard.counted} tokens, {len(heard.tokens)} came"
-    if heard.prompt_tokens != question.prompt_tokens:
-        return f"usage says {heard.prompt_tokens} prompt tokens, {question.prompt_tokens} were sent"
+    completion_tokens, prompt_tokens = (stream.usage.get(f"{part}_tokens") for part in ("completion", "prompt"))
+    if completion_tokens != len(stream.tokens):
+        return f"usage counts {completion_tokens} tokens, {len(stream.tokens)} came"
+    if prompt_tokens != question.prompt_tokens:
+        return f"usage counts {prompt_tokens} prompt tokens, {question.prompt_tokens} were sent"
     return ""

@@ -1,7 +1,7 @@
-"""API keys as a gateway's file holds them: name, hash and limits, and never the key.
+"""The file of a gateway's API keys: name, hash and limits of each, never the key itself.
 
-A key is 256 random bits. Nobody finds them from a SHA-256 by trying, which is what slow hashes with salts prevent for
-secrets that people choose. So one fast hash is enough, and costs a request nothing.
+A key is 256 random bits. They cannot be found from a SHA-256 by trying, which slow hashes with salts prevent for
+secrets that people choose. So one fast hash is enough, and it takes a request no time.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline.config.settings import Settings
 from paceline.config.validation_messages import first_error
 
 PREFIX = "pl-"
-"""So that a key that leaked into a repository is recognised."""
+"""By which scanners recognise a key that leaked into a repository."""
 
 
 class KeyFileError(Exception):
-    """The file holds no keys that can be used; the text says why, and quotes nothing of it."""
+    """The file has no usable keys; the message says why, and quotes nothing of the file."""
 
 
 class ApiKey(Settings):
-    """Limits are those of one gateway; None: none. `max_concurrent`: requests being answered at once."""
+    """One key. Limits are per gateway; None: no limit. `max_concurrent`: requests in flight."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="in logs and metrics")
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$", repr=False)
@@ -38,7 +38,7 @@ class KeyFile(Settings):
     keys: tuple[ApiKey, ...] = ()
 
     @model_validator(mode="after")
-    def _different(self) -> KeyFile:
+    def _unique(self) -> KeyFile:
         for field in ("name", "sha256"):
             if len({getattr(key, field) for key in self.keys}) < len(self.keys):
                 raise ValueError(f"two keys have the same {field}")
@@ -54,7 +54,7 @@ def digest(key: str) -> str:
 
 
 def read(path: Path) -> KeyFile:
-    """Raises `KeyFileError`."""
+    """The keys in a file. Raises `KeyFileError`."""
     try:
         return KeyFile.model_validate_json(path.read_bytes())
     except OSError as error:
@@ -64,7 +64,7 @@ def read(path: Path) -> KeyFile:
 
 
 def write(path: Path, keys: KeyFile) -> None:
-    """Replace the file at once, so that whoever reads it sees the old or the new one; only its owner may."""
+    """Replace the file atomically: a reader sees the old or the new one. Only its owner may read it."""
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as new:  # mode 0600
         new.write(keys.model_dump_json(indent=2, exclude_none=True) + "\n")
     Path(new.name).replace(path)

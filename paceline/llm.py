@@ -11,28 +11,29 @@ from typing import Any
 import torch
 
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, FinishReason, LogProbs, SpeculationStats, Submission, Timings
+from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
 from paceline.drafting import build_model_free, build_speculator, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
-from paceline.text import Detokenizer, StopStrings, Tokenizer
+from paceline.output_processor import OutputProcessor
+from paceline.text import Tokenizer
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 
 
 class VocabularyMismatchError(ValueError):
-    """Draft and target do not mean the same by a token id."""
+    """The vocabularies of draft and target differ."""
 
 
 @dataclass(slots=True)
 class Completion:
     """One finished request.
 
-    `text` ends before what stopped it; `tokens` include the stop token, or all up to the end of the stop string.
-    `accepted[i]`: token i was guessed.
+    `text` ends before the stop string or stop token; `tokens` include the stop token, or end with the token that
+    completes the stop string. `accepted[i]`: token i was drafted.
     """
 
     text: str
@@ -46,7 +47,7 @@ class Completion:
 
 
 class LLM:
-    """A target engine in this process, with its speculators, if any, beside it."""
+    """A target engine in this process, with its speculators."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class LLM:
         Raises `ModelNotFoundError`, `CheckpointError`, `VocabularyMismatchError`, or pydantic's ValidationError.
         """
         self.config = EngineConfig.model_validate(engine_config or {})
-        if "threads" not in self.config.model_fields_set:  # this process has nothing else to do, unlike a service
+        if "threads" not in self.config.model_fields_set:  # unlike a service, this process does nothing else
             self.config = self.config.model_copy(update={"threads": torch.get_num_threads()})
         speculation = complete_config(SpeculativeConfig.model_validate(speculative_config or {}), model)
         torch.set_num_threads(self.config.threads)
@@ -71,10 +72,9 @@ class LLM:
         self._create_engine(speculation)
 
     def with_speculation(self, speculative_config: SpeculativeConfig | dict[str, Any]) -> LLM:
-        """Another one over the same loaded model, with drafts of its own. Only one may generate at a time.
+        """Another LLM over the same loaded model, with other drafts. Only one of the two may generate at a time.
 
-        Raises as the constructor does, and ValueError if prompts are cached: what lies in the slots of the one would
-        be overwritten by the other.
+        Raises as the constructor does, and ValueError with prefix caching: each LLM would overwrite the other's slots.
         """
         if self.config.enable_prefix_caching:
             raise ValueError("LLMs share a model without cached prompts: set enable_prefix_caching to false")
@@ -84,9 +84,9 @@ class LLM:
 
     def _create_engine(self, speculation: SpeculativeConfig) -> None:
         drafting = self._drafting(speculation, self.config)
-        beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
+        model_free = [LocalDraftClient(each) for each in build_model_free(speculation)]
         self.speculation = speculation
-        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, beside=beside)
+        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, beside=model_free)
 
     def generate(
         self,
@@ -96,11 +96,11 @@ class LLM:
         stop: str | Sequence[str] = (),
         speculative: bool = True,
     ) -> list[Completion]:
-        """Complete every prompt (text, or token ids); the answers stand in the order of the prompts.
+        """Complete every prompt (text, or token ids), in the order of the prompts.
 
-        A completion ends before the first of the strings in `stop` (which count from `min_tokens` on), or with one of
-        `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError for what cannot be served;
-        no prompt is completed then.
+        A completion ends before the first string of `stop` after `min_tokens`, or with a token of
+        `sampling.stop_token_ids` or the model's own end-of-text tokens. Raises ValueError if any prompt cannot be
+        served; then none is completed.
         """
         return self._complete(self._encode(prompts), sampling, stop, speculative=speculative)
 
@@ -112,7 +112,7 @@ class LLM:
         stop: str | Sequence[str] = (),
         speculative: bool = True,
     ) -> list[Completion]:
-        """As `generate`, for one conversation or several, written out by the model's chat template.
+        """As `generate`, for one conversation or several, rendered by the model's chat template.
 
         A message is a mapping with "role" and "content". Raises `ChatTemplateError` if the template refuses them.
         """
@@ -125,29 +125,30 @@ class LLM:
         self, prompts: list[list[int]], sampling: SamplingParams | None, stop: str | Sequence[str], *, speculative: bool
     ) -> list[Completion]:
         params = sampling or SamplingParams()
-        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *self.model.eos_token_ids)})
+        eos = self.model.eos_token_ids
+        params = params.model_copy(update={"stop_token_ids": (*params.stop_token_ids, *eos)})
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         if "" in stops:
             raise ValueError("a stop string needs at least one character")
         options = SpeculativeOptions(enabled=None if speculative else False, report=True)
-        answers: dict[str, _CompletionBuilder] = {}
+        running: dict[str, _RunningRequest] = {}
         try:
-            for ids in prompts:
-                submission = Submission(f"llm-{next(self._serial)}", ids, params, options)
-                answers[submission.request_id] = _CompletionBuilder(submission, self.tokenizer, stops)
-                self._engine.submit(submission)
+            for prompt in prompts:
+                request = GenerationRequest(f"llm-{next(self._serial)}", prompt, params, options, stop=stops)
+                running[request.request_id] = _RunningRequest(request, self.tokenizer)
+                self._engine.submit(request)
             while self._engine.busy:
                 for delta in self._engine.step():
-                    if answers[delta.request_id].take(delta):
+                    if running[delta.request_id].add(delta):
                         self._engine.cancel(delta.request_id)
         except BaseException:
             self._engine.reset()
             raise
-        return [answer.completion() for answer in answers.values()]
+        return [each.completion() for each in running.values()]
 
     def _drafting(self, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
         self.position_limit = 0
-        """Its draft guesses nothing beyond; 0: no limit."""
+        """The last position that its draft can predict; 0: no limit."""
         if not speculation.enabled:
             return NoDraftClient()
         speculator = build_speculator(speculation, config, self.model.target_weights, self.model.name)
@@ -176,60 +177,36 @@ class LLM:
         return self.tokenizer.encode(template.render(conversation), add_special_tokens=False)
 
 
-class _CompletionBuilder:
-    """One request's deltas as they come together. A stop string ends it wherever it stands in them."""
+class _RunningRequest:
+    """One request's output so far."""
 
-    def __init__(self, submission: Submission, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._submission = submission
-        self._detokenizer = Detokenizer(tokenizer)
-        self._stops = StopStrings(stops)
-        self._text = ""
-        self._whole = Delta(submission.request_id)
+    def __init__(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
+        self._request = request
+        self._processor = OutputProcessor(request, tokenizer)
+        self._output = Delta(request.request_id)
 
-    def take(self, delta: Delta) -> bool:
-        """Whether a stop string was met, so that the rest is not wanted. Raises ValueError if the request failed."""
+    def add(self, delta: Delta) -> bool:
+        """Whether a stop string ended the request before the engine did. Raises ValueError if the request failed."""
         if delta.finish_reason is FinishReason.ERROR:
             raise ValueError(delta.error)
-        whole = self._whole
-        if self._stops.found is None:
-            self._read(delta)
-        whole.finish_reason, whole.speculation, whole.timings = delta.finish_reason, delta.speculation, delta.timings
-        return self._stops.found is not None
+        if self._processor.stopped:
+            self._output.speculation, self._output.timings = delta.speculation, delta.timings
+        else:
+            self._processor.process(delta)
+            self._output.extend(delta)
+        return self._processor.stopped
 
     def completion(self) -> Completion:
-        """Once the last delta was taken."""
-        whole = self._whole
-        reason = whole.finish_reason if self._stops.found is None else FinishReason.STOP
-        assert reason is not None
+        """The whole output, after the last delta."""
+        output = self._output
+        assert output.finish_reason is not None
         return Completion(
-            self._text,
-            whole.tokens,
-            whole.accepted,
-            reason,
-            whole.log_probs,
-            len(self._submission.prompt),
-            whole.speculation or SpeculationStats(),
-            whole.timings,
+            output.text,
+            output.tokens,
+            output.accepted,
+            output.finish_reason,
+            output.log_probs,
+            len(self._request.prompt),
+            output.speculation or SpeculationStats(),
+            output.timings,
         )
-
-    def _read(self, delta: Delta) -> None:
-        """Take tokens up to the one that completes a stop string, and their text up to it."""
-        whole = self._whole
-        shown = delta.tokens[:-1] if delta.stop_token is not None else delta.tokens
-        taken = len(delta.tokens)
-        for count, token in enumerate(shown, 1):
-            self._show(self._detokenizer.feed([token]), len(whole.tokens) + count)
-            if self._stops.found is not None:
-                taken = count
-                break
-        whole.tokens += delta.tokens[:taken]
-        whole.accepted += delta.accepted[:taken]
-        whole.log_probs += delta.log_probs[:taken]
-        if delta.finish_reason is not None and self._stops.found is None:
-            self._show(self._detokenizer.flush(), len(whole.tokens))
-            self._text += self._stops.flush()
-
-    def _show(self, text: str, tokens: int) -> None:
-        """`text` was completed by the so-many-th token."""
-        free = tokens <= self._submission.sampling.min_tokens
-        self._text += text if free else self._stops.feed(text)

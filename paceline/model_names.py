@@ -1,8 +1,8 @@
-"""Model names: what a user may write where a model is asked for.
+"""Resolves model names.
 
-A name is a folder in the layout that transformers writes, or a member of the family that ships with the package. A
-name `SCHEME:...` is a fake model: it has no weights, and stands in for one in tests and benchmarks. Fake models
-register their scheme (`register_scheme`); the repository has two, in `paceline_lab.fake_models`.
+A name is a folder in the layout of transformers, or a model that ships with the package. A name `SCHEME:...` is a fake
+model, without weights, for tests and benchmarks. Fake models register their scheme (`register_scheme`); the repository
+has two, in `paceline_lab.fake_models`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from paceline import family
 from paceline.config import EngineConfig
 
 LAB = "paceline_lab.fake_models"
-"""Registers its schemes when it is imported. It is part of the repository, and not of the wheel."""
+"""Registers its schemes on import. It is part of the repository, not of the wheel."""
 
 
 class ModelNotFoundError(Exception):
-    """There is no such model; the text says what to do."""
+    """There is no such model; the message says what to do."""
 
 
 class ModelScheme(Protocol):
-    """One kind of fake model. Its tokens are numbers."""
+    """A kind of fake model. Its tokens are numbers."""
 
     def vocabulary(self, name: str) -> tuple[int, str]:
         """Size and fingerprint of the vocabulary, without loading torch. Raises `ModelNotFoundError`."""
@@ -34,7 +34,7 @@ class ModelScheme(Protocol):
         """A `paceline.model.Model`, whose module loads torch. Raises ValueError if the name is not complete."""
 
     def check_served_name(self, served_name: str) -> None:
-        """Raises ValueError if clients would take the fake model for a real one."""
+        """Raises ValueError if clients could mistake the fake model for a real one."""
 
 
 _schemes: dict[str, ModelScheme] = {}
@@ -77,19 +77,19 @@ def resolve_model(name: str) -> str:
     return str(folder)
 
 
-def configuration(place: str) -> dict[str, Any]:
-    """What config.json says in the folder of a model. Raises `ModelNotFoundError` if it says nothing."""
+def configuration(folder: str) -> dict[str, Any]:
+    """The content of config.json in the folder of a model. Raises `ModelNotFoundError` if there is none."""
     try:
-        content = json.loads((Path(place) / "config.json").read_text(encoding="utf-8"))
+        content = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelNotFoundError(f"config.json in {place} cannot be read: {error}") from error
+        raise ModelNotFoundError(f"config.json in {folder} cannot be read: {error}") from error
     if not isinstance(content, dict):
-        raise ModelNotFoundError(f"config.json in {place} holds no JSON object: download the model again")
+        raise ModelNotFoundError(f"config.json in {folder} holds no JSON object: download the model again")
     return content
 
 
 def served_name(model: str, wanted: str | None) -> str:
-    """The name that answers carry. Raises ValueError if a fake model would pass for a real one."""
+    """The model's name in the API. Raises ValueError if a fake model is to be served under a real name."""
     scheme = fake_model(model)
     if scheme is not None and wanted is not None:
         scheme.check_served_name(wanted)

@@ -1,4 +1,4 @@
-"""Certificate files, and noticing that they were replaced. No network library is imported here."""
+"""Certificate files that may be replaced while a service runs. Imports no network library."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[int, int, int], ...]
-"""Of each file: when it changed, its size and its number. A rotated secret in Kubernetes differs in all three."""
+"""Modification time, size and inode of each file. Rotating a secret in Kubernetes changes all three."""
 
 
 class CertificateError(Exception):
-    """The files are no certificate that can be used; the text names them."""
+    """The files hold no usable certificate; the text names them."""
 
 
 @dataclass(frozen=True, slots=True)
 class PemFiles:
-    """What the files hold."""
+    """The contents of the files."""
 
     certificate: bytes
     key: bytes
@@ -27,10 +27,10 @@ class PemFiles:
 
 
 class Certificates:
-    """A certificate with its key, and the authority whose certificates are believed, as files that may be replaced.
+    """A certificate with its key, and the authority that verifies peers.
 
-    `pem` is looked at for every new connection, so that a renewed certificate needs no restart. Files that do not
-    belong together, as in the middle of a rotation, are passed over: what was there before counts until they do.
+    `pem` checks the files for every new connection, so a renewed certificate needs no restart. While the files do not
+    match, as in the middle of a rotation, the previous contents stay in use.
     """
 
     def __init__(self, certificate: Path, key: Path, authority: Path | None = None) -> None:
@@ -38,27 +38,27 @@ class Certificates:
         self.certificate = certificate
         self.key = key
         self.authority = authority
-        self._stamp: Stamp | None = self._look()
-        self._pem = self._read()
+        self._stamp: Stamp | None = self._read_stamp()
+        self._pem = self._read_pem()
 
     @property
     def pem(self) -> PemFiles:
-        """The newest that is whole. The same object for as long as nothing changes. Any thread."""
-        before = self._stamp
+        """The newest contents that are valid. The same object until the files change. Any thread."""
+        previous = self._stamp
         stamp: Stamp | None = None
         try:
-            stamp = self._look()
-            if stamp != before:
-                self._pem = self._read()
+            stamp = self._read_stamp()
+            if stamp != previous:
+                self._pem = self._read_pem()
                 log.info("certificate %s was replaced", self.certificate)
         except CertificateError as error:
-            if stamp != before:  # once, not for every connection
-                log.warning("the certificate stays as it was: %s", error)
+            if stamp != previous:  # once per change, not for every connection
+                log.warning("the previous certificate stays in use: %s", error)
         self._stamp = stamp
         return self._pem
 
     def server_context(self) -> ssl.SSLContext:
-        """For a server whose clients need no certificate. Raises `CertificateError`."""
+        """Return a context for a server whose clients need no certificate. Raises `CertificateError`."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -67,15 +67,15 @@ class Certificates:
             raise CertificateError(f"{self.certificate} and {self.key} cannot be used together: {error}") from error
         return context
 
-    def _look(self) -> Stamp:
+    def _read_stamp(self) -> Stamp:
         try:
             stats = [path.stat() for path in self._paths()]
         except OSError as error:
             raise CertificateError(f"{error.filename} cannot be read: {error.strerror}") from error
         return tuple((each.st_mtime_ns, each.st_size, each.st_ino) for each in stats)
 
-    def _read(self) -> PemFiles:
-        context = self.server_context()  # the key is the certificate's, or this raises
+    def _read_pem(self) -> PemFiles:
+        context = self.server_context()  # raises if key and certificate do not match
         try:
             if self.authority is not None:
                 context.load_verify_locations(self.authority)
@@ -89,15 +89,15 @@ class Certificates:
 
 
 class ServerContext:
-    """An `ssl.SSLContext` that serves each new connection with the certificate that the files hold then.
+    """An `ssl.SSLContext` that serves each new connection with the current certificate.
 
-    Give `context` to the server. OpenSSL asks for the right one when a client has said hello.
+    Pass `context` to the server. OpenSSL calls back at each client hello.
     """
 
     def __init__(self, certificates: Certificates) -> None:
         """Raises `CertificateError`."""
         self.context = certificates.server_context()
-        self.context.sni_callback = self._choose  # is called for clients that name nobody, too
+        self.context.sni_callback = self._choose  # also called for clients that name no server
         self._certificates = certificates
         self._pem = certificates.pem
         self._current = self.context
@@ -107,8 +107,8 @@ class ServerContext:
         if pem is not self._pem:
             try:
                 self._current = self._certificates.server_context()
-            except CertificateError as error:  # replaced again this very moment
-                log.warning("the certificate stays as it was: %s", error)
+            except CertificateError as error:  # replaced again in between
+                log.warning("the previous certificate stays in use: %s", error)
             else:
                 self._pem = pem
         connection.context = self._current

@@ -1,2 +1,1 @@
-"""What makes and measures Paceline, and serves nobody: training, benchmarks, simulation, fake models. Not in the
-wheel."""
+"""Training, benchmarks, simulation and fake models. Not in the wheel, and no service imports it."""

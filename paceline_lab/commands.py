@@ -1,15 +1,19 @@
-"""The commands that the lab adds to `paceline`: demo, train, bench and plan. Heavy imports stand inside them."""
+"""The lab's commands: `paceline demo`, `train`, `bench` and `plan`. Heavy imports are inside the functions."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from paceline.cli.options import PASS_ON, become, start_errors
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 train = typer.Typer(help="Train heads for a model of yours, or the models that ship again.", no_args_is_help=True)
 bench = typer.Typer(help="Measure on this machine; each ends with one JSON line.", no_args_is_help=True)
@@ -23,19 +27,25 @@ def add_to(main: typer.Typer) -> None:
     main.command()(plan)
 
 
+def _measured(measure: Callable[[Console], dict[str, Any]], *, quiet: bool = False) -> dict[str, Any]:
+    """Run a benchmark and print its JSON line. Exits with code 2 if something cannot start."""
+    from rich.console import Console
+
+    with start_errors():
+        result = measure(Console(quiet=quiet, highlight=False))
+    typer.echo(json.dumps(result))
+    return result
+
+
 def demo(
     *,
     json_only: Annotated[bool, typer.Option("--json", help="Print nothing but the last line.")] = False,
 ) -> None:
     """Show and measure it: starts everything, compares plain with speculative decoding, prints one JSON line."""
-    from rich.console import Console
-
     from paceline_lab.bench import demo as command
 
-    with start_errors():
-        result = command.run(Console(quiet=json_only, highlight=False))
-    typer.echo(json.dumps(dataclasses.asdict(result)))
-    raise typer.Exit(0 if result.identical else 1)
+    result = _measured(command.run, quiet=json_only)
+    raise typer.Exit(0 if result["identical"] else 1)
 
 
 @train.command(context_settings=PASS_ON)
@@ -64,26 +74,18 @@ _trains("pard", "a parallel draft model")
 
 @bench.command()
 def baseline() -> None:
-    """This engine beside transformers: generate, assisted generation, prompt lookup."""
-    from rich.console import Console
-
-    from paceline_lab.bench import baseline
-
-    typer.echo(json.dumps(baseline.run(Console(highlight=False))))
+    """This engine beside transformers: `bench peers` with these two engines, at the shipped size."""
+    peers(engines=["paceline", "transformers"], sizes=["shipped"])
 
 
 @bench.command()
 def methods(
     only: Annotated[list[str] | None, typer.Argument(help="names of methods, such as eagle3; all by default")] = None,
 ) -> None:
-    """Every way to draft: what is accepted, by depth, and what it is worth, on four workloads."""
-    from rich.console import Console
-
+    """Acceptance, by depth, and speed-up of every drafting method, on four workloads."""
     from paceline_lab.bench import method_comparison
 
-    with start_errors():
-        result = method_comparison.run(Console(highlight=False), only or ())
-    typer.echo(json.dumps(result))
+    result = _measured(lambda console: method_comparison.run(console, only or ()))
     raise typer.Exit(0 if all(row["identical"] for row in result["rows"]) else 1)
 
 
@@ -92,24 +94,22 @@ def peers(
     engines: Annotated[list[str] | None, typer.Option(help="paceline, llama.cpp, vllm or transformers")] = None,
     sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
     workloads: Annotated[list[str] | None, typer.Option(help="code, code-0.8, questions, edits or json")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="How often each prompt is asked.")] = 3,
-    environments: Annotated[Path, typer.Option(help="Where the others are installed.")] = Path(".venv-peers"),
-    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt.")] = 3,
+    environments: Annotated[Path, typer.Option(help="Where the other engines are installed.")] = Path(".venv-peers"),
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the result to this file.")] = None,
 ) -> None:
     """This engine beside llama.cpp, vLLM and transformers, at two sizes; name several by repeating an option."""
-    from rich.console import Console
-
     from paceline_lab.bench import peer_comparison
 
-    given = {"engines": engines, "sizes": sizes, "loads": workloads}
-    with start_errors():
-        wish = peer_comparison.PeerBenchOptions(
-            **{name: names for name, names in given.items() if names}, repeats=repeats, folder=environments
-        )
-        result = peer_comparison.run(Console(highlight=False), wish)
+    def measure(console: Console) -> dict[str, Any]:
+        given = {"engines": engines, "sizes": sizes, "loads": workloads}
+        chosen = {name: names for name, names in given.items() if names}
+        options = peer_comparison.PeerBenchOptions(**chosen, repeats=repeats, folder=environments)
+        return peer_comparison.run(console, options)
+
+    result = _measured(measure)
     if svg is not None:
         svg.write_text(peer_comparison.picture(result))
-    typer.echo(json.dumps(result))
 
 
 @bench.command()
@@ -119,25 +119,20 @@ def profile(
     method: Annotated[str, typer.Option(help="How to draft, as `bench methods` calls it.")] = "draft_model",
     threads: Annotated[int | None, typer.Option(min=1, help="For the model; one per core by default.")] = None,
     before: Annotated[Path | None, typer.Option(help="An earlier run, to draw beside this one.")] = None,
-    svg: Annotated[Path | None, typer.Option(help="A file for a picture of it.")] = None,
+    svg: Annotated[Path | None, typer.Option(help="Write a picture of the result to this file.")] = None,
 ) -> None:
-    """A step taken apart: where the time goes, beside what the machine could do."""
-    from rich.console import Console
-
+    """The parts of an engine step, beside what the machine could do."""
     from paceline_lab.bench import step_profile
 
     with start_errors():
         earlier = step_profile.read(before) if before else None
-        result = step_profile.run(
-            Console(highlight=False),
-            sizes or step_profile.SIZES,
-            requests or step_profile.REQUESTS,
-            method,
-            threads,
+    result = _measured(
+        lambda console: step_profile.run(
+            console, sizes or step_profile.SIZES, requests or step_profile.REQUESTS, method, threads
         )
+    )
     if svg is not None:
         svg.write_text(step_profile.picture(result, earlier))
-    typer.echo(json.dumps(result))
 
 
 @bench.command()
@@ -145,49 +140,33 @@ def control_plane(
     streams: Annotated[int, typer.Option(min=1, help="Clients that stream at once.")] = 16,
 ) -> None:
     """Gateway, target and draft with the model's compute taken out."""
-    from rich.console import Console
-
     from paceline_lab.bench import control_plane
 
-    with start_errors():
-        result = control_plane.run(Console(highlight=False), streams)
-    typer.echo(json.dumps(dataclasses.asdict(result)))
+    _measured(lambda console: dataclasses.asdict(control_plane.run(console, streams)))
 
 
 @bench.command()
 def overlap() -> None:
     """Streamed against lock-step drafting and plain decoding, on simulated accelerators and a slow network."""
-    from rich.console import Console
-
     from paceline_lab.bench import overlap
 
-    with start_errors():
-        result = overlap.run(Console(highlight=False))
-    typer.echo(json.dumps(result.as_json()))
+    _measured(lambda console: overlap.run(console).as_json())
 
 
 @bench.command()
 def hostile() -> None:
-    """What one client can do to the others: costly grammars, huge prompts, many choices, bytes that are no message."""
-    from rich.console import Console
-
+    """What one client can do to the others: costly grammars, huge prompts, many choices, malformed messages."""
     from paceline_lab.bench import hostile_clients
 
-    with start_errors():
-        result = hostile_clients.run(Console(highlight=False))
-    typer.echo(json.dumps(dataclasses.asdict(result)))
+    _measured(lambda console: dataclasses.asdict(hostile_clients.run(console)))
 
 
 @bench.command()
 def scaling() -> None:
-    """What the control plane costs per token, up to ten thousand requests, and how many processes that makes."""
-    from rich.console import Console
-
+    """CPU time of the control plane per token, up to ten thousand requests, and the number of processes it implies."""
     from paceline_lab.bench import scaling
 
-    with start_errors():
-        result = scaling.run(Console(highlight=False))
-    typer.echo(json.dumps(dataclasses.asdict(result)))
+    _measured(lambda console: dataclasses.asdict(scaling.run(console)))
 
 
 def plan(
@@ -203,7 +182,7 @@ def plan(
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens per answer.")] = 200,
     token_ms: Annotated[float, typer.Option(min=0.01, help="Goal: time per output token.")] = 20.0,
 ) -> None:
-    """How many workers it takes, how fast it gets, and when speculation stops paying: simulated, not guessed."""
+    """How many workers a load needs, how fast they are, and when speculation stops paying: simulated, not guessed."""
     from rich.console import Console
 
     from paceline_lab.fake_models.timed_config import TimedModelConfig

@@ -1,1 +1,1 @@
-"""The servers. Each is thin: decode, call the library, encode. `python -m paceline_services.target --help`."""
+"""The services: thin programs around the library. For example `python -m paceline_services.target --help`."""

@@ -1,7 +1,7 @@
 """Writes paceline/dashboards/paceline.json, a Grafana dashboard: python deploy/k8s/dashboard.py.
 
-`ROWS` is the dashboard: rows of panels, each with its unit and its queries by legend. `$its` stands for the series of
-the namespace and release chosen on top.
+`ROWS` is the dashboard: rows of panels, each with its unit and its queries by legend. `$its` selects the series of the
+chosen namespace and release.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _variable(label: str, selector: str) -> dict[str, Any]:
 
 
 def _release() -> dict[str, Any]:
-    """A release's Services are called after it."""
+    """The release, from the name of its gateway's Service."""
     return {
         **_variable("service", '{namespace="$namespace",service=~".*-gateway"}'),
         "name": "release",
@@ -177,8 +177,8 @@ def _panels() -> list[dict[str, Any]]:
     for title, row in ROWS.items():
         panels.append({"type": "row", "title": title, "gridPos": {"x": 0, "y": top, "w": WIDTH, "h": 1}})
         width = WIDTH // len(row)
-        for place, panel in enumerate(row):
-            grid = {"x": place * width, "y": top + 1, "w": width, "h": HEIGHT}
+        for column, panel in enumerate(row):
+            grid = {"x": column * width, "y": top + 1, "w": width, "h": HEIGHT}
             panels.append(_panel(panel, grid))
         top += 1 + HEIGHT
     return [{"id": number, **panel} for number, panel in enumerate(panels, 1)]

@@ -1,7 +1,7 @@
 """Writes paceline/values.schema.json from values.yaml: python deploy/k8s/schema.py.
 
-A key's type is that of its default, its description the comment above it; a key without one is an error. What a
-default cannot tell stands in `SHAPES`; `speculation` and `engine` are what the services read themselves.
+A key's type is that of its default, its description the comment above it; a key without one is an error. `SHAPES` adds
+what a default does not show; the schemas of `speculation` and `engine` are those of the services.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def one_of(*words: str) -> Schema:
 
 
 def speculation() -> Schema:
-    """Every key and name that `SpeculativeConfig` reads, each key in one spelling. What contradicts what, it says."""
+    """Every key and name that `SpeculativeConfig` reads, each key in one spelling only."""
     schema = SpeculativeConfig.model_json_schema(by_alias=False)
     properties = schema["properties"]
     names = one_of(*properties["method"].pop("enum"), *METHOD_ALIASES)
@@ -108,7 +108,7 @@ SHAPES: dict[str, Schema] = {
     "firstTokenSeconds": NUMBER,
     "acceptanceLength": NUMBER,
 }
-"""By the last one or two parts of a key's path."""
+"""Schemas by the last one or two parts of a key's path."""
 
 
 class UndocumentedError(Exception):
@@ -132,7 +132,7 @@ def _object(node: yaml.Node | None, values: Mapping[str, Any], lines: list[str],
         if schema is None and isinstance(values[key], Mapping):
             schema = _object(value_node, values[key], lines, here)
         elif not comment:
-            raise UndocumentedError(f"{'.'.join(here)}: say above it what it means")
+            raise UndocumentedError(f"{'.'.join(here)}: write a comment above it")
         properties[key] = {**(schema or _type_of(values[key])), **({"description": comment} if comment else {})}
     return closed(properties)
 

@@ -1,1 +1,1 @@
-"""Chaos: a deployment of its own under load, whose processes are killed at random, and clients who know each token."""
+"""Chaos: a deployment under load whose processes are killed at random, with clients that check every token."""

@@ -1,4 +1,4 @@
-"""`python -m loadtests.chaos`: kill at random under load, and count what clients lost. Last line: one JSON object."""
+"""`python -m loadtests.chaos`: kill processes at random under load, count what clients lost, print one JSON line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 
 from loadtests.chaos import chaos_run as chaos
 from loadtests.chaos.chaos_stack import running
-from paceline.cli.supervised_process import StartError
+from paceline.launcher import StartError
 from paceline.state import StateError
 
 LAST_LINES = 200
@@ -21,11 +21,11 @@ LAST_LINES = 200
 
 def main(
     model: Annotated[str, typer.Option(help="The target: the timed model, or `pydoc`.")] = chaos.TARGET,
-    seconds: Annotated[float, typer.Option(min=1.0, help="How long processes are struck.")] = 300.0,
-    every: Annotated[float, typer.Option(min=0.1, help="Seconds between two blows, on average.")] = 2.0,
+    seconds: Annotated[float, typer.Option(min=1.0, help="Length of the run.")] = 300.0,
+    every: Annotated[float, typer.Option(min=0.1, help="Mean seconds between two faults.")] = 2.0,
     clients: Annotated[int, typer.Option(min=1, help="Streams at once.")] = 16,
     max_tokens: Annotated[int, typer.Option(min=8, help="Length of an answer.")] = 300,
-    seed: Annotated[int, typer.Option(help="Another one, another schedule.")] = 0,
+    seed: Annotated[int, typer.Option(help="Decides the schedule of faults.")] = 0,
     gateways: Annotated[int, typer.Option(min=2)] = 2,
     targets: Annotated[int, typer.Option(min=2)] = 3,
     drafts: Annotated[int, typer.Option(min=1)] = 2,
@@ -34,28 +34,28 @@ def main(
     """Exit code 1 if a token was lost or changed, a request failed, a worker was left with one, or nothing happened."""
     logging.basicConfig(level="INFO", format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     logging.getLogger("httpx").setLevel("WARNING")
-    plan = chaos.ChaosOptions(seconds, every, clients, max_tokens, seed)
-    said: deque[str] = deque(maxlen=None if verbose else LAST_LINES)
+    options = chaos.ChaosOptions(seconds, every, clients, max_tokens, seed)
+    output: deque[str] = deque(maxlen=None if verbose else LAST_LINES)
 
     async def whole() -> dict[str, Any]:
-        say = (lambda line: print(line, file=sys.stderr)) if verbose else said.append  # noqa: T201
-        async with running(chaos.chaos_deployment_options(model, targets, drafts), say, gateways) as stack:
-            tally = await chaos.run(stack, plan)
+        log_line = (lambda line: print(line, file=sys.stderr)) if verbose else output.append  # noqa: T201
+        async with running(chaos.chaos_deployment_options(model, targets, drafts), log_line, gateways) as stack:
+            report = await chaos.run(stack, options)
         return {
-            **tally.summary(),
+            **report.summary(),
             "seconds": seconds,
             "seed": seed,
             "model": model,
-            "clean": tally.clean and tally.has_work,
+            "clean": report.clean and report.has_work,
         }
 
     try:
         summary = asyncio.run(whole())
     except (StartError, StateError) as error:
-        sys.stderr.write("\n".join([*said, str(error), ""]))
+        sys.stderr.write("\n".join([*output, str(error), ""]))
         raise typer.Exit(2) from None
     if not summary["clean"]:
-        sys.stderr.write("\n".join([*said, ""]))
+        sys.stderr.write("\n".join([*output, ""]))
     sys.stdout.write(json.dumps(summary) + "\n")
     raise typer.Exit(0 if summary["clean"] else 1)
 

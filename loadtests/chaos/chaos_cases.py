@@ -1,4 +1,4 @@
-"""What the clients ask for, and the answers that they have to get: those of the target alone, undisturbed."""
+"""The clients' requests and the expected answers: those of the target alone, undisturbed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import httpx
 
-from loadtests.chaos.stream_response import StreamError, StreamResponse
+from loadtests.received_stream import ReceivedStream
 
 ALTERNATING_LENGTH_REGEX = "[^ ]*(?: [^ ]* [^ ]?)*(?: [^ ]*)?"
-"""Words between blanks, of which every second has one character at most: any tokenizer can write so for ever, and who
-forgets what was said before, or a part of it, writes something else."""
+"""Words between blanks, every second of at most one character. Any tokenizer can write such text without end, and a
+grammar state that misses earlier output writes different text."""
 LAST = 9
-"""A token that every vocabulary has."""
+"""A token id of every vocabulary."""
 
 SAMPLING_CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
@@ -29,16 +29,16 @@ SAMPLING_CASES: dict[str, dict[str, Any]] = {
 }
 NUMBERS = ("1 2 3", "7 11 13 7 11", "5 4 3 2 1")
 SENTENCES = ("Return the number of", "def load(path):\n    ", "Parse a string of")
-ASKED = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
+STREAM_OPTIONS = {"stream": True, "return_token_ids": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, slots=True)
 class ChaosCase:
-    """A request's body, and the answer to it."""
+    """A request's body and the expected answer."""
 
     name: str
     body: dict[str, Any]
-    expected: StreamResponse
+    expected: ReceivedStream
 
 
 class UnexpectedAnswerError(Exception):
@@ -51,7 +51,7 @@ class UnexpectedAnswerError(Exception):
 
 
 def barred(max_tokens: int) -> dict[str, Any]:
-    """`LAST` comes as soon as it may, with the last token: who counts the output wrongly ends elsewhere."""
+    """Sampling under which `LAST` comes as soon as `min_tokens` allows it: a wrong count ends the answer elsewhere."""
     return {
         "temperature": 0.8,
         "seed": 15,
@@ -65,19 +65,17 @@ def barred(max_tokens: int) -> dict[str, Any]:
 async def cases(
     http: httpx.AsyncClient, url: str, prompts: Sequence[str], max_tokens: int, more: Mapping[str, Any] | None = None
 ) -> list[ChaosCase]:
-    """Every law for every prompt, and a stop string that spans tokens; each asked once, plainly. All have `more`.
+    """Every prompt with all sampling cases, and with stop strings that span tokens; each answered once, plainly.
 
-    Those that end by themselves, however long an answer may be, come last.
-
-    Raises what `ask` raises.
+    `more` is added to every body. Cases whose answers end before `max_tokens` come last. Raises what `ask` raises.
     """
-    laws = [
+    combinations = [
         *product(enumerate(prompts), SAMPLING_CASES.items()),
         *product(enumerate(prompts), [("barred", barred(max_tokens))]),
     ]
     bodies = {
-        f"{name} {number}": {"prompt": prompt, "max_tokens": max_tokens, **ASKED, **law, **(more or {})}
-        for (number, prompt), (name, law) in laws
+        f"{name} {number}": {"prompt": prompt, "max_tokens": max_tokens, **STREAM_OPTIONS, **sampling, **(more or {})}
+        for (number, prompt), (name, sampling) in combinations
     }
     plain = await asyncio.gather(*(_reference(http, url, name, body) for name, body in bodies.items()))
     stopped = [
@@ -88,20 +86,19 @@ async def cases(
     return [*plain, *await asyncio.gather(*stopped)]
 
 
-async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> StreamResponse:
-    """Raises `UnexpectedAnswerError`, `StreamError` or httpx's errors; and `StreamError` if there is no end."""
-    transcript = StreamResponse()
+async def ask(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> ReceivedStream:
+    """The whole answer. Raises `UnexpectedAnswerError`, `StreamError` or httpx's errors."""
+    stream = ReceivedStream()
     async with opened(http, url, body) as lines:
         async for line in lines:
-            transcript.take(line)
-    if not transcript.complete:
-        raise StreamError("the stream ended without an end")
-    return transcript
+            stream.feed(line)
+    stream.require_end()
+    return stream
 
 
 @asynccontextmanager
 async def opened(http: httpx.AsyncClient, url: str, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[str]]:
-    """The lines of the answer. Raises `UnexpectedAnswerError` or httpx's errors."""
+    """The lines of the event stream. Raises `UnexpectedAnswerError` or httpx's errors."""
     async with http.stream("POST", f"{url}/v1/completions", json=body) as response:
         if not response.is_success:
             raise UnexpectedAnswerError(response, (await response.aread()).decode(errors="replace"))

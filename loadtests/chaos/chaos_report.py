@@ -1,4 +1,4 @@
-"""What became of the requests, counted."""
+"""Counts of the requests' outcomes."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 from loadtests.chaos.chaos_cases import ChaosCase
 from loadtests.chaos.faults import Fault
-from loadtests.chaos.stream_response import StreamResponse
+from loadtests.received_stream import ReceivedStream, is_prefix, same_answer
 
 log = logging.getLogger(__name__)
 
-MAX_LOGGED_COMPLAINTS = 20
-"""So many complaints are logged in full."""
+MAX_LOGGED = 20
+"""Most failed requests logged in full."""
 
 
 @dataclass(slots=True)
 class ChaosReport:
-    """`errors`, `changed_outputs`, `lost_tokens` and `unsettled` have to stay zero, the rest says how much was tried.
+    """`errors`, `changed_outputs`, `lost_tokens` and `unsettled` must stay zero; the rest says how much was tried.
 
-    A request ends once, whole or with an error; `retries` are connections that went with a gateway that was struck,
-    `refused` answers 429 and 503 while nobody could serve, both tried again by the client.
+    A request ends once, whole or with an error. `retries` counts connections that broke with their gateway, `refused`
+    responses 429 and 503 while nothing could serve; the client tries again after both.
     """
 
     requests: int = 0
@@ -33,41 +33,43 @@ class ChaosReport:
     retries: int = 0
     refused: int = 0
     replays: int = 0
-    """Requests that moved from one target to another, as far as the gateways lived to tell."""
+    """Requests that moved from one target to another, as last reported by each gateway process."""
     unsettled: int = 0
-    """1: in the end some worker did not come back, or still had a request when all clients were gone."""
+    """1 if at the end a worker did not come back, or still had a request after all clients had left."""
     faults: Counter[str] = field(default_factory=Counter)
 
-    def record_finished(self, case: ChaosCase, got: StreamResponse) -> None:
-        """A stream that came to its end."""
+    def record_finished(self, case: ChaosCase, got: ReceivedStream) -> None:
+        """Count a stream that ended."""
         self.requests += 1
         self.tokens += len(got.tokens)
         self.lost_tokens += max(0, len(case.expected.tokens) - len(got.tokens))
-        if not got.equals(case.expected):
+        if not same_answer(got, case.expected):
             self.changed_outputs += 1
-            self._complain(f"{case.name}: expected {case.expected}, got {got}")
+            self._log_failure(f"{case.name}: expected {case.expected}, got {got}")
 
-    def record_retry(self, case: ChaosCase, got: StreamResponse) -> None:
-        """A stream that went with its gateway; the client tries again. What came has to be right all the same."""
+    def record_retry(self, case: ChaosCase, got: ReceivedStream) -> None:
+        """Count a stream that broke with its gateway; the client tries again. What it received must still be right."""
         self.retries += 1
-        if not got.is_prefix_of(case.expected):
+        if not is_prefix(got, case.expected):
             self.changed_outputs += 1
-            self._complain(f"{case.name}: expected {case.expected}, got the beginning {got}")
+            self._log_failure(f"{case.name}: expected {case.expected}, got a prefix {got}")
 
-    def record_error(self, case: ChaosCase, got: StreamResponse, reason: str) -> None:
-        """A request without an answer. What had not come by then is lost."""
+    def record_error(self, case: ChaosCase, got: ReceivedStream, reason: str) -> None:
+        """Count a request without a whole answer. The missing tokens are lost."""
         self.requests += 1
         self.errors += 1
         self.lost_tokens += max(0, len(case.expected.tokens) - len(got.tokens))
-        self._complain(f"{case.name}: {reason}, after {len(got.tokens)} tokens")
+        self._log_failure(f"{case.name}: {reason}, after {len(got.tokens)} tokens")
 
-    def record_fault(self, blow: Fault, processes: int) -> None:
-        kind = blow.victims[0].split("-")[0] if len(blow.victims) == 1 else "all " + blow.victims[0].split("-")[0] + "s"
-        self.faults[f"{blow.kind} {kind}"] += processes
+    def record_fault(self, fault: Fault, processes: int) -> None:
+        """Count a fault that hit so many processes."""
+        kind = fault.victims[0].split("-")[0]
+        name = kind if len(fault.victims) == 1 else f"all {kind}s"
+        self.faults[f"{fault.kind} {name}"] += processes
 
     @property
     def has_work(self) -> bool:
-        """Whether anything was asked, and anybody struck."""
+        """Whether there was a request and a fault."""
         return bool(self.requests and self.faults.total())
 
     @property
@@ -75,7 +77,7 @@ class ChaosReport:
         return not (self.errors or self.changed_outputs or self.lost_tokens or self.unsettled)
 
     def summary(self) -> dict[str, Any]:
-        """One JSON object. `kills` are processes that a signal ended, `stops` those that it halted for a while."""
+        """For JSON. `kills`: processes ended by a signal; `stops`: processes halted; `blows`: faults by kind."""
         stops = sum(number for name, number in self.faults.items() if name.startswith("stop"))
         return {
             "requests": self.requests,
@@ -92,6 +94,6 @@ class ChaosReport:
             "blows": dict(sorted(self.faults.items())),
         }
 
-    def _complain(self, text: str) -> None:
-        if self.errors + self.changed_outputs <= MAX_LOGGED_COMPLAINTS:
+    def _log_failure(self, text: str) -> None:
+        if self.errors + self.changed_outputs <= MAX_LOGGED:
             log.error("%s", text)

@@ -1,4 +1,4 @@
-"""What is done to which process, and when: a function of the seed alone."""
+"""The schedule of faults: a function of the seed alone."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class ProcessNames:
-    """Names of all processes there are, by kind."""
+    """Names of all processes, by kind."""
 
     gateways: Sequence[str]
     targets: Sequence[str]
@@ -43,11 +43,11 @@ PARTS_BY_KIND: dict[FaultKind, Sequence[ProcessPart]] = {
     "stop": ("both", "compute"),
 }
 LONG_STOP_S = 13.0
-"""Longer than a keepalive: whoever is stopped for so long is given up by its peers."""
+"""Longer than a keepalive: peers give up a process that is stopped this long."""
 
 
 def random_faults(victims: ProcessNames, seed: int, every_s: float, duration_s: float) -> Iterator[Fault]:
-    """In order of time; exponential waits of `every_s` on average. All replicas of a kind are hit together at times."""
+    """Faults in order of time, with exponential waits of `every_s` on average; some hit all replicas of a kind."""
     random = Random(seed)
     at_s = every_s / 2
     while at_s < duration_s:

@@ -1,4 +1,4 @@
-"""The commands. Heavy imports stand inside them, so that `paceline --help` answers at once."""
+"""The commands. Heavy imports are inside them, so that `paceline --help` is fast."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ main = typer.Typer(
 )
 
 
-def _tell_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         typer.echo(paceline.__version__)
         raise typer.Exit
 
 
 @main.callback()
 def options(
-    *, version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True)] = False
+    *, version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False
 ) -> None:
     """The same tokens, sooner: speculative decoding over many processes."""
 
@@ -48,7 +48,7 @@ def serve(
     redis_url: Annotated[str | None, typer.Option(help="A Redis to use; without it, one of our own.")] = None,
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Processes that share the target.")] = None,
-    api_keys: Annotated[Path | None, typer.Option(help="Ask clients for a key: see `paceline keys`.")] = None,
+    api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
@@ -57,13 +57,13 @@ def serve(
     from paceline.cli import deployment
     from paceline.cli import serve_command as command
 
-    engine = engine_config or EngineConfig()
+    changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
     if tensor_parallel_size is not None:
-        engine = engine.model_copy(update={"tensor_parallel_size": tensor_parallel_size})
-    wish = deployment.DeploymentOptions(
+        changes["tensor_parallel_size"] = tensor_parallel_size
+    options = deployment.DeploymentOptions(
         model,
         speculative_config,
-        _trusting(engine, trust_remote_code),
+        (engine_config or EngineConfig()).model_copy(update=changes),
         host,
         port,
         draft_workers,
@@ -72,12 +72,8 @@ def serve(
         api_keys,
     )
     with start_errors():
-        code = command.serve(deployment.plan_deployment(wish), redis_url)
+        code = command.serve(deployment.plan_deployment(options), redis_url)
     raise typer.Exit(code)
-
-
-def _trusting(engine: EngineConfig, trust: bool) -> EngineConfig:
-    return engine.model_copy(update={"trust_remote_code": True}) if trust else engine
 
 
 @main.command()
@@ -86,16 +82,16 @@ def doctor(
     speculative_config: Speculations = None,
     prompts: Annotated[Path | None, typer.Option(help=".txt, one a line; or .jsonl, prompt or messages.")] = None,
     url: Annotated[str | None, typer.Option(help="Ask a running Paceline server instead.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output.")] = 128,
     temperature: Annotated[list[float] | None, typer.Option(min=0.0, help="0 and 0.8 by default.")] = None,
     engine_config: Engine = None,
 ) -> None:
-    """Measure every way to draft that fits, on your prompts: what is accepted, what it is worth, what is wrong."""
+    """Measure every speculator that fits on your prompts: acceptance, speed, and likely causes of low acceptance."""
     from rich.console import Console
 
     from paceline.cli import doctor_command as command
 
-    wish = command.DoctorOptions(
+    options = command.DoctorOptions(
         model,
         speculative_config or (),
         prompts,
@@ -105,18 +101,18 @@ def doctor(
         engine_config or EngineConfig(),
     )
     with start_errors():
-        told = command.run(Console(highlight=False), wish)
-    typer.echo(json.dumps(told))
-    raise typer.Exit(0 if told["identical"] else 1)
+        report = command.run(Console(highlight=False), options)
+    typer.echo(json.dumps(report))
+    raise typer.Exit(0 if report["identical"] else 1)
 
 
 LAB = "paceline_lab"
-"""Beside this package in the repository, and not in the wheel: it adds the commands bench, demo, plan and train."""
+"""Part of the repository, not of the wheel: it adds the commands bench, demo, plan and train."""
 
 
 @main.command(context_settings=PASS_ON)
 def gateway(context: typer.Context) -> None:
-    """Run one gateway: HTTP and gRPC in front of the targets that Redis knows."""
+    """Run one gateway: HTTP and gRPC in front of the targets registered in Redis."""
     become("paceline_services.gateway", context.args)
 
 
@@ -129,7 +125,7 @@ def target(context: typer.Context) -> None:
 
 @main.command(context_settings=PASS_ON)
 def rank(context: typer.Context) -> None:
-    """Run one of the processes that share a worker's model: any but rank 0, which is the worker."""
+    """Run one further rank of a model that several processes share; rank 0 is the worker itself."""
     become("paceline_services.rank", context.args)
 
 
@@ -146,9 +142,9 @@ main.add_typer(keys, name="keys")
 def chat(
     url: Annotated[str, typer.Option(help="The server, with or without /v1.")] = "http://127.0.0.1:8000",
     temperature: Annotated[float, typer.Option(min=0.0, help="0: always the likeliest token.")] = 0.7,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer.")] = 256,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest output.")] = 256,
 ) -> None:
-    """Talk to a running server, and see which tokens were guessed."""
+    """Chat with a running server, and see which tokens were drafted."""
     from rich.console import Console
 
     from paceline.cli import chat_command as command

@@ -1,4 +1,4 @@
-"""`paceline chat`: a conversation in the terminal that shows which tokens were guessed."""
+"""`paceline chat`: a conversation in the terminal that shows which tokens were drafted."""
 
 from __future__ import annotations
 
@@ -11,38 +11,38 @@ import httpx
 from rich.console import Console
 
 from paceline.cli.http_client import ApiRefusedError, HttpClient, HttpCompletion, open_client
-from paceline.cli.supervised_process import StartError
 from paceline.cli.token_colours import LEGEND, TokenPainter, summary
+from paceline.launcher import StartError
 
 PATH = "/v1/chat/completions"
 
 
 def run(console: Console, url: str, sampling: dict[str, Any]) -> None:
-    """Chat until the input ends. Raises `ServiceStartError` if no server answers at `url`."""
+    """Chat until the input ends. Raises `StartError` if no server answers at `url`."""
     asyncio.run(_chat(console, url, sampling))
 
 
 async def _chat(console: Console, url: str, sampling: dict[str, Any]) -> None:
     async with open_client(url) as client:
         model = await _model(client, url)
-        console.print(f"[bold]{model}[/bold] at {url} · Ctrl-C stops an answer, Ctrl-D ends ·", LEGEND)
+        console.print(f"[bold]{model}[/bold] at {url} · Ctrl-C stops a response, Ctrl-D ends ·", LEGEND)
         messages: list[dict[str, str]] = []
-        while (question := _asked(console)) is not None:
+        while (question := _read_question(console)) is not None:
             messages.append({"role": "user", "content": question})
-            answer = HttpCompletion()
+            completion = HttpCompletion()
             try:
-                asking = client.stream(PATH, {"messages": messages, **sampling}, TokenPainter(console), answer)
-                stopped = await _unless_interrupted(asking)
+                work = client.stream(PATH, {"messages": messages, **sampling}, TokenPainter(console), completion)
+                stopped = await _cancelled_by_ctrl_c(work)
             except (ApiRefusedError, httpx.TransportError) as error:
                 console.print(f"[red]{error}[/red]")
                 messages.pop()
                 continue
-            messages.append({"role": "assistant", "content": answer.text})
-            console.print("\n[dim]stopped[/dim]" if stopped else f"\n[dim]{summary(answer)}[/dim]")
+            messages.append({"role": "assistant", "content": completion.text})
+            console.print("\n[dim]stopped[/dim]" if stopped else f"\n[dim]{summary(completion)}[/dim]")
 
 
-async def _unless_interrupted(work: Coroutine[Any, Any, object]) -> bool:
-    """Do it until Ctrl-C; whether that came."""
+async def _cancelled_by_ctrl_c(work: Coroutine[Any, Any, object]) -> bool:
+    """Await `work`, but cancel it on Ctrl-C; return whether it was cancelled."""
     loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
     loop.add_signal_handler(signal.SIGINT, task.cancel)
     try:
@@ -63,8 +63,8 @@ async def _model(client: HttpClient, url: str) -> str:
         ) from error
 
 
-def _asked(console: Console) -> str | None:
-    """The next question, None at the end. It blocks the event loop, on which nothing else runs."""
+def _read_question(console: Console) -> str | None:
+    """The next question, None at the end of the input. It blocks the event loop, on which nothing else runs."""
     try:
         while not (line := console.input("\n[bold]> [/bold]").strip()):
             pass

@@ -1,10 +1,10 @@
-"""`paceline doctor`: how well each way to draft foresees your prompts, what that is worth, and what is wrong.
+"""`paceline doctor`: acceptance and speed of each method on your prompts, and likely causes of low acceptance.
 
-Everything runs in this process, drafts inside the target's, and no prompt is cached. `accepted` is accepted tokens per
-verification, without the bonus token, of prompts decoded one by one; `by depth`, the share of verifications that
-accepted so deep. Speeds are of all requests together, prompts included, plain decoding and speculation in turns.
-`predicted` is what acceptance and the measured cost of rows amount to, without the draft's own time: about what drafts
-in processes of their own come to.
+Everything runs in this process, and no prompt is cached. `accepted` is accepted tokens per verification, without the
+bonus token, of prompts decoded one by one; `by depth`, the share of verifications that accepted a token at each depth.
+Speeds are of all requests together, prompts included; plain decoding and speculation take turns. `predicted` follows
+from acceptance and the measured cost of rows, without the draft's own time: about the speed with drafts in processes of
+their own.
 
 With `--url` the same prompts go to a running server, with `"speculative": false` and without.
 """
@@ -15,16 +15,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from paceline.cli import served_measurement
 from paceline.cli.progress import progress
-from paceline.cli.supervised_process import StartError
 from paceline.cli.terminal_bars import bar, columns
-from paceline.config import EngineConfig, ModelFree, SpeculativeConfig
+from paceline.config import MODEL_FREE, EngineConfig, SpeculativeConfig
 from paceline.doctor import default_prompts
 from paceline.doctor.advice import Advice
 from paceline.doctor.candidates import candidates
@@ -32,17 +31,18 @@ from paceline.doctor.diagnosis import DiagnosedMethod, Diagnosis, config_json, d
 from paceline.doctor.measurement import MeasurementSettings
 from paceline.doctor.measurements import MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt, PromptsError, encoded, lack_chat_template, read
+from paceline.launcher import StartError
 from paceline.llm import LLM
 from paceline.model_names import ModelNotFoundError
 
 SHOWN_DEPTHS = 8
 BAR = 32
-"""Characters of the longest."""
+"""Characters of the longest bar."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoctorOptions:
-    """What the user asked for. `prompts`: a file; None: code and questions about it. `url`: of a server."""
+    """The options of the command. `prompts`: a file; None: the default prompts. `url`: of a running server."""
 
     model: str
     given: Sequence[SpeculativeConfig] = ()
@@ -53,49 +53,51 @@ class DoctorOptions:
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
-def run(console: Console, wish: DoctorOptions) -> dict[str, Any]:
-    """Measure, show, and return what the last line says. Raises `ServiceStartError`."""
-    prompts = _asked(wish)
-    diagnosis = _served(console, wish, prompts) if wish.url else _here(console, wish, prompts)
+def run(console: Console, options: DoctorOptions) -> dict[str, Any]:
+    """Measure, show, and return the JSON of the last line. Raises `StartError`."""
+    prompts = _prompts(options)
+    diagnosis = _served(console, options, prompts) if options.url else _here(console, options, prompts)
     show(console, diagnosis)
     return diagnosis.as_json()
 
 
-def _asked(wish: DoctorOptions) -> list[Prompt]:
-    if wish.prompts is not None:
+def _prompts(options: DoctorOptions) -> list[Prompt]:
+    if options.prompts is not None:
         try:
-            return read(wish.prompts)
+            return read(options.prompts)
         except PromptsError as error:
             raise StartError(str(error)) from error
     questions = [[{"role": "user", "content": question}] for question in default_prompts.QUESTIONS]
     return [*default_prompts.code_prompts(), *questions]
 
 
-def _here(console: Console, wish: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
+def _here(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
     engine: dict[str, Any] = {"enable_prefix_caching": False}
-    if "threads" not in wish.engine.model_fields_set:
+    if "threads" not in options.engine.model_fields_set:
         engine["threads"] = os.cpu_count() or 1
     try:
-        chosen = candidates(wish.model, wish.given)
+        chosen = candidates(options.model, options.given)
         with console.status("loading"):
-            target = LLM(wish.model, None, wish.engine.model_copy(update=engine))
-        if target.tokenizer.chat_template is None and wish.prompts is None:
+            target = LLM(options.model, None, options.engine.model_copy(update=engine))
+        if target.tokenizer.chat_template is None and options.prompts is None:
             prompts = [prompt if isinstance(prompt, str) else prompt[0]["content"] for prompt in prompts]
         bare = lack_chat_template(prompts, target.tokenizer)
-        trial = MeasurementSettings(encoded(prompts, target.tokenizer), wish.max_tokens, wish.temperatures, bare)
-        with progress(console, "ways to draft", len(chosen) + 1) as done:  # and the best two together
-            return diagnose(target, chosen, trial, done)
+        settings = MeasurementSettings(
+            encoded(prompts, target.tokenizer), options.max_tokens, options.temperatures, bare
+        )
+        with progress(console, "methods", len(chosen) + 1) as done:  # and a combination
+            return diagnose(target, chosen, settings, done)
     except (ValueError, ModelNotFoundError) as error:
         raise StartError(str(error)) from error
 
 
-def _served(console: Console, wish: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
-    assert wish.url is not None
-    trained = not wish.given or wish.given[0].method not in get_args(ModelFree)
-    asked = served_measurement.prompt_count(prompts, wish.temperatures)
-    with progress(console, "prompts, plain and speculative in turns", asked) as done:
+def _served(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
+    assert options.url is not None
+    trained = not options.given or options.given[0].method not in MODEL_FREE
+    count = served_measurement.prompt_count(prompts, options.temperatures)
+    with progress(console, "prompts, plain and speculative in turns", count) as done:
         measured = served_measurement.measure(
-            wish.url, prompts, wish.max_tokens, wish.temperatures, MethodFacts(trained), done
+            options.url, prompts, options.max_tokens, options.temperatures, MethodFacts(trained), done
         )
     return Diagnosis([DiagnosedMethod(measured)], [], None)
 
@@ -119,16 +121,16 @@ def show(console: Console, diagnosis: Diagnosis) -> None:
 def _acceptances(measured: Sequence[MethodMeasurement]) -> Table:
     table = Table("method", "T", "accepted", "by depth", "", "output")
     for this in measured:
-        output = {True: "identical", False: "[bold red]DIFFERS", None: "same law"}[this.identical]
+        output = {True: "identical", False: "[bold red]DIFFERS", None: "same distribution"}[this.identical]
         for each in this.acceptances:
             shares = each.by_depth[:SHOWN_DEPTHS]
-            said = " ".join(f"{share:.2f}" for share in shares)
-            table.add_row(this.name, f"{each.temperature:g}", f"{each.length:.2f}", said, columns(shares), output)
+            depths = " ".join(f"{share:.2f}" for share in shares)
+            table.add_row(this.name, f"{each.temperature:g}", f"{each.length:.2f}", depths, columns(shares), output)
     return table
 
 
 def _plot_speeds(console: Console, measured: Sequence[MethodMeasurement]) -> None:
-    """For each number of requests at once, a bar of plain decoding, and bars of each method."""
+    """A bar for each method and number of requests at once."""
     most = max((_highest(speed) for this in measured for speed in this.speeds), default=0.0)
     table = Table("at once", "method", "tokens/s", "× plain", "measured █, predicted ░", box=None)
     for this in measured:
@@ -140,7 +142,7 @@ def _plot_speeds(console: Console, measured: Sequence[MethodMeasurement]) -> Non
 
 
 def _bars(speed: Speed, most: float) -> str:
-    """As far as the prediction goes beyond what was measured, it is paler."""
+    """The measured speed; a lighter part shows by how much the prediction exceeds it."""
     measured = bar(speed.speculative, most, BAR)
     beyond = bar(speed.predicted or 0.0, most, BAR)
     return measured + "░" * (len(beyond) - len(measured))

@@ -1,4 +1,4 @@
-"""A client of the HTTP API that keeps what a terminal and a benchmark want to know of an answer."""
+"""A client of the HTTP API for commands and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ RESPONSE_OPTIONS = {"return_token_ids": True, "return_accepted": True, "speculat
 
 
 class ApiRefusedError(Exception):
-    """The server refused a request; the text is its own."""
+    """The server refused a request; the message is the server's."""
 
 
 @dataclass(slots=True)
 class HttpCompletion:
-    """One streamed completion. Token i covers the characters from `offsets[i]` on, and was guessed if `accepted[i]`.
+    """One completion. Token i covers the characters from `offsets[i]` on; `accepted[i]`: it was a draft token.
 
     `wall_s`: from sending the request to the end of the stream, where that was measured. `speculation` and `timings`
-    are the target's account. `prompt_tokens`: 0 unless the usage was asked for.
+    are the target's statistics. `prompt_tokens`: 0 unless the request asks for usage.
     """
 
     text: str = ""
@@ -50,8 +50,8 @@ class HttpCompletion:
     def take(self, chunk: Mapping[str, Any]) -> None:
         """Add one chunk of the stream."""
         for choice in chunk["choices"]:
-            shown = choice.get("delta", {}).get("content") if "delta" in choice else choice.get("text")
-            self.text += shown or ""
+            content = choice.get("delta", {}).get("content") if "delta" in choice else choice.get("text")
+            self.text += content or ""
             self.tokens += choice.get("token_ids") or []
             self.accepted += choice.get("accepted") or []
             self.offsets += choice.get("text_offset") or []
@@ -63,12 +63,12 @@ class HttpCompletion:
 
 @dataclass(frozen=True, slots=True)
 class HttpClient:
-    """Use with `open_client`."""
+    """Made by `open_client`."""
 
     http: httpx.AsyncClient
 
     async def model(self) -> str:
-        """The name of the model served."""
+        """The name of the first model served."""
         listed = await self.http.get("/v1/models")
         return str(listed.raise_for_status().json()["data"][0]["id"])
 
@@ -77,36 +77,36 @@ class HttpClient:
         path: str,
         body: Mapping[str, Any],
         on_progress: Callable[[HttpCompletion], None] = lambda _: None,
-        answer: HttpCompletion | None = None,
+        completion: HttpCompletion | None = None,
     ) -> HttpCompletion:
-        """Generate; `on_progress` is told after every chunk. Raises `ApiRefusedError`, or httpx's errors.
+        """Stream a completion; `on_progress` is called after every chunk. Raises `ApiRefusedError`, or httpx's errors.
 
-        `answer` is filled and returned; a caller that passes its own keeps what came before a cancellation.
+        `completion` is filled and returned; a caller that passes one keeps its content after a cancellation.
         """
-        answer = answer or HttpCompletion()
+        completion = completion or HttpCompletion()
         async for line in self._lines(path, body):
-            _read(answer, line)
-            on_progress(answer)
-        return answer
+            _read(completion, line)
+            on_progress(completion)
+        return completion
 
     async def collect(self, path: str, body: Mapping[str, Any]) -> HttpCompletion:
-        """As `stream`, but read at the end, so that the client takes little of the machine that it measures."""
-        answer = HttpCompletion()
+        """As `stream`, but parse at the end, so that the client takes little of the machine that it measures."""
+        completion = HttpCompletion()
         began = time.perf_counter()
         lines = [line async for line in self._lines(path, body)]
-        answer.wall_s = time.perf_counter() - began
+        completion.wall_s = time.perf_counter() - began
         for line in lines:
-            _read(answer, line)
-        return answer
+            _read(completion, line)
+        return completion
 
     async def complete(self, body: Mapping[str, Any]) -> HttpCompletion:
-        """A completion in one piece: reading many streams at once takes as much of this machine as serving them."""
+        """A completion without streaming: reading many streams takes as much of this machine as serving them."""
         response = await self.http.post("/v1/completions", json={**RESPONSE_OPTIONS, **body})
         if not response.is_success:
             raise ApiRefusedError(_refusal(response.content))
-        answer = HttpCompletion()
-        answer.take(response.json())
-        return answer
+        completion = HttpCompletion()
+        completion.take(response.json())
+        return completion
 
     async def _lines(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[str]:
         async with self.http.stream("POST", path, json={"stream": True, **RESPONSE_OPTIONS, **body}) as response:
@@ -116,18 +116,18 @@ class HttpClient:
                 yield line
 
 
-def _read(answer: HttpCompletion, line: str) -> None:
+def _read(completion: HttpCompletion, line: str) -> None:
     """Add one line of an event stream."""
     if line.startswith("data: {"):
         chunk = json.loads(line.removeprefix("data: "))
         if "error" in chunk:
             raise ApiRefusedError(chunk["error"]["message"])
-        answer.take(chunk)
+        completion.take(chunk)
 
 
 @asynccontextmanager
 async def open_client(url: str) -> AsyncIterator[HttpClient]:
-    """A client of the server at `url`, with or without the /v1 that OpenAI's clients want. Proxies are not for us."""
+    """A client of the server at `url`, with or without /v1. It uses no proxy."""
     server = url.rstrip("/").removesuffix("/v1")
     async with httpx.AsyncClient(base_url=server, timeout=TIMEOUT_S, trust_env=False) as http:
         yield HttpClient(http)

@@ -1,4 +1,4 @@
-"""`paceline keys`: who may use a gateway, and how much."""
+"""`paceline keys`: the API keys of a gateway, and their limits."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Annotated
 import typer
 
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
-from paceline.cli.supervised_process import COULD_NOT_START
+from paceline.launcher import COULD_NOT_START
 
-keys = typer.Typer(help="Make and withdraw API keys; gateways see the change at once.", no_args_is_help=True)
+keys = typer.Typer(help="Add and remove API keys; gateways see the change at once.", no_args_is_help=True)
 
-File = Annotated[Path, typer.Option("--file", help="What a gateway gets as --api-keys.")]
+File = Annotated[Path, typer.Option("--file", help="The file that a gateway gets as --api-keys.")]
 Limit = Annotated[int | None, typer.Option(min=1)]
 
 
 @keys.command()
 def add(
-    name: Annotated[str, typer.Argument(help="Whose it is: letters, digits, dots, dashes.")],
+    name: Annotated[str, typer.Argument(help="Its owner: letters, digits, dots, dashes.")],
     file: File = Path("keys.json"),
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     max_concurrent: Limit = None,
 ) -> None:
-    """Make a key and print it, for the only time: the file holds its hash."""
+    """Make a key and print it once: the file holds only its hash."""
     known = _read(file).keys if file.exists() else ()
     key = new_key()
     try:
@@ -44,7 +44,7 @@ def add(
 
 @keys.command()
 def remove(name: str, file: File = Path("keys.json")) -> None:
-    """Withdraw a key."""
+    """Remove a key."""
     known = _read(file).keys
     left = tuple(key for key in known if key.name != name)
     if left == known:

@@ -1,4 +1,4 @@
-"""A deployment that runs: Redis, drafts, targets and gateway under one supervisor."""
+"""A running deployment: Redis, drafts, targets and gateway under one supervisor."""
 
 from __future__ import annotations
 
@@ -22,16 +22,15 @@ from paceline.state.periodic_task import PeriodicTask
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.1
-"""How often workers and gateway are asked whether they are ready yet."""
-
+POLL_S = 0.1
+"""How often workers and gateway are checked for readiness."""
 GATEWAY = "gateway"
 LAST_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class LocalStack:
-    """Await `ready` first; after that, whatever dies is started again."""
+    """Await `ready` first; after that, a service that dies is started again."""
 
     deployment: Deployment
     supervisor: Supervisor
@@ -40,18 +39,15 @@ class LocalStack:
     began: float = field(default_factory=time.monotonic)
 
     async def ready(self, missing: Callable[[Collection[str]], None] = lambda _: None) -> None:
-        """Return once requests are served and drafted for. Raises `ServiceStartError` if it does not come to that.
+        """Return when all services are ready. Raises `StartError` if one cannot start.
 
-        `missing` is told whom it still waits for, whenever that changes.
+        `missing` is called with the names of the services that are not ready, whenever they change.
         """
         await self.supervisor.until(self._all_ready(missing))
-        move_off_cores(self.deployment.target_cores)  # not before: until then all have much to load
+        move_off_cores(self.deployment.target_cores)  # not earlier: all services use all cores while they load
 
     async def _all_ready(self, missing: Callable[[Collection[str]], None]) -> None:
-        async with (
-            self.store.watcher("target", LOOK_EVERY_S) as targets,
-            self.store.watcher("draft", LOOK_EVERY_S) as drafts,
-        ):
+        async with self.store.watcher("target", POLL_S) as targets, self.store.watcher("draft", POLL_S) as drafts:
             waits = {id_: _registered(targets, id_) for id_ in self.deployment.targets}
             waits |= {id_: _registered(drafts, id_) for id_ in self.deployment.drafts}
             waits[GATEWAY] = _healthy(self.deployment.url)
@@ -69,17 +65,17 @@ class LocalStack:
 
 @asynccontextmanager
 async def running_stack(
-    deployment: Deployment, say: Callable[[str], None], redis_url: str | None = None
+    deployment: Deployment, log_line: Callable[[str], None], redis_url: str | None = None
 ) -> AsyncIterator[LocalStack]:
-    """Run everything for as long as the context lasts, then stop it in order: what serves first, Redis last.
+    """Run everything while the context lasts, then stop it in order: the gateway first, Redis last.
 
-    `redis_url` None: a Redis of our own. `say` gets what the services log, line by line. Enter it on the main
+    `redis_url` None: an embedded Redis. `log_line` is called with each line that a service logs. Enter it on the main
     thread: the kernel ends the services with the thread that started them. Raises `StateError`.
     """
     async with (
         _redis(redis_url) as url,
         open_store(url) as store,
-        Supervisor(deployment.programs(url), say) as supervisor,
+        Supervisor(deployment.programs(url), log_line) as supervisor,
     ):
         with affinity_restored():  # for what this process starts next
             yield LocalStack(deployment, supervisor, url, store)
@@ -87,18 +83,18 @@ async def running_stack(
 
 @asynccontextmanager
 async def ready_stack(deployment: Deployment, console: Console) -> AsyncIterator[LocalStack]:
-    """A stack to measure: ready, and silent. If something fails, the last lines of its log go to stderr.
+    """A stack to measure: ready, and silent. After an error, the last lines of its log go to stderr.
 
-    `console` shows who is still loading. Raises `ServiceStartError` or `StateError`.
+    `console` shows which services are still loading. Raises `StartError` or `StateError`.
     """
-    said: deque[str] = deque(maxlen=LAST_LINES)
+    lines: deque[str] = deque(maxlen=LAST_LINES)
     try:
-        async with running_stack(deployment, said.append) as stack:
+        async with running_stack(deployment, lines.append) as stack:
             with console.status("starting") as status:
                 await stack.ready(lambda missing: status.update(f"loading: {', '.join(missing)}"))
             yield stack
     except Exception:
-        Console(stderr=True, highlight=False, markup=False).print(*said, sep="\n")
+        Console(stderr=True, highlight=False, markup=False).print(*lines, sep="\n")
         raise
 
 
@@ -113,7 +109,7 @@ async def _redis(url: str | None) -> AsyncIterator[str]:
 
 
 class RedisSupervisor(PeriodicTask):
-    """Starts the embedded Redis again should it die: empty, which workers and gateways outlive."""
+    """Starts the embedded Redis again when it dies. It comes back empty; workers and gateways survive that."""
 
     interval_s = 0.5
 
@@ -125,9 +121,9 @@ class RedisSupervisor(PeriodicTask):
             return
         log.warning("the embedded Redis died and is started again")
         try:
-            self._redis.start()  # blocks for a tenth of a second; it must be this thread, see `EmbeddedRedis`
+            self._redis.start()  # blocks for a tenth of a second: it must run on this thread, see `EmbeddedRedis`
         except StateError as error:
-            log.error("%s", error)  # and tried again in a moment
+            log.error("%s", error)  # the next call tries again
 
 
 async def _registered(workers: WorkerWatcher, worker_id: str) -> None:
@@ -141,4 +137,4 @@ async def _healthy(url: str) -> None:
             with suppress(httpx.TransportError):  # it does not listen yet
                 if (await client.get("/health")).is_success:
                     return
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(POLL_S)

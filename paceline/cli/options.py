@@ -1,4 +1,4 @@
-"""Options that several commands share, and the way their errors are told."""
+"""Options that several commands share, and how they report errors."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from typing import Annotated, TypeVar
 import typer
 from pydantic import BaseModel, ValidationError
 
-from paceline.cli.supervised_process import COULD_NOT_START, StartError
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.config_file import ConfigFileError, as_text, read
 from paceline.config.validation_messages import first_error
+from paceline.launcher import COULD_NOT_START, StartError
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
 
 
 @contextmanager
 def start_errors() -> Iterator[None]:
-    """What cannot start is told in one line that says what to do; the exit code is then 2."""
+    """Print a `StartError` or `StateError` as one line and exit with code 2."""
     from paceline.state import StateError
 
     try:
@@ -33,7 +33,7 @@ def start_errors() -> Iterator[None]:
 
 
 def parsed_json(settings: type[SettingsT]) -> Callable[[str], SettingsT]:
-    """A parser for an option that takes these settings as a JSON object."""
+    """A parser for an option whose value is a JSON object with these settings."""
 
     def parse(text: str) -> SettingsT:
         try:
@@ -45,7 +45,7 @@ def parsed_json(settings: type[SettingsT]) -> Callable[[str], SettingsT]:
 
 
 def _from_file(context: typer.Context, file: Path | None) -> Path | None:
-    """Let a file's options be the command's defaults."""
+    """Make the options in the file the command's defaults."""
     if file is not None:
         try:
             values = read(file, {each.name or "" for each in context.command.params} - {"config"})
@@ -76,7 +76,7 @@ Speculations = Annotated[
         "--speculative-config",
         parser=parsed_json(SpeculativeConfig),
         metavar="JSON",
-        help="Another way to draft; can be given several times.",
+        help="A further speculator; can be given several times.",
     ),
 ]
 Engine = Annotated[
@@ -86,7 +86,7 @@ Engine = Annotated[
 
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Every argument, `--help` too, is the other program's."""
+"""Settings of a command that passes all its arguments, `--help` too, to another program."""
 
 
 def become(module: str, arguments: list[str]) -> None:

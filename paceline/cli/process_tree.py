@@ -1,4 +1,4 @@
-"""This process and everything it started: which those are, and how much memory they really take."""
+"""A process and its descendants: their ids, memory and CPU time, from /proc."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROC = Path("/proc")
 def tree_pss_mb(root: int | None = None) -> float | None:
     """Proportional set size of a process, or this one, and all its descendants, in MB (10^6 bytes); None outside Linux.
 
-    A page that several of them share counts once in all, which the sum of their resident sizes gets wrong.
+    A page that several processes share counts once in all, unlike in the sum of their resident sizes.
     """
     if not (PROC / "self" / "smaps_rollup").exists():
         return None
@@ -25,7 +25,7 @@ def process_and_descendants(root: int) -> Iterator[int]:
     """A process and all its descendants."""
     children = defaultdict(list)
     for entry in PROC.glob("[0-9]*/stat"):
-        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
             after_name = entry.read_text().rpartition(")")[2].split()
             children[int(after_name[1])].append(int(entry.parent.name))
     waiting = [root]

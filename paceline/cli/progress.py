@@ -1,4 +1,4 @@
-"""How far a measurement is, how long it goes on, and what is left of it when somebody ends it."""
+"""A progress bar for measurements, and their interruption by Ctrl-C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 @contextmanager
 def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], None]]:
-    """A bar that is gone afterwards; call what it yields once for each of `total` parts that is done."""
+    """Show a bar that disappears at the end. Yields a function to call after each of `total` parts."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(what, total=total)
@@ -20,7 +20,7 @@ def progress(console: Console, what: str, total: int) -> Iterator[Callable[[], N
 
 @contextmanager
 def results_kept_on_interrupt(console: Console) -> Iterator[None]:
-    """Ctrl-C ends what is measured within, and nothing more: what was measured by then is told."""
+    """Ctrl-C ends the body only, so that the caller can show its results so far."""
     try:
         yield
     except KeyboardInterrupt:

@@ -23,12 +23,12 @@ from paceline.telemetry.logs import LineFormatter
 log = logging.getLogger(__name__)
 
 LEVEL_STYLES = {"WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
-CUT_SHORT = 1
-"""Exit code: a second Ctrl-C ended everything at once."""
+KILLED = 1
+"""Exit code after a second Ctrl-C, which kills everything at once."""
 
 
 def serve(deployment: Deployment, redis_url: str | None) -> int:
-    """Serve until Ctrl-C or SIGTERM, and return the exit code. Raises `ServiceStartError` or `StateError`."""
+    """Serve until Ctrl-C or SIGTERM, and return the exit code. Raises `StartError` or `StateError`."""
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     _log_to(console)
     if not deployment.speculation.enabled:
@@ -38,38 +38,37 @@ def serve(deployment: Deployment, redis_url: str | None) -> int:
 
 async def _serve(deployment: Deployment, redis_url: str | None, console: Console) -> int:
     signals = _Signals()
-
     async with running_stack(deployment, lambda line: console.print(_coloured(line)), redis_url) as stack:
         signals.supervisor = stack.supervisor
         with _progress(console) as missing:
-            came_up = await _unless(signals.stop, stack.ready(missing))
-        if came_up:
+            ready = await _done_before(signals.stop, stack.ready(missing))
+        if ready:
             _announce(stack)
         await signals.stop.wait()
         log.info("stopping when running requests have finished; Ctrl-C again to cut them off")
     log.info("stopped")
-    return CUT_SHORT if signals.cut_short else 0
+    return KILLED if signals.killed else 0
 
 
 class _Signals:
-    """The first SIGINT or SIGTERM asks for an orderly end, the next one for an immediate one."""
+    """The first SIGINT or SIGTERM sets `stop`; the second one kills all services."""
 
     def __init__(self) -> None:
         self.stop = asyncio.Event()
-        self.cut_short = False
+        self.killed = False
         self.supervisor: Supervisor | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             asyncio.get_running_loop().add_signal_handler(number, self._received)
 
     def _received(self) -> None:
         if self.stop.is_set() and self.supervisor is not None:
-            self.cut_short = True
+            self.killed = True
             self.supervisor.kill()
         self.stop.set()
 
 
-async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
-    """Whether the work was done before it was to stop."""
+async def _done_before(stop: asyncio.Event, work: Awaitable[None]) -> bool:
+    """Await `work`, but cancel it at `stop`; return whether it was done. Raises what `work` raises."""
     working = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -83,7 +82,7 @@ async def _unless(stop: asyncio.Event, work: Awaitable[None]) -> bool:
 
 @contextmanager
 def _progress(console: Console) -> Iterator[Callable[[Collection[str]], None]]:
-    """On a terminal, a line that says who is still loading; elsewhere the log has to do."""
+    """Yields a function that shows which services are still loading; it does so only on a terminal."""
     if not console.is_terminal:
         yield lambda _: None
         return
@@ -92,7 +91,7 @@ def _progress(console: Console) -> Iterator[Callable[[Collection[str]], None]]:
 
 
 def _announce(stack: LocalStack) -> None:
-    """Where it serves, and a command that shows it."""
+    """Print the URL, and a command that tries it."""
     deployment = stack.deployment
     if deployment.served_model_name in NAMES:
         path, content = "chat/completions", '"messages": [{"role": "user", "content": "What does json.dumps do?"}]'
@@ -104,11 +103,11 @@ def _announce(stack: LocalStack) -> None:
 
 
 def _log_to(console: Console) -> None:
-    """Our own lines go the way of the services' lines: past the progress line, not through it."""
+    """Print this process's log on the console, as the services' log, so that the progress line stays intact."""
     handler = _ConsoleHandler(console)
-    handler.setFormatter(LineFormatter("serve", "", colour=False))  # `_coloured` does it
+    handler.setFormatter(LineFormatter("serve", "", colour=False))  # `_coloured` adds the colour
     logging.basicConfig(handlers=[handler], level="INFO", force=True)
-    logging.getLogger("httpx").setLevel("WARNING")  # it logs every look at /health
+    logging.getLogger("httpx").setLevel("WARNING")  # it logs every request to /health
 
 
 class _ConsoleHandler(logging.Handler):
@@ -121,6 +120,6 @@ class _ConsoleHandler(logging.Handler):
 
 
 def _coloured(line: str) -> Text:
-    """A log line by its level, which is its second word; anything else as it is."""
-    words = line.split(maxsplit=2)
-    return Text(line, LEVEL_STYLES.get(words[1], "") if len(words) > 1 else "")
+    """A log line in the colour of its level, which is its second field; any other line unchanged."""
+    fields = line.split(maxsplit=2)
+    return Text(line, LEVEL_STYLES.get(fields[1], "") if len(fields) > 1 else "")

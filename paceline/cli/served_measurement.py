@@ -1,4 +1,4 @@
-"""Measures what a running server drafts with, over HTTP: each prompt with speculation and without."""
+"""Measures a running server over HTTP: each prompt with speculation and without."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from typing import Any
 
 import httpx
 
-from paceline.cli.http_client import ApiRefusedError, HttpClient, open_client
-from paceline.cli.http_client import HttpCompletion as HttpAnswer
-from paceline.cli.supervised_process import StartError
+from paceline.cli.http_client import ApiRefusedError, HttpClient, HttpCompletion, open_client
 from paceline.config import SpeculativeConfig
 from paceline.core.messages import SpeculationStats
 from paceline.doctor.measurement import CONCURRENCIES, SEED, groups
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
 from paceline.doctor.prompt_file import Prompt
+from paceline.launcher import StartError
 
 USAGE = {"stream_options": {"include_usage": True}}
 COUNTS = ("drafted_by_depth", "accepted_by_depth", "drafted_tokens", "verifications", "steps")
@@ -30,9 +29,9 @@ def measure(
     facts: MethodFacts,
     done: Callable[[], None] = lambda: None,
 ) -> MethodMeasurement:
-    """`done` is told of each of the prompts `prompt_count`. After Ctrl-C, what was measured by then, if anything was.
+    """`done` is called `prompt_count` times. Ctrl-C ends it with the results so far; without any it is raised.
 
-    Raises `ServiceStartError` if no server answers at `url`, or it refuses a prompt.
+    Raises `StartError` if no server answers at `url`, or it refuses a prompt.
     """
     try:
         return asyncio.run(_measure(url, prompts, max_tokens, temperatures, facts, done))
@@ -43,12 +42,12 @@ def measure(
 
 
 def prompt_count(prompts: Sequence[Prompt], temperatures: Sequence[float]) -> int:
-    """How many prompts, over all passes."""
+    """The number of prompts in all passes."""
     return sum(len(group) for _, at_once in passes(temperatures) for group in groups(prompts, at_once))
 
 
 def passes(temperatures: Sequence[float]) -> list[tuple[float, int]]:
-    """Over all prompts: at which temperature, and how many requests at once, which is tried at the first one only."""
+    """Temperature and requests at once of each pass. Only the first temperature has several at once."""
     return [(each, n) for each in temperatures for n in (1, *CONCURRENCIES) if n == 1 or each == temperatures[0]]
 
 
@@ -68,13 +67,13 @@ async def _measure(
         for temperature, at_once in passes(temperatures):
             sampling = {"temperature": temperature, "max_tokens": max_tokens, "seed": SEED, **USAGE}
             try:
-                plain, speculative, (plain_s, speculative_s) = await _both(client, prompts, sampling, at_once, done)
-            except asyncio.CancelledError:  # by Ctrl-C, the only one who does
+                plain, speculative, (plain_s, speculative_s) = await _paired(client, prompts, sampling, at_once, done)
+            except asyncio.CancelledError:  # only Ctrl-C cancels
                 if not speeds:
                     raise
                 break
-            same &= [answer.tokens for answer in plain] == [answer.tokens for answer in speculative]
-            promised &= all(answer.speculation["drafter_invariant"] for answer in speculative)
+            same &= [each.tokens for each in plain] == [each.tokens for each in speculative]
+            promised &= all(each.speculation["drafter_invariant"] for each in speculative)
             if temperature == temperatures[0]:
                 speeds.append(Speed(at_once, _tokens(plain) / plain_s, _tokens(speculative) / speculative_s))
             if at_once == 1:
@@ -83,39 +82,39 @@ async def _measure(
     return MethodMeasurement(f"{model}, as served", SpeculativeConfig(), acceptances, speeds, identical, facts)
 
 
-def measured_completion(answer: HttpAnswer) -> MeasuredCompletion:
-    stats = SpeculationStats(**{key: answer.speculation[key] for key in COUNTS})
-    return MeasuredCompletion(answer.prompt_tokens, answer.accepted, stats)
+def measured_completion(completion: HttpCompletion) -> MeasuredCompletion:
+    stats = SpeculationStats(**{key: completion.speculation[key] for key in COUNTS})
+    return MeasuredCompletion(completion.prompt_tokens, completion.accepted, stats)
 
 
 def body_of(prompt: Prompt) -> tuple[str, dict[str, Any]]:
-    """Route and body."""
+    """Route and body of a request."""
     if isinstance(prompt, str):
         return "/v1/completions", {"prompt": prompt}
     return "/v1/chat/completions", {"messages": list(prompt)}
 
 
-async def _both(
+async def _paired(
     client: HttpClient, prompts: Sequence[Prompt], sampling: Mapping[str, Any], at_once: int, done: Callable[[], None]
-) -> tuple[list[HttpAnswer], list[HttpAnswer], tuple[float, float]]:
-    """Answers without and with speculation, and the seconds that each took. Prompts are cached before."""
-    answers: tuple[list[HttpAnswer], list[HttpAnswer]] = ([], [])
+) -> tuple[list[HttpCompletion], list[HttpCompletion], tuple[float, float]]:
+    """Completions without and with speculation, and the seconds of each. Prompts are cached before."""
+    completions: tuple[list[HttpCompletion], list[HttpCompletion]] = ([], [])
     seconds = [0.0, 0.0]
     for group in groups(prompts, at_once):
-        await _ask(client, group, {**sampling, "max_tokens": 1, "speculative": False})
+        await _collect(client, group, {**sampling, "max_tokens": 1, "speculative": False})
         for side, speculative in enumerate((False, True)):
             began = time.perf_counter()
-            answers[side].extend(await _ask(client, group, {**sampling, "speculative": speculative}))
+            completions[side].extend(await _collect(client, group, {**sampling, "speculative": speculative}))
             seconds[side] += time.perf_counter() - began
         for _ in group:
             done()
-    return *answers, (seconds[0], seconds[1])
+    return *completions, (seconds[0], seconds[1])
 
 
-async def _ask(client: HttpClient, group: Sequence[Prompt], options: Mapping[str, Any]) -> list[HttpAnswer]:
+async def _collect(client: HttpClient, group: Sequence[Prompt], options: Mapping[str, Any]) -> list[HttpCompletion]:
     bodies = ((path, {**body, **options}) for path, body in map(body_of, group))
     return list(await asyncio.gather(*(client.collect(path, body) for path, body in bodies)))
 
 
-def _tokens(answers: Sequence[HttpAnswer]) -> int:
-    return sum(len(answer.tokens) for answer in answers)
+def _tokens(completions: Sequence[HttpCompletion]) -> int:
+    return sum(len(completion.tokens) for completion in completions)

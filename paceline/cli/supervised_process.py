@@ -1,4 +1,4 @@
-"""One program that is kept running."""
+"""Keeps one program running."""
 
 from __future__ import annotations
 
@@ -11,24 +11,18 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paceline.launcher import die_with_parent
+from paceline.launcher import COULD_NOT_START, StartError, die_with_parent
 
 log = logging.getLogger(__name__)
 
-COULD_NOT_START = 2
-"""The exit code of a service that was told something impossible: starting it again would not help."""
-MOST_FALSE_STARTS = 3
-LAST_WORDS_S = 1.0
+MAX_FAILED_STARTS = 3
+OUTPUT_S = 1.0
 CHUNK = 2**16
-
-
-class StartError(Exception):
-    """Something cannot start; the text says what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """`argv[0]` is an absolute path. `stop_s`: how long it may take to end once it was asked to."""
+    """`argv[0]` is an absolute path. `stop_s`: how long it may take to end after SIGTERM."""
 
     name: str
     argv: Sequence[str]
@@ -37,7 +31,7 @@ class Program:
 
 @dataclass(slots=True)
 class Backoff:
-    """How long to wait before starting a program again: doubling, until it has stayed up for a while."""
+    """The wait before a program is started again. It doubles until the program has stayed up for `healthy_s`."""
 
     shortest_s: float = 0.2
     longest_s: float = 10.0
@@ -45,7 +39,7 @@ class Backoff:
     _next_s: float = 0.0
 
     def after(self, lived_s: float) -> float:
-        """Seconds to wait after a life of `lived_s` seconds."""
+        """Seconds to wait after the program ran for `lived_s` seconds."""
         wait_s = self.shortest_s if lived_s >= self.healthy_s else max(self._next_s, self.shortest_s)
         self._next_s = min(2 * wait_s, self.longest_s)
         return wait_s
@@ -54,15 +48,15 @@ class Backoff:
 class SupervisedProcess:
     """Starts a program, and starts it again whenever it ends, until `stop`.
 
-    It lives in a process group of its own, so Ctrl-C in a terminal does not reach it. `say` gets its output,
-    line by line.
+    The program has a process group of its own, so Ctrl-C in a terminal does not reach it. `log_line` is called with
+    each line that it writes.
     """
 
-    def __init__(self, program: Program, say: Callable[[str], None], backoff: Backoff | None = None) -> None:
+    def __init__(self, program: Program, log_line: Callable[[str], None], backoff: Backoff | None = None) -> None:
         self.program = program
         self.was_ready = False
-        """Whether it was up once. Until then, an end may be a reason to give up; from then on it never is."""
-        self._say = say
+        """Whether it was ready once. Only before that can its end make `run` fail."""
+        self._log_line = log_line
         self._backoff = backoff or Backoff()
         self._stopping = asyncio.Event()
         self._process: asyncio.subprocess.Process | None = None
@@ -70,38 +64,38 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int | None:
-        """None: not running just now."""
+        """None: not running now."""
         return self._process.pid if self._process and self._process.returncode is None else None
 
     async def run(self) -> None:
-        """Return after `stop`. Raises `ServiceStartError` if the program cannot be started or gets nowhere."""
+        """Return after `stop`. Raises `StartError` if the program cannot start or ends too often before it is ready."""
         starts = 0
         while not self._stopping.is_set():
             starts += 1
-            born = time.monotonic()
+            began = time.monotonic()
             code = await self._run_once()
             if self._stopping.is_set():
                 return
-            self._give_up_if_hopeless(code, starts)
-            wait_s = self._backoff.after(time.monotonic() - born)
+            self._check_start(code, starts)
+            wait_s = self._backoff.after(time.monotonic() - began)
             log.warning("started again in %.1f s: %s", wait_s, self._end(code))
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), wait_s)
 
     def stop(self) -> None:
-        """Ask it to end, and do not start it again. `run` returns when it has."""
+        """Send SIGTERM, and do not start it again. `run` returns when it has ended."""
         self._stopping.set()
         if (pid := self.pid) is not None:
             _send(os.kill, pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it now, with everything it started."""
+        """Kill it now, with every process it started."""
         self._stopping.set()
         if (pid := self.pid) is not None:
             _send(os.killpg, pid, signal.SIGKILL)
 
     async def _run_once(self) -> int:
-        """One life of the program, from start to exit code."""
+        """Run the program once, and return its exit code."""
         # A pipe of our own: asyncio's would make `wait` wait for grandchildren that hold the other end.
         ours, theirs = os.pipe()
         try:
@@ -114,16 +108,16 @@ class SupervisedProcess:
             )
         finally:
             os.close(theirs)
-        listening = asyncio.create_task(self._listen(ours), name=f"output of {self.program.name}")
-        if self._stopping.is_set():  # asked to while it was being started
+        reading = asyncio.create_task(self._read_output(ours), name=f"output of {self.program.name}")
+        if self._stopping.is_set():  # `stop` was called while it was being started
             self.stop()
         code = await self._process.wait()
-        _send(os.killpg, self._process.pid, signal.SIGKILL)  # what it started and left behind
-        await asyncio.wait([listening], timeout=LAST_WORDS_S)
-        listening.cancel()
+        _send(os.killpg, self._process.pid, signal.SIGKILL)  # processes that it left behind
+        await asyncio.wait([reading], timeout=OUTPUT_S)
+        reading.cancel()
         return code
 
-    async def _listen(self, pipe: int) -> None:
+    async def _read_output(self, pipe: int) -> None:
         reader = asyncio.StreamReader()
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(pipe, "rb"))
@@ -141,23 +135,24 @@ class SupervisedProcess:
     def _take_line(self, line: bytes) -> None:
         text = line.decode(errors="replace")
         self._last_line = text.strip() or self._last_line
-        self._say(text)
+        self._log_line(text)
 
-    def _give_up_if_hopeless(self, code: int, starts: int) -> None:
+    def _check_start(self, code: int, starts: int) -> None:
+        """Raises `StartError` if starting it again would not help."""
         if self.was_ready:
             return
         if code == COULD_NOT_START:
             raise StartError(f"{self.program.name} could not start: {self._last_line}")
-        if starts >= MOST_FALSE_STARTS:
+        if starts >= MAX_FAILED_STARTS:
             raise StartError(f"gave up after {starts} starts: {self._end(code)}")
 
     def _end(self, code: int) -> str:
-        """How a life ended."""
+        """Describes how the program ended."""
         if code < 0:
             return f"{self.program.name} was ended by {signal.Signals(-code).name}"
         return f"{self.program.name} ended with exit code {code}: {self._last_line}"
 
 
 def _send(send: Callable[[int, int], None], pid: int, number: int) -> None:
-    with suppress(ProcessLookupError):  # it ended a moment ago
+    with suppress(ProcessLookupError):  # it has ended
         send(pid, number)

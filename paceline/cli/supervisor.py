@@ -1,4 +1,4 @@
-"""A set of programs that are kept running, and stopped in order."""
+"""Keeps a set of programs running, and stops them in order."""
 
 from __future__ import annotations
 
@@ -13,26 +13,25 @@ log = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-UNSETTLED_STOP_S = 2.0
-"""A program that was never up serves nobody: it need not finish anything, such as loading its model."""
+STARTING_STOP_S = 2.0
+"""How long a program that was never ready may take to end: it has no requests to finish."""
 
 
 class Supervisor:
-    """Runs programs for as long as the context lasts.
+    """Runs programs while the context lasts.
 
-    They are given in groups, in the order in which these are to stop: `[[gateway], targets, drafts]`. Each group
-    ends before the next one is asked to; a program that does not end within its `stop_s` is killed. All start at
-    once.
+    All start at once. Groups stop in the order given, `[[gateway], targets, drafts]`: each group ends before the next
+    one gets SIGTERM. A program that does not end within its `stop_s` is killed.
     """
 
     def __init__(
         self,
         groups: Sequence[Sequence[Program]],
-        say: Callable[[str], None],
+        log_line: Callable[[str], None],
         backoff: Callable[[], Backoff] = Backoff,
     ) -> None:
-        """`say` gets every line that a program writes."""
-        self._groups = [[SupervisedProcess(program, say, backoff()) for program in group] for group in groups]
+        """`log_line` is called with every line that a program writes."""
+        self._groups = [[SupervisedProcess(program, log_line, backoff()) for program in group] for group in groups]
         self._running: dict[SupervisedProcess, asyncio.Task[None]] = {}
 
     @property
@@ -41,24 +40,26 @@ class Supervisor:
         return {child.program.name: child for group in self._groups for child in group}
 
     async def until(self, condition: Awaitable[Result]) -> Result:
-        """Await what the programs are started for. From then on, whatever dies is started again.
+        """Await `condition`: the programs are ready. From then on, every program that dies is restarted.
 
-        Raises `ServiceStartError` if before that a program cannot start.
+        Raises `StartError` if a program cannot start before that.
         """
-        wanted = asyncio.ensure_future(condition)
+        ready = asyncio.ensure_future(condition)
         try:
-            await asyncio.wait([wanted, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
-            if not wanted.done():
-                self._raise_failure()
-            result = await wanted
+            await asyncio.wait([ready, *self._running.values()], return_when=asyncio.FIRST_COMPLETED)
+            if not ready.done():
+                for task in self._running.values():
+                    if task.done():
+                        task.result()
+            result = await ready
         finally:
-            wanted.cancel()
+            ready.cancel()
         for child in self._running:
             child.was_ready = True
         return result
 
     def kill(self) -> None:
-        """End everything now."""
+        """Kill all programs now."""
         for child in self._running:
             child.kill()
 
@@ -71,18 +72,13 @@ class Supervisor:
         for group in self._groups:
             await asyncio.gather(*map(self._stop, group))
 
-    def _raise_failure(self) -> None:
-        for task in self._running.values():
-            if task.done():
-                task.result()
-
     async def _stop(self, child: SupervisedProcess) -> None:
         running = self._running[child]
         child.stop()
-        limit_s = child.program.stop_s if child.was_ready else min(child.program.stop_s, UNSETTLED_STOP_S)
+        limit_s = child.program.stop_s if child.was_ready else min(child.program.stop_s, STARTING_STOP_S)
         _, late = await asyncio.wait([running], timeout=limit_s)
         if late:
             log.warning("%s did not stop within %g s and is killed", child.program.name, limit_s)
             child.kill()
             await asyncio.wait([running])
-        running.exception()  # retrieved: what it failed with was raised by `until`
+        running.exception()  # retrieve it: `until` raised it already

@@ -1,4 +1,4 @@
-"""Figures as bars of characters."""
+"""Numbers as bars of characters."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ PARTS = " ▏▎▍▌▋▊▉"
 
 
 def columns(shares: Sequence[float], width: int = 2) -> str:
-    """One upright bar for each share of 1."""
+    """One vertical bar for each share of 1."""
     return " ".join(_column(share) * width for share in shares)
 
 
 def bar(value: float, most: float, width: int) -> str:
-    """A lying bar; `most` is `width` characters long."""
+    """A horizontal bar; `most` is `width` characters long."""
     eighths = round(8 * width * value / most) if most > 0 else 0
     return ("█" * (eighths // 8) + PARTS[eighths % 8]).rstrip()
 

@@ -1,4 +1,4 @@
-"""What a user may set: sampling of one request, speculation, the engine. Unknown keys are refused by name.
+"""The settings of users: sampling of one request, speculation, the engine. An unknown key is an error that names it.
 
 Nothing here needs torch; the gateway, the command line and the library share these classes.
 """
@@ -10,9 +10,11 @@ from paceline.config.method_names import (
     HEADS,
     MAPPING_HINT,
     MAX_DEPTH,
+    METHODS,
     METHODS_READ_FROM_CHECKPOINT,
+    MODEL_FREE,
+    MODEL_METHODS,
     POOL,
-    SHAREABLE,
     SUFFIX_DEPTH,
     Method,
     ModelFree,
@@ -28,9 +30,11 @@ __all__ = [
     "HEADS",
     "MAPPING_HINT",
     "MAX_DEPTH",
+    "METHODS",
     "METHODS_READ_FROM_CHECKPOINT",
+    "MODEL_FREE",
+    "MODEL_METHODS",
     "POOL",
-    "SHAREABLE",
     "SUFFIX_DEPTH",
     "EngineConfig",
     "Method",

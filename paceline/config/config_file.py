@@ -1,4 +1,4 @@
-"""Options of a command in a file, as vLLM's `--config` reads them: YAML, or TOML where the name ends so.
+"""Reads the options of a command from a file, as vLLM's `--config` does: YAML, or TOML by the file's suffix.
 
     model: /models/llama-70b
     port: 8000
@@ -6,7 +6,7 @@
       method: eagle3
       model: /models/llama-70b-eagle3
 
-Keys are the command's long options, with `-` or `_`. What the command line says counts more.
+Keys are the command's long options, with `-` or `_`. The command line overrides the file.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import yaml
 
 
 class ConfigFileError(ValueError):
-    """The text names file and line."""
+    """The message names the file and, for a wrong key, its line."""
 
 
 def read(path: Path, known: Collection[str]) -> Mapping[str, Any]:
-    """Values by option, with `_`. Raises `ConfigFileError` for a file that cannot be read and for other keys."""
+    """Values by option name, with `_`. Raises `ConfigFileError` if the file cannot be read or a key is not `known`."""
     try:
         text = path.read_text(encoding="utf-8")
         given = _toml(text) if path.suffix == ".toml" else _yaml(text)
@@ -44,12 +44,12 @@ def read(path: Path, known: Collection[str]) -> Mapping[str, Any]:
 
 
 def as_text(value: Any) -> str:
-    """As a command line would say it."""
+    """A value as it is written on a command line."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def as_arguments(values: Mapping[str, Any]) -> Sequence[str]:
-    """As a command line. A list is an option that is given several times, `true` a switch."""
+    """Command-line arguments. A list repeats its option; `true` is a switch."""
     arguments = []
     for name, value in values.items():
         option = f"--{name.replace('_', '-')}"
@@ -62,7 +62,7 @@ def as_arguments(values: Mapping[str, Any]) -> Sequence[str]:
 
 
 def _yaml(text: str) -> dict[str, tuple[Any, int]]:
-    """Values and lines by key."""
+    """Values and line numbers by key."""
     loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
@@ -79,7 +79,7 @@ def _yaml(text: str) -> dict[str, tuple[Any, int]]:
 
 
 def _toml(text: str) -> dict[str, tuple[Any, int]]:
-    """tomllib tells no lines: a key's is the first that begins with it."""
+    """Values and line numbers by key. tomllib has no line numbers: a key's line is the first that begins with it."""
     lines = text.splitlines()
 
     def line_of(key: str) -> int:

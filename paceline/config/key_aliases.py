@@ -1,93 +1,71 @@
-"""What users of other servers write, in the words of `SpeculativeConfig`."""
+"""Translates configuration keys and values of other servers (vLLM, SGLang) to those of `SpeculativeConfig`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any
 
-from paceline.config.method_names import DETECT, MAX_DEPTH, STACKS, SUFFIX_DEPTH, ModelFree
+from paceline.config.method_names import DETECT, MAX_DEPTH, METHODS, MODEL_FREE, STACKS, SUFFIX_DEPTH
 
 Data = Mapping[str, Any]
 
-PARALLEL = {"draft_model": "pard", "eagle3": "peagle"}
-"""What vLLM calls by the one name with `parallel_drafting`: K tokens in one pass."""
-MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
-"""vLLM's, by family; the target's checkpoint says which family it is."""
-METHOD_ALIASES = {
-    "standalone": "draft_model",
-    "prompt_lookup": "ngram",
-    "custom": "custom_class",
-    "off": "none",
-    **dict.fromkeys(MTP_ALIASES, "mtp"),
-}
-
-ALGORITHMS = {
-    "EAGLE": "eagle",
-    "EAGLE3": "eagle3",
-    "NEXTN": "mtp",
-    "STANDALONE": "draft_model",
-    "NGRAM": "ngram",
-}
+PARALLEL = {name: method.parallel for name, method in METHODS.items() if method.parallel}
+"""vLLM's `parallel_drafting`: the method that drafts K tokens in one pass, by the one that drafts them in turn."""
+METHOD_ALIASES = {"off": "none", **{alias: name for name, method in METHODS.items() for alias in method.aliases}}
+ALGORITHMS = {each: name for name, method in METHODS.items() for each in method.algorithms}
 """SGLang's `speculative_algorithm`."""
 UNSUPPORTED_KEYS = {
-    "num_speculative_tokens_per_batch_size": "how many guesses a step verifies follows here from what its rows cost, "
+    "num_speculative_tokens_per_batch_size": "how many draft tokens a step verifies follows from the cost of its rows, "
     "whatever the batch: set num_speculative_tokens and max_tree_nodes to the most that you want",
     "synthetic_acceptance_rates": "set synthetic_acceptance_rate to the mean over the depths of the probability that "
-    "all guesses down to there are accepted",
+    "all draft tokens down to that depth are accepted",
 }
-"""Keys of others that cannot be translated, and what to do."""
+"""Keys that cannot be translated, and what to do instead."""
 METHOD_KEYS = ("method", "speculative_method")
 MODEL_KEYS = ("model", "draft_model_path", "speculative_draft_model_path")
 SWITCHES = ("use_heterogeneous_vocab", "parallel_drafting")
-"""Keys that are true or false and say what has another key or name here."""
+"""Boolean keys that are translated to another key or method."""
 
 
 def canonical_keys(data: Data) -> Data:
-    """The same configuration, with what follows from what is left out. Raises ValueError for a contradiction."""
-    for spell in KEY_TRANSLATIONS:
-        data = spell(data)
+    """The same configuration with our keys, and with the defaults that depend on other keys.
+
+    Raises ValueError for a contradiction.
+    """
+    for translate in KEY_TRANSLATIONS:
+        data = translate(data)
     return data
 
 
-def _others(data: Data) -> Data:
-    """SGLang's name for the method, and keys that have none here."""
+def _refuse_unsupported(data: Data) -> Data:
     for key, advice in UNSUPPORTED_KEYS.items():
         if key in data:
             raise ValueError(f"{key}: {advice}")
+    return data
+
+
+def _speculative_algorithm(data: Data) -> Data:
     if "speculative_algorithm" not in data:
         return data
-    rest = dict(data)
-    algorithm = rest.pop("speculative_algorithm")
+    algorithm = data["speculative_algorithm"]
     if str(algorithm).upper() not in ALGORITHMS:
-        raise ValueError(f"speculative_algorithm is one of {', '.join(ALGORITHMS)}, not {algorithm!r}")
-    method = ALGORITHMS[str(algorithm).upper()]
-    if rest.setdefault("method", method) != method:
-        raise ValueError("speculative_algorithm and method contradict each other: give one of them")
-    return rest
+        raise ValueError(f"speculative_algorithm is one of {', '.join(sorted(ALGORITHMS))}, not {algorithm!r}")
+    return _replaced(data, "speculative_algorithm", "method", ALGORITHMS[str(algorithm).upper()])
 
 
 def _heterogeneous_vocab(data: Data) -> Data:
-    """vLLM's key for what it has of vocabulary mappings."""
     if "use_heterogeneous_vocab" not in data:
         return data
-    rest = dict(data)
-    wanted = rest.pop("use_heterogeneous_vocab")
-    if not isinstance(wanted, bool):
-        raise ValueError("use_heterogeneous_vocab is true or false")
-    mapping = "intersection" if wanted else "none"
-    if rest.setdefault("vocabulary_mapping", mapping) != mapping:
-        raise ValueError("use_heterogeneous_vocab and vocabulary_mapping contradict each other: give one of them")
-    return rest
+    mapping = "intersection" if _switch(data, "use_heterogeneous_vocab") else "none"
+    return _replaced(data, "use_heterogeneous_vocab", "vocabulary_mapping", mapping)
 
 
 def _parallel_drafting(data: Data) -> Data:
-    """`"parallel_drafting": true` makes another method of the one that is named, as in vLLM."""
+    """With `parallel_drafting`, vLLM's name of a method means another one."""
     if "parallel_drafting" not in data:
         return data
-    rest = dict(data)
-    wanted = rest.pop("parallel_drafting")
-    if not isinstance(wanted, bool):
-        raise ValueError("parallel_drafting is true or false")
+    wanted = _switch(data, "parallel_drafting")
+    rest = _without(data, "parallel_drafting")
     key = "speculative_method" if "speculative_method" in rest else "method"
     name = rest.get(key)
     if not wanted or name in PARALLEL.values():
@@ -98,13 +76,13 @@ def _parallel_drafting(data: Data) -> Data:
     return {**rest, key: PARALLEL[ours]}
 
 
-def _stack(data: Data) -> Data:
-    """`"method": ["ngram", "draft_model"]` is what both would grow, in one tree. Model-free ones go beside."""
+def _method_list(data: Data) -> Data:
+    """Of a list of methods, which grow one tree together, lookup methods go to `beside`."""
     for key in METHOD_KEYS:
         methods = data.get(key)
         if isinstance(methods, (list, tuple)):
             names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
-            others = [name for name in names if name not in get_args(ModelFree)]
+            others = [name for name in names if name not in MODEL_FREE]
             if not names or len(others) > 1:
                 raise ValueError(STACKS)
             if data.get("beside"):
@@ -116,7 +94,7 @@ def _stack(data: Data) -> Data:
 
 
 def _model_alone(data: Data) -> Data:
-    """A checkpoint without a method says itself what it is for."""
+    """A checkpoint without a method means method `detect`."""
     if not any(data.get(key) for key in MODEL_KEYS):
         return data
     named = {key: value for key, value in data.items() if key not in METHOD_KEYS or value is not None}
@@ -124,7 +102,7 @@ def _model_alone(data: Data) -> Data:
 
 
 def _lookup_range(data: Data) -> Data:
-    """Of the two bounds, one that is left out makes way for the other."""
+    """If one bound is given, the other one's default must not contradict it."""
     least, most = data.get("prompt_lookup_min"), data.get("prompt_lookup_max")
     if isinstance(most, int) and least is None:
         return {"prompt_lookup_min": max(1, min(2, most)), **data}
@@ -134,23 +112,43 @@ def _lookup_range(data: Data) -> Data:
 
 
 def _suffix_depth(data: Data) -> Data:
-    """Suffix decoding guesses as deep as it counts, as in vLLM, unless told otherwise."""
+    """By default, suffix decoding drafts as deep as it counts, as in vLLM."""
     if "suffix" not in (data.get("method"), data.get("speculative_method")):
         return data
     depth = data.get("suffix_decoding_max_tree_depth", SUFFIX_DEPTH)
-    told = "num_speculative_tokens" in data or "speculative_num_steps" in data
-    if told or not isinstance(depth, int):
+    given = "num_speculative_tokens" in data or "speculative_num_steps" in data
+    if given or not isinstance(depth, int):
         return data
     return {**data, "num_speculative_tokens": min(max(depth, 0), MAX_DEPTH)}
 
 
 KEY_TRANSLATIONS: Sequence[Callable[[Data], Data]] = (
-    _others,
+    _refuse_unsupported,
+    _speculative_algorithm,
     _heterogeneous_vocab,
-    _stack,
+    _method_list,
     _parallel_drafting,
     _model_alone,
     _lookup_range,
     _suffix_depth,
 )
-"""In this order: the later ones read what the earlier ones wrote."""
+"""Later ones read the results of earlier ones."""
+
+
+def _switch(data: Data, key: str) -> bool:
+    value = data[key]
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} is true or false")
+    return value
+
+
+def _without(data: Data, key: str) -> dict[str, Any]:
+    return {each: value for each, value in data.items() if each != key}
+
+
+def _replaced(data: Data, key: str, our_key: str, value: str) -> Data:
+    """`data` with `our_key` instead of `key`. Raises ValueError if `our_key` has another value."""
+    rest = _without(data, key)
+    if rest.setdefault(our_key, value) != value:
+        raise ValueError(f"{key} and {our_key} contradict each other: give one of them")
+    return rest

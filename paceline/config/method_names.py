@@ -1,48 +1,91 @@
-"""The ways to draft by name, and what is to be known of them where nothing is computed."""
+"""The table of drafting methods, without code: a method is one row here and one file in `paceline/drafting/methods`."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-Method = Literal[
-    "none",
-    "auto",
-    "detect",
-    "draft_model",
-    "eagle",
-    "eagle3",
-    "mtp",
-    "medusa",
-    "mlp_speculator",
-    "pard",
-    "peagle",
-    "dflash",
-    "ngram",
-    "suffix",
-    "custom_class",
-    "extract_hidden_states",
-    "pool",
-]
-ModelFree = Literal["ngram", "suffix"]
 DETECT = "detect"
-"""The method that a checkpoint is for; `paceline.drafting.checkpoint_detection` finds it out."""
+"""The method that the checkpoint is for, see `paceline.drafting.checkpoint_detection`."""
 AUTO = "auto"
-"""What fits the target, see `paceline.drafting.auto_method`."""
+"""A method that suits the target, see `paceline.drafting.auto_method`."""
 POOL = "pool"
-"""What the draft workers in the registry do: for targets, which learn it from them."""
-METHODS_READ_FROM_CHECKPOINT = (AUTO, DETECT, "dflash")
-"""Methods of which a checkpoint says what the user need not, see `paceline.drafting.complete_config`."""
-HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator", "peagle", "dflash")
-"""Methods that draft from what the target has computed."""
-SHAREABLE = ("draft_model", "pard")
-"""Methods with a model of their own, which several processes can share."""
+"""For a target: the method of the registered draft workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftMethod:
+    """One row of `METHODS`."""
+
+    kind: Literal["model", "head", "lookup", "custom"]
+    """model: a language model of its own, which several ranks can share. head: drafts from the target's hidden states
+    or weights. lookup: needs no weights, and can draft beside another method inside the target's process."""
+    needs: tuple[str, ...] = ()
+    """Keys of `SpeculativeConfig`, one of which must be set."""
+    cached_layers: Literal["none", "one", "all"] = "none"
+    """Layers that have a KV cache: all that config.json counts, or one."""
+    completed: bool = False
+    """Whether the checkpoint sets keys that the user leaves out."""
+    aliases: tuple[str, ...] = ()
+    """Names of the method in other servers."""
+    algorithms: tuple[str, ...] = ()
+    """SGLang's names for `speculative_algorithm`."""
+    parallel: str = ""
+    """The method that vLLM's `parallel_drafting` makes of this one."""
+
+
+MODEL = ("model",)
+MTP_ALIASES = ("deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's, by model family; the target's checkpoint names the family."""
+
+METHODS: Mapping[str, DraftMethod] = {
+    "draft_model": DraftMethod(
+        "model", MODEL, "all", aliases=("standalone",), algorithms=("STANDALONE",), parallel="pard"
+    ),
+    "mlp_speculator": DraftMethod("head", MODEL),
+    "medusa": DraftMethod("head", MODEL),
+    "dflash": DraftMethod("head", MODEL, "all", completed=True),
+    "peagle": DraftMethod("head", MODEL, "one"),
+    "pard": DraftMethod("model", MODEL, "all"),
+    "eagle3": DraftMethod("head", MODEL, "one", algorithms=("EAGLE3",), parallel="peagle"),
+    "eagle": DraftMethod("head", MODEL, "one", algorithms=("EAGLE",)),
+    # Without `model` the layer is in the target's checkpoint.
+    "mtp": DraftMethod("head", (), "one", aliases=MTP_ALIASES, algorithms=("NEXTN",)),
+    "suffix": DraftMethod("lookup"),
+    "ngram": DraftMethod("lookup", aliases=("prompt_lookup",), algorithms=("NGRAM",)),
+    "custom_class": DraftMethod("custom", ("speculator", "model"), aliases=("custom",)),
+    "extract_hidden_states": DraftMethod("custom", ("hidden_states_path",)),
+}
+"""In the order in which a checkpoint is compared with them: the first method that matches is taken."""
+
+NEEDED_KEYS = {
+    "model": "the path of the draft's checkpoint (a target whose draft workers are started elsewhere needs none with "
+    "method pool)",
+    "speculator": "the dotted path of a class or factory",
+    "hidden_states_path": "the folder that it writes to",
+}
+"""What a key of `DraftMethod.needs` holds, for error messages."""
+
+HEADS = tuple(name for name, method in METHODS.items() if method.kind == "head")
+MODEL_METHODS = tuple(name for name, method in METHODS.items() if method.kind == "model")
+MODEL_FREE = tuple(name for name, method in METHODS.items() if method.kind == "lookup")
+METHODS_READ_FROM_CHECKPOINT = (AUTO, DETECT, *(name for name, method in METHODS.items() if method.completed))
+"""Methods that `paceline.drafting.complete_config` changes or completes."""
+
+if TYPE_CHECKING:  # a type checker cannot evaluate the table
+    Method = str
+    ModelFree = str
+else:
+    Method = Literal["none", AUTO, DETECT, *METHODS, POOL]
+    ModelFree = Literal[MODEL_FREE]
 Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 VocabularyMappingName = Literal["none", "intersection", "strings"]
 MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'
-"""For whoever has a draft with another vocabulary than the target's."""
+"""Advice for a draft whose vocabulary differs from the target's."""
 
 MAX_DEPTH = 64
-"""Of a node."""
+"""Depth of the deepest node."""
 SUFFIX_DEPTH = 24
 
 STACKS = "methods that draft together are ngram, suffix and at most one other, none of them twice"

@@ -33,7 +33,7 @@ class SamplingParams(Settings):
     grammar: str = Field(
         "",
         max_length=MAX_GRAMMAR_LENGTH,
-        description="what the text must be, as `paceline.grammar` writes it; empty: any",
+        description="grammar of the output, as `paceline.grammar` writes it; empty: none",
     )
     min_tokens: int = Field(0, ge=0)
     max_tokens: int = Field(16, ge=1)
@@ -53,8 +53,8 @@ class SamplingParams(Settings):
 
     @field_validator("bad_words")
     @classmethod
-    def _no_empty_word(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-        if any(not word for word in value):
+    def _no_empty_sequence(cls, value: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+        if not all(value):
             raise ValueError("a bad word needs at least one token")
         return value
 
@@ -70,10 +70,10 @@ class SamplingParams(Settings):
 
     @property
     def filtered(self) -> bool:
-        """Whether a filter may leave tokens out."""
+        """Whether a filter may remove tokens."""
         return self.min_p > 0.0 or self.top_k > 0 or self.top_p < 1.0
 
     @property
     def penalised(self) -> bool:
-        """Whether the law of a token depends on which tokens came before, beyond the model itself."""
+        """Whether penalties make the distribution depend on earlier tokens, beyond the model itself."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0

@@ -1,4 +1,4 @@
-"""What all settings have in common."""
+"""The base class of all settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Settings(BaseModel):
-    """Base of all settings: immutable, and a key nobody knows is an error that names it."""
+    """Base of all settings: immutable; an unknown key is an error that names it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)

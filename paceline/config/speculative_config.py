@@ -1,4 +1,4 @@
-"""How guesses are made and verified: for a whole deployment, and less of it for one request."""
+"""How draft tokens are made and verified: the settings of a deployment, and the options of one request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from paceline.config.key_aliases import METHOD_ALIASES, METHOD_KEYS, MODEL_KEYS,
 from paceline.config.method_names import (
     AUTO,
     DETECT,
-    HEADS,
     MAX_DEPTH,
+    METHODS,
+    MODEL,
+    MODEL_METHODS,
+    NEEDED_KEYS,
     POOL,
-    SHAREABLE,
     STACKS,
     SUFFIX_DEPTH,
     Method,
@@ -31,11 +33,11 @@ KEYS_OF_STRATEGIES = {
     ("use_relaxed_acceptance_for_thinking",): ("coupled", "greedy"),
     ("synthetic_acceptance_rate",): ("coupled",),
 }
-"""Keys that mean something to some strategies only."""
+"""Keys that only some strategies use, and these strategies."""
 
 
 class SpeculativeOptions(Settings):
-    """What one request asks of speculation: less than the deployment offers, never more."""
+    """Options of one request. They can only reduce what the deployment allows."""
 
     enabled: bool | None = None
     num_speculative_tokens: int | None = Field(None, ge=0)
@@ -44,19 +46,19 @@ class SpeculativeOptions(Settings):
 
 
 class SpeculativeConfig(Settings):
-    """How trees of guesses are grown and verified: `--speculative-config` on the command line.
-
-    Keys carry the names of vLLM, SGLang and MAX where those exist.
-    """
+    """`--speculative-config` on the command line. Keys have the names of vLLM, SGLang and MAX where those exist."""
 
     method: Method = Field(
         "none",
         validation_alias=AliasChoices(*METHOD_KEYS),
-        description="detect: what the checkpoint in `model` is for, as if only `model` is given; auto: that, or "
-        "what fits the target, and suffix and ngram beside it; pool: for a target, whatever its draft workers do",
+        description="detect: the method of the checkpoint in `model`, as if only `model` is given; auto: the same, or "
+        "without `model` a method that fits the target, and suffix and ngram beside it; pool: for a target, the method "
+        "of its draft workers",
     )
     beside: tuple[ModelFree, ...] = Field(
-        (), description='draft too, inside the target; a list of methods sets it: ["ngram", "suffix", "draft_model"]'
+        (),
+        description="more methods, which draft inside the target; also set by a list of methods, such as "
+        '["ngram", "suffix", "draft_model"]',
     )
     model: str | None = Field(None, validation_alias=AliasChoices(*MODEL_KEYS))
     num_speculative_tokens: int = Field(
@@ -81,25 +83,28 @@ class SpeculativeConfig(Settings):
         description="most nodes of one request verified in one step",
     )
     rejection_sampling_strategy: Strategy = "coupled"
-    block_verification: bool = Field(False, description="residual: accept or refuse the guesses of a chain jointly")
+    block_verification: bool = Field(False, description="residual: accept the draft tokens of a chain jointly")
     posterior_threshold: float = Field(
-        0.09, gt=0.0, lt=1.0, description="typical-acceptance: a guess with a larger target probability always stands"
+        0.09, gt=0.0, lt=1.0, description="typical-acceptance: accept draft tokens with a larger target probability"
     )
     posterior_alpha: float = Field(
-        0.3, gt=0.0, allow_inf_nan=False, description="typical-acceptance: so does one over this times exp(-entropy)"
+        0.3,
+        gt=0.0,
+        allow_inf_nan=False,
+        description="typical-acceptance: or with one over this times exp(-entropy)",
     )
     logit_comparison_eps: float = Field(
         1e-5,
         ge=0.0,
         allow_inf_nan=False,
-        description="logit-comparison: how much surer the draft may be, in nats",
+        description="logit-comparison: how much larger the draft's log-probability may be",
     )
     use_relaxed_acceptance_for_thinking: bool = Field(
-        False, description="inside thinking phases, accept guesses that the target finds probable; lossy"
+        False, description="inside thinking phases, accept draft tokens that the target finds probable; lossy"
     )
-    relaxed_topk: int = Field(10, ge=1, description="relaxed acceptance: among so many of the most probable tokens")
+    relaxed_topk: int = Field(10, ge=1, description="relaxed acceptance: among this many most probable tokens")
     relaxed_delta: float = Field(
-        0.6, ge=0.0, le=1.0, description="relaxed acceptance: with a probability so close to the largest"
+        0.6, ge=0.0, le=1.0, description="relaxed acceptance: within this distance of the largest probability"
     )
     begin_thinking_phase_token: int | None = Field(None, ge=0)
     end_thinking_phase_token: int | None = Field(None, ge=0)
@@ -107,52 +112,53 @@ class SpeculativeConfig(Settings):
         None,
         ge=0.0,
         le=1.0,
-        description="benchmarks only: accept guesses whatever they are, so that the mean over the depths of the "
-        "probability that all down to there are accepted is this; the output means nothing",
+        description="benchmarks only: accept draft tokens at random; this is the mean over the depths of the "
+        "probability that all draft tokens down to that depth are accepted; the output means nothing",
     )
     prompt_lookup_min: int = Field(2, ge=1)
     prompt_lookup_max: int = Field(5, ge=1)
     suffix_decoding_max_tree_depth: int = Field(
-        SUFFIX_DEPTH, ge=1, le=256, description="longest match and guess together"
+        SUFFIX_DEPTH, ge=1, le=256, description="longest match and draft together"
     )
     suffix_decoding_max_cached_requests: int = Field(
-        10000, ge=0, description="finished requests whose output is looked up, too; 0: none"
+        10000, ge=0, description="finished requests whose output is looked up too; 0: none"
     )
     suffix_decoding_max_spec_factor: float = Field(
-        1.0, ge=0.0, le=256.0, description="tokens guessed ahead, for each one that matched"
+        1.0, ge=0.0, le=256.0, description="draft tokens for each matched token"
     )
     suffix_decoding_min_token_prob: float = Field(
-        0.1, ge=0.0, le=1.0, description="a path that is less likely, as counted, is not guessed"
+        0.1, ge=0.0, le=1.0, description="paths with a smaller counted probability are not drafted"
     )
     draft_tensor_parallel_size: int = Field(
-        1, ge=1, description="processes that share one draft model, its ranks; independent of the target's"
+        1, ge=1, description="ranks of the draft model; independent of the target's"
     )
     draft_devices: tuple[str, ...] = Field((), description="devices for draft workers, e.g. cuda:0; empty: the CPU")
     vocabulary_mapping: VocabularyMappingName = Field(
         "none",
-        description="for a draft_model with another vocabulary than the target's. intersection: it guesses tokens that "
-        "both have (use_heterogeneous_vocab, TLI); strings: what it says is tokenized again (SLEM, UAG)",
+        description="for a draft_model with another vocabulary than the target's. intersection: it drafts tokens that "
+        "both have (use_heterogeneous_vocab, TLI); strings: the text that it drafts is tokenized again (SLEM, UAG)",
     )
     eagle_aux_hidden_state_layer_ids: tuple[NonNegativeInt, ...] | None = Field(
         None,
-        description="what an EAGLE-3 head is fed with, if not what its checkpoint says, and what extract_hidden_states "
-        "writes: n is the output of layer n",
+        description="target layers whose output an EAGLE-3 head reads, instead of those in its checkpoint, and "
+        "extract_hidden_states writes; n is the output of layer n",
     )
     norm_output: bool | None = Field(
         None,
-        description="whether an EAGLE-3 head is fed with its own state after the last norm, if not as its checkpoint "
-        "says: SpecForge wrote true, until its pull request 879, for heads that are fed with the state before it",
+        description="whether an EAGLE-3 head reads its own state after the last norm, instead of its checkpoint's "
+        "value: SpecForge wrote true, until its pull request 879, for heads that read the state before it",
     )
     hidden_states_path: str | None = Field(
-        None, description="with method extract_hidden_states: the folder that files are written to, by who drafts"
+        None, description="with method extract_hidden_states: the folder of the files, on the machine that drafts"
     )
     rope_theta: float | None = Field(
         None,
         gt=0.0,
-        description="base of a head's rotary embedding; many published ones were trained with 10000 and say otherwise",
+        description="base of a head's rotary embedding, instead of its checkpoint's, which is often wrong: many "
+        "published heads were trained with 10000",
     )
     speculator: str | None = Field(
-        None, description="with method custom_class: dotted path of a Speculator class or factory; else it is `model`"
+        None, description="with method custom_class: dotted path of a Speculator class or factory; default: `model`"
     )
     draft_placement: Literal["worker", "target"] = Field(
         "worker", description="draft in a pool of draft workers, or inside the target's process"
@@ -162,16 +168,16 @@ class SpeculativeConfig(Settings):
         0.0035,
         ge=0.0,
         lt=1.0,
-        description="a draft model's guess that is not likelier is not worth its bytes; 0: all are made",
+        description="draft tokens on paths that are not likelier than this are not made; 0: all are made",
     )
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",
-        description="lockstep: draft after each commit while the target waits for the whole depth, as others do, "
-        "whether it pays or not; to compare, with tree_width 1 and least_path_probability 0",
+        description="lockstep: draft after each commit while the target waits for the whole depth, as other servers "
+        "do, whether it pays or not; for comparisons, with tree_width 1 and least_path_probability 0",
     )
 
     row_budget: bool = Field(
-        True, description="false: draft and verify all that a request allows, whatever it costs or brings; to compare"
+        True, description="false: draft and verify all that a request allows, whatever it costs; for comparisons"
     )
 
     @model_validator(mode="before")
@@ -191,18 +197,11 @@ class SpeculativeConfig(Settings):
         together = (self.method, *self.beside)
         if self.beside and (self.method == "none" or len(set(together)) < len(together)):
             raise ValueError(STACKS)
-        needs_none = self.method == "mtp"  # its layer lies in the target's checkpoint
-        if self.method in (DETECT, "draft_model", "pard", *HEADS) and not (self.model or needs_none):
-            raise ValueError(
-                f"method {self.method} needs `model`: the path of the draft's checkpoint (a target whose draft workers "
-                "are started elsewhere needs none with method pool)"
-            )
+        needs = MODEL if self.method == DETECT else METHODS[self.method].needs if self.method in METHODS else ()
+        if needs and not any(getattr(self, key) for key in needs):
+            raise ValueError(f"method {self.method} needs `{needs[0]}`: {NEEDED_KEYS[needs[0]]}")
         if self.method == POOL and self.draft_placement == "target":
             raise ValueError("method pool leaves drafting to draft workers: leave out draft_placement")
-        if self.method == "custom_class" and not (self.speculator or self.model):
-            raise ValueError("method custom_class needs `speculator`: the dotted path of a class or factory")
-        if self.method == "extract_hidden_states" and not self.hidden_states_path:
-            raise ValueError("method extract_hidden_states needs `hidden_states_path`: the folder that it writes to")
         if self.vocabulary_mapping != "none" and self.method != "draft_model":
             raise ValueError("a vocabulary_mapping is for method draft_model")
         if self.draft_tensor_parallel_size > 1:
@@ -214,9 +213,9 @@ class SpeculativeConfig(Settings):
         return self
 
     def _check_sharing(self) -> None:
-        if self.method not in (AUTO, DETECT, *SHAREABLE):
+        if self.method not in (AUTO, DETECT, *MODEL_METHODS):
             raise ValueError(
-                f"draft_tensor_parallel_size is for {' and '.join(SHAREABLE)}: what {self.method} drafts with is too "
+                f"draft_tensor_parallel_size is for {' and '.join(MODEL_METHODS)}: the draft of {self.method} is too "
                 "small to share"
             )
         if self.draft_placement == "target":
@@ -224,7 +223,7 @@ class SpeculativeConfig(Settings):
 
     @model_validator(mode="after")
     def _check_strategy_keys(self) -> SpeculativeConfig:
-        """Keys of one strategy beside the name of another mean nothing."""
+        """Refuse keys that the chosen strategy does not use."""
         strategy = self.rejection_sampling_strategy
         for keys, owners in KEYS_OF_STRATEGIES.items():
             for key in keys:
@@ -255,7 +254,7 @@ class SpeculativeConfig(Settings):
         return self.method != "none" and self.num_speculative_tokens > 0 and self.max_tree_nodes > 0
 
     def limits(self, options: SpeculativeOptions) -> tuple[int, int]:
-        """Deepest node and most nodes per step that a request with these options may have. (0, 0) is off."""
+        """The deepest node and the most nodes per step of a request with these options; (0, 0): no speculation."""
         if not self.enabled or options.enabled is False:
             return 0, 0
         depth = _least(self.num_speculative_tokens, options.num_speculative_tokens)

@@ -1,4 +1,4 @@
-"""Validation errors of settings in plain words: pydantic's own are written for programmers."""
+"""Validation errors of settings as messages for users; pydantic's own are for programmers."""
 
 from __future__ import annotations
 
@@ -33,27 +33,27 @@ MESSAGES = {
     "too_long": "must have at most {max_length} entries",
     "json_invalid": "is not valid JSON: {error}",
 }
-"""By pydantic's type of error; the others have words of our own, or pydantic's."""
+"""By pydantic's type of error; other types keep the message of the validator or of pydantic."""
 WITHOUT_INPUT = ("missing", "extra_forbidden", "json_invalid")
-SHOWN = 60
-"""Characters of what was given, at most; what is longer is not shown."""
+MAX_QUOTED = 60
+"""Characters of the given value; a longer one is not quoted."""
 
 
 def error_message(detail: ErrorDetails, *, quote: bool = True) -> str:
-    """What is wrong, without the name of the field. `quote`: with what was given, if that is short."""
-    said = MESSAGES.get(detail["type"])
-    if said is None:
+    """The error without the field's name. `quote`: with the given value, if it is short."""
+    template = MESSAGES.get(detail["type"])
+    if template is None:
         return detail["msg"].removeprefix("Value error, ").replace(" after validation", "")
-    told = said.format(**detail.get("ctx", {}))
+    message = template.format(**detail.get("ctx", {}))
     given = detail["input"]
     if not quote or detail["type"] in WITHOUT_INPUT or not isinstance(given, str | int | float | bool):
-        return told
-    return f"{told}, not {given!r}" if len(repr(given)) <= SHOWN else told
+        return message
+    return f"{message}, not {given!r}" if len(repr(given)) <= MAX_QUOTED else message
 
 
 def first_error(error: ValidationError, *, quote: bool = True) -> str:
-    """The first thing that is wrong, with the name of the field. `quote`: see `error_message`."""
+    """The first error, with the field's name. `quote`: see `error_message`."""
     detail = error.errors(include_url=False)[0]
     where = ".".join(map(str, detail["loc"]))
-    words = error_message(detail, quote=quote)
-    return f"{where}: {words}" if where else words
+    message = error_message(detail, quote=quote)
+    return f"{where}: {message}" if where else message

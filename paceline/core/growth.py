@@ -1,7 +1,7 @@
-"""Growth: new nodes of token trees, as they travel from drafts to targets.
+"""Growth: new nodes of token trees, on their way from drafts to targets.
 
-A draft makes the growth of one request (`Growth`, by `TokenTree.growth`), frames and pipes carry that of many in flat
-arrays (`GrowthBatch`), and the target grafts it request by request (`TokenTree.graft`).
+A draft makes the growth of one request (`TokenTree.growth`). Frames and pipes carry the growth of many requests in flat
+arrays (`GrowthBatch`). The target grafts it request by request (`TokenTree.graft`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,19 @@ from dataclasses import dataclass, field
 from itertools import chain
 
 ROOT_ID = 0
-"""In growth, the parent id that names the committed token at the growth's base position."""
+"""The parent id of the committed token at a growth's base position."""
 
 DraftDistribution = Mapping[int, int]
-"""What a draft drew a guess from: tokens, each with a positive weight in proportion to which it is drawn. An empty one
-stands for certainty: nothing but this guess could have come."""
+"""The draft's distribution that a draft token was drawn from: a positive weight by token, not normalised."""
 CERTAIN_TOKEN: DraftDistribution = {}
+"""The draft token has probability 1."""
 
 
 @dataclass(slots=True)
 class Growth:
-    """New nodes as they travel from draft to target: parallel sequences, parents before children.
+    """New nodes of one request: parallel sequences, parents before children.
 
-    The ids of the nodes count up from `first_id`. `laws`: the draft's law that each node was drawn from; empty if none
-    is sent.
+    Node ids count up from `first_id`. `distributions`: what each token was drawn from; empty if none are sent.
     """
 
     base_position: int
@@ -45,9 +44,11 @@ class Growth:
         return range(self.first_id, self.first_id + len(self.tokens))
 
     def check(self) -> Growth:
-        """Raises ValueError if lengths differ, an id is not positive, a log-probability is not a number, or a node
-        cannot have come from its law. What else a draft may get wrong (unknown parents, repeated ids) is no error:
-        `TokenTree.graft` drops it."""
+        """Return self, or raise ValueError.
+
+        Raised if lengths differ, an id is not positive, a log-probability is NaN, or a token has no weight in its
+        distribution. Unknown parents and repeated ids are no error: `TokenTree.graft` drops such nodes.
+        """
         lengths = {len(self.parent_ids), len(self.tokens), len(self.log_probs), len(self.distributions or self.tokens)}
         if len(lengths) > 1:
             raise ValueError(f"growth with sequences of lengths {sorted(lengths)}")
@@ -55,55 +56,55 @@ class Growth:
             raise ValueError("growth with a node id that is not positive")
         if any(map(math.isnan, self.log_probs)):
             raise ValueError("growth with a log-probability that is not a number")
-        for token, law in zip(self.tokens, self.distributions, strict=False):
-            if law and (token not in law or min(law.values()) <= 0):
-                raise ValueError(f"growth with token {token} of a law that it cannot have been drawn from")
+        for token, distribution in zip(self.tokens, self.distributions, strict=False):
+            if distribution and (token not in distribution or min(distribution.values()) <= 0):
+                raise ValueError(f"growth with token {token} that cannot have been drawn from its distribution")
         return self
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthBatch:
-    """Growth of several requests as it travels: what is of nodes is in one array over the nodes of all."""
+    """Growth of several requests: flat arrays over all their nodes."""
 
     headers: Sequence[tuple[int, int, int, int]] = field(default_factory=list)
-    """Of each growth: its request, base position and first id, and how many nodes it has."""
+    """(request, base position, first id, number of nodes) of each growth."""
     parent_ids: array[int] = field(default_factory=lambda: array("Q"))
     tokens: array[int] = field(default_factory=lambda: array("I"))
     log_probs: array[float] = field(default_factory=lambda: array("d"))
     distributions: Sequence[DraftDistribution] = field(default_factory=list)
-    """One for each node, or none at all."""
+    """One for each node, or empty."""
 
     def __reduce__(self) -> tuple[type[GrowthBatch], tuple[object, ...]]:
-        """What dataclasses have instead takes ten times as long."""
+        """Ten times as fast as the default of dataclasses."""
         return GrowthBatch, (self.headers, self.parent_ids, self.tokens, self.log_probs, self.distributions)
 
     @classmethod
     def of(cls, growths: Iterable[tuple[int, Growth]]) -> GrowthBatch:
-        """In as few pieces as can be: growths of a request that follow one another become one."""
+        """Batch growths by (request, growth). Consecutive growths of a request are merged."""
         by_request: dict[int, list[Growth]] = {}
         for request_id, growth in growths:
             by_request.setdefault(request_id, []).append(growth)
-        ordered = [growth for its in by_request.values() for growth in its]
+        ordered = list(chain.from_iterable(by_request.values()))
         return cls(
-            [head for request_id, its in by_request.items() for head in _heads(request_id, its)],
+            [header for request_id, each in by_request.items() for header in _merged_headers(request_id, each)],
             array("Q", chain.from_iterable(growth.parent_ids for growth in ordered)),
             array("I", chain.from_iterable(growth.tokens for growth in ordered)),
             array("d", chain.from_iterable(growth.log_probs for growth in ordered)),
-            [law for growth in ordered for law in growth.distributions or [CERTAIN_TOKEN] * len(growth)]
+            [each for growth in ordered for each in growth.distributions or [CERTAIN_TOKEN] * len(growth)]
             if any(any(growth.distributions) for growth in ordered)
             else [],
         )
 
     def __len__(self) -> int:
-        """How many growths."""
+        """How many growths, after merging."""
         return len(self.headers)
 
     def __iter__(self) -> Iterator[tuple[int, Growth]]:
-        """Each growth, with its request."""
+        """(request, growth) of each."""
         start = 0
         for request_id, base_position, first_id, count in self.headers:
             these = slice(start, start := start + count)
-            laws = self.distributions[these]
+            distributions = self.distributions[these]
             yield (
                 request_id,
                 Growth(
@@ -112,12 +113,12 @@ class GrowthBatch:
                     self.parent_ids[these].tolist(),
                     self.tokens[these].tolist(),
                     self.log_probs[these].tolist(),
-                    laws if any(laws) else (),
+                    distributions if any(distributions) else (),
                 ),
             )
 
 
-def _heads(request_id: int, growths: Sequence[Growth]) -> Iterator[tuple[int, int, int, int]]:
+def _merged_headers(request_id: int, growths: Sequence[Growth]) -> Iterator[tuple[int, int, int, int]]:
     first = growths[0]
     count = 0
     for growth in growths:

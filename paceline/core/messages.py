@@ -1,9 +1,9 @@
-"""What a gateway and a target engine say to each other, as plain Python; `paceline.wire` puts it into frames."""
+"""Messages between a gateway and a target engine, as plain Python; `paceline.wire` encodes them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
@@ -12,7 +12,7 @@ from paceline.config import SamplingParams, SpeculativeOptions
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; `stop` and `length` are OpenAI's words."""
+    """Why a request ended; `stop` and `length` as in OpenAI's API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,26 +21,47 @@ class FinishReason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Submission:
-    """A request as it reaches a target. `committed` is output that another target produced before it was lost."""
+class GenerationRequest:
+    """One completion to generate: from the gateway's API to the engine, and on the wire between them.
+
+    The fields from `session` on belong to the gateway: the wire does not carry them.
+    """
 
     request_id: str
     prompt: Sequence[int]
     sampling: SamplingParams
+    """`stop_token_ids` include the model's own, unless the client ignores these."""
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     committed: Sequence[int] = ()
+    """Output that another target produced before it was lost."""
     drafts: Sequence[str] = ()
+    """Addresses of draft workers, in the order in which the target tries them."""
     cache_salt: str = ""
-    """Requests share what was computed or learned of others only under the same salt; "" is one, too."""
+    """Requests share cached prefixes and learned statistics only with requests of the same salt; "" is a salt, too."""
     client: str = ""
-    """Clients take turns; "" is one, too."""
+    """The scheduler alternates between clients; "" is a client, too."""
     group: str = ""
-    """Groups of one client take turns: the choices of one request are one. "": the request is alone in its own."""
+    """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
+    session: str = ""
+    """The conversation that the request belongs to; "": none."""
+    choice: int = 0
+    """Index among the `n` completions of one prompt."""
+    stop: Sequence[str] = ()
+    include_stop: bool = False
+    """Whether the text shows the stop string or stop token that ended it."""
+    skip_special_tokens: bool = True
+    eos_token_ids: Sequence[int] = ()
+    """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt and the committed output."""
+        return [*self.prompt, *self.committed]
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Natural-log probabilities of one drawn token, and of the most probable ones as (token, log-probability)."""
+    """Natural-log probability of a drawn token, and the most probable tokens as (token, log-probability)."""
 
     log_prob: float
     top: Sequence[tuple[int, float]] = ()
@@ -63,14 +84,14 @@ class Timings:
 
 
 def reduce_slots(message: Any) -> tuple[type[Any], tuple[object, ...]]:
-    """`__reduce__` of a dataclass with slots that passes through pipes all the time: faster than its own."""
+    """A fast `__reduce__` for dataclasses with slots that pass through pipes in every step."""
     kind = type(message)
     return kind, attrgetter(*kind.__slots__)(message)
 
 
 @dataclass(slots=True)
 class SpeculationStats:
-    """What speculation did for one request. Depth counts from 1; the bonus token is counted nowhere."""
+    """Counts of draft tokens of one request. Depth counts from 1; bonus tokens are not counted."""
 
     drafted_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
@@ -79,39 +100,34 @@ class SpeculationStats:
     steps: int = 0
     drafts: list[str] = field(default_factory=list)
     strategy: str = "coupled"
-    """How guesses were verified, and what that promises of the output: see `paceline.core.verify.Strategy`."""
+    """The verification strategy; the flags below are its promises: see `paceline.core.verify.Strategy`."""
     lossy: bool = False
     drafter_invariant: bool = True
 
     __reduce__ = reduce_slots
 
     def record(self, nodes: int, reached: int, accepted: int) -> None:
-        """One target step verified so many nodes, the deepest at `reached`, and accepted this many along one path."""
+        """Count a step that verified `nodes` nodes, the deepest at depth `reached`, and accepted `accepted` of them."""
         self.steps += 1
         if not nodes:
             return
         self.verifications += 1
         self.drafted_tokens += nodes
-        lacks = [0] * (reached - len(self.drafted_by_depth))
-        self.drafted_by_depth += lacks
-        self.accepted_by_depth += lacks
+        missing = [0] * (reached - len(self.drafted_by_depth))
+        self.drafted_by_depth += missing
+        self.accepted_by_depth += missing
         for depth in range(reached):
             self.drafted_by_depth[depth] += 1
         for depth in range(min(accepted, reached)):
             self.accepted_by_depth[depth] += 1
 
     def snapshot(self) -> SpeculationStats:
-        """A copy that stays as it is."""
-        return SpeculationStats(
-            self.drafted_by_depth.copy(),
-            self.accepted_by_depth.copy(),
-            self.drafted_tokens,
-            self.verifications,
-            self.steps,
-            self.drafts.copy(),
-            self.strategy,
-            self.lossy,
-            self.drafter_invariant,
+        """An independent copy."""
+        return replace(
+            self,
+            drafted_by_depth=self.drafted_by_depth.copy(),
+            accepted_by_depth=self.accepted_by_depth.copy(),
+            drafts=self.drafts.copy(),
         )
 
     @property
@@ -125,12 +141,15 @@ class SpeculationStats:
 
 
 GRAMMAR_ERROR = "grammar: "
-"""Begins the error of a request whose grammar is to blame: every target would say the same."""
+"""Prefix of errors caused by the request's grammar; retrying on another target would not help."""
 
 
 @dataclass(slots=True)
 class Delta:
-    """New tokens of one request. `accepted[i]`: token i was guessed, and not the target's bonus."""
+    """New tokens of one request. `accepted[i]`: token i was drafted, and is not the target's bonus token.
+
+    `paceline.output_processor` fills in the text, where tokens become text: the wire does not carry it.
+    """
 
     request_id: str
     tokens: list[int] = field(default_factory=list)
@@ -142,13 +161,30 @@ class Delta:
     speculation: SpeculationStats | None = None
     timings: Timings = Timings()
     error: str = ""
+    text: str = ""
+    """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
+    offsets: list[int] = field(default_factory=list)
+    """By token, the characters of the request's text before it."""
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended the request, unless it is the model's own end of text."""
 
     __reduce__ = reduce_slots
+
+    def extend(self, later: Delta) -> None:
+        """Append the request's next delta. Its statistics replace the ones so far."""
+        self.tokens += later.tokens
+        self.accepted += later.accepted
+        self.log_probs += later.log_probs
+        self.text += later.text
+        self.offsets += later.offsets
+        self.finish_reason, self.stop_token = later.finish_reason, later.stop_token
+        self.stop_reason, self.error = later.stop_reason, later.error
+        self.usage, self.speculation, self.timings = later.usage, later.speculation, later.timings
 
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """How busy a target is."""
+    """How busy a target is, as of its last step."""
 
     running: int
     waiting: int
@@ -169,4 +205,5 @@ class TargetDescription:
     eos_token_ids: Sequence[int]
     method: str
     numerics: str = ""
-    """What its numbers depend on, see `paceline.model.Model`. Empty: an older worker, which does not say."""
+    """Identifies the numerics, see `paceline.model.Model`; targets with equal ones produce equal tokens. Empty: unknown
+    (an older worker)."""

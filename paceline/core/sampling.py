@@ -6,19 +6,20 @@ of request seed, absolute position and token id. So the draw at a position is a 
 the tokens before, and the parameters. The target draws with these functions, and a draft predicts the draw
 with the same ones, noise included.
 
-What happens to a row of logits, in the order that vLLM's users know:
+The steps for a row of logits, in vLLM's order:
 
-1. bars: tokens that the grammar does not have here; of those that it has, if any is left then: the last token of a bad
-   word after the rest of it, stop tokens before `min_tokens`
+1. masks: tokens the grammar forbids. Then, unless that masks every token: a token that would complete a bad word, and
+   stop tokens before `min_tokens`
 2. `logit_bias`
 3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
 4. temperature; 0 ends here, with the largest
-5. `min_p`, then `top_k`, then `top_p`, each on what the one before left. Equal logits stand or fall together.
-6. noise, and the largest wins; the lowest id among equals
+5. `min_p`, then `top_k`, then `top_p`, each on the tokens left by the one before. Equal logits are kept or dropped
+   together.
+6. noise; the largest wins, among equals the lowest id
 
-Steps 1 to 3 see the row's own prefix: the committed tokens and the guesses on the way to the row.
+Steps 1 to 3 see the row's own prefix: the committed tokens and the draft tokens on the path to the row.
 
-A row's result does not depend on which rows share the call, bit for bit: that is part of the contract.
+By contract a row's result does not depend, to the bit, on the other rows of the call.
 
 Shapes: R rows, V vocabulary, K kept candidates.
 """
@@ -48,24 +49,24 @@ Candidates: TypeAlias = tuple[IntArray, npt.NDArray[np.uint32]]
 FindCandidates: TypeAlias = Callable[[FloatArray, npt.NDArray[np.uint32], IntArray, float], Candidates | None]
 
 CANDIDATE_FINDERS: list[FindCandidates] = []
-"""Faster ways to find the tokens that can win a draw; `paceline.model` registers its native code. Each takes what
-`_candidates` does, and ROUNDING_MARGIN, and returns the same, or None where it cannot run."""
+"""Faster implementations of `_candidates`, registered by `paceline.model`. Each takes the same arguments and
+`ROUNDING_MARGIN`, and returns the same result, or None where it cannot run."""
 
 MASKED = -math.inf
 TOP_P_UNITS = 2**40
-"""What probabilities are whole numbers of, where they are summed."""
+"""Probabilities are summed as multiples of 1 / this."""
 VECTOR = 4
-"""Float32 numbers that a GPU reads at once."""
+"""Float32 numbers in one vector load of a GPU."""
 ROUNDING_MARGIN = 1.001
-"""By how much a token's integer may miss the limit above which it cannot win: much more than rounding can."""
+"""Factor on the largest noise integer that can win, to cover rounding."""
 LOWEST_TEMPERATURE = 0.01
-"""Lower ones, other than 0, are raised to this, as vLLM does: logits divided by less leave float32."""
+"""Lower temperatures except 0 are raised to this, as in vLLM: logits divided by less leave float32."""
 
 
 class History:
-    """What the rules that look back need to know of one request: its committed tokens, kept up to date.
+    """One request's committed tokens, as far as masks and penalties need them.
 
-    Token ids outside the vocabulary are ignored in every rule: they can neither be drawn nor have been.
+    Token ids outside the vocabulary are ignored: they are never drawn.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class History:
         vocabulary_size: int,
         grammar: GrammarState | None = None,
     ) -> None:
-        """`grammar`: its state after `output`; without one any text may come."""
+        """`grammar`: its state after `output`; None: any text is allowed."""
         self.params = params
         self.grammar: GrammarState | None = None
         self.vocabulary_size = vocabulary_size
         self.output_tokens = 0
-        self._longest_prefix = max((len(word) for word in params.bad_words), default=1) - 1
+        self._longest_prefix = max((len(tokens) for tokens in params.bad_words), default=1) - 1
         self._recent_tokens: list[int] = []
         bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
         self._biased = self._ids(list(bias))
@@ -92,12 +93,12 @@ class History:
             self._seen[self._ids(prompt)] = True
         self.extend(output)
         self.grammar = grammar
-        barred = params.bad_words or params.min_tokens or grammar is not None
-        self.has_logits_rules = bool(barred or params.logit_bias or params.penalised)
-        """Whether any rule of this request can alter logits before temperature."""
+        masked = params.bad_words or params.min_tokens or grammar is not None
+        self.has_logits_rules = bool(masked or params.logit_bias or params.penalised)
+        """Whether steps 1 to 3 can change this request's logits."""
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Append committed tokens."""
         self.output_tokens += len(tokens)
         self._recent_tokens = self._recent_with(tokens)
         if self.params.penalised:
@@ -116,19 +117,19 @@ class History:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
             logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
-        barred_V = logits_V.index_fill(0, self._forbidden_tokens(path).to(logits_V.device), MASKED)
-        return logits_V if allowed is not None and bool((barred_V == MASKED).all()) else barred_V
+        masked_V = logits_V.index_fill(0, self._forbidden_tokens(path).to(logits_V.device), MASKED)
+        return logits_V if allowed is not None and bool((masked_V == MASKED).all()) else masked_V
 
     def _forbidden_tokens(self, path: Sequence[int]) -> Tensor:
         last = self._recent_with(path)
-        barred = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
+        forbidden = [w[-1] for w in self.params.bad_words if len(w) == 1 or tuple(last[1 - len(w) :]) == w[:-1]]
         if self.output_tokens + len(path) < self.params.min_tokens:
-            barred += self.params.stop_token_ids
-        return self._ids(barred)
+            forbidden += self.params.stop_token_ids
+        return self._ids(forbidden)
 
     def _penalised(self, logits_V: Tensor, path: Sequence[int]) -> Tensor:
         params = self.params
-        if self._counts.device != logits_V.device:  # once: from here on they live where the logits do
+        if self._counts.device != logits_V.device:  # only at the first call
             self._counts, self._seen = self._counts.to(logits_V.device), self._seen.to(logits_V.device)
         seen_V, counts_V = self._token_counts(path)
         repeated_V = torch.where(
@@ -138,7 +139,7 @@ class History:
         return logits_V - params.frequency_penalty * counts_V - params.presence_penalty * (counts_V > 0)
 
     def _token_counts(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Which tokens occurred in prompt or output, and how often in the output, with `tokens` after it."""
+        """Seen in prompt or output, bool [V], and count in the output, float [V], with `tokens` after the output."""
         if not tokens:
             return self._seen, self._counts
         ids = self._ids(tokens).to(self._counts.device)
@@ -146,7 +147,7 @@ class History:
         return self._seen.index_fill(0, ids, True), self._counts.index_add(0, ids, ones)
 
     def _recent_with(self, tokens: Sequence[int]) -> list[int]:
-        """As much of the output with `tokens` after it as a bad word can look back on."""
+        """The last tokens of the output and `tokens`, as many as the longest bad word needs."""
         return [*self._recent_tokens, *tokens][-self._longest_prefix :] if self._longest_prefix else []
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
@@ -154,11 +155,11 @@ class History:
 
 
 class SamplingRow(NamedTuple):
-    """What it takes to draw from one row of logits.
+    """The parameters of a draw from one row of logits.
 
-    `position` is the absolute position of the token to be drawn. `path` holds the guesses between the
-    committed output in `history` and that position, so a row of plain decoding has none. `params` gives
-    temperature, filters and seed; bars, bias and penalties come from `history`.
+    `position`: the absolute position of the token to be drawn. `path`: the draft tokens between the committed output in
+    `history` and that position; empty in plain decoding. `params` gives temperature, filters and seed; masks, bias and
+    penalties come from `history`.
     """
 
     params: SamplingParams
@@ -168,9 +169,9 @@ class SamplingRow(NamedTuple):
 
 
 def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The drawn tokens, int64 [R]: where `scores` are largest. Logits of any float type are left as they are.
+    """The drawn tokens, int64 [R]: the largest of `scores`. Logits of any float type are not modified.
 
-    On CPUs noise is made only for tokens that can still win, see `_draw_on_cpu`.
+    On CPUs noise is computed only for tokens that can still win, see `_draw_on_cpu`.
     """
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     ruled = any(row.history.has_logits_rules for row in rows)
@@ -187,10 +188,10 @@ def draw(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def scores(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """What the draw takes the largest of, float32 [R, V]: steps 1 to 6 of the module's docstring.
+    """Steps 1 to 6 of the module's docstring, float32 [R, V]; the draw is the largest.
 
-    A barred or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is
-    finest where the draw is decided; at T = 0 it holds the logits after step 3.
+    A masked or filtered token has -inf. At T > 0 a row is relative to its largest logit, so that float32 is finest
+    where the draw is decided; at T = 0 it holds the logits after step 3.
     """
     return _scored(
         _apply_logits_rules(logits_RV, rows), rows, torch.arange(logits_RV.shape[-1], device=logits_RV.device)
@@ -202,8 +203,8 @@ def top_scores(
 ) -> tuple[Tensor, Tensor]:
     """The `count` tokens with the largest logits after step 3, int64 [R, K], and their scores, float32 [R, K], falling.
 
-    For whoever only predicts a draw: noise for a whole vocabulary can cost more than a small model's pass. A filter
-    sees nothing but the list. `ids_V`: the tokens that the columns stand for, each once; None: column n is token n.
+    For drafts, which only predict draws: noise for a whole vocabulary can cost more than a small model's pass. Filters
+    see only these tokens. `ids_V`: the columns' token ids, each once; None: column n is token n.
     """
     logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
     scores_RK = _scored(logits_RK, rows, tokens_RK)
@@ -214,17 +215,17 @@ def top_scores(
 
 
 def probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """The law that `draw` draws from, float32 [R, V]: steps 1 to 5, then a softmax. At T = 0 the draw itself has 1."""
+    """The distribution that `draw` samples, float32 [R, V]: steps 1 to 5, then a softmax. At T = 0 it is one-hot."""
     return _probabilities(_apply_logits_rules(logits_RV, rows), rows)
 
 
 def top_probabilities(
     logits_RV: Tensor, rows: Sequence[SamplingRow], count: int, ids_V: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The `count` tokens with the largest logits after step 3, int64 [R, K], and the law that has no others.
+    """The `count` tokens with the largest logits after step 3, int64 [R, K], and their distribution.
 
-    The law is float32 [R, K], and 0 throughout where no column is of a token that may come. A filter sees nothing but
-    the list; `ids_V` as in `top_scores`.
+    The distribution is float32 [R, K], normalised over these tokens, and 0 everywhere in rows where all are masked.
+    Filters see only these tokens; `ids_V` as in `top_scores`.
     """
     logits_RK, tokens_RK = _top_logits(logits_RV, rows, count, ids_V)
     any_R1 = logits_RK[:, :1] > MASKED
@@ -232,45 +233,45 @@ def top_probabilities(
 
 
 def gumbel_choice(weights_RV: Tensor, seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """A token of each row, int64 [R], in proportion to its weights, which are not negative and not all 0.
+    """Sample a token of each row, int64 [R], in proportion to weights that are not negative and not all 0.
 
-    The noise is that of `seeds` and `positions`, as in a draw. Overwrites the weights.
+    The noise is keyed by `seeds` and `positions`, as in a draw. Overwrites the weights.
     """
     tokens = torch.arange(weights_RV.shape[-1], device=weights_RV.device)
     return weights_RV.log_().add_(gumbel(noise_bits(seeds, positions, tokens))).argmax(-1)
 
 
 class NoisePurpose(IntEnum):
-    """What noise is for, beside drawing. Of one request, noise for one thing says nothing of that for another."""
+    """Uses of noise other than the target's draws. Noise for different purposes is independent."""
 
     GUESS = 1
-    """A draft draws a guess from its own law."""
+    """A draft samples a token from its own distribution."""
     ACCEPT = 2
-    """The target accepts a guess with some probability."""
+    """The target accepts a draft token with some probability."""
     REPLACE = 3
-    """The target draws where a guess was refused, or there was none, by a rule that does not share its noise."""
+    """The target draws a recovered or bonus token in rejection sampling."""
     SYNTHETIC = 4
-    """A guess is accepted whatever it is."""
+    """A synthetic acceptance."""
 
 
-def noise_key(seed: int, purpose: NoisePurpose, *places: int) -> int:
-    """64 bits for one thing: the same on every machine. `places`: any numbers from 0 that tell it from others."""
+def noise_key(seed: int, purpose: NoisePurpose, *parts: int) -> int:
+    """64 bits, the same on every machine. `parts`: numbers from 0 that distinguish noise of one purpose."""
     key = _splitmix64(seed) ^ purpose
-    for place in places:
-        key = _splitmix64(key) ^ place
+    for part in parts:
+        key = _splitmix64(key) ^ part
     return _splitmix64(key)
 
 
 def uniform(key: int) -> float:
-    """53 of a key's bits as a number from 0, inclusive, to 1, exclusive."""
+    """A number of [0, 1) from 53 bits of a key."""
     return (key >> 11) * 2.0**-53
 
 
 def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -> Tensor:
     """Uniform 32-bit integers, int64 [R, V]: the same on every device and machine.
 
-    Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens` holds the ids, int64 [V] for all
-    rows or [R, V]; different ids in a row get different integers.
+    Row i is keyed by `seeds[i]` (below 2^64) and `positions[i]`. `tokens`: ids, int64 [V] for all rows or [R, V];
+    different ids in a row get different integers.
     """
     keys = [divmod(_key(seed, position), 2**32) for seed, position in zip(seeds, positions, strict=True)]
     first_R1, second_R1 = torch.tensor(keys, device=tokens.device)[:, None].unbind(-1)
@@ -280,31 +281,31 @@ def noise_bits(seeds: Sequence[int], positions: Sequence[int], tokens: Tensor) -
 def gumbel(bits: Tensor) -> Tensor:
     """Standard Gumbel noise from `noise_bits`, float32, finite for every value of the bits.
 
-    It is -log(E) with E = -log(1 - u) exponential and u = (bits + 1/2) / 2^32. Large noise, which is what
-    wins draws, comes from u near 0, where float32 is finest; at the other end u is kept from rounding to 1.
+    It is -log(E) with E = -log(1 - u) exponential and u = (bits + 1/2) / 2^32. Large noise, which wins draws, has u
+    near 0, where float32 is finest; at the other end u is clamped below 1.
     """
     exponential = bits.to(torch.float32).add_(0.5).mul_(-(2.0**-32)).clamp_(min=2.0**-24 - 1).log1p_().neg_()
     return exponential.log_().neg_()
 
 
 def is_finite(logits_RV: Tensor) -> bool:
-    """Whether no logit is NaN or infinite; -inf, a token that never comes, may be."""
+    """Whether no logit is NaN or +inf; -inf is allowed."""
     total = float(logits_RV.sum(dtype=torch.float32))
     if total < math.inf:
         return True
-    return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # many large ones may add up to infinity
+    return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # large finite logits may sum to infinity
 
 
 def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
     """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
 
-    They are the model's own, before bars, penalties, temperature and filters: vLLM's `raw_logprobs`. Of equal ones the
-    lowest ids come first.
+    They are the model's own, before masks, penalties, temperature and filters, as vLLM's `raw_logprobs`. Among equals
+    the lowest ids come first.
     """
-    law_RV = _log_softmax(logits_RV)
-    # Not topk: it takes any of those that are equal.
-    values_RV, ids_RV = law_RV.sort(dim=-1, descending=True, stable=True)
-    drawn_R = law_RV.gather(-1, torch.tensor(tokens, device=law_RV.device)[:, None])[:, 0]
+    log_probs_RV = _log_softmax(logits_RV)
+    # Not topk: among equals it takes any.
+    values_RV, ids_RV = log_probs_RV.sort(dim=-1, descending=True, stable=True)
+    drawn_R = log_probs_RV.gather(-1, torch.tensor(tokens, device=log_probs_RV.device)[:, None])[:, 0]
     return [
         LogProbs(drawn, list(zip(ids, values, strict=True)))
         for drawn, ids, values in zip(
@@ -314,7 +315,7 @@ def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogPro
 
 
 def _log_softmax(logits_RV: Tensor) -> Tensor:
-    """In float32. Rows are made to begin where vectors may: from elsewhere a GPU sums a row in another order."""
+    """In float32. Rows are padded so that each is aligned: a GPU sums unaligned rows in another order."""
     vocabulary = logits_RV.shape[-1]
     padded = F.pad(logits_RV.float(), (0, -vocabulary % VECTOR), value=MASKED)
     return padded.log_softmax(-1)[:, :vocabulary]
@@ -331,9 +332,9 @@ def _key(seed: int, position: int) -> int:
 
 
 def _mixed(x: Integers, second: Integers) -> Integers:
-    """The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round, the first of which is in `x`.
+    """The mixer lowbias32 (16, 21f0aaad, 15, 735a2d97, 15) with a key before each round; `x` includes the first key.
 
-    Overwrites `x`: int64, or unsigned 32 bits. Both factors are below 2^31, so that no product leaves int64.
+    Overwrites `x`: int64, or unsigned 32 bits. Both factors are below 2^31, so that no product overflows int64.
     """
     x ^= x >> 16
     x *= 0x21F0AAAD
@@ -363,7 +364,7 @@ def _apply_logits_rules(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tenso
 
 
 def _scatter_to_vocabulary(logits_RV: Tensor, rows: Sequence[SamplingRow], ids_V: Tensor | None) -> Tensor:
-    """Columns in the order of the whole vocabulary: rules know tokens. Those that there are none of have -inf."""
+    """Columns by token id, as the rules need them. Tokens without a column have -inf."""
     if ids_V is None:
         return logits_RV
     whole = logits_RV.new_full((len(logits_RV), rows[0].history.vocabulary_size), MASKED)
@@ -392,7 +393,7 @@ def _probabilities(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
 
 
 def _scored(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -> Tensor:
-    """Steps 4 to 6, in place. `tokens`: the ids that the columns stand for, [V] for all rows or [R, V]."""
+    """Steps 4 to 6, in place. `tokens`: the columns' token ids, [V] for all rows or [R, V]."""
     noisy = [i for i, row in enumerate(rows) if not row.params.greedy]
     if noisy and len(noisy) == len(rows):
         return _add_noise(logits_RV, rows, tokens)
@@ -410,10 +411,10 @@ def _add_noise(logits_RV: Tensor, rows: Sequence[SamplingRow], tokens: Tensor) -
 
 
 def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntArray) -> IntArray:
-    """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU. Overwrites the logits `x_RV`
-    and `largest_R`, which says where they are largest.
+    """Steps 4 to 6 and the draw, int64 [R], for rows with a temperature above 0, on a CPU.
 
-    Two or three tokens of a row can win; these are compared as `scores` has them.
+    Overwrites the logits `x_RV` and `largest_R`, their argmax. Typically two or three tokens of a row can win; their
+    scores are computed as in `scores`.
     """
     x_RV -= x_RV[np.arange(len(rows)), largest_R][:, None]
     x_RV /= np.array(_temperatures(rows), dtype=np.float32)[:, None]
@@ -427,16 +428,16 @@ def _draw_on_cpu(x_RV: FloatArray, rows: Sequence[SamplingRow], largest_R: IntAr
         firsts = np.flatnonzero(np.diff(rows_N, prepend=-1))
         best_R = np.full(len(rows), MASKED, dtype=np.float32)
         best_R[rows_N[firsts]] = np.maximum.reduceat(scores_N, firsts)
-        winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]  # of equal ones the lowest id is set last
+        winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]  # among equals the lowest id is set last
         largest_R[rows_N[winners]] = tokens_N[winners]
     return largest_R
 
 
 def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: IntArray) -> Candidates:
-    """Indices into the flat x_RV of all tokens that can win their row's draw, and their integers, both [N].
+    """Indices into the flat x_RV of all tokens that can win their row's draw, and their noise integers, both [N].
 
-    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). Where the logit is largest, x is
-    0: another token wins only with E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
+    Gumbel noise is -log E, so the largest of x - log E is the smallest of E / exp(x). The largest logit has x = 0, so
+    another token wins only if its E <= exp(x) * E of that one. Since u <= E, its integer has to be below a limit.
     """
     tops_R = np.arange(len(x_RV)), largest_R
     bits_RV = _mixed(np.arange(x_RV.shape[1], dtype=np.uint32) ^ keys_R2[:, :1], keys_R2[:, 1:])
@@ -448,7 +449,7 @@ def _candidates(x_RV: FloatArray, keys_R2: npt.NDArray[np.uint32], largest_R: In
 
 
 def _scale_and_filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Steps 4 and 5, in place: every row relative to its largest logit. At T = 0 the result means nothing."""
+    """Steps 4 and 5, in place: every row relative to its largest logit. Rows with T = 0 become meaningless."""
     logits_RV -= logits_RV.amax(-1, keepdim=True)
     logits_RV /= torch.tensor(_temperatures(rows), device=logits_RV.device)[:, None]
     _filter(logits_RV, rows)
@@ -460,11 +461,11 @@ def _temperatures(rows: Sequence[SamplingRow]) -> list[float]:
 
 def _filter(logits_RV: Tensor, rows: Sequence[SamplingRow]) -> None:
     """Step 5, in place, for rows whose largest logit is 0."""
-    alike: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
+    same_filters: defaultdict[tuple[float, int, float], list[int]] = defaultdict(list)
     for i, row in enumerate(rows):
         if row.params.filtered:
-            alike[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
-    for (min_p, top_k, top_p), members in alike.items():
+            same_filters[row.params.min_p, row.params.top_k, row.params.top_p].append(i)
+    for (min_p, top_k, top_p), members in same_filters.items():
         logits_RV[members] = _filtered(logits_RV[members], min_p, top_k, top_p)
 
 
@@ -479,13 +480,13 @@ def _filtered(logits_RV: Tensor, min_p: float, top_k: int, top_p: float) -> Tens
 
 
 def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
-    """The smallest logit that top-p keeps, [R, 1]: before it, in falling order, stands less than `top_p`.
+    """The smallest logit that top-p keeps, [R, 1]: the tokens with larger logits have less than `top_p` in sum.
 
-    Sorting a vocabulary is slow and most laws are peaked, so a few of the largest are tried first. How many
-    makes no difference to the result: the sums run from the largest down.
+    Sorting a vocabulary is slow and most distributions are peaked, so a few of the largest logits are tried first.
+    Their number does not change the result: the sums run from the largest down.
     """
-    # Not logsumexp: it sums a long row that is alone in its call by several threads, so in another order. And sums of
-    # whole numbers are the same in any order.
+    # Not logsumexp: it splits a single long row among threads, so the order of summation would depend on the other
+    # rows. Sums of integers are the same in any order.
     largest_R1 = _log_softmax(logits_RV).amax(-1, keepdim=True)
     enough = math.ceil(top_p * TOP_P_UNITS)
     for candidates in (64, 512, logits_RV.shape[-1]):

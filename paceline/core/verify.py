@@ -1,19 +1,19 @@
-"""Verification: which guesses the target's own draws confirm.
+"""Verification: which draft tokens the target's own draws confirm.
 
-    draw        the token that the target itself draws at one place, by `paceline.core.sampling`
+    draw        the token that the target itself draws at one position, by `paceline.core.sampling`
     verified    a node that had a row in the forward pass, so that the draw *after* it is known
     accepted    a verified node whose token equals the draw after its parent, all along the path from the root
     bonus       the draw after the last accepted node; it ends every commit, so a commit is never empty
     committed   the accepted tokens and the bonus token: final, sent to the user
 
-The target draws after the root and after every verified node, as if nobody had guessed. Verification follows
-those draws down the tree for as long as they lead to verified nodes. Guesses decide only how far one step
-gets; what is committed at each place is the target's draw there, whatever was guessed, by whomever.
+The target draws after the root and after every verified node as if there were no draft. Verification follows those
+draws down the tree while they lead to verified nodes. Draft tokens decide only how many tokens one step commits; each
+committed token is the target's draw at its position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config import SamplingParams, SpeculativeConfig
@@ -38,57 +38,47 @@ def walk(tree: TokenTree, verified: Sequence[int], draws: Sequence[int]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A named way to verify, and what it promises; `paceline.core.strategies` has the ways themselves."""
+    """A named verification strategy and its promises; `paceline.core.strategies` implements it."""
 
     name: str
-    exact: bool
-    """Whether the output has the law that the request's own parameters describe. If not, the strategy is lossy."""
-    drafter_invariant: bool
-    """Whether the output is the same tokens whatever was guessed, and so with speculation off."""
-    effective_params: Callable[[SamplingParams], SamplingParams]
-    """What the target draws with, given what the request asks for."""
+    exact: bool = True
+    """Whether the output has the distribution of the request's own parameters. If not, the strategy is lossy."""
+    drafter_invariant: bool = False
+    """Whether the output tokens do not depend on the draft, so that they are those of plain decoding."""
+    greedy: bool = False
+    """Whether the target draws at temperature 0, whatever the request asks for."""
     sampled_drafts: bool = False
-    """Whether a draft is to draw each guess from its own law and to send that law with it. The tree is a chain then."""
+    """Whether a draft samples each token and sends its distribution along. The tree is a chain then."""
+
+    def effective_params(self, params: SamplingParams) -> SamplingParams:
+        """What the target draws with, given the request's parameters."""
+        return params.model_copy(update={"temperature": 0.0}) if self.greedy else params
 
     @property
     def warning(self) -> str:
-        """What whoever chose it ought to know; empty for what this project promises."""
+        """What to log about this strategy; empty for exact and drafter-invariant ones."""
         if not self.exact:
-            return f"verification by {self.name} is lossy: the output may have another law than the target's"
+            return f"verification by {self.name} is lossy: the output may not have the target's distribution"
         if not self.drafter_invariant:
-            return f"verification by {self.name} is exact, but not drafter-invariant: tokens depend on what is guessed"
+            return f"verification by {self.name} is exact, but tokens depend on the draft (not drafter-invariant)"
         return ""
-
-
-def _as_requested(params: SamplingParams) -> SamplingParams:
-    return params
-
-
-def _greedy(params: SamplingParams) -> SamplingParams:
-    return params.model_copy(update={"temperature": 0.0})
 
 
 STRATEGIES: Mapping[str, Strategy] = {
     each.name: each
     for each in (
-        Strategy("coupled", exact=True, drafter_invariant=True, effective_params=_as_requested),
-        Strategy("greedy", exact=False, drafter_invariant=True, effective_params=_greedy),
-        Strategy("residual", exact=True, drafter_invariant=False, effective_params=_as_requested, sampled_drafts=True),
-        Strategy("typical-acceptance", exact=False, drafter_invariant=False, effective_params=_as_requested),
-        Strategy(
-            "logit-comparison",
-            exact=False,
-            drafter_invariant=False,
-            effective_params=_as_requested,
-            sampled_drafts=True,
-        ),
+        Strategy("coupled", drafter_invariant=True),
+        Strategy("greedy", exact=False, drafter_invariant=True, greedy=True),
+        Strategy("residual", sampled_drafts=True),
+        Strategy("typical-acceptance", exact=False),
+        Strategy("logit-comparison", exact=False, sampled_drafts=True),
     )
 }
-"""By their names in `SpeculativeConfig.rejection_sampling_strategy`."""
+"""By name in `SpeculativeConfig.rejection_sampling_strategy`."""
 
 
 def strategy_of(config: SpeculativeConfig) -> Strategy:
-    """The strategy of a deployment. Two have keys of their own; drafts are told of the named one that they modify."""
+    """The strategy of a deployment. Two of them have config keys of their own and modify the named strategy."""
     strategy = STRATEGIES[config.rejection_sampling_strategy]
     if config.synthetic_acceptance_rate is not None:
         return replace(strategy, name="synthetic", exact=False, drafter_invariant=False)

@@ -1,1 +1,1 @@
-"""Which way to draft suits somebody's prompts, and what is wrong with those that do not. Nothing here prints."""
+"""Measures which speculator suits a user's prompts, and diagnoses low acceptance. Nothing here prints."""

@@ -9,7 +9,7 @@ from paceline.config import SpeculativeConfig
 from paceline.doctor.measurements import MethodMeasurement
 
 PAYS = 1.02
-"""A smaller speed-up is not worth a draft."""
+"""Speed-up below which a draft does not pay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,11 +19,11 @@ class Advice:
 
 
 def advice(measured: Sequence[MethodMeasurement]) -> Advice:
-    """The fastest whose output is plain decoding's, or none."""
-    right = [each for each in measured if each.identical is not False and each.speeds]
-    best = max(right, key=lambda each: each.speedup, default=None)
+    """Recommends the fastest method with the output of plain decoding, or none."""
+    exact = [each for each in measured if each.identical is not False and each.speeds]
+    best = max(exact, key=lambda each: each.speedup, default=None)
     if best is None or pays_up_to(best) == 0:
-        return Advice(SpeculativeConfig(method="none"), "nothing that was measured is faster than plain decoding")
+        return Advice(SpeculativeConfig(method="none"), "no measured method is faster than plain decoding")
     config = best.config
     if "draft_placement" not in config.model_fields_set:
         config = config.model_copy(update={"draft_placement": "target"})  # as it was measured
@@ -36,7 +36,7 @@ def advice(measured: Sequence[MethodMeasurement]) -> Advice:
 
 
 def pays_up_to(measured: MethodMeasurement) -> int:
-    """Requests at once, as far as they were measured; 0: never."""
+    """The largest measured number of requests at once at which it pays; 0: none."""
     return max((speed.requests for speed in measured.speeds if speed.speedup >= PAYS), default=0)
 
 

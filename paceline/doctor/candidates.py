@@ -1,4 +1,4 @@
-"""What is worth measuring for a target: all that fits without a question, and what the user names."""
+"""The methods to measure for a target: all that fit it, and those that the user gives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.drafting.auto_method import has_mtp_layer, is_shipped_target
 from paceline.model_names import resolve_model
 
 LEAST_SUFFIX_GAIN = 0.1
-"""Tokens per step that suffix decoding has to bring to be tried beside another."""
+"""Accepted tokens per step of suffix decoding, below which it is not combined with another method."""
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateMethod:
-    """`name`: no other one's."""
+    """`name` is unique among the candidates."""
 
     name: str
     config: SpeculativeConfig
@@ -26,18 +26,18 @@ class CandidateMethod:
 
 def candidates(model: str, given: Sequence[SpeculativeConfig]) -> list[CandidateMethod]:
     """Raises `ModelNotFoundError`, or `CheckpointError` if the target's checkpoint cannot be read."""
-    place = resolve_model(model)
+    folder = resolve_model(model)
     found = [SpeculativeConfig(method="ngram"), SpeculativeConfig.model_validate({"method": "suffix"})]
-    if has_mtp_layer(place):
+    if has_mtp_layer(folder):
         found.append(SpeculativeConfig(method="mtp"))
-    if is_shipped_target(place):
+    if is_shipped_target(folder):
         drafts = {"draft_model": family.NAMES[1], **family.HEADS}
-        found += [SpeculativeConfig.model_validate({"method": m, "model": folder}) for m, folder in drafts.items()]
+        found += [SpeculativeConfig.model_validate({"method": m, "model": draft}) for m, draft in drafts.items()]
     return named([*found, *(config for config in given if config.enabled)])
 
 
 def named(configs: Iterable[SpeculativeConfig]) -> list[CandidateMethod]:
-    """By method; where that is taken by the checkpoint's name too, then by a number."""
+    """Named by method; if that is taken, with the checkpoint's name too, and then with a number."""
     taken: dict[str, CandidateMethod] = {}
     for config in configs:
         name = method = method_of(config)
@@ -51,13 +51,13 @@ def named(configs: Iterable[SpeculativeConfig]) -> list[CandidateMethod]:
 
 
 def method_of(config: SpeculativeConfig) -> str:
-    """What it is called by; a checkpoint that is still to be looked at, by its own name."""
+    """The methods of a configuration; for a checkpoint whose method is not detected yet, its folder's name."""
     method = Path(config.model or "").name if config.method == DETECT else config.method
     return " + ".join((*config.beside, method))
 
 
 def combined_candidate(measured: Sequence[MethodMeasurement]) -> CandidateMethod | None:
-    """The best draft with suffix decoding beside it, if that alone brings something."""
+    """The best trained draft combined with suffix decoding, if suffix decoding alone accepts enough."""
     suffix = next((each for each in measured if each.name == "suffix"), None)
     trained = [each for each in measured if each.facts.trained and not each.config.beside]
     if suffix is None or not trained or suffix.acceptances[0].per_step < LEAST_SUFFIX_GAIN:

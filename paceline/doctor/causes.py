@@ -1,6 +1,7 @@
-"""Why so little is accepted, as far as figures tell. Each cause is one function: a sentence, or None.
+"""Likely causes of low acceptance, found in measured figures.
 
-Acceptance at depth 1 tells most: deeper guesses stand on it. Where in an answer guesses came true tells the rest.
+Acceptance at depth 1 shows most, because deeper draft tokens stand on it. Where in the output draft tokens are accepted
+shows the rest.
 """
 
 from __future__ import annotations
@@ -10,30 +11,23 @@ from dataclasses import dataclass
 
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts
 
-FEWEST_STEPS = 16
-"""That verified something, or of what is looked up any: with fewer nothing can be said."""
-FEWEST_TOKENS = 32
+MIN_STEPS = 16
+"""Verifications of a trained draft, or steps of a model-free one: fewer show nothing."""
+MIN_TOKENS = 32
 """On each side of a comparison."""
 CHANCE = 0.05
-"""Accepted at depth 1 by a draft that knows nothing: common tokens come by themselves."""
+"""Acceptance at depth 1 of a draft that knows nothing: common tokens are accepted by chance."""
 BAD = 0.4
-"""Accepted at depth 1: less is bad for a draft that was trained for its target."""
+"""Acceptance at depth 1 below which a draft trained for its target is bad."""
 GOOD = 0.5
-LONG = 256
-"""Tokens of a prompt: a draft that cannot read shorter ones was not trained at all."""
-LOW_DRAFT_SHARE = 0.2
-"""Accepted tokens per step, of what is looked up."""
-SOME = 0.2
-"""A smaller share of guessed tokens cannot fall."""
-DEEP = 4
-"""Guesses one after the other: fewer are never too many."""
-RARE = 0.05
-"""Of verifications: a depth that is reached as seldom brings nothing."""
-FEWEST_ANSWERS = 4
-UNEVEN = 4.0
-"""Of shares of guessed tokens, the largest over the smallest."""
+LONG_PROMPT = 256
+"""Tokens: a draft that cannot read shorter prompts was not trained at all."""
+MIN_PER_STEP = 0.2
+"""Accepted tokens per step below which model-free drafting finds no repetition."""
+MIN_SHARE = 0.2
+"""A smaller share of accepted tokens cannot be said to fall."""
 FALLEN_RATIO = 0.6
-"""Of the other side, or less: it has fallen."""
+"""A share has fallen if it is at most this part of the other one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,56 +36,76 @@ class Cause:
     says: str
 
 
+@dataclass(frozen=True, slots=True)
+class FirstTokenCause:
+    """A cause shown by acceptance at depth 1 in [at_least, below), if the facts apply."""
+
+    name: str
+    applies: Callable[[MethodFacts], bool]
+    at_least: float
+    below: float
+    says: str
+    """A format of `first`, the acceptance, and `roles` of special tokens."""
+
+
+FIRST_TOKEN_CAUSES = (
+    FirstTokenCause(
+        "wrong head",
+        lambda facts: facts.trained and facts.same_vocabulary,
+        0.0,
+        CHANCE,
+        "only {first:.0%} of first draft tokens are accepted, hardly more than by chance: this checkpoint was trained "
+        "for another target, or its hidden states are taken from other layers than it learned",
+    ),
+    FirstTokenCause(
+        "tokenizer",
+        lambda facts: facts.trained and not facts.same_vocabulary,
+        0.0,
+        BAD,
+        "{first:.0%} of first draft tokens are accepted, from a draft with another tokenizer: where one writes one "
+        "token and the other several, they cannot agree; choose a draft with the target's tokenizer",
+    ),
+    FirstTokenCause(
+        "special tokens",
+        lambda facts: bool(facts.other_special_tokens),
+        0.0,
+        BAD,
+        "draft and target differ in {roles}: the target's prompts look unlike any text that the draft was trained on; "
+        "choose a draft of the same family, base or instruct as the target is",
+    ),
+    FirstTokenCause(
+        "chat template",
+        lambda facts: facts.trained and facts.bare_prompts,
+        CHANCE,
+        BAD,
+        'the model has a chat template, and the prompts do not use it: write them as {{"messages": ...}}, since '
+        "draft and target were trained on text of that form",
+    ),
+)
+
+
 def causes(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> list[Cause]:
-    """Those that the figures show, none if they are good or too few."""
-    enough = [each for each in acceptances if (each.verifications if facts.trained else each.steps) >= FEWEST_STEPS]
+    """The causes that the figures show; none if the figures are good or too few."""
+    enough = [each for each in acceptances if (each.verifications if facts.trained else each.steps) >= MIN_STEPS]
     if not enough:
         return []
-    found = ((name, look(enough, facts)) for name, look in CAUSES.items())
-    return [Cause(name, says) for name, says in found if says is not None]
+    surest = min(enough, key=lambda each: each.temperature)  # the least noise
+    roles = ", ".join(facts.other_special_tokens)
+    found = [
+        Cause(cause.name, cause.says.format(first=surest.first, roles=roles))
+        for cause in FIRST_TOKEN_CAUSES
+        if cause.applies(facts) and cause.at_least <= surest.first < cause.below
+    ]
+    others = {
+        "temperature": temperature(enough),
+        "context limit": context_limit(enough, facts),
+        "stale state": stale_state(enough, facts),
+        "no repetition": no_repetition(surest, facts),
+    }
+    return found + [Cause(name, says) for name, says in others.items() if says is not None]
 
 
-def wrong_head(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    first = _surest(acceptances).first
-    if not facts.trained or not facts.same_vocabulary or first >= CHANCE:
-        return None
-    return (
-        f"only {first:.0%} of first guesses are accepted, hardly more than by chance: this checkpoint was trained for "
-        "another target, or its hidden states are taken from other layers than it learned"
-    )
-
-
-def vocabulary(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    first = _surest(acceptances).first
-    if not facts.trained or facts.same_vocabulary or first >= BAD:
-        return None
-    return (
-        f"{first:.0%} of first guesses are accepted, from a draft with another tokenizer: what one of the two "
-        "writes as one token the other cannot guess; choose a draft with the target's tokenizer"
-    )
-
-
-def special_tokens(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    first = _surest(acceptances).first
-    if not facts.other_special_tokens or first >= BAD:
-        return None
-    return (
-        f"draft and target differ in {', '.join(facts.other_special_tokens)}: the draft reads the target's prompts as "
-        "it never saw any; choose a draft of the same family, base or instruct as the target is"
-    )
-
-
-def chat_template(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    first = _surest(acceptances).first
-    if not facts.trained or not facts.bare_prompts or not CHANCE <= first < BAD:
-        return None
-    return (
-        'the model has a chat template, and the prompts do not go through it: ask with {"messages": ...}, since what '
-        "draft and target were trained on looks otherwise"
-    )
-
-
-def temperature(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
+def temperature(acceptances: Sequence[MeasuredAcceptance]) -> str | None:
     greedy = [each for each in acceptances if each.temperature == 0.0]
     sampled = [each for each in acceptances if each.temperature > 0.0]
     if not greedy or not sampled or greedy[0].first < GOOD:
@@ -100,8 +114,9 @@ def temperature(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -
     if worst.first > FALLEN_RATIO * greedy[0].first:
         return None
     return (
-        f"{greedy[0].first:.0%} of first guesses are accepted at temperature 0, {worst.first:.0%} at "
-        f"{worst.temperature:g}: the text is open there, not the draft bad; sample less wildly, or expect less"
+        f"{greedy[0].first:.0%} of first draft tokens are accepted at temperature 0, {worst.first:.0%} at "
+        f"{worst.temperature:g}: the text has many continuations there, and the draft is not to blame; lower the "
+        "temperature, or expect less"
     )
 
 
@@ -112,117 +127,74 @@ def context_limit(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts)
 
 
 def _beyond(acceptances: Sequence[MeasuredAcceptance], limit: int) -> str | None:
+    """Compares positions before and beyond the draft's limit."""
     if not limit:
         return None
-    tokens = [token for each in acceptances for answer in each.answers for token in _placed(answer)]
+    tokens = [token for each in acceptances for completion in each.completions for token in _positions(completion)]
     before = [accepted for position, accepted in tokens if position < limit]
     beyond = [accepted for position, accepted in tokens if position >= limit]
     if not _has_fallen(before, beyond):
         return None
     return (
-        f"the draft's positions end at {limit}: {_share(before):.0%} of tokens before were guessed, "
+        f"the draft's positions end at {limit}: {_share(before):.0%} of tokens before were accepted draft tokens, "
         f"{_share(beyond):.0%} beyond; choose a draft with a longer context"
     )
 
 
 def _longer(acceptances: Sequence[MeasuredAcceptance]) -> str | None:
-    """Answers to the longer half of the prompts beside those to the shorter half."""
-    answers = sorted(
-        (answer for each in acceptances for answer in each.answers), key=lambda answer: answer.prompt_tokens
+    """Compares completions of the longer half of the prompts with those of the shorter half."""
+    completions = sorted(
+        (completion for each in acceptances for completion in each.completions), key=lambda each: each.prompt_tokens
     )
-    short, long = answers[: len(answers) // 2], answers[(len(answers) + 1) // 2 :]
-    if not short or _mean_prompt(long) < max(LONG, 2 * _mean_prompt(short)):
+    short, long = completions[: len(completions) // 2], completions[(len(completions) + 1) // 2 :]
+    if not short or _mean_prompt(long) < max(LONG_PROMPT, 2 * _mean_prompt(short)):
         return None
     of_short, of_long = _tokens(short), _tokens(long)
     if not _has_fallen(of_short, of_long):
         return None
     return (
-        f"after prompts of about {_mean_prompt(long):.0f} tokens {_share(of_long):.0%} of tokens are guessed, after "
-        f"those of about {_mean_prompt(short):.0f} {_share(of_short):.0%}: the draft was trained on shorter texts"
+        f"after prompts of about {_mean_prompt(long):.0f} tokens {_share(of_long):.0%} of tokens are accepted draft "
+        f"tokens, after prompts of about {_mean_prompt(short):.0f} {_share(of_short):.0%}: the draft was trained on "
+        "shorter texts"
     )
 
 
 def stale_state(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    """Within an answer, before the draft's limit."""
+    """Compares the halves of each completion, before the draft's position limit."""
     limit = facts.position_limit
     kept = [
-        [accepted for position, accepted in _placed(answer) if not limit or position < limit]
+        [accepted for position, accepted in _positions(completion) if not limit or position < limit]
         for each in acceptances
-        for answer in each.answers
+        for completion in each.completions
     ]
     begin = [accepted for tokens in kept for accepted in tokens[: len(tokens) // 2]]
     end = [accepted for tokens in kept for accepted in tokens[len(tokens) // 2 :]]
     if not facts.trained or not _has_fallen(begin, end):
         return None
     return (
-        f"{_share(begin):.0%} of tokens are guessed in the first half of an answer, {_share(end):.0%} in the second: "
-        "the draft's state does not follow what is committed; in a speculator of your own, look at `commit`"
+        f"{_share(begin):.0%} of tokens are accepted draft tokens in the first half of the output, {_share(end):.0%} "
+        "in the second: the draft's state does not follow the committed tokens; in a speculator of your own, look at "
+        "`commit`"
     )
 
 
-def too_deep(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    """Guesses that are verified at a depth which hardly any verification reaches."""
-    surest = _surest(acceptances)
-    depths = sum(2 * drafted >= surest.verifications for drafted in surest.drafted_by_depth)
-    reached = [depth for depth, share in enumerate(surest.by_depth, 1) if share >= RARE]
-    wanted = max(reached, default=1)
-    if surest.first < CHANCE or depths < max(DEEP, 2 * wanted):
+def no_repetition(surest: MeasuredAcceptance, facts: MethodFacts) -> str | None:
+    if facts.trained or surest.per_step >= MIN_PER_STEP:
         return None
-    return (
-        f"steps verify guesses {depths} deep, of which fewer than {RARE:.0%} are accepted beyond depth {wanted}: "
-        f"num_speculative_tokens {wanted} costs less and brings as much"
-    )
+    return "this text does not repeat itself, so a lookup finds little; it pays with edits, extraction and code"
 
 
-def uneven(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    """Requests of which some are foreseen well and others hardly."""
-    answers = [answer for answer in _surest(acceptances).answers if len(answer.accepted) >= FEWEST_TOKENS]
-    shares = sorted(_share(answer.accepted) for answer in answers)
-    if len(shares) < FEWEST_ANSWERS or shares[-1] < GOOD or shares[0] > shares[-1] / UNEVEN:
-        return None
-    return (
-        f"acceptance varies by request: {shares[0]:.0%} of an answer's tokens are guessed at the worst, "
-        f"{shares[-1]:.0%} at the best; what the draft was not trained on gains nothing, so look at your prompts apart"
-    )
+def _positions(completion: MeasuredCompletion) -> Iterable[tuple[int, bool]]:
+    """Each output token's position, and whether it was an accepted draft token."""
+    return enumerate(completion.accepted, completion.prompt_tokens)
 
 
-def no_repetition(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts) -> str | None:
-    if facts.trained or _surest(acceptances).per_step >= LOW_DRAFT_SHARE:
-        return None
-    return "this text does not repeat itself, so there is little to look up; it pays with edits, extraction and code"
+def _tokens(completions: Sequence[MeasuredCompletion]) -> list[bool]:
+    return [accepted for completion in completions for accepted in completion.accepted]
 
 
-Look = Callable[[Sequence[MeasuredAcceptance], MethodFacts], str | None]
-CAUSES: dict[str, Look] = {
-    "wrong head": wrong_head,
-    "tokenizer": vocabulary,
-    "special tokens": special_tokens,
-    "chat template": chat_template,
-    "temperature": temperature,
-    "context limit": context_limit,
-    "stale state": stale_state,
-    "too deep": too_deep,
-    "uneven requests": uneven,
-    "no repetition": no_repetition,
-}
-
-
-def _surest(acceptances: Sequence[MeasuredAcceptance]) -> MeasuredAcceptance:
-    """The one with the least noise in it."""
-    return min(acceptances, key=lambda each: each.temperature)
-
-
-def _placed(answer: MeasuredCompletion) -> Iterable[tuple[int, bool]]:
-    """Each token's position, and whether it was guessed."""
-    return enumerate(answer.accepted, answer.prompt_tokens)
-
-
-def _tokens(answers: Sequence[MeasuredCompletion]) -> list[bool]:
-    return [accepted for answer in answers for accepted in answer.accepted]
-
-
-def _mean_prompt(answers: Sequence[MeasuredCompletion]) -> float:
-    return sum(answer.prompt_tokens for answer in answers) / len(answers)
+def _mean_prompt(completions: Sequence[MeasuredCompletion]) -> float:
+    return sum(completion.prompt_tokens for completion in completions) / len(completions)
 
 
 def _share(tokens: Sequence[bool]) -> float:
@@ -230,6 +202,6 @@ def _share(tokens: Sequence[bool]) -> float:
 
 
 def _has_fallen(before: Sequence[bool], after: Sequence[bool]) -> bool:
-    if min(len(before), len(after)) < FEWEST_TOKENS or _share(before) < SOME:
+    if min(len(before), len(after)) < MIN_TOKENS or _share(before) < MIN_SHARE:
         return False
     return _share(after) <= FALLEN_RATIO * _share(before)

@@ -1,6 +1,6 @@
-"""Prompts for whoever has none: code of the standard library up to a function's header, and questions about modules.
+"""Default prompts: code of the standard library up to a function's header, and questions about its modules.
 
-Training of the shipped models left these files out.
+The training texts of the shipped models leave these files out.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 CONTEXT_LINES = 24
-"""Lines of a file that a code prompt shows, the last one being a function's header."""
+"""Lines of a code prompt; the last one is a function's header."""
 CODE_FILES = ("textwrap.py", "statistics.py", "fractions.py", "shlex.py")
 QUESTIONS = (
-    "What does json.dumps do?",  # the one that training saw comes first
+    "What does json.dumps do?",  # the only one in the training texts
     "What does textwrap.dedent do?",
     "How do I use heapq.heappush?",
     "Explain statistics.median.",

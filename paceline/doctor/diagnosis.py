@@ -1,4 +1,4 @@
-"""All of it: what was measured, what is wrong with it, what it takes, and what to serve with."""
+"""The diagnosis: measurements, likely causes of low acceptance, memory, and a recommendation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.model_names import ModelNotFoundError
 
 @dataclass(frozen=True, slots=True)
 class DiagnosedMethod:
-    """One way to draft that was measured. `free`: bytes before it was built; None: unknown."""
+    """A measured method. `free`: free bytes before it was built; None: unknown."""
 
     measured: MethodMeasurement
     need: MemoryNeed = dataclasses.field(default_factory=MemoryNeed)
@@ -35,7 +35,7 @@ class DiagnosedMethod:
 
 @dataclass(frozen=True, slots=True)
 class RejectedMethod:
-    """One that cannot draft for this target, or not here. `cause`: its likely name."""
+    """A method that cannot draft for this target or on this machine. `cause`: a name such as `memory`."""
 
     name: str
     cause: str
@@ -48,15 +48,14 @@ class Diagnosis:
     refused: Sequence[RejectedMethod]
     advice: Advice | None
     left: Sequence[str] = ()
-    """Names of those that were not measured, since somebody ended it."""
+    """Names of the methods that were not measured because of Ctrl-C."""
 
     @property
     def identical(self) -> bool:
-        """Whether no output differs that must not."""
+        """False if any exact method changed the output."""
         return all(case.measured.identical is not False for case in self.cases)
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON."""
         return {
             "methods": [_case_json(case) for case in self.cases],
             "refused": [dataclasses.asdict(each) for each in self.refused],
@@ -69,22 +68,23 @@ class Diagnosis:
 def diagnose(
     target: LLM,
     candidates: Sequence[CandidateMethod],
-    trial: MeasurementSettings,
+    settings: MeasurementSettings,
     done: Callable[[], None] = lambda: None,
 ) -> Diagnosis:
-    """`target`: without cached prompts. `done` is told of each candidate. Ctrl-C ends it with what was
-    measured by then, if anything was.
+    """Measure all candidates, and the combination of the best two. `done` is called after each.
+
+    `target` must not cache prompts. Ctrl-C ends it with the results so far; without any it is raised.
     """
-    target.generate([trial.prompts[0]], trial.sampling(trial.temperatures[0]))  # fills caches of operators
+    target.generate([settings.prompts[0]], settings.sampling(settings.temperatures[0]))  # warm up
     cases: list[DiagnosedMethod] = []
     refused: list[RejectedMethod] = []
 
     def examine(candidate: CandidateMethod) -> None:
-        found = examined(target, candidate, trial)
-        if isinstance(found, DiagnosedMethod):
-            cases.append(found)
-        else:
-            refused.append(found)
+        match examined(target, candidate, settings):
+            case DiagnosedMethod() as case:
+                cases.append(case)
+            case RejectedMethod() as rejected:
+                refused.append(rejected)
         done()
 
     try:
@@ -101,12 +101,15 @@ def diagnose(
     return Diagnosis(cases, refused, advice([case.measured for case in cases]), left)
 
 
-def examined(target: LLM, candidate: CandidateMethod, trial: MeasurementSettings) -> DiagnosedMethod | RejectedMethod:
+def examined(
+    target: LLM, candidate: CandidateMethod, settings: MeasurementSettings
+) -> DiagnosedMethod | RejectedMethod:
+    """Measure one candidate, unless it does not fit in memory or cannot draft for the target."""
     try:
         needed, free = need(target, candidate.config), free_bytes(torch.device(target.config.device))
         if not needed.fits(free):
             return RejectedMethod(candidate.name, "memory", short_of(needed, free or 0))
-        return DiagnosedMethod(measure(target, candidate, trial), needed, free)
+        return DiagnosedMethod(measure(target, candidate, settings), needed, free)
     except VocabularyMismatchError as error:
         return RejectedMethod(candidate.name, "tokenizer", str(error))
     except (ValueError, OSError, ModelNotFoundError) as error:
@@ -126,10 +129,10 @@ def gigabytes(count: int) -> str:
 
 
 def config_json(config: SpeculativeConfig) -> dict[str, Any]:
-    """As the user would write it: what is not the default."""
-    said: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
-    beside = said.pop("beside", ())
-    return said | {"method": [*beside, config.method] if beside else config.method}
+    """As the user would write it: without defaults."""
+    given: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
+    beside = given.pop("beside", ())
+    return given | {"method": [*beside, config.method] if beside else config.method}
 
 
 def _case_json(case: DiagnosedMethod) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Measures ways to draft on prompts, in this process, each beside plain decoding.
+"""Measures methods on prompts in this process, each in turns with plain decoding.
 
-The target is loaded once. Every run begins with drafts that know nothing: none looks up what an earlier run said.
+The target is loaded once. Every run begins with new drafts, so that none looks up output of an earlier run.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar, get_args
+from typing import TypeVar
 
-from paceline.config import ModelFree, SamplingParams, SpeculativeConfig
+from paceline.config import MODEL_FREE, MODEL_METHODS, SamplingParams, SpeculativeConfig
 from paceline.doctor.candidates import CandidateMethod
 from paceline.doctor.draft_memory import MemoryNeed, memory_need
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
@@ -20,25 +20,25 @@ from paceline.llm import LLM, Completion
 from paceline.model_names import is_fake_model
 from paceline.text import Tokenizer
 
-Asked = TypeVar("Asked")
+T = TypeVar("T")
 
 CONCURRENCIES = (4, 16)
-"""Requests at once, beside one alone."""
+"""Numbers of requests at once, besides 1."""
 REPETITIONS = 2
-"""Of what is timed; the fastest counts."""
+"""Of timed runs; the fastest counts."""
 SEED = 7
 SPECIAL_ROLES = ("bos_token", "eos_token")
 
 
 @dataclass(frozen=True, slots=True)
 class MeasurementSettings:
-    """What everything is measured on: prompts as token ids, and how they are answered."""
+    """Prompts as token ids, and how their output is drawn."""
 
     prompts: Sequence[Sequence[int]]
     max_tokens: int
     temperatures: Sequence[float]
     without_chat_template: bool = False
-    """Whether they lack the model's chat template."""
+    """Whether the prompts lack the model's chat template."""
     concurrencies: Sequence[int] = CONCURRENCIES
 
     def sampling(self, temperature: float) -> SamplingParams:
@@ -47,7 +47,7 @@ class MeasurementSettings:
 
 @dataclass(slots=True)
 class TimedCompletions:
-    """Prompts answered in one of two ways. `seconds`: by group of prompts, the fastest of its repetitions."""
+    """Completions of all groups of prompts. `seconds`: by group, of its fastest repetition."""
 
     seconds: list[float] = field(default_factory=list)
     completions: list[Completion] = field(default_factory=list)
@@ -70,7 +70,7 @@ class TimedCompletions:
 
 @dataclass(slots=True)
 class PairedRun:
-    """Some prompts, answered plainly and with speculation in turns."""
+    """The same prompts, decoded plainly and with speculation in turns."""
 
     plain: TimedCompletions = field(default_factory=TimedCompletions)
     speculative: TimedCompletions = field(default_factory=TimedCompletions)
@@ -83,37 +83,44 @@ class PairedRun:
 
     @property
     def exactness_promised(self) -> bool:
-        """Whether it has to be, as the output is verified."""
+        """Whether the verification strategy promises identical output."""
         return all(completion.speculation.drafter_invariant for completion in self.speculative.completions)
 
 
-def measure(target: LLM, candidate: CandidateMethod, trial: MeasurementSettings) -> MethodMeasurement:
-    """`target`: without cached prompts. Raises ValueError, or `ModelNotFoundError`, if this cannot draft for it."""
+def measure(target: LLM, candidate: CandidateMethod, settings: MeasurementSettings) -> MethodMeasurement:
+    """Measure one method. `target` must not cache prompts.
+
+    Raises ValueError or `ModelNotFoundError` if the method cannot draft for it.
+    """
 
     def fresh() -> LLM:
         return target.with_speculation(candidate.config)
 
-    first, *others = trial.temperatures
-    at_once = {count: run(fresh, trial, first, count, REPETITIONS) for count in (1, *trial.concurrencies)}
-    alone = {first: at_once[1]} | {temperature: run(fresh, trial, temperature, 1) for temperature in others}
+    first, *others = settings.temperatures
+    at_once = {count: run(fresh, settings, first, count, REPETITIONS) for count in (1, *settings.concurrencies)}
+    alone = {first: at_once[1]} | {temperature: run(fresh, settings, temperature, 1) for temperature in others}
     acceptances = [acceptance(temperature, each.speculative.completions) for temperature, each in alone.items()]
     runs = [*alone.values(), *at_once.values()]
     same = all(each.identical for each in runs) if all(each.exactness_promised for each in runs) else None
     speeds = [speed(target, count, each, acceptances[0]) for count, each in at_once.items()]
-    facts = facts_of(target, candidate.config, runs[0].position_limit, bare=trial.without_chat_template)
+    facts = facts_of(target, candidate.config, runs[0].position_limit, bare=settings.without_chat_template)
     return MethodMeasurement(candidate.name, candidate.config, acceptances, speeds, same, facts)
 
 
 def run(
-    fresh: Callable[[], LLM], trial: MeasurementSettings, temperature: float, requests: int, repetitions: int = 1
+    fresh: Callable[[], LLM],
+    settings: MeasurementSettings,
+    temperature: float,
+    requests: int,
+    repetitions: int = 1,
 ) -> PairedRun:
-    """All prompts, so many at once. `fresh` gives a target with drafts that know nothing, for each repetition."""
+    """Decode all prompts, `requests` at once. `fresh` returns the target with new drafts, once per repetition."""
     this = PairedRun()
-    sampling = trial.sampling(temperature)
+    sampling = settings.sampling(temperature)
     for _ in range(repetitions):
         llm = fresh()
         this.position_limit = llm.position_limit
-        for number, group in enumerate(groups(trial.prompts, requests)):
+        for number, group in enumerate(groups(settings.prompts, requests)):
             for side in (this.plain, this.speculative):
                 began = time.perf_counter()
                 completions = llm.generate(group, sampling, speculative=side is this.speculative)
@@ -122,31 +129,32 @@ def run(
 
 
 def speed(target: LLM, requests: int, measured: PairedRun, alone: MeasuredAcceptance) -> Speed:
-    """`alone`: what is accepted of prompts decoded one by one."""
-    answers = measured.speculative.completions
-    together = groups([(each.prompt_tokens, len(each.tokens)) for each in answers], requests)
+    """`alone`: the acceptance of prompts decoded one by one, from which the speed is predicted."""
+    completions = measured.speculative.completions
+    together = groups([(each.prompt_tokens, len(each.tokens)) for each in completions], requests)
     most = target.config.max_num_batched_rows
     seconds = sum(batch_seconds(alone, sizes, most, target.cost) for sizes in together)
-    predicted = sum(len(each.tokens) for each in answers) / seconds
+    predicted = sum(len(each.tokens) for each in completions) / seconds
     return Speed(requests, measured.plain.tokens_per_s, measured.speculative.tokens_per_s, predicted)
 
 
-def groups(prompts: Sequence[Asked], size: int) -> list[list[Asked]]:
-    """Of `size` prompts each; some are asked again if there are too few for one, none if not."""
+def groups(prompts: Sequence[T], size: int) -> list[list[T]]:
+    """Groups of `size` prompts. Prompts repeat only if they are too few for one group."""
     if len(prompts) < size:
         return [[prompts[i % len(prompts)] for i in range(size)]]
     return [list(prompts[at : at + size]) for at in range(0, len(prompts) - size + 1, size)]
 
 
 def acceptance(temperature: float, completions: Sequence[Completion]) -> MeasuredAcceptance:
-    answers = [MeasuredCompletion(each.prompt_tokens, each.accepted, each.speculation) for each in completions]
-    return MeasuredAcceptance(temperature, answers)
+    measured = [MeasuredCompletion(each.prompt_tokens, each.accepted, each.speculation) for each in completions]
+    return MeasuredAcceptance(temperature, measured)
 
 
 def facts_of(target: LLM, config: SpeculativeConfig, position_limit: int, *, bare: bool) -> MethodFacts:
+    """`bare`: whether the prompts lack the model's chat template."""
     config = complete_config(config, target.model.name)
-    trained = config.method not in get_args(ModelFree)
-    if config.method not in ("draft_model", "pard") or config.model is None:
+    trained = config.method not in MODEL_FREE
+    if config.method not in MODEL_METHODS or config.model is None:
         return MethodFacts(trained, bare_prompts=bare, position_limit=position_limit)
     draft = Tokenizer.load(config.model)
     same = draft.fingerprint == target.tokenizer.fingerprint
@@ -155,13 +163,13 @@ def facts_of(target: LLM, config: SpeculativeConfig, position_limit: int, *, bar
 
 
 def other_special_tokens(draft: Tokenizer, target: Tokenizer) -> Sequence[str]:
-    """Roles that both name, differently."""
+    """Roles for which both have a token, and not the same one."""
     tokens = {role: (draft.special_tokens.get(role), target.special_tokens.get(role)) for role in SPECIAL_ROLES}
     return tuple(role for role, (one, other) in tokens.items() if one and other and one != other)
 
 
 def need(target: LLM, config: SpeculativeConfig) -> MemoryNeed:
-    """Memory that it takes beside this target. Raises as `measure` does."""
+    """The memory that a method needs beside this target. Raises as `measure` does."""
     if is_fake_model(target.model.name):
         return MemoryNeed()
     config = complete_config(config, target.model.name)

@@ -1,4 +1,4 @@
-"""What was measured of one way to draft, on somebody's prompts."""
+"""Measurements of one method on a user's prompts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.core.messages import SpeculationStats
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCompletion:
-    """To one prompt. `accepted[i]`: its token i was guessed. `stats`: how its steps went."""
+    """The completion of one prompt. `accepted[i]`: output token i was a draft token. `stats`: of its steps."""
 
     prompt_tokens: int
     accepted: Sequence[bool]
@@ -22,24 +22,24 @@ class MeasuredCompletion:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredAcceptance:
-    """Of one way to draft, at one temperature. `answers`: one per prompt, each decoded alone."""
+    """Acceptance of one method at one temperature. `completions`: one per prompt, each decoded alone."""
 
     temperature: float
-    answers: Sequence[MeasuredCompletion]
+    completions: Sequence[MeasuredCompletion]
 
     @property
     def steps(self) -> int:
-        return sum(answer.stats.steps for answer in self.answers)
+        return sum(completion.stats.steps for completion in self.completions)
 
     @property
     def verifications(self) -> int:
-        """Steps that verified any guess."""
-        return sum(answer.stats.verifications for answer in self.answers)
+        """Steps that verified any draft token."""
+        return sum(completion.stats.verifications for completion in self.completions)
 
     @property
     def nodes(self) -> int:
-        """Guesses verified."""
-        return sum(answer.stats.drafted_tokens for answer in self.answers)
+        """Draft tokens verified."""
+        return sum(completion.stats.drafted_tokens for completion in self.completions)
 
     @property
     def length(self) -> float:
@@ -48,12 +48,12 @@ class MeasuredAcceptance:
 
     @property
     def per_step(self) -> float:
-        """Accepted tokens per step, whether it had any guesses or not."""
+        """Accepted tokens per step, with or without draft tokens."""
         return sum(self.accepted_by_depth) / max(1, self.steps)
 
     @property
     def by_depth(self) -> list[float]:
-        """At d: the share of verifications that accepted more than d tokens."""
+        """Entry d: the share of verifications that accepted more than d tokens."""
         return [count / max(1, self.verifications) for count in self.accepted_by_depth]
 
     @property
@@ -63,17 +63,17 @@ class MeasuredAcceptance:
 
     @property
     def accepted_by_depth(self) -> list[int]:
-        return _summed([answer.stats.accepted_by_depth for answer in self.answers])
+        return _summed([completion.stats.accepted_by_depth for completion in self.completions])
 
     @property
     def drafted_by_depth(self) -> list[int]:
-        """At d: verifications with a guess deeper than d."""
-        return _summed([answer.stats.drafted_by_depth for answer in self.answers])
+        """Entry d: verifications with a draft token deeper than d."""
+        return _summed([completion.stats.drafted_by_depth for completion in self.completions])
 
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Of so many requests at once, in tokens per second of all together. `predicted`: None where nobody can say."""
+    """Tokens per second of `requests` requests together. `predicted`: None if there is no forecast."""
 
     requests: int
     plain: float
@@ -87,29 +87,29 @@ class Speed:
 
 @dataclass(frozen=True, slots=True)
 class MethodFacts:
-    """What is known of a way to draft before anything is measured."""
+    """What is known of a method before it is measured."""
 
     trained: bool = True
     """Whether it drafts with a checkpoint."""
     same_vocabulary: bool = True
     other_special_tokens: Sequence[str] = ()
-    """Roles such as `bos_token` in which draft and target have different tokens."""
+    """Roles such as `bos_token` for which draft and target have different tokens."""
     bare_prompts: bool = False
-    """Whether the model has a chat template that the prompts do not go through."""
+    """Whether the model has a chat template that the prompts do not use."""
     position_limit: int = 0
-    """The draft guesses nothing beyond; 0: no limit is known."""
+    """Position from which the draft proposes nothing; 0: no limit is known."""
 
 
 @dataclass(frozen=True, slots=True)
 class MethodMeasurement:
-    """One way to draft. `acceptances`: by temperature. `speeds`: by requests at once, at the first temperature."""
+    """One method. `acceptances`: by temperature. `speeds`: by requests at once, at the first temperature."""
 
     name: str
     config: SpeculativeConfig
     acceptances: Sequence[MeasuredAcceptance]
     speeds: Sequence[Speed]
     identical: bool | None
-    """Whether the output was plain decoding's; None: with this way to verify it need not be."""
+    """Whether the output equals plain decoding's; None: the verification strategy does not promise that."""
     facts: MethodFacts = field(default_factory=MethodFacts)
 
     @property

@@ -1,4 +1,4 @@
-"""Somebody's prompts, from a file: .txt with one on each line, or .jsonl with {"prompt": ...} or {"messages": ...}."""
+"""A file of prompts: .txt with one on each line, or .jsonl with {"prompt": ...} or {"messages": ...}."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Prompt = str | Conversation
 
 
 class PromptsError(ValueError):
-    """Prompts that cannot be read or asked; the text says which and why."""
+    """Prompts that cannot be read or encoded; the message says which and why."""
 
 
 def read(path: Path) -> list[Prompt]:
-    """Raises `PromptsError`."""
+    """The prompts in a file. Raises `PromptsError`."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -28,11 +28,11 @@ def read(path: Path) -> list[Prompt]:
     if not given:
         raise PromptsError(f"{path} holds no prompts: write one on each line")
     if path.suffix == ".jsonl":
-        return [_parsed(line, f"{path}, line {number}") for number, line in given]
+        return [_parse(line, f"{path}, line {number}") for number, line in given]
     return [line for _, line in given]
 
 
-def _parsed(line: str, where: str) -> Prompt:
+def _parse(line: str, where: str) -> Prompt:
     try:
         content = json.loads(line)
     except ValueError as error:
@@ -46,16 +46,16 @@ def _parsed(line: str, where: str) -> Prompt:
 
 
 def encoded(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """As a server would read them. Raises `PromptsError`."""
+    """Token ids, as a server would encode the prompts. Raises `PromptsError`."""
     return [_ids(prompt, tokenizer) for prompt in prompts]
 
 
 def lack_chat_template(prompts: Sequence[Prompt], tokenizer: Tokenizer) -> bool:
-    """Whether the model has a chat template, and no prompt looks as if it had gone through one."""
+    """Whether the model has a chat template and no prompt has special tokens of one."""
     if tokenizer.chat_template is None or not all(isinstance(prompt, str) for prompt in prompts):
         return False
-    steering = tokenizer.special_ids - set(tokenizer.prefix_tokens)
-    return not any(steering & set(ids) for ids in encoded(prompts, tokenizer))
+    template_ids = tokenizer.special_ids - set(tokenizer.prefix_tokens)
+    return not any(template_ids & set(ids) for ids in encoded(prompts, tokenizer))
 
 
 def _ids(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:

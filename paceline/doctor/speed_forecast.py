@@ -1,8 +1,8 @@
-"""How fast it should be, from what was accepted at each depth and what rows cost: the arithmetic of
+"""Forecasts speed from acceptance by depth and the cost of rows, with the arithmetic of
 `paceline.core.policy.step_cost`.
 
-The draft's own time is not in it. What was measured beside it in one process has that time in it; drafts elsewhere hide
-most of it behind the target's passes.
+It leaves out the draft's own time. A draft in the target's process adds that time to what is measured; drafts elsewhere
+hide most of it behind the target's passes.
 """
 
 from __future__ import annotations
@@ -14,46 +14,45 @@ from paceline.doctor.measurements import MeasuredAcceptance
 
 
 def forecast_tokens_per_s(acceptance: MeasuredAcceptance, requests: int, most_rows: int, cost: RowCost) -> float:
-    """Tokens per second of so many requests at once, if each step verifies the nodes that pay.
+    """Tokens per second of all requests together, if each step verifies the nodes that pay.
 
-    `cost`: of a pass, by rows; it has no more than `most_rows`.
+    `cost`: seconds of a pass by rows. `most_rows`: rows that a pass can have.
     """
-    worth = sorted(node_gains(acceptance, requests), reverse=True)
-    count = nodes_to_verify(worth, requests, requests, most_rows - requests, StepCost(cost))
-    return (requests + sum(worth[:count])) / cost(requests + count)
+    gains = sorted(node_gains(acceptance, requests), reverse=True)
+    count = nodes_to_verify(gains, requests, requests, most_rows - requests, StepCost(cost))
+    return (requests + sum(gains[:count])) / cost(requests + count)
 
 
 def batch_seconds(
     acceptance: MeasuredAcceptance, sizes: Sequence[tuple[int, int]], most_rows: int, cost: RowCost
 ) -> float:
-    """Seconds until requests that come at once are all answered. `sizes`: of each, the tokens of its prompt and of its
-    answer.
+    """Seconds until all requests that arrive together are finished. `sizes`: prompt and output tokens of each.
 
-    Prompts are computed first, in full passes; a prompt's pass draws the first token. Each answer that is over leaves
-    fewer requests to share a pass.
+    Prompts are computed first, in full passes; a prompt's pass draws the first token. Each request that finishes
+    leaves fewer requests to share a pass.
     """
     passes, rest = divmod(sum(prompt for prompt, _ in sizes), most_rows)
     seconds = passes * cost(most_rows) + (cost(rest) if rest else 0.0)
-    lengths, drawn = sorted(answer for _, answer in sizes), 1
-    for over, length in enumerate(lengths):
-        left = len(lengths) - over
+    lengths, drawn = sorted(output for _, output in sizes), 1
+    for finished, length in enumerate(lengths):
+        running = len(lengths) - finished
         if length > drawn:
-            seconds += left * (length - drawn) / forecast_tokens_per_s(acceptance, left, most_rows, cost)
+            seconds += running * (length - drawn) / forecast_tokens_per_s(acceptance, running, most_rows, cost)
             drawn = length
     return seconds
 
 
 def node_gains(acceptance: MeasuredAcceptance, requests: int) -> list[float]:
-    """For each node that a step of so many requests could verify: the tokens that it brings.
+    """Expected accepted tokens of each node that a step of so many requests could verify.
 
-    All nodes of one depth share what that depth brought. There are as many as there were, over all depths alike, and
-    one at least: who guesses in few steps brings what it brings.
+    All nodes of one depth share the depth's acceptance equally. Each depth has as many nodes as were verified there on
+    average, and at least one, so that a draft with few draft tokens is not rounded away.
     """
     reached, accepted = acceptance.drafted_by_depth, acceptance.accepted_by_depth
     width = acceptance.nodes / max(1, sum(reached))
     nodes: list[float] = []
-    for steps, brought in zip(reached, accepted, strict=True):
-        count = max(1, round(requests * width * steps / max(1, acceptance.steps)))
-        each = requests * brought / max(1, acceptance.steps) / count
+    for verified, accepted_here in zip(reached, accepted, strict=True):
+        count = max(1, round(requests * width * verified / max(1, acceptance.steps)))
+        each = requests * accepted_here / max(1, acceptance.steps) / count
         nodes += [each] * count
     return nodes

@@ -1,8 +1,8 @@
-"""Method `auto`: what drafts for a target, by what there is to draft with.
+"""Method `auto`: chooses a method by what there is to draft with.
 
-Nothing is measured beforehand. Whatever is picked is tried on the requests themselves: a draft that does not pay is
-paused (`paceline.engine.worker_gate`), and a guess that is not worth its row gets none
-(`paceline.core.policy.step_cost`). So what costs little may always draft, and `paceline doctor` says more.
+Nothing is measured beforehand. The choice is tried on the requests themselves: a draft that does not pay is paused
+(`paceline.engine.draft_gate`), and a draft token that is not worth its row is not verified
+(`paceline.core.policy.step_cost`). So cheap methods may always draft. `paceline doctor` measures.
 """
 
 from __future__ import annotations
@@ -12,89 +12,80 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline import family
-from paceline.config import AUTO, DETECT, MAX_DEPTH, ModelFree, SpeculativeConfig
+from paceline.config import AUTO, DETECT, MAX_DEPTH, MODEL_FREE, SpeculativeConfig
 from paceline.drafting.heads.mtp_layouts import MTP_FAMILIES
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model_names import is_fake_model, resolve_model
 
 log = logging.getLogger(__name__)
 
-AUTO_MODEL_FREE: tuple[ModelFree, ...] = ("suffix", "ngram")
-"""They need no checkpoint, and next to no time."""
-
 
 @dataclass(frozen=True, slots=True)
 class MethodChoice:
-    """What drafts, and why."""
-
     method: str
     model: str | None
     why: str
 
 
 def resolve_auto(config: SpeculativeConfig, target: str | None) -> SpeculativeConfig:
-    """With a method for the target of this name in the place of `auto`; a checkpoint's method is still to be detected.
+    """The configuration with a method in place of `auto`, and the lookup methods beside it.
 
-    Raises `CheckpointError` or `ModelNotFoundError` if the target cannot be looked at.
+    The method is `detect` if the user names a checkpoint. Raises `CheckpointError` or `ModelNotFoundError` if the
+    target's checkpoint cannot be read.
     """
     if config.method != AUTO:
         return config
-    pick = choose_method(config.model, target)
-    beside = tuple(method for method in AUTO_MODEL_FREE if method != pick.method)
-    log.info("method auto: %s, since %s; beside it %s", pick.method, pick.why, " and ".join(beside))
-    return config.model_copy(
-        update={"method": pick.method, "model": pick.model, "beside": beside, **_suffix_defaults(config, pick)}
-    )
+    choice = choose_method(config.model, target)
+    beside = tuple(method for method in MODEL_FREE if method != choice.method)
+    log.info("method auto: %s, since %s; beside it %s", choice.method, choice.why, " and ".join(beside))
+    update = {"method": choice.method, "model": choice.model, "beside": beside}
+    return config.model_copy(update=update | _suffix_defaults(config, choice))
 
 
 def choose_method(model: str | None, target: str | None) -> MethodChoice:
-    """The user's own checkpoint first, then what was trained for this target, then what needs no training.
-
-    Raises as `resolve_auto` does.
-    """
+    """The user's checkpoint, else a draft trained for the target, else a method without weights. Raises as
+    `resolve_auto` does."""
     if model is not None:
         return MethodChoice(DETECT, model, f"{model} was given")
     if target is None:
         raise CheckpointError("method auto without a `model` looks at the target's checkpoint: say which one it is")
-    place = resolve_model(target)
-    if has_mtp_layer(place):
+    folder = resolve_model(target)
+    if has_mtp_layer(folder):
         return MethodChoice("mtp", None, "the target's checkpoint holds a multi-token-prediction layer")
-    if is_shipped_target(place):
+    if is_shipped_target(folder):
         return MethodChoice("draft_model", str(family.path(family.NAMES[1])), "the shipped target comes with a draft")
     return MethodChoice("suffix", None, "no draft for this target is known")
 
 
-def is_shipped_target(place: str) -> bool:
-    """`place`: as `resolve_model` gives it."""
-    return place == str(family.path(family.NAMES[0]).resolve())
+def is_shipped_target(folder: str) -> bool:
+    """`folder`: as `resolve_model` returns it."""
+    return folder == str(family.path(family.NAMES[0]).resolve())
 
 
-def has_mtp_layer(place: str) -> bool:
+def has_mtp_layer(folder: str) -> bool:
     """Whether a target's checkpoint holds a multi-token-prediction layer that can draft for it.
 
     Raises `CheckpointError` if it cannot be read.
     """
-    return not is_fake_model(place) and bool(mtp_layer_names(Checkpoint(place)))
+    return not is_fake_model(folder) and bool(mtp_layer_names(Checkpoint(folder)))
 
 
 def mtp_layer_names(checkpoint: Checkpoint) -> list[str]:
-    """Its tensors; none if there is no whole layer, or of no family that is known."""
+    """The tensors of a multi-token-prediction layer; none if the layer is incomplete or its family unknown."""
     settings = checkpoint.config.get("text_config", checkpoint.config)
-    kind = MTP_FAMILIES.get(settings.get("model_type", ""))
-    if kind is None or kind.layout is None:
+    mtp_family = MTP_FAMILIES.get(settings.get("model_type", ""))
+    if mtp_family is None or mtp_family.layout is None:
         return []
     layers = int(settings["num_hidden_layers"])
-    if kind.layout.name("projection.weight", layers) not in checkpoint.names:
+    if mtp_family.layout.name("projection.weight", layers) not in checkpoint.names:
         return []
-    return [name for name in checkpoint.names if name.startswith(kind.layout.prefix.format(layers=layers))]
+    return [name for name in checkpoint.names if name.startswith(mtp_family.layout.prefix.format(layers=layers))]
 
 
-def _suffix_defaults(config: SpeculativeConfig, pick: MethodChoice) -> dict[str, Any]:
-    """Alone it guesses as deep as it counts, in the target's process; unless told otherwise."""
-    own = {
-        "num_speculative_tokens": min(config.suffix_decoding_max_tree_depth, MAX_DEPTH),
-        "draft_placement": "target",
-    }
-    if pick.method != "suffix":
+def _suffix_defaults(config: SpeculativeConfig, choice: MethodChoice) -> dict[str, Any]:
+    """Suffix decoding without a draft model runs in the target's process, and drafts as deep as it counts."""
+    if choice.method != "suffix":
         return {}
-    return {key: value for key, value in own.items() if key not in config.model_fields_set}
+    depth = min(config.suffix_decoding_max_tree_depth, MAX_DEPTH)
+    defaults = {"num_speculative_tokens": depth, "draft_placement": "target"}
+    return {key: value for key, value in defaults.items() if key not in config.model_fields_set}

@@ -1,16 +1,11 @@
-"""Growing trees with a network that is run over tokens one after another: the best leaves first, over all requests.
+"""Best-first drafting with a network that computes one token after another, over all requests at once.
 
-A draft predicts the target's draw with the target's own noise (`paceline.core.sampling`): it perturbs its logits just
-as
-the target will, and guesses that the largest wins, or else the second largest, and so on. How sure it is follows from
-the perturbed logits: a softmax over them. At temperature 0 these are the plain logits. For strategies that verify by
-the draft's law it draws one guess instead, from that law (`paceline.drafting.sampled_drafts`).
+A node is *expanded* when it has run through the network, which gives its children. Each round expands the nodes with
+the largest path probability, over all requests: an alternative is expanded once it is likelier than going deeper.
+Children are the predicted draws of the target (`paceline.drafting.draw_prediction`). For strategies that verify with
+the draft's distribution, a node gets one child, sampled from it (`paceline.drafting.sampled_drafts`).
 
-A node is *expanded* when it has run through the network, so that its children are known. Each round expands the nodes
-with the largest path probability, whichever request's they are: the alternatives to a first choice come up as soon as
-they are likelier than going deeper.
-
-Guesses live on the slots that committed tokens leave (`CachedSpeculator`), and give way to these.
+Expanded nodes use the slots that committed tokens leave (`CachedSpeculator`), and give them up when tokens need them.
 """
 
 from __future__ import annotations
@@ -28,32 +23,30 @@ from torch import Tensor
 
 from paceline.core.growth import Growth
 from paceline.core.policy.step_cost import RowCost, StepCost, nodes_to_verify
-from paceline.core.sampling import SamplingRow as DrawRow
-from paceline.core.tree import ROOT, CommitResult
+from paceline.core.sampling import History
+from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.core.verify import STRATEGIES
 from paceline.drafting.cached_draft import CachedDraft, CachedSpeculator, round_robin
-from paceline.drafting.draw_prediction import predict_draws
+from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts, predict_draws
 from paceline.drafting.sampled_drafts import SampledToken, sample_draft_tokens
 from paceline.model.rows import Row
 
-MAX_ROWS = 256
-"""Rows of one round."""
 DEFAULT_ROW_COST = RowCost([8], [1.0])
-"""What rows cost where nobody has measured it."""
+"""The cost of rows if it was not measured."""
 
 D = TypeVar("D", bound="BestFirstDraft")
 ScoredNode = tuple[float, D, int]
-"""A node that can be expanded: its path's log-probability, its request, its number there."""
+"""A node that can be expanded: its path log-probability, its request, the node."""
 
 
 @dataclass(slots=True, eq=False)
 class BestFirstDraft(CachedDraft):
-    """Its guesses are computed, too, so that they can have children."""
+    """A request whose nodes are expanded."""
 
     slots: dict[int, int] = field(default_factory=dict)
-    """Slots of expanded guesses. There are none while tokens are missing."""
+    """The slots of expanded nodes. Empty while committed tokens are missing."""
     frontier: list[int] = field(default_factory=list)
-    """The guesses that are not expanded and may be, likeliest first."""
+    """The nodes that can be expanded next, likeliest first."""
 
     @property
     def all_slots(self) -> Sequence[int]:
@@ -61,12 +54,12 @@ class BestFirstDraft(CachedDraft):
 
     @property
     def sampled(self) -> bool:
-        """Whether guesses are drawn from the draft's own law."""
+        """Whether draft tokens are sampled from the draft's distribution."""
         return STRATEGIES[self.opening.strategy].sampled_drafts
 
     @property
     def wanted(self) -> int:
-        """How many tokens are to be computed. The root is not while its children are not: they come of its pass."""
+        """How many tokens need computing. The root's pass gives its children, and is due when children are wanted."""
         return self.missing if self.depth_limit > 0 and self.floor < 0.0 else max(0, self.missing - 1)
 
     @property
@@ -75,11 +68,11 @@ class BestFirstDraft(CachedDraft):
 
     @property
     def depth_limit(self) -> int:
-        """The depth of nodes from which on children are not wanted."""
+        """The depth from which on nodes get no children."""
         return min(self.opening.max_depth, self.limit - 1 - self.tree.position)
 
     def root_moved(self, committed: CommitResult) -> list[int]:
-        """The first nodes of the path keep what was computed of them, as far as it holds for tokens, too."""
+        """The first nodes of the committed path stay computed, as long as they are expanded."""
         known = [self.slots.pop(node) for node in itertools.takewhile(self.slots.__contains__, committed.path)]
         self.slot_table.slots.extend(known)
         self.computed += len(known)
@@ -88,29 +81,32 @@ class BestFirstDraft(CachedDraft):
         return list(slots.values())
 
     def refresh_frontier(self) -> None:
-        """Find the frontier."""
-        tree, slots, reach, floor = self.tree, self.slots, self.depth_limit, self.floor
-        places = zip(tree.parents, tree.depths, tree.path_log_probs, strict=True)
+        tree, slots, depth_limit, floor = self.tree, self.slots, self.depth_limit, self.floor
+        nodes = zip(tree.parents, tree.depths, tree.path_log_probs, strict=True)
         self.frontier = [
             node
-            for node, (parent, depth, path_log_prob) in enumerate(places)
-            if path_log_prob > floor and depth < reach and (parent == ROOT or parent in slots) and node not in slots
+            for node, (parent, depth, path_log_prob) in enumerate(nodes)
+            if path_log_prob > floor
+            and depth < depth_limit
+            and (parent == ROOT or parent in slots)
+            and node not in slots
         ]
         self.frontier.sort(key=tree.path_log_probs.__getitem__, reverse=True)
 
     def expandable(self, width: int) -> Sequence[int]:
-        """As many of the frontier as the tree has room for a child of, if all but the last get `width` of them."""
-        room = 0 if self.missing else self.nodes_left
-        return self.frontier[: -(-room // width)]
+        """The first nodes of the frontier, as many as the node limit allows `width` children each; the last may get
+        fewer."""
+        nodes_left = 0 if self.missing else self.nodes_left
+        return self.frontier[: -(-nodes_left // width)]
 
 
 @dataclass(slots=True)
 class DraftPass(Generic[D]):
-    """The rows of one pass, and the nodes that are expanded by it: each by the row of its index in `wanted`."""
+    """The rows of one forward pass. Node i of `expanded` is computed by row `wanted[i]`."""
 
     rows: list[Row] = field(default_factory=list)
     owners: list[tuple[D, int | None]] = field(default_factory=list)
-    """Whose each row is; None: it is that of a committed token."""
+    """The request and node of each row; node None: a committed token."""
     wanted: list[int] = field(default_factory=list)
     expanded: list[tuple[D, int]] = field(default_factory=list)
 
@@ -119,42 +115,39 @@ class DraftPass(Generic[D]):
         self.owners.append((draft, node))
 
     def expand_last(self, draft: D, node: int) -> None:
-        """The last row is that of `node`."""
+        """The last row expands `node`."""
         self.wanted.append(len(self.rows) - 1)
         self.expanded.append((draft, node))
 
 
 class BestFirstSpeculator(CachedSpeculator[D]):
-    """What all methods share whose guesses need the guess before; a subclass says what one pass computes."""
+    """Expands the likeliest nodes. A subclass runs the network."""
 
     def __init__(
         self,
-        slots: int,
+        facts: NetworkFacts,
         tree_width: int,
         cost: RowCost | None = None,
-        least_path_probability: float = 0.02,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`slots`: positions for which there is room. `tree_width`: most children per node. `cost`: of the network's
-        passes, if anybody measured it. Guesses whose path is not likelier than `least_path_probability`
-        are not made; with 0 none is too unlikely."""
-        super().__init__(slots, least_path_probability)
-        self._width = tree_width
+        """`cost`: of the network's passes, if measured. The rest: see `PredictingSpeculator`."""
+        super().__init__(facts, tree_width, least_path_probability)
         self._cost = StepCost(cost or DEFAULT_ROW_COST)
         self._clock = clock
 
     @abstractmethod
     def run(self, this: DraftPass[D]) -> tuple[Tensor, Tensor | None]:
-        """One pass: logits [expanded nodes, columns], and the token of each column, None: column n is token n."""
+        """Logits [expanded nodes, columns] and the token of each column; None: column n is token n."""
 
     def grow(self) -> dict[int, Growth]:
-        """One pass of the network: missing context first, then the likeliest guesses."""
+        """One pass of the network: missing committed tokens first, then the likeliest nodes."""
         start = self._clock()
         this = DraftPass[D]()
-        owned = self._by_link()
-        self._add_context(this, owned)
+        by_link = self._by_link()
+        self._add_context(this, by_link)
         context = len(this.rows)
-        self._add_guesses(this, owned)
+        self._add_nodes(this, by_link)
         self._computed = bool(this.rows)
         if not this.rows:
             return {}
@@ -164,10 +157,30 @@ class BestFirstSpeculator(CachedSpeculator[D]):
             self._cost.observe(len(this.rows), self._clock() - start)
         return grown
 
+    def tree(self, request_id: int) -> TokenTree:
+        """The tree of an open request."""
+        return self._drafts[request_id].tree
+
+    def rewind(self, request_id: int, length: int) -> None:
+        """Take back all nodes of an open request, and its committed tokens after the first `length`.
+
+        The first `length` - 1 tokens stay computed; the last one is expanded again.
+        """
+        draft = self._drafts[request_id]
+        self._free += [*draft.slots.values(), *draft.slot_table.slots[length:]]
+        draft.slots.clear()
+        draft.frontier.clear()
+        draft.slot_table.truncate(length)
+        del draft.tokens[length:]
+        draft.computed = min(draft.computed, length - 1)
+        draft.tree = TokenTree(length - 1, draft.tokens[-1])
+        split = min(length, len(draft.opening.tokens) - draft.opening.output_tokens)
+        draft.history = History(draft.history.params, draft.tokens[:split], draft.tokens[split:], self.vocabulary_size)
+
     def check_integrity(self) -> None:
-        """Prove, too, that no guess that was forgotten holds a slot."""
+        """Raises AssertionError, too, if a node that left its tree holds a slot."""
         if any(draft.slots.keys() - set(draft.tree.nodes()) for draft in self._drafts.values()):
-            raise AssertionError("a guess that was forgotten holds a slot")
+            raise AssertionError("a node that left its tree holds a slot")
         super().check_integrity()
 
     @property
@@ -175,44 +188,41 @@ class BestFirstSpeculator(CachedSpeculator[D]):
         return len(self._free) + sum(len(draft.slots) for draft in self._drafts.values())
 
     def _take(self, count: int) -> list[int]:
-        """Guesses give theirs up if need be, and if it is of use."""
+        """Take slots from expanded nodes if needed, unless even these are too few."""
         while len(self._free) < count <= self._reclaimable_slots:
             self._reclaim_slots(count - len(self._free))
         return super()._take(count)
 
     def _reclaim_slots(self, count: int) -> None:
-        """Free up to so many slots: of the owner that holds the most, the request with the most guesses, and of these
-        the unlikeliest."""
+        """Free up to `count` slots: those of the unlikeliest nodes of the request with the most expanded nodes, on the
+        link that holds the most slots."""
         held: Counter[int] = Counter()
         for draft in self._drafts.values():
             held[draft.opening.link] += len(draft.slot_table) + len(draft.slots)
-        guessing = [draft for draft in self._drafts.values() if draft.slots]
-        most = max(guessing, key=lambda draft: (held[draft.opening.link], len(draft.slots)))
-        tree = most.tree
-        for node in sorted(most.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))[:count]:
-            self._free.append(most.slots.pop(node))
-        most.refresh_frontier()
+        expanded = [draft for draft in self._drafts.values() if draft.slots]
+        largest = max(expanded, key=lambda draft: (held[draft.opening.link], len(draft.slots)))
+        tree = largest.tree
+        for node in sorted(largest.slots, key=lambda node: (tree.path_log_probs[node], -tree.depths[node]))[:count]:
+            self._free.append(largest.slots.pop(node))
+        largest.refresh_frontier()
 
-    def _add_context(self, this: DraftPass[D], owned: Sequence[Sequence[D]]) -> None:
-        """Rows for missing committed tokens."""
-        for draft, span in self._context(owned):
+    def _add_context(self, this: DraftPass[D], by_link: Sequence[Sequence[D]]) -> None:
+        """Rows for missing committed tokens. The last one of a request expands its root."""
+        for draft, span in self._context(by_link):
             for i in span:
                 this.add_row(draft, None, draft.slot_table.row(draft.tokens[i], i))
             if not draft.missing:
                 this.expand_last(draft, ROOT)
 
-    def _add_guesses(self, this: DraftPass[D], owned: Sequence[Sequence[D]]) -> None:
-        """Rows for the likeliest guesses of requests whose context is complete or in this pass.
-
-        As many as make the most of the pass if the likeliest had it: the chance that children are wanted, per second.
-        """
+    def _add_nodes(self, this: DraftPass[D], by_link: Sequence[Sequence[D]]) -> None:
+        """Rows for the likeliest nodes. Their number maximises the summed path probability per second of the pass."""
         most = min(MAX_ROWS, len(self._free))
-        hands = [self._likeliest(drafts)[:most] for drafts in owned]
-        offered = sorted(itertools.chain(*hands), key=_neg_log_prob)[:most]
-        chances = [math.exp(path_log_prob) for path_log_prob, _, _ in offered]
-        count = nodes_to_verify(chances, len(this.wanted), len(this.rows), most, self._cost)
+        offers = [self._likeliest(drafts)[:most] for drafts in by_link]
+        best = sorted(itertools.chain(*offers), key=_neg_log_prob)[:most]
+        probabilities = [math.exp(path_log_prob) for path_log_prob, _, _ in best]
+        count = nodes_to_verify(probabilities, len(this.wanted), len(this.rows), most, self._cost)
         self._next_link += count
-        for _, draft, node in itertools.islice(round_robin(map(iter, hands)), count):
+        for _, draft, node in itertools.islice(round_robin(map(iter, offers)), count):
             branch = [draft.slots[above] for above in draft.tree.path(node)[:-1]]
             draft.slots[node] = self._free.pop()
             [token] = draft.to_draft_tokens([draft.tree.tokens[node]])
@@ -220,73 +230,53 @@ class BestFirstSpeculator(CachedSpeculator[D]):
             this.expand_last(draft, node)
 
     def _likeliest(self, drafts: Iterable[D]) -> list[ScoredNode[D]]:
-        """What these requests could have expanded, best first."""
-        offers = [
+        """The nodes of these requests that can be expanded, likeliest first."""
+        nodes = [
             (draft.tree.path_log_probs[node], draft, node)
             for draft in drafts
             if draft.frontier
             for node in draft.expandable(1 if draft.sampled else self._width)
         ]
-        return sorted(offers, key=_neg_log_prob)
+        return sorted(nodes, key=_neg_log_prob)
 
     def _add_children(self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None) -> dict[int, Growth]:
         new: dict[int, list[int]] = {}
-        for (draft, node), guesses in zip(expanded, self._guesses(expanded, logits, ids), strict=True):
+        for (draft, node), children in zip(expanded, self._children(expanded, logits, ids), strict=True):
             nodes = new.setdefault(draft.opening.request_id, [])
-            nodes += [draft.tree.add(node, *guess) for guess in guesses[: draft.nodes_left]]
+            nodes += [draft.tree.add(node, *child) for child in children[: draft.nodes_left]]
         for key in new:
             self._drafts[key].refresh_frontier()
-        return {key: self._drafts[key].tree.growth(nodes) for key, nodes in new.items() if nodes}
+        return self._growths(new)
 
-    def _guesses(
+    def _children(
         self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None
     ) -> list[Sequence[tuple[int, float] | SampledToken]]:
-        """New children of each node, likeliest first. A node whose slot was taken back is expanded again, and has its
+        """The new children of each node, likeliest first. A node that lost its slot is expanded a second time, and has
         children already."""
-        guesses: list[Sequence[tuple[int, float] | SampledToken]] = [()] * len(expanded)
-        foreseen = [i for i, (draft, _) in enumerate(expanded) if not draft.sampled]
-        drawn = [i for i, (draft, node) in enumerate(expanded) if draft.sampled and node not in draft.tree.parents]
-        if foreseen:
-            for i, some in zip(foreseen, self._predicted(*_selected(foreseen, expanded, logits), ids), strict=True):
-                guesses[i] = some
-        if drawn:  # whatever the token is: those that were left out would be missing from the law
-            these, logits = _selected(drawn, expanded, logits)
-            for i, guess in zip(
-                drawn, sample_draft_tokens(logits, [_draw_row(*each) for each in these], ids), strict=True
-            ):
-                guesses[i] = [] if guess is None else [guess]
-        return guesses
-
-    def _predicted(
-        self, expanded: Sequence[tuple[D, int]], logits: Tensor, ids: Tensor | None
-    ) -> list[list[tuple[int, float]]]:
-        """The likeliest draws of the target, if they are likely enough."""
-        laws = predict_draws(logits, [_draw_row(draft, node) for draft, node in expanded], self._width, ids)
-        return [
-            [
-                (token, log_prob)
-                for token, log_prob in law
-                if draft.tree.path_log_probs[node] + log_prob > draft.floor and draft.tree.child(node, token) is None
-            ]
-            for (draft, node), law in zip(expanded, laws, strict=True)
-        ]
+        children: list[Sequence[tuple[int, float] | SampledToken]] = [()] * len(expanded)
+        predicted = [i for i, (draft, _) in enumerate(expanded) if not draft.sampled]
+        sampled = [i for i, (draft, node) in enumerate(expanded) if draft.sampled and node not in draft.tree.parents]
+        if predicted:
+            nodes, chosen = _selected(predicted, expanded, logits)
+            ranked = predict_draws(chosen, [draft.draw_row(node) for draft, node in nodes], self._width, ids)
+            for i, (draft, node), tokens in zip(predicted, nodes, ranked, strict=True):
+                children[i] = draft.new_children(node, tokens)
+        if sampled:  # unlikely tokens, too: without them the samples would not follow the distribution
+            nodes, chosen = _selected(sampled, expanded, logits)
+            samples = sample_draft_tokens(chosen, [draft.draw_row(node) for draft, node in nodes], ids)
+            for i, sample in zip(sampled, samples, strict=True):
+                children[i] = [] if sample is None else [sample]
+        return children
 
 
-def _neg_log_prob(offer: ScoredNode[BestFirstDraft]) -> float:
-    return -offer[0]
+def _neg_log_prob(node: ScoredNode[BestFirstDraft]) -> float:
+    return -node[0]
 
 
 def _selected(
-    these: Sequence[int], expanded: Sequence[tuple[D, int]], logits: Tensor
+    indices: Sequence[int], expanded: Sequence[tuple[D, int]], logits: Tensor
 ) -> tuple[Sequence[tuple[D, int]], Tensor]:
-    """Those nodes and their logits; all are the usual case."""
-    if len(these) == len(expanded):
+    """These nodes and their logits, without a copy in the usual case of all nodes."""
+    if len(indices) == len(expanded):
         return expanded, logits
-    return [expanded[i] for i in these], logits[list(these)]
-
-
-def _draw_row(draft: BestFirstDraft, node: int) -> DrawRow:
-    """The draw after `node` that the target will make."""
-    tree = draft.tree
-    position = tree.position + tree.depths[node] + 1
-    return DrawRow(draft.history.params, position, draft.history, tree.path_tokens(node))
+    return [expanded[i] for i in indices], logits[list(indices)]

@@ -1,16 +1,16 @@
-"""The draft worker's loop: owns a speculator and grows trees for many links.
+"""The draft worker's loop: grows the trees of many links with one speculator.
 
-    take in what the links said → grow, one round → hand out the new nodes
+    apply the events of all links → draft one round → send the new nodes
 
-A link is one target. What it says comes through the pipe at any time, and waits for nothing. When no open request is
-worth another guess, the loop sleeps until somebody says something.
+A link is the connection of one target. Its events arrive through the pipe at any time. The loop sleeps when no open
+request gets more nodes, until the next event.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -23,7 +23,7 @@ from paceline.telemetry.round_stats import RoundStats
 
 @dataclass(frozen=True, slots=True)
 class RequestClosed:
-    """The target needs no more guesses for this request."""
+    """The target needs no more draft tokens for this request."""
 
     request_id: int
 
@@ -33,20 +33,20 @@ RequestEvent = Opening | Context | Commit | Limit | RequestClosed
 
 @dataclass(slots=True)
 class DraftUpdate:
-    """What rounds of the loop have for one link: nodes by request, requests that cannot be drafted and why.
-
-    `applied` counts how often the link said something (`LinkEvents`) that the speculator has heard.
-    """
+    """The results of one or more rounds for one link."""
 
     growths: GrowthBatch = field(default_factory=GrowthBatch)
+    """New nodes by request."""
     dropped: dict[int, str] = field(default_factory=dict)
+    """Requests that cannot be drafted, and why."""
     applied: int = 0
+    """How many of the link's `LinkEvents` the speculator has applied."""
     timings: Timings = field(default_factory=Timings)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEvents:
-    """To the loop: a link says this, to be applied in this order before anything grows."""
+    """To the loop: events of a link, in order, to apply before the next round."""
 
     link: int
     events: Sequence[RequestEvent]
@@ -55,14 +55,14 @@ class LinkEvents:
 
 @dataclass(frozen=True, slots=True)
 class LinkClosed:
-    """To the loop: a link has ended, and with it all its requests. A delivery that is under way may still come."""
+    """To the loop: a link and all its requests have ended. An update for it may still be on its way."""
 
     link: int
 
 
 @dataclass(frozen=True, slots=True)
 class DraftRounds:
-    """From the loop: so many rounds were made. `grown` has something for each link that it concerns."""
+    """From the loop: the rounds since the last message, and the updates of the links that have any."""
 
     stats: Sequence[RoundStats]
     grown: Sequence[tuple[int, DraftUpdate]]
@@ -70,7 +70,7 @@ class DraftRounds:
 
 @dataclass(frozen=True, slots=True)
 class SpeculatorFacts:
-    """What links have to know of the speculator, see there."""
+    """The attributes of `Speculator` that links need."""
 
     method: str
     model: str
@@ -93,22 +93,21 @@ class SpeculatorFacts:
 
 @dataclass(slots=True)
 class _LinkState:
-    """One target's requests."""
+    """The requests of one link."""
 
     number: int
     requests: dict[int, int] = field(default_factory=dict)
-    """The speculator's ids by the link's."""
+    """The speculator's request ids, by the link's."""
     update: DraftUpdate = field(default_factory=DraftUpdate)
     growths: list[tuple[int, Growth]] = field(default_factory=list)
-    """What is not told yet."""
+    """Growth that was not sent yet."""
     rounds: int = 0
-    """Made since the link last said something."""
+    """Rounds since the link's last event."""
     report_after_rounds: int = 1
-    """After so many, what there is of news goes out."""
 
     def report_due(self) -> bool:
-        """Count a round. News goes out after 1, 3, 5, 7, 10, 15, ... of them: at once where a target may be waiting,
-        and by and by in larger pieces, when it is busy and each frame costs more than what it carries."""
+        """Count a round. Growth is sent after 1, 3, 5, 7, 10, 15, ... rounds: at once while the target may be waiting,
+        later in larger pieces, since a busy target pays more for a frame than for its nodes."""
         self.rounds += 1
         if self.rounds < self.report_after_rounds:
             return False
@@ -117,7 +116,7 @@ class _LinkState:
 
 
 class DraftLoop:
-    """Grows until the pipe closes; what it did is told as `DraftRounds`."""
+    """Drafts until the pipe closes; sends `DraftRounds`."""
 
     def __init__(self, speculator: Speculator, pipe: Pipe, clock: Callable[[], float] = time.perf_counter) -> None:
         self._speculator = speculator
@@ -127,13 +126,13 @@ class DraftLoop:
         pipe.on(LinkEvents, self._inbox.append)
         pipe.on(LinkClosed, self._inbox.append)
         self._links: dict[int, _LinkState] = {}
-        self._owners: dict[int, tuple[_LinkState, int]] = {}  # by the speculator's id: the link, and its id there
+        self._owners: dict[int, tuple[_LinkState, int]] = {}  # by the speculator's id: the link and the link's id
         self._next_id = 1
         self._dropped = 0
         self._stats: list[RoundStats] = []
-        """Of rounds that are not told yet."""
+        """Of rounds that were not reported yet."""
         self._began = 0.0
-        """This round: when somebody spoke, or when the last one had been written."""
+        """When this round began: at the event that woke the loop, or at the end of the round before."""
 
     def run(self) -> None:
         """Return when the pipe is closed. Errors of the speculator other than `DraftError` end the loop."""
@@ -143,52 +142,53 @@ class DraftLoop:
                 self._pipe.receive(None if idle else 0.0)
                 if idle:
                     self._began = self._clock()
-                heard, queue_s = self._take_in()
+                active, queue_s = self._apply_inbox()
                 began = self._clock()
                 grown = self._speculator.grow()
                 compute_s = self._clock() - began
                 idle = not grown and not self._speculator.behind
-                self._hand_out(grown, heard, Timings(queue_s, compute_s, queue_s + compute_s), last=idle)
+                self._collect(grown, active, Timings(queue_s, compute_s, queue_s + compute_s))
+                self._send(active, sum(map(len, grown.values())), last=idle)
 
-    def _take_in(self) -> tuple[dict[int, _LinkState], float]:
-        """Apply what has been said; return who said it, and how long the oldest of it waited, in seconds."""
-        heard: dict[int, _LinkState] = {}
+    def _apply_inbox(self) -> tuple[dict[int, _LinkState], float]:
+        """Apply all events; return the links that had any, and how long the oldest event waited, in seconds."""
+        active: dict[int, _LinkState] = {}
         queue_s = 0.0
         while self._inbox:
-            mail = self._inbox.popleft()
-            if isinstance(mail, LinkClosed):
-                self._forget(mail.link)
-                heard.pop(mail.link, None)
+            message = self._inbox.popleft()
+            if isinstance(message, LinkClosed):
+                self._close_link(message.link)
+                active.pop(message.link, None)
             else:
-                queue_s = max(queue_s, self._clock() - mail.received_at)
-                link = heard[mail.link] = self._links.setdefault(mail.link, _LinkState(mail.link))
-                self._apply(link, mail.events)
-        return heard, queue_s
+                queue_s = max(queue_s, self._clock() - message.received_at)
+                link = active[message.link] = self._links.setdefault(message.link, _LinkState(message.link))
+                self._apply(link, message.events)
+        return active, queue_s
 
-    def _apply(self, link: _LinkState, said: Sequence[RequestEvent]) -> None:
+    def _apply(self, link: _LinkState, events: Iterable[RequestEvent]) -> None:
         link.update.applied += 1
-        for each in said:
+        for event in events:
             try:
-                self._apply_event(link, each)
+                self._apply_event(link, event)
             except DraftError as error:
-                self._close(link, each.request_id)
-                link.update.dropped[each.request_id] = str(error)
+                self._close(link, event.request_id)
+                link.update.dropped[event.request_id] = str(error)
                 self._dropped += 1
 
-    def _apply_event(self, link: _LinkState, said: RequestEvent) -> None:
-        """What concerns requests that are not open is late, and dropped."""
-        if isinstance(said, Opening):
-            self._open(link, said)
-        elif isinstance(said, RequestClosed):
-            self._close(link, said.request_id)
-        elif (own_id := link.requests.get(said.request_id)) is None:
+    def _apply_event(self, link: _LinkState, event: RequestEvent) -> None:
+        """Apply an event. Late events of closed requests are ignored."""
+        if isinstance(event, Opening):
+            self._open(link, event)
+        elif isinstance(event, RequestClosed):
+            self._close(link, event.request_id)
+        elif (own_id := link.requests.get(event.request_id)) is None:
             return
-        elif isinstance(said, Commit):
-            self._speculator.commit(replace(said, request_id=own_id))
-        elif isinstance(said, Limit):
-            self._speculator.limit(replace(said, request_id=own_id))
+        elif isinstance(event, Commit):
+            self._speculator.commit(replace(event, request_id=own_id))
+        elif isinstance(event, Limit):
+            self._speculator.limit(replace(event, request_id=own_id))
         else:
-            self._speculator.context(replace(said, request_id=own_id))
+            self._speculator.context(replace(event, request_id=own_id))
 
     def _open(self, link: _LinkState, opening: Opening) -> None:
         own_id = self._next_id
@@ -202,32 +202,32 @@ class DraftLoop:
             del self._owners[own_id]
             self._speculator.close(own_id)
 
-    def _forget(self, number: int) -> None:
+    def _close_link(self, number: int) -> None:
         if link := self._links.pop(number, None):
             for request_id in list(link.requests):
                 self._close(link, request_id)
 
-    def _hand_out(
-        self, grown: dict[int, Growth], heard: dict[int, _LinkState], timings: Timings, *, last: bool
-    ) -> None:
-        """Every link gets its share, when it is due or if this is the `last` round for now; those that said something
-        learn at once that it was applied."""
+    def _collect(self, grown: dict[int, Growth], active: dict[int, _LinkState], timings: Timings) -> None:
+        """Add a round's growth to the links' unsent growth."""
         for own_id, growth in grown.items():
             link, request_id = self._owners[own_id]
             link.growths.append((request_id, growth.check()))
-        for link in heard.values():
+        for link in active.values():
             link.rounds, link.report_after_rounds, link.update.timings = 0, 1, timings
-        news = []
+
+    def _send(self, active: dict[int, _LinkState], nodes: int, *, last: bool) -> None:
+        """Send the updates that are due. Links with events get one at once, to learn that the events are applied; after
+        the `last` round before a pause, every link with growth does."""
+        updates = []
         for link in self._links.values():
             due = link.report_due() or last
-            if link.number in heard or (due and link.growths):
+            if link.number in active or (due and link.growths):
                 link.update.growths = GrowthBatch.of(link.growths)
-                news.append((link.number, link.update))
+                updates.append((link.number, link.update))
                 link.update, link.growths = DraftUpdate(applied=link.update.applied), []
-        nodes = sum(map(len, grown.values()))
         began, self._began = self._began, self._clock()
         self._stats.append(RoundStats(self._began - began, nodes, self._dropped))
         self._dropped = 0
-        if news or last:
-            self._pipe.send(DraftRounds(self._stats, news))
+        if updates or last:
+            self._pipe.send(DraftRounds(self._stats, updates))
             self._stats = []

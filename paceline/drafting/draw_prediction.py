@@ -1,46 +1,144 @@
-"""What a draft's logits say the target will draw."""
+"""Predicts the target's draws from a draft's logits, and keeps what that needs of each request.
+
+The target perturbs its logits with noise that is known in advance (`paceline.core.sampling`) and draws the largest. A
+draft perturbs its own logits with the same noise; a softmax over the perturbed logits gives the probability of each
+draw. At temperature 0 there is no noise.
+"""
 
 from __future__ import annotations
 
+import math
+from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from paceline.core.sampling import History, SamplingRow, top_scores
+from paceline.core.tree import TokenTree
 from paceline.core.verify import STRATEGIES
 from paceline.drafting.speculator import DraftError, Opening
+from paceline.drafting.tree_speculator import TreeDraft, TreeSpeculator
 from paceline.grammar.grammar_state import GrammarCompiler
+from paceline.model.model import Model
 
+MAX_ROWS = 256
+"""Rows of draft tokens in one round."""
 SHORTLIST_SIZE = 64
-"""Tokens of each law among which the target's draw is looked for."""
+"""The target's draw is predicted among this many of the likeliest tokens."""
 
 RankedTokens = Sequence[tuple[int, float]]
-"""Tokens and their log-probabilities, falling."""
+"""Tokens and their log-probabilities, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class NetworkFacts:
+    """The attributes of `Speculator` that follow from the network that drafts, and the network's sizes."""
+
+    model: str
+    vocabulary_fingerprint: str
+    vocabulary_size: int
+    columns: int
+    """Tokens that the network's logits are for."""
+    slots: int = 0
+    """Positions in its KV cache."""
+    position_limit: int = 0
+    hidden_state_layers: Sequence[int] = ()
+
+    @classmethod
+    def of_model(cls, model: Model) -> NetworkFacts:
+        """The facts of a language model of its own."""
+        size = model.vocabulary_size
+        return cls(model.name, model.fingerprint, size, size, model.slots, model.max_model_len)
+
+
+@dataclass(slots=True, eq=False)
+class PredictingDraft(TreeDraft):
+    """A request whose draws are predicted."""
+
+    history: History
+    """Parameters and tokens, as the target's rules see them."""
+    floor: float
+    """Only nodes with a larger path log-probability are added."""
+
+    def draw_row(self, node: int) -> SamplingRow:
+        """The target's draw after `node`."""
+        position = self.tree.position + self.tree.depths[node] + 1
+        return SamplingRow(self.history.params, position, self.history, self.tree.path_tokens(node))
+
+    def new_children(self, node: int, ranked: RankedTokens) -> RankedTokens:
+        """The tokens likely enough to follow `node` that it has no child for."""
+        path_log_prob, tree = self.tree.path_log_probs[node], self.tree
+        return [
+            (token, log_prob)
+            for token, log_prob in ranked
+            if path_log_prob + log_prob > self.floor and tree.child(node, token) is None
+        ]
+
+
+P = TypeVar("P", bound=PredictingDraft)
+
+
+class PredictingSpeculator(TreeSpeculator[P]):
+    """Drafts with a network."""
+
+    def __init__(self, facts: NetworkFacts, tree_width: int, least_path_probability: float) -> None:
+        """`tree_width`: most children of a node. `least_path_probability`: only nodes on likelier paths are added; 0
+        admits all."""
+        super().__init__()
+        self.model = facts.model
+        self.vocabulary_fingerprint = facts.vocabulary_fingerprint
+        self.vocabulary_size = facts.vocabulary_size
+        self.position_limit = facts.position_limit
+        self.hidden_state_layers = tuple(facts.hidden_state_layers)
+        self._width = min(tree_width, facts.columns)
+        self._min_path_probability = least_path_probability
+        self._computed = False
+        """Whether the last round ran the network; if not, there was nothing to compute."""
+
+    @abstractmethod
+    def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> P:
+        """The state of a new request. Raises `DraftError`."""
+
+    @property
+    def behind(self) -> bool:
+        return self._computed
+
+    def new_draft(self, opening: Opening, tree: TokenTree) -> P:
+        history = request_history(opening, self.vocabulary_size, self.grammars)
+        return self.begin(opening, tree, history, self._floor(opening))
+
+    def limits_changed(self, draft: P) -> None:
+        draft.floor = self._floor(draft.opening)
+
+    def _floor(self, opening: Opening) -> float:
+        least = max(opening.least_path_probability, self._min_path_probability)
+        return math.log(least) if least else -math.inf
 
 
 def request_history(opening: Opening, vocabulary_size: int, grammars: GrammarCompiler | None) -> History:
-    """What the target's rules that look back know when it opens the request. Raises `DraftError`."""
+    """The history that the target has when it opens the request. Raises `DraftError` for an unknown strategy."""
     strategy = STRATEGIES.get(opening.strategy)
     if strategy is None:
         raise DraftError(f"unknown strategy {opening.strategy!r}")
-    law, split = strategy.effective_params(opening.sampling), len(opening.tokens) - opening.output_tokens
+    params, split = strategy.effective_params(opening.sampling), len(opening.tokens) - opening.output_tokens
     prompt, output = opening.tokens[:split], opening.tokens[split:]
     grammar = None
-    if grammars is not None and law.grammar:
-        grammar = grammars.start(law.grammar, law.stop_token_ids, output)
-    return History(law, prompt, output, vocabulary_size, grammar)
+    if grammars is not None and params.grammar:
+        grammar = grammars.start(params.grammar, params.stop_token_ids, output)
+    return History(params, prompt, output, vocabulary_size, grammar)
 
 
 def predict_draws(
     logits_RV: Tensor, rows: Sequence[SamplingRow], width: int, ids_V: Tensor | None = None
 ) -> list[RankedTokens]:
-    """What each of these draws gives, `width` tokens of each. `ids_V` as for `top_scores`.
+    """The `width` likeliest results of each row's draw. `ids_V`: see `top_scores`.
 
-    A token that cannot come has log-probability -inf; where none of `ids_V` can, none has one (NaN). Neither is above
-    any floor.
+    A forbidden token has log-probability -inf; if all of `ids_V` are forbidden, all are NaN. Neither is above a floor.
     """
     tokens_RK, scores_RK = top_scores(logits_RV, rows, SHORTLIST_SIZE, ids_V)
     log_probs_RK = torch.log_softmax(scores_RK, -1)
-    chosen, likely = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
-    return [list(zip(*law, strict=True)) for law in zip(chosen, likely, strict=True)]
+    tokens, log_probs = (each[:, :width].tolist() for each in (tokens_RK, log_probs_RK))
+    return [list(zip(*row, strict=True)) for row in zip(tokens, log_probs, strict=True)]

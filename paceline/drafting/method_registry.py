@@ -1,155 +1,135 @@
-"""From a head's checkpoint to the speculator that drafts with it."""
+"""Builds speculators. The code of method `m` is the module `paceline.drafting.methods.m`, imported when it is used.
+
+A method's module defines
+
+    build(inputs) -> Speculator               required
+    target_layers(inputs) -> Sequence[int]    its `hidden_state_layers`, without building it; a head's default is the
+                                              target's final state, the default of others is none
+    matches(checkpoint) -> bool               whether a checkpoint without a method is for this one
+    complete(config, checkpoint) -> config    `DraftMethod.completed`: sets keys that the user leaves out
+
+Its facts, which need no code, are its row in `paceline.config.METHODS`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.drafting.best_first import MAX_ROWS
-from paceline.drafting.heads.dflash_config import target_layers
-from paceline.drafting.heads.head_network import HeadNetwork
-from paceline.drafting.heads.head_speculator import HeadSpeculator
-from paceline.drafting.heads.medusa_heads import load_medusa
-from paceline.drafting.heads.mlp_network import load_mlp_speculator
-from paceline.drafting.methods.dflash import DFlashNetwork, DFlashSpeculator
-from paceline.drafting.methods.eagle import EagleNetwork
-from paceline.drafting.methods.eagle3 import Eagle3Config, Eagle3Network
-from paceline.drafting.methods.medusa import MedusaSpeculator
-from paceline.drafting.methods.mlp_speculator import MlpSpeculator
-from paceline.drafting.methods.mtp import load_mtp
-from paceline.drafting.methods.peagle import PEagleSpeculator
+from paceline.config import METHODS, MODEL_METHODS, POOL, EngineConfig, SpeculativeConfig
 from paceline.drafting.speculator import Speculator
-from paceline.grammar.grammar_state import GrammarCompiler
-from paceline.model.checkpoint import Checkpoint
-from paceline.model.row_probe import measure_row_cost
-from paceline.model.rows import Row
-from paceline.model.target_weights import TargetWeights
 from paceline.model_names import resolve_model
 
+if TYPE_CHECKING:  # links import `paceline.drafting` where torch is not loaded
+    from paceline.model.checkpoint import Checkpoint
+    from paceline.model.model import Model
+    from paceline.model.target_weights import TargetWeights
 
-@dataclass(frozen=True, slots=True)
-class _HeadInputs:
-    """What a head is built from."""
+TargetPartsProvider: TypeAlias = "Callable[[], TargetWeights]"
+"""Loads the target's weights that drafts use. Called only for methods that use them."""
 
-    checkpoint: Checkpoint
+
+@dataclass(frozen=True)
+class MethodInputs:
+    """What a speculator is built from."""
+
     config: SpeculativeConfig
-    slots: int
-    lent: TargetWeights
+    engine: EngineConfig
+    target_parts: TargetPartsProvider
+    target_model: str | None = None
+    """The target by name, for a draft with another vocabulary."""
+
+    @cached_property
+    def target(self) -> TargetWeights:
+        return self.target_parts()
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The draft's checkpoint; the target's if the configuration names none."""
+        from paceline.model.checkpoint import Checkpoint
+
+        return Checkpoint(self.target.folder if self.config.model is None else resolve_model(self.config.model))
+
+    @property
+    def model(self) -> str:
+        """The draft's checkpoint by name. Raises ValueError if the configuration names none."""
+        if self.config.model is None:
+            raise ValueError(f"method {self.config.method} needs `model`")
+        return self.config.model
+
+    def load_model(self) -> Model:
+        """The draft model, with the engine's settings except the target's length limit and rank count."""
+        from paceline.model import load
+
+        size = self.config.draft_tensor_parallel_size
+        settings = self.engine.model_copy(update={"max_model_len": None, "tensor_parallel_size": size})
+        return load(self.model, settings)
 
 
-@dataclass(frozen=True, slots=True)
-class _HeadMethod:
-    """How heads of one method are built, and which states of the target they are fed with."""
+def build_speculator(
+    config: SpeculativeConfig, engine: EngineConfig, target_parts: TargetPartsProvider, target_model: str | None = None
+) -> Speculator:
+    """The speculator that `config` describes. `target_model`: see `MethodInputs`.
 
-    build: Callable[[_HeadInputs], Speculator]
-    layers: Callable[[_HeadInputs], Sequence[int]]
+    Raises ValueError if the method drafts nothing or its checkpoint is unsuitable, `ModelNotFoundError` if a model is
+    missing.
+    """
+    method = config.method
+    if config.draft_tensor_parallel_size > 1 and method not in MODEL_METHODS:  # known once a checkpoint is detected
+        raise ValueError(f"draft_tensor_parallel_size is for {' and '.join(MODEL_METHODS)}: set it to 1")
+    if method == POOL:
+        raise ValueError("method pool is for targets: give this draft worker a method or a model")
+    if method not in METHODS:
+        raise ValueError(f"method {method!r} drafts nothing")
+    inputs = MethodInputs(config, engine, target_parts, target_model)
+    speculator = _build(method, inputs)
+    if METHODS[method].kind in ("model", "head") and config.vocabulary_mapping == "none":
+        from paceline.grammar.grammar_state import GrammarCompiler
 
-
-def build_head(config: SpeculativeConfig, engine: EngineConfig, lent: TargetWeights) -> Speculator:
-    """The head that `config` names. Raises `CheckpointError`, or `ModelNotFoundError`."""
-    head = HEAD_METHODS[config.method].build(_HeadInputs(_checkpoint(config, lent), config, engine.slots, lent))
-    head.grammars = GrammarCompiler.of(str(lent.folder), lent.vocabulary_size)
-    return head
-
-
-def head_hidden_state_layers(config: SpeculativeConfig, lent: TargetWeights) -> Sequence[int]:
-    """What it is fed with, without loading it. Raises as `build_head` does."""
-    return HEAD_METHODS[config.method].layers(_HeadInputs(_checkpoint(config, lent), config, 0, lent))
-
-
-def _checkpoint(config: SpeculativeConfig, lent: TargetWeights) -> Checkpoint:
-    """The head's own; without one the target's, which holds the layer of `mtp`."""
-    return Checkpoint(lent.folder if config.model is None else resolve_model(config.model))
-
-
-def _final(parts: _HeadInputs) -> Sequence[int]:
-    return (parts.lent.final_layer,)
+        tokenizer = inputs.model if METHODS[method].kind == "model" else str(inputs.target.folder)
+        speculator.grammars = GrammarCompiler.of(tokenizer, speculator.vocabulary_size)
+    return speculator
 
 
-def _eagle3_layers(parts: _HeadInputs) -> Sequence[int]:
-    return Eagle3Config.of(parts.checkpoint, parts.lent, parts.config.eagle_aux_hidden_state_layer_ids).layers
+def build_model_free(config: SpeculativeConfig) -> list[Speculator]:
+    """The speculators of `config.beside`, which draft in the target's process."""
+    if not config.enabled:
+        return []
+    inputs = MethodInputs(config, EngineConfig(), _no_target)
+    return [_build(method, inputs) for method in config.beside]
 
 
-def _eagle3_network(parts: _HeadInputs) -> Eagle3Network:
-    said = parts.config
-    layers, norm_output = said.eagle_aux_hidden_state_layer_ids, said.norm_output
-    return Eagle3Network(parts.checkpoint, parts.lent, parts.slots, said.rope_theta, layers, norm_output)
+def hidden_state_layers(
+    config: SpeculativeConfig, engine: EngineConfig, target_parts: TargetPartsProvider
+) -> Sequence[int]:
+    """The target layers whose states the speculator of this configuration needs. Raises as `build_speculator` does."""
+    if config.method == "custom_class":  # only the speculator knows
+        return build_speculator(config, engine, target_parts).hidden_state_layers
+    if config.method not in METHODS:
+        return ()
+    inputs = MethodInputs(config, engine, target_parts)
+    if layers := method_hook(config.method, "target_layers"):
+        return tuple(layers(inputs))
+    return (inputs.target.final_layer,) if METHODS[config.method].kind == "head" else ()
 
 
-def _eagle(parts: _HeadInputs) -> Speculator:
-    return _autoregressive_head(parts, EagleNetwork(parts.checkpoint, parts.lent, parts.slots, parts.config.rope_theta))
+def method_hook(method: str, name: str) -> Callable[..., Any] | None:
+    """A function of a method's module; None if the module does not define it."""
+    hook: Callable[..., Any] | None = getattr(_module(method), name, None)
+    return hook
 
 
-def _eagle3(parts: _HeadInputs) -> Speculator:
-    return _autoregressive_head(parts, _eagle3_network(parts))
+def _build(method: str, inputs: MethodInputs) -> Speculator:
+    speculator: Speculator = _module(method).build(inputs)
+    return speculator
 
 
-def _mtp(parts: _HeadInputs) -> Speculator:
-    return _autoregressive_head(parts, load_mtp(parts.checkpoint, parts.lent, parts.slots))
+def _module(method: str) -> Any:
+    return importlib.import_module(f"paceline.drafting.methods.{method}")
 
 
-def _autoregressive_head(parts: _HeadInputs, network: HeadNetwork) -> Speculator:
-    """Every guess needs the one before."""
-    config, lent = parts.config, parts.lent
-    cost = measure_row_cost(_HeadProbe(network, lent), MAX_ROWS)
-    least = config.least_path_probability
-    return HeadSpeculator(
-        config.method, network, lent.fingerprint, lent.vocabulary_size, config.tree_width, cost, least
-    )
-
-
-def _medusa(parts: _HeadInputs) -> Speculator:
-    heads, config = load_medusa(parts.checkpoint, parts.lent), parts.config
-    return MedusaSpeculator(heads, parts.lent, config.tree_width, config.least_path_probability)
-
-
-def _mlp_speculator(parts: _HeadInputs) -> Speculator:
-    chain, config = load_mlp_speculator(parts.checkpoint, parts.lent), parts.config
-    return MlpSpeculator(chain, parts.lent, config.tree_width, config.least_path_probability)
-
-
-def _peagle(parts: _HeadInputs) -> Speculator:
-    network, config = _eagle3_network(parts), parts.config
-    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
-    return PEagleSpeculator(network, parts.checkpoint, parts.lent, depth, width, least)
-
-
-def _dflash(parts: _HeadInputs) -> Speculator:
-    config = parts.config
-    network = DFlashNetwork(parts.checkpoint, parts.lent, parts.slots, config.rope_theta)
-    return DFlashSpeculator(network, parts.lent, config.tree_width, config.least_path_probability)
-
-
-def _dflash_layers(parts: _HeadInputs) -> Sequence[int]:
-    return target_layers(parts.checkpoint, parts.lent)
-
-
-HEAD_METHODS: Mapping[str, _HeadMethod] = {
-    "eagle": _HeadMethod(_eagle, _final),
-    "eagle3": _HeadMethod(_eagle3, _eagle3_layers),
-    "mtp": _HeadMethod(_mtp, _final),
-    "medusa": _HeadMethod(_medusa, _final),
-    "mlp_speculator": _HeadMethod(_mlp_speculator, _final),
-    "peagle": _HeadMethod(_peagle, _eagle3_layers),
-    "dflash": _HeadMethod(_dflash, _dflash_layers),
-}
-"""By the names in `config.HEADS`."""
-
-
-class _HeadProbe:
-    """A head fed with nothing, to see how long its passes take."""
-
-    def __init__(self, network: HeadNetwork, lent: TargetWeights) -> None:
-        self.slots, self.max_model_len = network.slots, network.position_limit
-        self._network = network
-        states = torch.zeros(
-            1, len(network.hidden_state_layers), lent.hidden_size, dtype=lent.dtype, device=lent.device
-        )
-        self._feature = network.encode(states)
-
-    @torch.inference_mode()
-    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object:
-        return self._network.run(rows, self._feature.expand(len(rows), -1), wanted)
+def _no_target() -> TargetWeights:
+    raise ValueError("a method without a model uses no weights of the target")

@@ -1,8 +1,8 @@
-"""The interface of everything that grows trees.
+"""The interface of drafting methods.
 
-A speculator keeps a replica of each open request's tree. It is told what the target committed and is asked, as
-often as somebody has time, to grow: one round of drafting over the requests where a guess is worth most. It may
-run inside the target's process or in a draft worker; it cannot tell, and neither place can change a token.
+A speculator keeps a replica of each open request's token tree. The caller reports what the target committed, and calls
+`grow` whenever there is time: one round of drafting over all requests, the likeliest tokens first. A speculator runs in
+the target's process or in a draft worker. Neither it nor its place can change a token of the output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline.config import SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.messages import reduce_slots
 
-if TYPE_CHECKING:  # links know these words, and run where nothing is computed and no torch is loaded
+if TYPE_CHECKING:  # links use these types in processes that do not load torch
     import torch
 
     from paceline.grammar.grammar_state import GrammarCompiler
@@ -34,11 +34,11 @@ class Opening:
     max_nodes: int
     strategy: str = "coupled"
     least_path_probability: float = 0.0
-    """Guesses on less likely paths are not wanted."""
+    """Nodes on less likely paths are not wanted."""
     link: int = 0
-    """Whose request it is, where one speculator serves many. Whoever opens it there says so; links do not know."""
+    """The link of the request, in a draft worker with several. The draft loop sets it; it is not sent."""
     cache_salt: str = ""
-    """What a speculator learns of this request may serve others of the same salt alone."""
+    """What a speculator learns from this request may serve only requests with the same salt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Context:
 class Commit:
     """Tokens that the target drew after the root at `base_position`; the last one is the new root.
 
-    The first `accepted` of them had been guessed. `hidden_states`, where the speculator asks for them, are
-    [tokens, layers, hidden size] of the positions `base_position` and on: those that the tokens were drawn from.
+    The first `accepted` of them are draft tokens. `hidden_states`, if the speculator needs them, are [tokens, layers,
+    hidden size] of the positions `base_position` and on: the states that the tokens were drawn from.
     """
 
     request_id: int
@@ -69,7 +69,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """From now on a tree has at most so many nodes, none deeper, none less likely. With 0 nodes it is paused."""
+    """New limits of a tree: its nodes, their depth, their path probability. 0 nodes pause the request."""
 
     request_id: int
     max_depth: int
@@ -83,29 +83,29 @@ class Speculator(ABC):
     method: str
     model: str = ""
     vocabulary_fingerprint: str = ""
-    """Empty for speculators that know only ids."""
+    """Of the target's tokenizer; empty: the speculator serves every vocabulary."""
     vocabulary_size: int = 0
-    """Token ids it can be told of are below this; 0: any."""
+    """The token ids that it accepts are below this; 0: any."""
     hidden_state_layers: Sequence[int] = ()
-    """Target layers whose output it wants: 0 is the embedding, n the output of layer n."""
+    """The target layers whose output it needs: 0 is the embedding, n the output of layer n."""
     position_limit: int = 0
     """It drafts no position at or beyond this one; 0: no limit."""
     grammars: GrammarCompiler | None = None
-    """Of the target's vocabulary, to predict draws under a grammar. None: it guesses as if there were none."""
+    """Of the target's vocabulary, to predict draws under a grammar. None: grammars are ignored."""
 
     @property
     def behind(self) -> bool:
-        """Whether `grow` is worth calling again although it brought nothing."""
+        """Whether another call of `grow` may bring nodes although the last one brought none."""
         return False
 
     @abstractmethod
     def open(self, opening: Opening) -> None:
-        """Start drafting for a request, afresh if it is open. Raises `DraftError` if that cannot be."""
+        """Start drafting for a request; if it is open, start again. Raises `DraftError` if that is impossible."""
 
     def context(self, context: Context) -> None:
-        """Take in hidden states. Only called if `hidden_state_layers` names some.
+        """Add hidden states. Called only if `hidden_state_layers` is not empty.
 
-        A target that had to compute positions again sends theirs again. May raise `DraftError`.
+        Positions may come twice, when the target computes them again. May raise `DraftError`.
         """
 
     @abstractmethod
@@ -117,31 +117,31 @@ class Speculator(ABC):
         """
 
     def limit(self, limit: Limit) -> None:
-        """Change how far a request's tree may grow; unknown ids are ignored.
+        """Change the limits of a request's tree; unknown ids are ignored.
 
-        A paused request goes on being told of commits. What is sent all the same is not looked at.
+        Commits of a paused request still arrive. Its growth is ignored.
         """
 
     @abstractmethod
     def close(self, request_id: int) -> None:
-        """Forget a request. Unknown ids are ignored."""
+        """Forget a request; unknown ids are ignored."""
 
     @abstractmethod
     def grow(self) -> dict[int, Growth]:
-        """One round of drafting: the new nodes by request.
+        """Draft one round; return the new nodes by request.
 
-        If there are none and nothing is `behind`, no open request is worth another guess until more is said.
+        If there are none and `behind` is False, no request gets more nodes until the next call of another method.
         """
 
 
 class DraftError(Exception):
-    """A speculator cannot draft for this request; the request itself goes on without."""
+    """A speculator cannot draft for this request. The target decodes the request without it."""
 
 
 def new_hidden_states(known: int, position: int, states: torch.Tensor) -> torch.Tensor:
-    """Of the states of positions from `position` on [positions, ...], those after the first `known` positions.
+    """The part of `states` [positions, ...], which begin at `position`, after the first `known` positions.
 
-    Targets tell states in order, and some of them twice. Raises `DraftError` if some between are missing.
+    Raises `DraftError` if there is a gap.
     """
     if position > known:
         raise DraftError(f"hidden states of position {position}, but not of {known} before it")

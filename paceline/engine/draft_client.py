@@ -1,6 +1,6 @@
-"""The engine's view of whoever grows trees: a speculator in this process, a pool of draft workers, or nobody.
+"""How an engine reaches its drafts: a speculator in this process, a pool of draft workers, or none.
 
-Nothing here blocks, except `poll` for as long as it is told to.
+Nothing here blocks, except `poll` for up to its timeout.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paceline.core.growth import Growth
 from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
@@ -16,70 +15,58 @@ from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Ope
 
 @dataclass(slots=True)
 class DraftUpdates:
-    """What came from drafts since the last poll: growth as (request, growth), and requests that lost their draft."""
+    """Messages from drafts since the last poll: growth by request, and requests that lost their draft."""
 
     growths: list[tuple[int, Growth]] = field(default_factory=list)
     lost: list[int] = field(default_factory=list)
     may_continue: bool = True
-    """Whether another poll may bring something before a commit does."""
+    """Whether another poll may bring something before the next commit."""
 
     def __bool__(self) -> bool:
         return bool(self.growths or self.lost)
 
 
-class DraftClient(Protocol):
-    """How an engine reaches its drafts."""
-
-    hidden_state_layers: Sequence[int]
-    concurrent: bool
-    """Whether drafts go on while the target computes."""
-
-    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
-        """Start drafting at the first of `drafts` that is reachable; return its name, or None: decode plainly.
-
-        Opening a request again after it was lost moves it to another draft.
-        """
-
-    def context(self, context: Context) -> None: ...
-
-    def commit(self, commit: Commit) -> None: ...
-
-    def limit(self, limit: Limit) -> None: ...
-
-    def close(self, request_id: int) -> None: ...
-
-    def flush(self) -> None:
-        """Send what was said since the last time."""
-
-    def poll(self, timeout_s: float) -> DraftUpdates:
-        """What has arrived. Waits up to `timeout_s` seconds if nothing has."""
-
-
-class NoDraftClient:
-    """Nobody grows trees: plain decoding."""
+class DraftClient:
+    """The engine's side of drafting. This base class reaches no draft."""
 
     hidden_state_layers: Sequence[int] = ()
-    concurrent = True
+    """Target layers whose hidden states the drafts read."""
+    concurrent: bool = True
+    """Whether drafts run while the target computes."""
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        """Start drafting at the first of `drafts` that is reachable. Return its name, or None for plain decoding.
+
+        Opening a request again after its draft was lost moves it to another draft.
+        """
         return None
 
-    def context(self, context: Context) -> None: ...
+    def context(self, context: Context) -> None:
+        """Queue hidden states of committed positions."""
 
-    def commit(self, commit: Commit) -> None: ...
+    def commit(self, commit: Commit) -> None:
+        """Queue committed tokens."""
 
-    def limit(self, limit: Limit) -> None: ...
+    def limit(self, limit: Limit) -> None:
+        """Queue a new limit of a request's tree."""
 
-    def close(self, request_id: int) -> None: ...
+    def close(self, request_id: int) -> None:
+        """Stop drafting for a request."""
 
-    def flush(self) -> None: ...
+    def flush(self) -> None:
+        """Send all queued messages."""
 
     def poll(self, timeout_s: float) -> DraftUpdates:
+        """Messages from drafts. Waits up to `timeout_s` seconds for the first one."""
         return DraftUpdates()
 
 
-class LocalDraftClient:
-    """A speculator inside the target's process. Each poll is one round of drafting; see `waiting.InlineSchedule`."""
+class NoDraftClient(DraftClient):
+    """Plain decoding."""
+
+
+class LocalDraftClient(DraftClient):
+    """A speculator inside the target's process. Each poll runs one round of drafting; see `InlineSchedule`."""
 
     concurrent = False
 
@@ -114,19 +101,15 @@ class LocalDraftClient:
     def close(self, request_id: int) -> None:
         self._speculator.close(request_id)
 
-    def flush(self) -> None: ...
-
     def poll(self, timeout_s: float) -> DraftUpdates:
-        """One round; while there is time, more of them until the context is computed that guesses need."""
+        """Run one round. Run more, up to the timeout, while the speculator is still computing its context."""
         deadline = time.monotonic() + timeout_s
         grown = self._speculator.grow()
         while not grown and self._speculator.behind and time.monotonic() < deadline:
             grown = self._speculator.grow()
-        news = DraftUpdates(
-            [(key, growth.check()) for key, growth in grown.items()], self._lost, self._speculator.behind
-        )
-        self._lost = []
-        return news
+        growths = [(key, growth.check()) for key, growth in grown.items()]
+        lost, self._lost = self._lost, []
+        return DraftUpdates(growths, lost, self._speculator.behind)
 
     def _lose(self, request_id: int) -> None:
         self._speculator.close(request_id)

@@ -1,4 +1,4 @@
-"""Where an engine's guesses come from: who drafts for which request, what they sent, and whether to wait for more."""
+"""The drafts of an engine: which draft serves which request, what drafts sent, and whether a step waits for more."""
 
 from __future__ import annotations
 
@@ -6,62 +6,64 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 
 from paceline.core.growth import Growth
-from paceline.core.policy.draft_gate import DraftGate
 from paceline.drafting.sampled_drafts import SAMPLED_DRAFT_SCORE
 from paceline.drafting.speculator import Commit, Context, Opening
 from paceline.engine.draft_client import DraftClient, DraftUpdates
+from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_schedule import Clock, DraftSchedule
-from paceline.engine.request import POOL_SOURCE, Request
-from paceline.engine.worker_gate import WorkerGate
+from paceline.engine.request import OWN_DRAFT_SOURCE, Request
 
 DRAFT_RETRY_S = 0.5
 """How often a request without a draft looks for one."""
 MAX_IDLE_GATES = 256
-"""Drafts that are not forgotten while they draft for nobody."""
+"""Gates kept for drafts without requests."""
 
 
 class DraftManager:
-    """Belongs to one engine."""
+    """The drafts of one engine."""
 
     def __init__(
         self,
         drafting: DraftClient,
-        beside: Sequence[DraftClient],
+        lookup_drafts: Sequence[DraftClient],
         strategy: str,
-        waiting: DraftSchedule,
+        schedule: DraftSchedule,
         vocabulary_size: int,
         clock: Clock,
         *,
-        judged: bool,
-        by_law: bool = False,
+        gated: bool,
+        sampled_drafts: bool = False,
     ) -> None:
-        """`drafting`: finds each request a draft. `beside`: draft for every request, too. `strategy`: by its name.
-        `judged`: whether drafts are paused, and told what a row is worth. `by_law`: as the strategy's."""
+        """`drafting` finds each request a draft; `lookup_drafts` also draft for every request. `strategy`: by name.
+
+        `gated`: whether drafts that do not pay are paused, and all drafts learn `min_path_probability`.
+        `sampled_drafts`: see `Strategy`.
+        """
         self.received = 0
-        """Nodes that came."""
+        """Nodes received since the engine last reset this."""
         self.grafted = 0
         """Those of them that joined a tree."""
         self._drafting = drafting
-        self._lookup_drafts = beside
+        self._lookup_drafts = lookup_drafts
         self._strategy = strategy
-        self._schedule = waiting
+        self._schedule = schedule
         self._vocabulary_size = vocabulary_size
         self._clock = clock
-        self._gated = judged
-        self._sampled_drafts = by_law
-        self._gates: dict[str, WorkerGate] = {}
-        """By draft. None where nobody is judged."""
-        self._gate_of: dict[int, WorkerGate] = {}
-        """By request that has a draft that is judged."""
+        self._gated = gated
+        self._sampled_drafts = sampled_drafts
+        self._gates: dict[str, DraftGate] = {}
+        """By draft; empty unless gated."""
+        self._gate_of: dict[int, DraftGate] = {}
+        """By request with a gated draft."""
 
     def find_drafts(self, requests: Iterable[Request]) -> None:
-        """Look for a draft for each of these that has none and has not looked lately."""
+        """Open a draft for each request that has none and has not looked for one lately."""
         now = self._clock()
         for request in requests:
             if request.speculative and not request.lookups_opened:
                 request.lookups_opened = True
-                for each in self._lookup_drafts:
-                    each.open(self._opening(request), ())
+                for lookup in self._lookup_drafts:
+                    lookup.open(self._opening(request), ())
         seeking = [r for r in requests if r.speculative and r.draft is None and r.retry_draft_at <= now]
         for request in seeking:
             request.tree.forget_ids()
@@ -71,8 +73,8 @@ class DraftManager:
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
                 if self._gated:
-                    trial = self._gate_of[request.key] = self._gate_for(request.draft)
-                    trial.add(request)
+                    gate = self._gate_of[request.key] = self._gate_for(request.draft)
+                    gate.add(request)
         if seeking:
             self._drafting.flush()
 
@@ -81,92 +83,95 @@ class DraftManager:
 
     def commit(self, commit: Commit) -> None:
         self._drafting.commit(commit)
-        for each in self._lookup_drafts:
-            each.commit(commit)
+        for lookup in self._lookup_drafts:
+            lookup.commit(commit)
 
     def close(self, key: int) -> None:
-        self._leave(key)
+        self._leave_gate(key)
         self._drafting.close(key)
-        for each in self._lookup_drafts:
-            each.close(key)
+        for lookup in self._lookup_drafts:
+            lookup.close(key)
 
     def flush(self) -> None:
-        """Send what was said."""
+        """Send all queued messages."""
         self._drafting.flush()
 
     def record_accepted(self, request: Request, accepted: int) -> None:
-        """A step committed so many guesses of a request's draft."""
-        if trial := self._gate_of.get(request.key):
-            trial.record_accepted(request, accepted)
+        """The step accepted this many tokens of a request's draft."""
+        if gate := self._gate_of.get(request.key):
+            gate.record_accepted(request, accepted)
 
-    def end_step(self, refused: float, lost: float) -> None:
-        """A step has ended. Drafts that do not pay are paused for a while; all are told what nobody would verify.
+    def end_step(self, best_unverified: float, lost: float) -> None:
+        """Update gates and limits after a step.
 
-        `refused`: path probability of the likeliest guess that had no row. `lost`: tokens that drafting cost each
-        request that has a draft.
+        `best_unverified`: path probability of the best node without a row. `lost`: tokens that drafting cost each
+        drafted request.
         """
-        for trial in self._gates.values():
-            trial.end_step(lost)
-        if self._gated and self._schedule.observe_unverified(refused):
-            for trial in self._gates.values():
-                for request in trial.requests.values():
-                    self._limit(request)
-
-    def _opening(self, request: Request) -> Opening:
-        return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.min_path_probability)
-
-    def _limit(self, request: Request) -> None:
-        self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.min_path_probability))
-
-    def _gate_for(self, draft: str) -> WorkerGate:
-        if draft not in self._gates:
-            idle = [name for name, trial in self._gates.items() if not trial.requests]
-            for name in idle[: max(0, len(self._gates) - MAX_IDLE_GATES)]:
-                del self._gates[name]
-            self._gates[draft] = WorkerGate(
-                self._limit, None if self._drafting.concurrent else DraftGate.PAUSE_LOCAL_BELOW
-            )
-        return self._gates[draft]
-
-    def _leave(self, key: int) -> None:
-        if trial := self._gate_of.pop(key, None):
-            trial.remove(key)
+        for gate in self._gates.values():
+            gate.end_step(lost)
+        if self._gated and self._schedule.observe_unverified(best_unverified):
+            for gate in self._gates.values():
+                for request in gate.requests.values():
+                    self._send_limit(request)
 
     def receive_growth(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
-        """Graft what has arrived, and what those guess at once who draft for all; then wait for as long as that pays.
+        """Graft growth that has arrived, poll the lookup drafts once, then wait while the schedule says so.
 
-        `drawing`: all that the next step would run, or nobody if it computes prompts, which is not held back. A draft
-        that has only this process's time gets one round of it beside prompts, and else what that is worth.
+        `drawing`: the requests of the next step if all of them only draw; empty if it computes prompts, which does not
+        wait. A draft in this process runs one round beside prompts; otherwise the schedule decides.
         """
         if self._drafting.concurrent or not drawing:
-            self._graft_updates(self._drafting.poll(0.0), requests, POOL_SOURCE)
-        for source, each in enumerate(self._lookup_drafts, POOL_SOURCE + 1):
-            self._graft_updates(each.poll(0.0), requests, source)
+            self._graft_updates(self._drafting.poll(0.0), requests, OWN_DRAFT_SOURCE)
+        for source, lookup in enumerate(self._lookup_drafts, OWN_DRAFT_SOURCE + 1):
+            self._graft_updates(lookup.poll(0.0), requests, source)
 
         def receive(timeout_s: float) -> bool:
-            news = self._drafting.poll(timeout_s)
-            self._graft_updates(news, requests, POOL_SOURCE)
-            return bool(news) and news.may_continue
+            updates = self._drafting.poll(timeout_s)
+            self._graft_updates(updates, requests, OWN_DRAFT_SOURCE)
+            return bool(updates) and updates.may_continue
 
         if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)
 
-    def _graft_updates(self, news: DraftUpdates, requests: Mapping[int, Request], source: int) -> None:
-        for key, growth in news.growths:
+    def _graft_updates(self, updates: DraftUpdates, requests: Mapping[int, Request], source: int) -> None:
+        for key, growth in updates.growths:
             self.received += len(growth)
             request = requests.get(key)
-            if request is not None and (source != POOL_SOURCE or not request.paused) and self._tokens_valid(growth):
-                if self._sampled_drafts:  # from a guess itself nothing may follow for whether it is verified
+            if (
+                request is not None
+                and (source != OWN_DRAFT_SOURCE or not request.paused)
+                and self._tokens_valid(growth)
+            ):
+                if self._sampled_drafts:  # which nodes are verified must not depend on their tokens
                     growth.log_probs = [SAMPLED_DRAFT_SCORE] * len(growth)
-                request.draft_started |= source == POOL_SOURCE
+                request.draft_started |= source == OWN_DRAFT_SOURCE
                 self.grafted += request.tree.graft(growth, request.max_tree_nodes, source)
-        for key in news.lost:
+        for key in updates.lost:
             request = requests.get(key)
-            if request is not None and source == POOL_SOURCE:
+            if request is not None and source == OWN_DRAFT_SOURCE:
                 request.draft, request.retry_draft_at = None, 0.0
-                self._leave(key)
+                self._leave_gate(key)
 
     def _tokens_valid(self, growth: Growth) -> bool:
-        """Whether all tokens can be run. A draft of the same vocabulary may be padded to more ids than the target."""
+        """Whether the target has all tokens. A draft of the same vocabulary may be padded to more ids."""
         tokens = [*growth.tokens, *chain.from_iterable(growth.distributions)] if growth.distributions else growth.tokens
         return min(tokens, default=0) >= 0 and max(tokens, default=0) < self._vocabulary_size
+
+    def _opening(self, request: Request) -> Opening:
+        return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.min_path_probability)
+
+    def _send_limit(self, request: Request) -> None:
+        self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.min_path_probability))
+
+    def _gate_for(self, draft: str) -> DraftGate:
+        if draft not in self._gates:
+            idle = [name for name, gate in self._gates.items() if not gate.requests]
+            for name in idle[: max(0, len(self._gates) - MAX_IDLE_GATES)]:
+                del self._gates[name]
+            pause_below = None if self._drafting.concurrent else DraftGate.PAUSE_LOCAL_BELOW
+            self._gates[draft] = DraftGate(self._send_limit, pause_below)
+        return self._gates[draft]
+
+    def _leave_gate(self, key: int) -> None:
+        if gate := self._gate_of.pop(key, None):
+            gate.remove(key)

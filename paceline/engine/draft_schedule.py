@@ -1,56 +1,59 @@
-"""Whether a step is held back for guesses: by where they are made, and one schedule to compare with."""
+"""Whether a step waits for draft tokens: one schedule for drafts elsewhere, one for drafts in this process, and one for
+comparison."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.min_path_probability import MinPathProbability
-from paceline.core.policy.step_cost import StepCost
+from paceline.core.policy.step_cost import StepCost, nodes_to_verify
 from paceline.core.policy.wait_policy import WaitPolicy
-from paceline.engine.request import Request
-from paceline.engine.scheduler import DraftFrontier, candidate_nodes, draft_frontier, forecast_step, tree_height
+from paceline.core.tree import ROOT
+from paceline.engine.request import OWN_DRAFT_SOURCE, Request
 
 Clock = Callable[[], float]
-"""Seconds since whenever."""
+"""Seconds since some fixed time."""
 ReceiveUpdates = Callable[[float], bool]
-"""Take in what arrives within so many seconds, at least one message; whether something did, and more may come."""
+"""Receive updates for up to so many seconds, until the first. Whether there were any, and more may follow."""
 
 
 class DraftSchedule(Protocol):
-    """Called before a step that runs no prompts."""
+    """Called before a step that runs no prompt tokens."""
 
     depth_factor: int
-    """How many times the depth of one step a draft is to grow."""
+    """How many times the depth of one step a draft grows."""
 
     @property
     def min_path_probability(self) -> float:
-        """Path probability from which on guesses are wanted."""
+        """The least path probability of nodes that drafts should send."""
 
     def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
-        """`drawing`: all that the step would run, with at least one request that has a draft."""
+        """Receive updates while waiting pays. `drawing`: the requests of the step; at least one has a draft."""
 
     def observe_unverified(self, path_probability: float) -> bool:
-        """A step had no row for a guess as probable as this, but for all that are more so; whether `wanted` changed."""
+        """A step had no row for a node of this path probability. Whether `min_path_probability` changed."""
 
 
 class LockstepSchedule:
-    """What a target does that asks its draft: wait until it has drafted, verify, commit, wait again."""
+    """Like a target that calls its draft: wait until every tree has its full depth, then step."""
 
     depth_factor = 1
     min_path_probability = 0.0
     TIMEOUT_S = 1.0
-    """A draft that takes longer is not waited for in this step."""
+    """A step waits no longer than this."""
 
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
 
     def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
-        until = self._clock() + self.TIMEOUT_S  # in all: a draft may go on for ever with what is of no use
+        deadline = self._clock() + self.TIMEOUT_S  # of all rounds: a draft may send useless growth forever
         while any(self._is_short(request) for request in drawing):
-            left_s = until - self._clock()
+            left_s = deadline - self._clock()
             if left_s <= 0 or not receive(left_s):
                 return
 
@@ -58,11 +61,11 @@ class LockstepSchedule:
         return False
 
     def _is_short(self, request: Request) -> bool:
-        return request.drafted and tree_height(request, candidate_nodes(request)) < request.depth_allowed()
+        return request.drafted and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
 
 
 class CostAwareSchedule:
-    """What the schedules share that wait only where it pays: guesses have a price, and steps a cost."""
+    """Base of the schedules that wait only where it pays."""
 
     def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         self._cost = cost
@@ -78,7 +81,7 @@ class CostAwareSchedule:
 
 
 class StreamedSchedule(CostAwareSchedule):
-    """Verify what is there, and wait only where that earns more tokens per second (`WaitPolicy`)."""
+    """Verify the nodes at hand; wait only where that commits more tokens per second (`WaitPolicy`)."""
 
     depth_factor = 2
 
@@ -91,21 +94,21 @@ class StreamedSchedule(CostAwareSchedule):
         now = forecast_step(drawing, self._cost)
         while wait_s := self._wait_policy.wait_s(now.height, now.tokens, now.seconds + waited_s):
             start = self._clock()
-            came = receive(wait_s)
+            received = receive(wait_s)
             delay_s = self._clock() - start
             before, now = now, forecast_step(drawing, self._cost)
             self._wait_policy.observe(before.height, now.tokens - before.tokens, delay_s)
             waited_s += delay_s
-            if not came:
+            if not received:
                 return
 
 
 class InlineSchedule(CostAwareSchedule):
-    """Drafts in the target's process have only its time: they get it while that earns more than a step would."""
+    """For drafts in the target's process: run drafting rounds while they pay (`InlineRoundPolicy`)."""
 
     depth_factor = 1
     TIMEOUT_S = 1.0
-    """A round that takes longer is given up."""
+    """The timeout of one round."""
 
     def __init__(self, cost: StepCost, clock: Clock = time.perf_counter) -> None:
         super().__init__(cost, clock)
@@ -114,31 +117,94 @@ class InlineSchedule(CostAwareSchedule):
     def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
         drafting_s = 0.0
         now = draft_frontier(drawing)
-        while not (begun := all(r.draft_started for r in drawing if r.drafted)) or self._round_pays(
+        while not (started := all(r.draft_started for r in drawing if r.drafted)) or self._round_pays(
             now, drawing, drafting_s
         ):
             start = self._clock()
-            came = receive(self.TIMEOUT_S)
+            received = receive(self.TIMEOUT_S)
             delay_s = self._clock() - start
             before, now = now, draft_frontier(drawing)
-            if begun:  # a first round reads a prompt, and is like no other
+            if started:  # a first round reads the prompt, so its delay is not typical
                 self._round_policy.observe(before.deepest, now.own - before.own, delay_s)
             drafting_s += delay_s
-            if not came or now.own <= before.own:
+            if not received or now.own <= before.own:
                 return
 
     def _round_pays(self, now: DraftFrontier, drawing: Sequence[Request], drafting_s: float) -> bool:
-        """A round costs its own time, and that of a row more for each request."""
+        """A round costs its own time, and that of one more row for each request."""
         step = forecast_step(drawing, self._cost)
-        more = step.nodes + len(drawing)
-        rows_s = self._cost(len(drawing) + more, more) - step.seconds
+        nodes = step.nodes + len(drawing)
+        rows_s = self._cost(len(drawing) + nodes, nodes) - step.seconds
         return self._round_policy.pays(
             now.deepest, step.tokens, step.seconds + drafting_s, now.covered_by_lookups, rows_s
         )
 
 
 def make_draft_schedule(concurrent: bool, lockstep: bool, cost: StepCost, clock: Clock) -> DraftSchedule:
-    """`concurrent`: whether drafts go on while the target computes."""
+    """`concurrent`: whether drafts run while the target computes."""
     if lockstep:
         return LockstepSchedule(clock)
     return StreamedSchedule(cost, clock) if concurrent else InlineSchedule(cost, clock)
+
+
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    """What a step would do with the nodes at hand."""
+
+    tokens: float
+    """Expected committed tokens."""
+    height: int
+    """Mean height of the drafted trees, rounded down."""
+    nodes: int
+    """Nodes it would verify."""
+    seconds: float
+
+
+def forecast_step(drawing: Sequence[Request], cost: StepCost) -> StepForecast:
+    """The forecast of a step that runs these requests, all of which draw a token."""
+    paths: list[float] = []
+    heights, drafted = 0, 0
+    for request in drawing:
+        nodes = request.candidate_nodes()
+        paths += map(request.tree.path_log_probs.__getitem__, nodes)
+        if request.drafted:
+            drafted += 1
+            heights += request.tree.height(nodes)
+    paths.sort(reverse=True)
+    probabilities = list(map(math.exp, paths))
+    rows = len(drawing)
+    count = nodes_to_verify(probabilities, rows, rows, len(probabilities), cost)
+    return StepForecast(
+        tokens=rows + sum(probabilities[:count]),
+        height=heights // max(drafted, 1),
+        nodes=count,
+        seconds=cost(rows + count, count),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFrontier:
+    """Expected tokens of a step, by the source of the nodes: the requests' own drafts, or lookup drafts."""
+
+    own: float
+    """From the requests' drafts, whether or not a lookup guessed the same node."""
+    deepest: float
+    """From the drafts' deepest nodes, where deeper ones are allowed. The root counts as 1 if a draft has no node."""
+    covered_by_lookups: float
+    """From lookup nodes right below the drafts' deepest nodes."""
+
+
+def draft_frontier(drawing: Sequence[Request]) -> DraftFrontier:
+    """The frontier of the drafted requests among these."""
+    own, deepest, covered = 0.0, 0.0, 0.0
+    for request in filter(lambda each: each.drafted, drawing):
+        tree = request.tree
+        probs = {node: math.exp(tree.path_log_probs[node]) for node in request.candidate_nodes()}
+        own_probs = {node: prob for node, prob in probs.items() if tree.guessed_by(OWN_DRAFT_SOURCE, node)}
+        own += sum(own_probs.values())
+        height = tree.height(list(own_probs))
+        if height < request.depth_allowed():
+            ends = {node: prob for node, prob in own_probs.items() if tree.depths[node] == height} or {ROOT: 1.0}
+            deepest += sum(ends.values())
+            covered += sum(prob for node, prob in probs.items() if tree.parents[node] in ends)
+    return DraftFrontier(own, deepest, covered)

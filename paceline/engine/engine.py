@@ -1,8 +1,8 @@
-"""The target's loop: receive, schedule, run, draw and verify, commit.
+"""The target's loop: receive, schedule, run, verify, commit.
 
-    step:  growth from drafts → rows → forward pass → draws → tokens → deltas, and news for the drafts
+    step:  growth from drafts → rows → forward pass → draws → tokens → deltas, and messages to the drafts
 
-Plain decoding is this loop with no guesses. `paceline.engine.engine_loop` calls `step` while there is work.
+Plain decoding is this loop without draft nodes. `paceline.engine.engine_loop` calls `step` while there is work.
 """
 
 from __future__ import annotations
@@ -10,53 +10,51 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.core.messages import Delta, EngineLoad, FinishReason, LogProbs, SpeculationStats, Submission, Timings
+from paceline.core.messages import (
+    Delta,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    LogProbs,
+    SpeculationStats,
+    Timings,
+)
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
-from paceline.core.sampling import is_finite, log_probs
+from paceline.core.sampling import History, is_finite, log_probs
 from paceline.core.strategies import make_verifier
+from paceline.core.tree import TokenTree
 from paceline.core.verify import strategy_of
 from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
-from paceline.engine.grammar_queue import GrammarQueue
 from paceline.engine.hidden_states import HiddenStates
-from paceline.engine.request import POOL_SOURCE, Request
-from paceline.engine.request_factory import RequestFactory
-from paceline.engine.scheduler import ScheduledRequest, Scheduler, tree_height
+from paceline.engine.request import OWN_DRAFT_SOURCE, Request
+from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
-from paceline.engine.step_batch import model_rows, verification_input
 from paceline.grammar.grammar_state import GrammarCompiler
 from paceline.model.model import Model
+from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
 MAX_HIDDEN_STATES_SENT = 256
-"""Positions of one request whose hidden states a step sends: as many as a step computes, by default."""
+"""Most positions of one request whose hidden states a step sends: as many as a step computes, by default."""
 NOT_FINITE_ERROR = "the model's logits are not finite numbers here: its weights or this input overflow its dtype"
 STATS_INTERVAL_S = 0.1
-"""How often deltas bring statistics of requests that go on."""
-
-
-@dataclass(slots=True)
-class _StepCounters:
-    """What one step counts on its way."""
-
-    prompt_tokens: int = 0
-    speculation: SpeculationStats = field(default_factory=SpeculationStats)
-    guesses: list[tuple[int, bool]] = field(default_factory=list)
+"""How often deltas of running requests carry statistics."""
 
 
 class Engine:
-    """Decodes many requests at once over one model. Not thread-safe."""
+    """Decodes many requests at once with one model. Not thread-safe."""
 
     def __init__(
         self,
@@ -69,51 +67,49 @@ class Engine:
         beside: Sequence[DraftClient] = (),
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `beside`: draft for every request, too.
-        `grammars`: of the model's vocabulary; None: as its name says."""
+        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `beside`: lookup drafts, which draft for
+        every request. `grammars`: default by the model's name."""
         self.model = model
-        self._grammar_queue = GrammarQueue()
-        sources = range(POOL_SOURCE, POOL_SOURCE + 1 + len(beside))
+        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(beside))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
-        """By who guesses, and whether the request is greedy: under noise a draft's confidence means something else."""
+        """By source, and by whether the request is greedy: noise changes what a draft's probabilities mean."""
+        self.hidden_layers = tuple(drafting.hidden_state_layers)
+        """Layers whose hidden states are kept for drafts."""
+        self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
+        """Of full passes."""
+        self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
+        self.stats_due = False
+        """Whether the last step's deltas carry statistics. Final deltas always do."""
+        self._speculation = speculation
         self._strategy = strategy_of(speculation)
         self._verifier = make_verifier(speculation)
         if self._strategy.warning:
             log.log(logging.INFO if self._strategy.exact else logging.WARNING, self._strategy.warning)
         self._clock = clock
-        lockstep = speculation.draft_schedule == "lockstep"
         self._cost = StepCost(cost)
-        waiting = make_draft_schedule(drafting.concurrent, lockstep, self._cost, clock)
+        lockstep = speculation.draft_schedule == "lockstep"
+        self._drafting = drafting
         self._draft_manager = DraftManager(
             drafting,
             beside,
             speculation.rejection_sampling_strategy,
-            waiting,
+            make_draft_schedule(drafting.concurrent, lockstep, self._cost, clock),
             model.vocabulary_size,
             clock,
-            judged=speculation.row_budget and not lockstep,
-            by_law=self._strategy.sampled_drafts,
+            gated=speculation.row_budget and not lockstep,
+            sampled_drafts=self._strategy.sampled_drafts,
         )
-        self._drafting = drafting
-        self.hidden_layers = tuple(drafting.hidden_state_layers)
-        """Those of which hidden states are kept, for drafts."""
-        self.rows_per_s = config.max_num_batched_rows / cost(config.max_num_batched_rows)
-        """Of full passes."""
-        budgeted = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
+        self._grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
         self._hidden = HiddenStates(model.slots)
-        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), budgeted)
-        grammars = grammars or GrammarCompiler.of(model.name, model.vocabulary_size)
-        self._request_factory = RequestFactory(model, speculation, self._strategy, grammars, self.calibrations, clock)
+        node_cost = self._cost if speculation.row_budget else StepCost(FREE_ROWS)
+        self._scheduler = Scheduler(config, SlotPool(model.slots, caching=config.enable_prefix_caching), node_cost)
         self._requests: dict[int, Request] = {}
         self._keys: dict[str, int] = {}
+        self._next_key = count(1)
         self._ended: list[Delta] = []
-        """Last deltas of requests that ended between steps: refused or cancelled."""
-        self._counters = _StepCounters()
-        self.last_step = StepStats(0.0, 0, 0, 0, model.slots)
-        """What the last step did."""
-        self.stats_due = False
-        """Whether the last step's deltas bring statistics, as they do now and then; a last delta always does."""
+        """Final deltas of requests that ended between steps."""
         self._stats_sent_at = -STATS_INTERVAL_S
+        self._reset_counters()
 
     @property
     def busy(self) -> bool:
@@ -127,220 +123,229 @@ class Engine:
         return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: guesses decided and drawn, by `Calibration`'s cells."""
+        """Start from the calibration counts of other engines, by cell."""
         for greedy in (True, False):
-            self.calibrations[POOL_SOURCE, greedy].seed(drafted, accepted)
+            self.calibrations[OWN_DRAFT_SOURCE, greedy].seed(drafted, accepted)
 
-    def submit(self, submission: Submission) -> None:
-        """Take in a request. One that cannot be served ends at the next step, with an error in its delta."""
+    def submit(self, submission: GenerationRequest) -> None:
+        """Take in a request. If it cannot be served, the next step returns a delta with the error."""
         try:
             if submission.request_id in self._keys:
                 raise ValueError(f"request id {submission.request_id!r} is in use")
-            request = self._request_factory.create(submission)
+            request = self._new_request(submission)
         except ValueError as error:
             self._ended.append(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
             return
         self._requests[request.key] = request
         self._keys[request.id] = request.key
-        self._grammar_queue.add(request)
-        self._start_grammar_ready(idle=False)
+        self._scheduler.compiling.append(request)
+        self._start_compiled(may_wait=False)
 
     def cancel(self, request_id: str) -> None:
-        """End a request: the next step gives its last delta, with what it came to. Unknown ids are ignored."""
+        """End a request; the next step returns its final delta. Unknown ids are ignored."""
         key = self._keys.get(request_id)
         if key is not None:
-            request = self._requests[key]
-            delta = Delta(request_id, finish_reason=FinishReason.CANCELLED, speculation=request.stats.snapshot())
-            self._finish(request, delta)
-            self._ended.append(delta)
+            self._ended.append(self._end(self._requests[key], FinishReason.CANCELLED))
             self._draft_manager.flush()
 
     def step(self) -> list[Delta]:
-        """Run one forward pass, if there is anything to run, and return what is new."""
+        """Run one forward pass, if there is anything to run, and return the new deltas."""
         start = self._clock()
-        self._start_grammar_ready(idle=not (self._scheduler.running or self._scheduler.waiting))
+        self._start_compiled(may_wait=True)
         deltas, self._ended = self._ended, []
         self.stats_due = start - self._stats_sent_at >= STATS_INTERVAL_S
         self._stats_sent_at = start if self.stats_due else self._stats_sent_at
-        drawing = list(self._scheduler.drawing())  # the scheduler's own list changes in the step
+        drawing = list(self._scheduler.drawing())  # a copy: the scheduler's own list changes in the step
         self._draft_manager.receive_growth(self._requests, drawing)
         if (layers := tuple(self._drafting.hidden_state_layers)) != self.hidden_layers:
             self._change_hidden_layers(layers)
             drawing = []
-        gathered = self._clock()
-        works = self._scheduler.schedule()
-        self._draft_manager.find_drafts(
-            self._scheduler.running
-        )  # before the pass: whoever drafts can begin with the prompt
-        guesses = sum(len(work.nodes) for work in works)
-        if works:
-            deltas += self._run_step(works)
-            self._draft_manager.end_step(
-                self._scheduler.best_unverified, self._draft_overhead_tokens(drawing, self._clock() - start)
-            )
+        received = self._clock()
+        batch = self._scheduler.schedule()
+        self._draft_manager.find_drafts(self._scheduler.running)  # before the pass: drafts can start with the prompt
+        nodes = sum(len(each.nodes) for each in batch)
+        if batch:
+            deltas += self._run_step(batch)
+            overhead = self._draft_overhead_tokens(drawing, self._clock() - start)
+            self._draft_manager.end_step(self._scheduler.best_unverified, overhead)
         self._draft_manager.flush()
         if drawing:
-            self._observe_step_cost(drawing, guesses, self._clock() - gathered)
-        self._record_step_stats(works, deltas, self._clock() - start)
+            self._observe_step_cost(drawing, nodes, self._clock() - received)
+        self._record_step_stats(batch, deltas, self._clock() - start)
         return deltas
 
-    def _change_hidden_layers(self, layers: tuple[int, ...]) -> None:
-        """A draft is there that asks for these hidden states. What was computed without them is computed again: it
-        would guess badly for whoever shares any of it."""
-        self.hidden_layers = layers
-        self._hidden.clear()
-        self._scheduler.recompute_all()
-
-    def _draft_overhead_tokens(self, drawing: Sequence[Request], seconds: float) -> float:
-        """Tokens that drafting cost each request that is drafted for, in a step that took so long and ran these."""
-        drafted = sum(request.drafted for request in drawing)
-        return self._cost.tokens_lost(len(drawing), seconds) / drafted if drafted else 0.0
-
-    def _observe_step_cost(self, drawing: Sequence[Request], guesses: int, seconds: float) -> None:
-        """What a step took, from when it knew its guesses."""
-        self._cost.observe(len(drawing) + guesses, seconds, guesses)
-        if not guesses:
-            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.drafted for request in drawing))
-
     def reset(self) -> None:
-        """Forget every request without a word, and all slots: a step failed half-way. The engine can be used again."""
+        """Forget every request and all slots without final deltas, after a step failed half-way."""
         for key in self._requests:
             self._draft_manager.close(key)
         self._draft_manager.flush()
         self._requests.clear()
         self._keys.clear()
         self._ended.clear()
-        self._grammar_queue.clear()
         self._scheduler.reset()
 
     def check_integrity(self) -> None:
-        """Prove that every slot is accounted for. Raises AssertionError."""
+        """Verify that every slot is accounted for. Raises AssertionError."""
         requests = list(self._scheduler.requests())
         self._scheduler.pool.check_integrity((r.own_slots() for r in requests), (r.shared_blocks for r in requests))
 
-    # Requests come and go.
+    # Requests start and end.
 
-    def _start_grammar_ready(self, *, idle: bool) -> None:
-        """Those that wait for no grammar wait for rows from now on, unless there is nothing left to draw."""
-        for request in self._grammar_queue.done(idle=idle):
-            started = request.times.started is not None
-            if started:
-                self._scheduler.waiting.appendleft(request)  # it has had its turn
-            else:
-                self._scheduler.waiting.append(request)
-            if started or (request.grammar is not None and request.output_tokens):
-                self._finish_if_ended(request)  # a target that was lost may not have come to it
+    def _new_request(self, submission: GenerationRequest) -> Request:
+        """Raises ValueError, with the reason, if the submission cannot be served."""
+        tokens = [*submission.prompt, *submission.committed]
+        max_tokens = min(submission.sampling.max_tokens, self._max_output_tokens(submission, tokens))
+        params, strategy = self._strategy.effective_params(submission.sampling), self._strategy
+        grammar = None
+        if params.grammar:
+            grammar = self._grammars.start(params.grammar, params.stop_token_ids, submission.committed)
+        calibrations = {source: each for (source, greedy), each in self.calibrations.items() if greedy is params.greedy}
+        tree = TokenTree(
+            len(tokens) - 1,
+            tokens[-1],
+            {source: each.cache for source, each in calibrations.items()},
+            # Nodes outside the grammar waste rows, but a strategy with sampled drafts has to test them.
+            None if grammar is None or strategy.sampled_drafts else grammar.permits,
+            chain=strategy.sampled_drafts,
+        )
+        request = Request(
+            next(self._next_key),
+            submission,
+            History(params, submission.prompt, submission.committed, self.model.vocabulary_size, grammar),
+            tree,
+            max_tokens=max_tokens,
+            limits=self._speculation.limits(submission.speculative),
+            calibrations=calibrations,
+            arrived=self._clock(),
+        )
+        request.stats.strategy = strategy.name
+        request.stats.lossy = not strategy.exact
+        request.stats.drafter_invariant = strategy.drafter_invariant
+        return request
+
+    def _max_output_tokens(self, submission: GenerationRequest, tokens: Sequence[int]) -> int:
+        """Output tokens that fit after the prompt. Raises ValueError if there are none, or a token is invalid."""
+        prompt, positions = len(submission.prompt), min(self.model.max_model_len, self.model.slots)
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        if prompt >= positions:
+            raise ValueError(f"the prompt has {prompt} tokens; there is room for {positions - 1}")
+        if any(not 0 <= token < self.model.vocabulary_size for token in tokens):
+            raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
+        return positions - prompt
+
+    def _start_compiled(self, *, may_wait: bool) -> None:
+        """Let requests with a ready grammar wait for rows, unless they are over or cannot be served."""
+        for request in self._scheduler.take_compiled(may_wait=may_wait):
+            if request.times.started is not None or (request.grammar is not None and request.output_tokens):
+                # Its grammar did not know, when its last tokens were committed, whether they end it.
+                if (reason := request.check_finish()) is not None:
+                    self._ended.append(self._end(request, reason, request.grammar_error()))
             elif error := request.rejection_reason():
                 self._remove(request)
                 self._ended.append(Delta(request.id, finish_reason=FinishReason.ERROR, error=error))
 
-    def _finish_if_ended(self, request: Request) -> None:
-        """Its grammar did not know, when its last tokens were committed, whether they end it."""
-        if (reason := request.check_finish()) is not None:
-            error, stats = request.grammar_error(), request.stats.snapshot()
-            delta = Delta(request.id, finish_reason=reason, speculation=stats, error=error)
-            self._finish(request, delta)
-            self._ended.append(delta)
+    def _end(self, request: Request, reason: FinishReason, error: str = "") -> Delta:
+        """End a request without new tokens; return its final delta."""
+        delta = Delta(request.id, finish_reason=reason, speculation=request.stats.snapshot(), error=error)
+        self._finish(request, delta)
+        return delta
+
+    def _finish(self, request: Request, delta: Delta, *, cached: bool = True) -> None:
+        """End a request and complete its final delta. `cached`: its computed blocks stay in the cache."""
+        now, times = self._clock(), request.times
+        stopped = delta.finish_reason is FinishReason.STOP and request.is_stop_token(request.tokens[-1])
+        delta.stop_token = request.tokens[-1] if stopped else None
+        delta.usage = request.usage()
+        queued = (now if times.started is None else times.started) - times.arrived
+        delta.timings = Timings(queued, times.compute_s, now - times.arrived)
+        self._remove(request, cached=cached)
 
     def _remove(self, request: Request, *, cached: bool = True) -> None:
-        if not self._grammar_queue.remove(request):
-            self._scheduler.finish(request, cached=cached)
+        self._scheduler.finish(request, cached=cached)
         del self._requests[request.key], self._keys[request.id]
         self._draft_manager.close(request.key)
 
     # One forward pass.
 
-    def _run_step(self, works: Sequence[ScheduledRequest]) -> list[Delta]:
-        """Run all works' rows, draw and verify, and commit what came of it."""
+    def _run_step(self, batch: Sequence[ScheduledRequest]) -> list[Delta]:
+        """Run the batch's rows, verify, and commit."""
         start = self._clock()
-        rows, wanted = model_rows(works)
-        output = self.model.run(rows, wanted, self.hidden_layers)
+        rows: list[Row] = []
+        sampled: list[int] = []
+        for each in batch:
+            rows += each.model_rows()
+            if each.samples:
+                sampled += range(len(rows) - 1 - len(each.nodes), len(rows))
+        output = self.model.run(rows, sampled, self.hidden_layers)
         if output.hidden is not None:
             self._hidden.store([row.slot for row in rows], output.hidden)
         logits = output.logits
         deltas: list[Delta] = []
         if not is_finite(logits):
-            works, logits, deltas = self._fail_not_finite(works, logits)
-        verdicts = self._verifier.verify(logits, [verification_input(work) for work in works if work.samples])
+            batch, logits, deltas = self._fail_not_finite(batch, logits)
+        committed = self._verifier.verify(logits, [each.verification_input() for each in batch if each.samples])
         seconds = self._clock() - start
-        for work in works:
-            self._record_compute(work, start, seconds)
-        return deltas + self._commit_all(works, logits, verdicts)
+        for each in batch:
+            self._record_compute(each, start, seconds)
+        return deltas + self._commit_all(batch, logits, committed)
 
     def _fail_not_finite(
-        self, works: Sequence[ScheduledRequest], logits: Tensor
+        self, batch: Sequence[ScheduledRequest], logits: Tensor
     ) -> tuple[list[ScheduledRequest], Tensor, list[Delta]]:
-        """End the requests that would draw from logits that are not finite. The other works, their logits, and last
-        deltas. Guesses that lead to such logits are dropped: without them the request may never come there."""
-        sizes = [1 + len(work.nodes) if work.samples else 0 for work in works]
+        """End the requests whose root has logits that are not finite. The rest of the batch, its logits, and deltas.
+
+        If only nodes have such logits, the nodes are dropped: the target may never draw them.
+        """
+        sizes = [1 + len(each.nodes) if each.samples else 0 for each in batch]
         left, parts, deltas = [], [logits[:0]], []
-        for work, part in zip(works, logits.split(sizes), strict=True):
+        for each, part in zip(batch, logits.split(sizes), strict=True):
             if not is_finite(part):
-                self._scheduler.pool.return_slots(work.slots)
-                work.nodes, work.slots, part = [], [], part[:1]
+                self._scheduler.pool.return_slots(each.slots)
+                each.nodes, each.slots, part = [], [], part[:1]
             if is_finite(part):
-                left.append(work)
+                left.append(each)
                 parts.append(part)
                 continue
-            delta = Delta(work.request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE_ERROR)
-            self._finish(work.request, delta, cached=False)
+            delta = Delta(each.request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE_ERROR)
+            self._finish(each.request, delta, cached=False)
             deltas.append(delta)
         return left, torch.cat(parts), deltas
 
+    def _record_compute(self, scheduled: ScheduledRequest, start: float, seconds: float) -> None:
+        request = scheduled.request
+        request.times.started = start if request.times.started is None else request.times.started
+        request.times.compute_s += seconds
+        if new := request.record_prefill(scheduled.stop):
+            self._prompt_tokens += new
+            request.cache_blocks(self._scheduler.pool)  # other choices of the same HTTP request have the same prompt
+
+    # Accepted and bonus tokens become final.
+
     def _commit_all(
-        self, works: Sequence[ScheduledRequest], logits: Tensor, verdicts: Sequence[list[int]]
+        self, batch: Sequence[ScheduledRequest], logits: Tensor, committed: Sequence[list[int]]
     ) -> list[Delta]:
-        """`verdicts`: what each of the works that draw commits."""
+        """`committed`: for each request that draws, in order, its accepted tokens and the bonus token."""
         deltas = []
-        row, verified = 0, iter(verdicts)  # where the next work's logits begin, and what it commits
-        for work in works:
+        row, tokens = 0, iter(committed)  # `row`: the first row of the next request in `logits`
+        for scheduled in batch:
             if self.hidden_layers:
-                self._send_hidden_states(work)
-            if work.samples:
-                deltas.append(self._commit(work, next(verified), logits, row))
-                row += 1 + len(work.nodes)
+                self._send_hidden_states(scheduled)
+            if scheduled.samples:
+                deltas.append(self._commit(scheduled, next(tokens), logits, row))
+                row += 1 + len(scheduled.nodes)
         return deltas
 
-    def _record_compute(self, work: ScheduledRequest, start: float, seconds: float) -> None:
-        times = work.request.times
-        times.started = start if times.started is None else times.started
-        times.compute_s += seconds
-        if new := work.request.record_prefill(work.stop):
-            self._counters.prompt_tokens += new
-            work.request.cache_blocks(
-                self._scheduler.pool
-            )  # the other choices of the same request have the same prompt
-
-    def _send_hidden_states(self, work: ScheduledRequest) -> None:
-        """Tell the draft the hidden states before the root that it does not know; the root's come with the commit.
-
-        After a hit in the prefix cache, a move to another draft or a pause, this sends all missing states, up to
-        MOST_TOLD positions a step.
-        """
-        request = work.request
-        told = slice(
-            request.hidden_states_sent,
-            min(work.stop - work.samples, request.hidden_states_sent + MAX_HIDDEN_STATES_SENT),
-        )
-        if request.drafted and told.start < told.stop:
-            self._draft_manager.context(
-                Context(request.key, told.start, self._hidden.gather(request.slot_table.slots[told]))
-            )
-            request.hidden_states_sent = told.stop
-
-    # What was verified becomes final.
-
-    def _commit(self, work: ScheduledRequest, verdict: Sequence[int], logits: Tensor, row: int) -> Delta:
-        """`verdict`: accepted tokens and one more. `logits` are the step's, of which the root's are at `row`, and those
-        of each verified node after it."""
-        request, base = work.request, len(work.request.tokens) - 1
-        tokens, reason = request.truncate_at_end(verdict)
+    def _commit(self, scheduled: ScheduledRequest, drawn: Sequence[int], logits: Tensor, row: int) -> Delta:
+        """`drawn`: accepted tokens and the bonus token. `row`: the root's row in `logits`; its nodes' rows follow."""
+        request, base = scheduled.request, len(scheduled.request.tokens) - 1
+        tokens, reason = request.truncate_at_end(drawn)
         error = request.grammar_error(tokens) if reason is FinishReason.ERROR else ""
-        accepted = min(len(tokens), len(verdict) - 1)  # a request may end with an accepted token
+        accepted = min(len(tokens), len(drawn) - 1)  # a request may end with an accepted token
         path = request.tree.match(tokens)
-        self._record_acceptance(work, tokens, path, accepted)
-        pooled = [request.tree.sources[node] for node in path[:accepted]].count(POOL_SOURCE)
-        drawn_at = self._keep_accepted(work, path[: min(accepted, len(tokens) - 1)])
+        self._record_acceptance(scheduled, tokens, path, accepted)
+        from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
+        drawn_at = self._keep_accepted(scheduled, path[: min(accepted, len(tokens) - 1)])
         request.tokens += tokens
         request.history.extend(tokens)
         request.tree.commit(tokens)
@@ -353,87 +358,122 @@ class Engine:
             speculation=request.stats.snapshot() if self.stats_due or reason is not None else None,
             error=error,
         )
-        self._draft_manager.record_accepted(request, pooled)
-        # The last tokens, too: who drafts may learn from them for other requests.
-        self._draft_manager.commit(
-            Commit(request.key, base, tokens, accepted, self._commit_hidden_states(request, base))
-        )
+        self._draft_manager.record_accepted(request, from_draft)
+        # Drafts get the last tokens, too: some learn from them for other requests.
+        hidden_states = self._commit_hidden_states(request, base)
+        self._draft_manager.commit(Commit(request.key, base, tokens, accepted, hidden_states))
         if reason is not None:
             self._finish(request, delta)
         elif request.grammar is not None and not request.grammar.ready:
-            self._scheduler.finish(request)
-            self._grammar_queue.add(request)
+            self._scheduler.recompile(request)
         return delta
 
+    def _record_acceptance(
+        self, scheduled: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted: int
+    ) -> None:
+        """Count the verified nodes, and calibrate the drafts' probabilities.
+
+        If tokens do not depend on the draft, calibration also learns from nodes without a row: underrated nodes get no
+        row, so their rating would never recover.
+        """
+        tree, nodes = scheduled.request.tree, scheduled.nodes
+        reached = tree.height(nodes)
+        for stats in (scheduled.request.stats, self._step_speculation):
+            stats.record(len(nodes), reached, accepted)
+        learn_from_all, calibrations = self._strategy.drafter_invariant, scheduled.request.calibrations
+        for node, source, cell, drawn in tree.outcomes(path, tokens):
+            if learn_from_all or node in nodes:
+                calibrations[source].observe(cell, drawn)
+                if source == OWN_DRAFT_SOURCE:
+                    self._calibration_samples.append((cell, drawn))
+
+    def _keep_accepted(self, scheduled: ScheduledRequest, path: Sequence[int]) -> list[int]:
+        """Keep the slots of accepted nodes on the path to the last committed token; return the others.
+
+        The result says which of the request's rows each committed token was drawn from: 0 is the root's, i + 1 that of
+        node i.
+        """
+        if not scheduled.nodes:
+            return [0]
+        kept = [scheduled.nodes.index(node) for node in path]
+        scheduled.request.slot_table.slots.extend([scheduled.slots[i] for i in kept])
+        self._scheduler.pool.return_slots([slot for i, slot in enumerate(scheduled.slots) if i not in kept])
+        return [0, *(i + 1 for i in kept)]
+
+    def _log_probs(
+        self, request: Request, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
+    ) -> list[LogProbs]:
+        top = request.submission.sampling.logprobs
+        return log_probs(logits[list(rows)], tokens, top) if top is not None else []
+
+    # Hidden states for drafts.
+
+    def _send_hidden_states(self, scheduled: ScheduledRequest) -> None:
+        """Send the draft the hidden states before the root that it lacks; the root's come with the commit.
+
+        After a hit in the prefix cache, a move to another draft or a pause, these are all missing states, up to
+        `MAX_HIDDEN_STATES_SENT` positions a step.
+        """
+        request = scheduled.request
+        start = request.hidden_states_sent
+        stop = min(scheduled.stop - scheduled.samples, start + MAX_HIDDEN_STATES_SENT)
+        if request.drafted and start < stop:
+            states = self._hidden.gather(request.slot_table.slots[start:stop])
+            self._draft_manager.context(Context(request.key, start, states))
+            request.hidden_states_sent = stop
+
     def _commit_hidden_states(self, request: Request, base: int) -> Tensor | None:
-        """Hidden states of the root at `base` and the accepted tokens. None if the draft lacks the states of earlier
-        positions, or is paused: then `_tell_context` sends them later.
+        """Hidden states of the root at `base` and the accepted tokens.
+
+        None if the draft lacks earlier states or is paused: then `_send_hidden_states` sends them later.
         """
         if not self.hidden_layers or request.paused or request.hidden_states_sent < base:
             return None
         request.hidden_states_sent = len(request.slot_table)
         return self._hidden.gather(request.slot_table.slots[base:])
 
-    def _record_acceptance(
-        self, work: ScheduledRequest, tokens: Sequence[int], path: Sequence[int], accepted: int
-    ) -> None:
-        """Count what was verified, and what the drafts' confidence turned out to be worth.
+    def _change_hidden_layers(self, layers: tuple[int, ...]) -> None:
+        """Keep the hidden states of other layers for a new draft.
 
-        Where tokens do not depend on guesses, they tell of those without a row, too. Learning from rows alone would
-        never hear that what it believes too little was right.
+        Everything is computed again, also the cache: a draft guesses badly where states are missing.
         """
-        reached = tree_height(work.request, work.nodes)
-        for stats in (work.request.stats, self._counters.speculation):
-            stats.record(len(work.nodes), reached, accepted)
-        every, calibrations = self._strategy.drafter_invariant, work.request.calibrations
-        for node, source, cell, hit in work.request.tree.outcomes(path, tokens):
-            if every or node in work.nodes:
-                calibrations[source].observe(cell, hit)
-                if source == POOL_SOURCE:
-                    self._counters.guesses.append((cell, hit))
+        self.hidden_layers = layers
+        self._hidden.clear()
+        self._scheduler.recompute_all()
 
-    def _keep_accepted(self, work: ScheduledRequest, path: Sequence[int]) -> list[int]:
-        """Guesses on the path to the last committed token keep their slots, in order; the others give theirs back.
+    # Costs and statistics.
 
-        Returns which of the work's draws the tokens are: 0 is the root's, i + 1 that of node i.
-        """
-        if not work.nodes:
-            return [0]
-        kept = [work.nodes.index(node) for node in path]
-        work.request.slot_table.slots.extend([work.slots[i] for i in kept])
-        self._scheduler.pool.return_slots([slot for i, slot in enumerate(work.slots) if i not in kept])
-        return [0, *(i + 1 for i in kept)]
+    def _draft_overhead_tokens(self, drawing: Sequence[Request], seconds: float) -> float:
+        """Tokens that drafting cost each drafted request, in a step of these requests that took `seconds`."""
+        drafted = sum(request.drafted for request in drawing)
+        return self._cost.tokens_lost(len(drawing), seconds) / drafted if drafted else 0.0
 
-    def _log_probs(
-        self, request: Request, logits: Tensor, places: Sequence[int], tokens: Sequence[int]
-    ) -> list[LogProbs]:
-        top = request.submission.sampling.logprobs
-        return log_probs(logits[list(places)], tokens, top) if top is not None else []
+    def _observe_step_cost(self, drawing: Sequence[Request], nodes: int, seconds: float) -> None:
+        """`seconds`: of the step after growth was received."""
+        self._cost.observe(len(drawing) + nodes, seconds, nodes)
+        if not nodes:
+            self._cost.observe_plain(len(drawing), seconds, drafted=any(request.drafted for request in drawing))
 
-    def _finish(self, request: Request, delta: Delta, *, cached: bool = True) -> None:
-        now, times = self._clock(), request.times
-        stopped = delta.finish_reason is FinishReason.STOP and request.is_stop_token(request.tokens[-1])
-        delta.stop_token = request.tokens[-1] if stopped else None
-        delta.usage = request.usage()
-        queued = (now if times.started is None else times.started) - times.arrived
-        delta.timings = Timings(queued, times.compute_s, now - times.arrived)
-        self._remove(request, cached=cached)
-
-    def _record_step_stats(self, works: Sequence[ScheduledRequest], deltas: Sequence[Delta], seconds: float) -> None:
-        rows = sum(work.stop - work.start + len(work.nodes) for work in works)
+    def _record_step_stats(self, batch: Sequence[ScheduledRequest], deltas: Sequence[Delta], seconds: float) -> None:
         self.last_step = StepStats(
             seconds,
-            rows,
+            rows=sum(each.stop - each.start + len(each.nodes) for each in batch),
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
             free_slots=self._scheduler.pool.free,
-            prompt_tokens=self._counters.prompt_tokens,
-            generation_tokens=sum(len(d.tokens) for d in deltas),
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=sum(len(delta.tokens) for delta in deltas),
             preemptions=self._scheduler.preemptions,
-            speculation=self._counters.speculation,
+            speculation=self._step_speculation,
             nodes_received=self._draft_manager.received,
             nodes_grafted=self._draft_manager.grafted,
-            calibration_samples=self._counters.guesses,
+            calibration_samples=self._calibration_samples,
         )
+        self._reset_counters()
+
+    def _reset_counters(self) -> None:
+        """Start counting for the next step."""
+        self._prompt_tokens = 0
+        self._step_speculation = SpeculationStats()
+        self._calibration_samples: list[tuple[int, bool]] = []
         self._scheduler.preemptions = self._draft_manager.received = self._draft_manager.grafted = 0
-        self._counters = _StepCounters()

@@ -1,11 +1,11 @@
-"""Steps an engine. Everything else talks to it through a pipe."""
+"""Runs an engine at one end of a pipe."""
 
 from __future__ import annotations
 
 from collections import deque
 from contextlib import suppress
 
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.engine.engine import Engine
 from paceline.engine.engine_messages import CalibrationSeed, CancelRequest, StepResult
 from paceline.ipc.pipe import Pipe, PipeClosedError
@@ -15,25 +15,25 @@ from paceline.telemetry.step_stats import StepStats
 class EngineLoop:
     """Steps an engine while it is busy and sleeps while it is not, until the pipe closes.
 
-    Every step is told as `StepResult`, with its deltas, those of errors, too. Statistics go with those steps in which
-    they are due, a request ends, or nothing is left to do.
+    Each step sends a `StepResult`. Step statistics are batched: they are sent when they are due, when a request ends,
+    and when the engine becomes idle.
     """
 
     def __init__(self, engine: Engine, pipe: Pipe) -> None:
         self._engine = engine
         self._pipe = pipe
-        # Not at once: the engine reads the pipe, for growth, in the middle of a step, too.
-        self._messages: deque[Submission | CancelRequest | CalibrationSeed] = deque()
+        # Messages are queued, not handled at once: the engine also reads the pipe, for growth, in the middle of a step.
+        self._messages: deque[GenerationRequest | CancelRequest | CalibrationSeed] = deque()
         self._unsent_stats: list[StepStats] = []
-        pipe.on(Submission, self._messages.append)
+        pipe.on(GenerationRequest, self._messages.append)
         pipe.on(CancelRequest, self._messages.append)
         pipe.on(CalibrationSeed, self._messages.append)
 
     def run(self) -> None:
-        """Return when the pipe is closed. What the engine raises ends the loop."""
+        """Return when the pipe is closed. Exceptions of the engine end the loop."""
         with suppress(PipeClosedError):
             while True:
-                # An order may have come while a step read growth, even in the step that ended the last request.
+                # A step may have queued messages, even the step that ended the last request.
                 self._pipe.receive(0.0 if self._engine.busy or self._messages else None)
                 self._handle_messages()
                 if self._engine.busy:
@@ -44,13 +44,13 @@ class EngineLoop:
         deltas = engine.step()
         self._unsent_stats.append(engine.last_step)
         due = engine.stats_due or not engine.busy or any(delta.finish_reason for delta in deltas)
-        told, self._unsent_stats = (self._unsent_stats, []) if due else ([], self._unsent_stats)
-        return StepResult(deltas, engine.load, told)
+        stats, self._unsent_stats = (self._unsent_stats, []) if due else ([], self._unsent_stats)
+        return StepResult(deltas, engine.load, stats)
 
     def _handle_messages(self) -> None:
         while self._messages:
             match self._messages.popleft():
-                case Submission() as submission:
+                case GenerationRequest() as submission:
                     self._engine.submit(submission)
                 case CancelRequest(request_id):
                     self._engine.cancel(request_id)

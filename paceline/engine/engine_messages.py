@@ -1,6 +1,6 @@
-"""What a target's engine is told, and what it tells, when it runs in a process of its own.
+"""Messages between a target service and its engine process, beside `GenerationRequest`.
 
-A `Submission` is told as it is. Growth and commits have messages of their own, see `paceline.wire.remote_drafting`.
+Growth and commits have messages of their own, see `paceline.wire.remote_drafting`.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from paceline.telemetry.step_stats import StepStats
 
 @dataclass(frozen=True, slots=True)
 class CancelRequest:
-    """End this request; its last delta follows, unless it ended meanwhile. Unknown ids are ignored."""
+    """End this request; its final delta follows unless it ended meanwhile. Unknown ids are ignored."""
 
     request_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSeed:
-    """What other targets learned of drafts' confidence: guesses decided and drawn, by `Calibration`'s cells."""
+    """Calibration counts of other targets, by cell of `Calibration`."""
 
     drafted: Sequence[float]
     accepted: Sequence[float]
@@ -29,16 +29,17 @@ class CalibrationSeed:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One step was made. `stats` are those of steps since they were last told, itself the last; mostly none."""
+    """The outcome of one step."""
 
     deltas: Sequence[Delta]
     load: EngineLoad
     stats: Sequence[StepStats] = ()
+    """Statistics of this step and the steps whose statistics were not sent yet; mostly empty."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """Of the model that the engine runs, and how drafts draft for it."""
+class EngineInfo:
+    """The engine's model, and what drafts need to know of it."""
 
     fingerprint: str
     vocabulary_size: int
@@ -51,4 +52,4 @@ class ModelInfo:
     """Empty without speculation."""
     numerics: str
     rows_per_s: float = 0.0
-    """Of full passes, as measured at the start; 0: unknown."""
+    """Of full passes, as measured at start-up; 0: unknown."""

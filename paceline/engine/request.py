@@ -1,7 +1,8 @@
-"""One request on its way through a target.
+"""One request in a target.
 
-Its tokens are prompt and output; `len(lane)` of them are *computed*, with keys and values in slots. The last token
-is the root of its tree: once every token before it is computed, running it makes the target draw.
+Its tokens are prompt and output. The first `len(slot_table)` of them are *computed*: their keys and values are in
+slots. The last token is the root of the request's tree. Once every token before it is computed, running it makes the
+target draw.
 """
 
 from __future__ import annotations
@@ -9,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.config import SamplingParams
-from paceline.core.messages import GRAMMAR_ERROR, FinishReason, SpeculationStats, Submission, Usage
+from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, SpeculationStats, Usage
 from paceline.core.policy.calibration import Calibration
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
@@ -19,14 +19,13 @@ from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
 from paceline.model.rows import SlotTable
 
-POOL_SOURCE = 0
-"""A tree tells apart whose guesses it holds. This is the source of those that a request's draft makes; those who draft
-for all in this process have the next numbers."""
+OWN_DRAFT_SOURCE = 0
+"""The source, in trees, of nodes from a request's own draft. Lookup drafts in this process have the next numbers."""
 
 
 @dataclass(slots=True)
 class RequestTimes:
-    """When things happened, by the engine's clock."""
+    """By the engine's clock, in seconds."""
 
     arrived: float
     started: float | None = None
@@ -39,46 +38,46 @@ class Request:
     def __init__(
         self,
         key: int,
-        submission: Submission,
-        law: SamplingParams,
+        submission: GenerationRequest,
+        history: History,
+        tree: TokenTree,
+        *,
         max_tokens: int,
         limits: tuple[int, int],
-        vocabulary_size: int,
-        tree: TokenTree,
         calibrations: Mapping[int, Calibration],
         arrived: float,
-        grammar: GrammarState | None = None,
     ) -> None:
-        """`law`: what the strategy draws with. `limits`: deepest node and most nodes verified; (0, 0) is plain.
-        `calibrations`: what guesses in the tree count for, by who makes them."""
+        """`key`: the request's id towards drafts. `history`: after the committed output, with the effective parameters.
+        `max_tokens`: most output tokens. `limits`: greatest depth and most nodes verified; (0, 0) is plain decoding.
+        `calibrations`: by source of the nodes."""
         self.key = key
         self.id = submission.request_id
         self.submission = submission
-        self.effective_params = law
+        self.effective_params = history.params
         self.max_tokens = max_tokens
         self.max_depth, self.max_nodes = limits
         self.tokens = [*submission.prompt, *submission.committed]
-        self.history = History(law, submission.prompt, submission.committed, vocabulary_size, grammar)
+        self.history = history
         self.tree = tree
         self.calibrations = calibrations
         self.slot_table = SlotTable()
         self.shared_blocks: list[Block] = []
         self.cached_tokens = 0
         self.prefilled = 0
-        """Prompt tokens that were ever computed or found in the cache. Preemption does not undo it."""
+        """Prompt tokens that were ever computed or found in the cache. Preemption does not reset it."""
         self.stats = SpeculationStats()
         self.times = RequestTimes(arrived)
         self.draft: str | None = None
         self.hidden_states_sent = 0
-        """Positions whose hidden states its draft has been told of."""
+        """Positions whose hidden states the draft has."""
         self.lookups_opened = False
-        """Whether who drafts for all was told of it."""
+        """Whether the lookup drafts know the request."""
         self.paused = False
-        """Whether its draft is told to grow nothing, and what it grows all the same is not looked at."""
+        """Whether the draft is limited to 0 nodes, and growth it sends anyway is dropped."""
         self.draft_started = False
-        """Whether its draft has grown something since it was opened or resumed."""
+        """Whether the draft has sent growth since it was opened or resumed."""
         self.accepted_average = 0.0
-        """Guesses of its draft that a step commits, as of late."""
+        """Moving average of accepted draft tokens per step, less what drafting costs."""
         self.retry_draft_at = 0.0
 
     @property
@@ -87,7 +86,7 @@ class Request:
 
     @property
     def group(self) -> tuple[str, str]:
-        """Of its client's requests those with which it shares a turn; without a name it is alone."""
+        """The client's requests that share fairly as one; a request without a group is its own."""
         return self.client, self.submission.group or self.id
 
     @property
@@ -100,8 +99,14 @@ class Request:
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens without keys and values yet. The root is one of them; if it is the only one, a draw is due."""
+        """Tokens without keys and values, at least the root. If it is the only one, the next step draws."""
         return len(self.tokens) - len(self.slot_table)
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        return self.history.grammar
+
+    # Speculation.
 
     @property
     def speculative(self) -> bool:
@@ -109,39 +114,65 @@ class Request:
 
     @property
     def drafted(self) -> bool:
-        """Whether guesses may be under way."""
+        """Whether draft tokens may be on their way."""
         return self.draft is not None and not self.paused
 
     def depth_allowed(self) -> int:
-        """Deepest node worth verifying: the bonus token after it must still be wanted."""
+        """Greatest depth worth verifying: `max_tokens` must leave room for the bonus token."""
         return min(self.max_depth, self.max_tokens - self.output_tokens - 1)
 
     @property
     def max_tree_nodes(self) -> int:
-        """Most nodes in the tree: more than one step verifies, since a draft grows ahead while the target is busy."""
+        """Most nodes in the tree. One step verifies fewer, but the draft grows while the target is busy."""
         return 4 * self.max_nodes
 
+    def candidate_nodes(self) -> Sequence[int]:
+        """The nodes that one step may verify, best first."""
+        depth = self.depth_allowed()
+        return self.tree.best(self.max_nodes, depth) if depth > 0 else []
+
+    def limit(self, depth_factor: int, min_path_probability: float) -> Limit:
+        """How far the draft may grow the tree now; see `opening`."""
+        nodes = 0 if self.paused else self.max_tree_nodes
+        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, min_path_probability)
+
+    def opening(self, strategy: str, depth_factor: int, min_path_probability: float) -> Opening:
+        """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
+        return Opening(
+            self.key,
+            list(self.tokens),
+            self.output_tokens,
+            self.submission.sampling,
+            depth_factor * self.max_depth,
+            self.max_tree_nodes,
+            strategy,
+            min_path_probability,
+            cache_salt=self.submission.cache_salt,
+        )
+
+    # Slots.
+
     def attach_prefix(self, pool: SlotPool) -> None:
-        """Take over what the cache has of this path. The root is always computed afresh."""
+        """Share the cached blocks of this path. The root is always computed anew."""
         self.shared_blocks = pool.match_prefix(self.tokens[:-1], self.submission.cache_salt)
         self.slot_table.slots = [slot for block in self.shared_blocks for slot in block.slots]
 
     def start(self) -> None:
-        """It runs from now on: what `attach` found counts as cached, unless it is what preemption left there."""
+        """Count the attached prefix as cached, unless the request itself left it there before preemption."""
         if not self.prefilled:
             self.cached_tokens = self.prefilled = min(len(self.slot_table), self.prompt_tokens)
 
     def record_prefill(self, stop: int) -> int:
-        """The tokens before `stop` were computed; how many of the prompt are so for the first time."""
+        """The tokens before `stop` are computed. Return how many prompt tokens were computed for the first time."""
         before, self.prefilled = self.prefilled, max(self.prefilled, min(stop, self.prompt_tokens))
         return self.prefilled - before
 
     def cache_blocks(self, pool: SlotPool) -> None:
-        """Others whose tokens begin alike need not compute again what is computed of these."""
+        """Share the computed blocks with requests whose tokens begin alike."""
         pool.cache_blocks(self.tokens, self.slot_table.slots, self.shared_blocks, self.submission.cache_salt)
 
     def release_slots(self, pool: SlotPool, *, cached: bool = True) -> None:
-        """Give up every slot. `cached`: what is computed stays in the cache for as long as there is room."""
+        """Give up every slot. `cached`: computed blocks stay in the cache while there is room."""
         if cached:
             self.cache_blocks(pool)
         pool.release(self.slot_table.slots, self.shared_blocks)
@@ -149,14 +180,16 @@ class Request:
         self.slot_table.clear()
 
     def own_slots(self) -> Sequence[int]:
+        """The slots outside shared blocks."""
         return self.slot_table.slots[len(self.shared_blocks) * BLOCK_SIZE :]
 
-    @property
-    def grammar(self) -> GrammarState | None:
-        return self.history.grammar
+    # The end.
+
+    def is_stop_token(self, token: int) -> bool:
+        return token in self.submission.sampling.stop_token_ids
 
     def check_finish(self, tokens: Sequence[int] = ()) -> FinishReason | None:
-        """Whether the request ends with the last of these tokens after its output, or, without any, with its output."""
+        """Whether and why the request ends with the last of `tokens`, or with its output so far if there are none."""
         if self.is_stop_token(tokens[-1] if tokens else self.tokens[-1]):
             return FinishReason.STOP
         if not self.grammar_known(tokens):
@@ -165,21 +198,12 @@ class Request:
             return FinishReason.ERROR if self.grammar_error(tokens) else FinishReason.STOP
         return FinishReason.LENGTH if self.output_tokens + len(tokens) >= self.max_tokens else None
 
-    def grammar_error(self, tokens: Sequence[int] = ()) -> str:
-        """What is wrong with its grammar, or with the end that these tokens have brought it to. Empty: nothing."""
-        error = self.grammar.error(tokens) if self.grammar is not None else ""
-        return f"{GRAMMAR_ERROR}{error}" if error else ""
-
-    def grammar_known(self, tokens: Sequence[int] = ()) -> bool:
-        """Whether its grammar says what may follow these tokens; if not, they are all that a step can commit."""
-        return self.grammar is None or self.grammar.within_limits(tokens)
-
     def truncate_at_end(self, tokens: Sequence[int]) -> tuple[list[int], FinishReason | None]:
-        """The tokens up to the one that ends it, if one does, or the one after which its grammar is not known."""
+        """The tokens up to the one that ends the request, or after which the grammar's state is not known yet."""
         if self.grammar is None:
-            room, stops = self.max_tokens - self.output_tokens, self.submission.sampling.stop_token_ids
+            tokens_left, stops = self.max_tokens - self.output_tokens, self.submission.sampling.stop_token_ids
             for count, token in enumerate(tokens, 1):
-                if token in stops or count >= room:
+                if token in stops or count >= tokens_left:
                     return list(tokens[:count]), FinishReason.STOP if token in stops else FinishReason.LENGTH
             return list(tokens), None
         for count in range(1, len(tokens) + 1):
@@ -188,8 +212,17 @@ class Request:
                 return list(tokens[:count]), reason
         return list(tokens), None
 
+    def grammar_error(self, tokens: Sequence[int] = ()) -> str:
+        """Why the grammar failed, at the latest after these tokens; empty if it did not."""
+        error = self.grammar.error(tokens) if self.grammar is not None else ""
+        return f"{GRAMMAR_ERROR}{error}" if error else ""
+
+    def grammar_known(self, tokens: Sequence[int] = ()) -> bool:
+        """Whether the grammar's state after these tokens is known. If not, a step can commit no more than them."""
+        return self.grammar is None or self.grammar.within_limits(tokens)
+
     def rejection_reason(self) -> str:
-        """Why it cannot be served, now that it is about to begin; empty if it can."""
+        """Why the request cannot start; empty if it can."""
         if error := self.grammar_error():
             return error
         if self.output_tokens and self.check_finish() is not None:
@@ -197,22 +230,6 @@ class Request:
         if self.grammar is not None and self.grammar.finished(()):
             return f"{GRAMMAR_ERROR}it leaves nothing to generate"
         return ""
-
-    def is_stop_token(self, token: int) -> bool:
-        return token in self.submission.sampling.stop_token_ids
-
-    def limit(self, ahead: int, least: float) -> Limit:
-        """How far its tree may grow now, with paths no less probable than `least`."""
-        nodes = 0 if self.paused else self.max_tree_nodes
-        return Limit(self.key, ahead * self.max_depth if nodes else 0, nodes, least)
-
-    def opening(self, strategy: str, ahead: int, least: float) -> Opening:
-        """What a draft is told first: to grow `ahead` times the depth that one step verifies. It starts unpaused."""
-        depth, tokens, sampling = ahead * self.max_depth, list(self.tokens), self.submission.sampling
-        salt = self.submission.cache_salt
-        return Opening(
-            self.key, tokens, self.output_tokens, sampling, depth, self.max_tree_nodes, strategy, least, cache_salt=salt
-        )
 
     def usage(self) -> Usage:
         return Usage(self.prompt_tokens, self.output_tokens, self.cached_tokens)

@@ -1,11 +1,11 @@
 """Which rows the next step runs.
 
-There is no prefill phase and no decode phase. A request has tokens computed and tokens wanted; the scheduler closes
-the gap within the step's rows, oldest request first. Where only the root is missing, guesses may ride along.
+There is no prefill phase and no decode phase. A request has tokens computed and tokens wanted. The scheduler closes the
+gap within the step's rows, oldest request first. Where only the root is missing, draft nodes may ride along.
 
-Places are shared fairly: by clients, then by a client's groups (the choices of one request are a group), then in the
-order of arrival. The client with the fewest running requests starts next. If no place is free, the youngest request of
-a client that runs two more is preempted.
+The `max_num_seqs` running requests are shared fairly: among clients, then among a client's groups (the choices of one
+HTTP request are a group), then by arrival. The client with the fewest running requests starts next. If no more may run,
+the youngest request of a client with two more running ones is preempted.
 """
 
 from __future__ import annotations
@@ -17,14 +17,20 @@ from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig
 from paceline.core.policy.step_cost import StepCost, nodes_to_verify
+from paceline.core.sampling import SamplingRow
+from paceline.core.strategies import VerificationInput
 from paceline.core.tree import ROOT
-from paceline.engine.request import POOL_SOURCE, Request
+from paceline.engine.request import Request
 from paceline.engine.slot_pool import OutOfSlotsError, SlotPool
+from paceline.model.rows import Row
+
+GRAMMAR_WAIT_S = 0.01
+"""How long an idle step waits for a grammar."""
 
 
 @dataclass(slots=True)
 class ScheduledRequest:
-    """One request's share of a step: its tokens [start, stop), then guesses, each in a slot of its own."""
+    """One request's share of a step: its tokens [start, stop), then draft nodes, each with a slot of its own."""
 
     request: Request
     start: int
@@ -37,78 +43,128 @@ class ScheduledRequest:
         """Whether the root is run, so that the target draws."""
         return self.stop == len(self.request.tokens)
 
+    def model_rows(self) -> list[Row]:
+        """The rows of the tokens, then of the nodes."""
+        tree, slot_table = self.request.tree, self.request.slot_table
+        rows = [slot_table.row(self.request.tokens[i], i) for i in range(self.start, self.stop)]
+        branches: dict[int, list[int]] = {ROOT: []}
+        for node, slot in zip(self.nodes, self.slots, strict=True):
+            branch = branches[node] = [*branches[tree.parents[node]], slot]
+            rows.append(slot_table.branch_row(tree.tokens[node], branch))
+        return rows
+
+    def verification_input(self) -> VerificationInput:
+        """The verifier's input, if the request draws."""
+        request, tree = self.request, self.request.tree
+        params, history = request.effective_params, request.history
+        first = tree.position + 1
+        rows = [SamplingRow(params, first, history)]
+        for node in self.nodes:
+            path = tree.path_tokens(node) if history.has_logits_rules else ()  # without rules nothing reads the path
+            rows.append(SamplingRow(params, first + tree.depths[node], history, path))
+        return VerificationInput(tree, self.nodes, rows, request.tokens)
+
 
 class Scheduler:
-    """Waiting and running requests, and the slots that they share. `running` is ordered by admission, oldest first."""
+    """Waiting and running requests, and the slots they share. `running` is ordered by admission, oldest first."""
 
     def __init__(self, config: EngineConfig, pool: SlotPool, cost: StepCost) -> None:
         self.pool = pool
+        self.compiling: list[Request] = []
+        """Requests whose grammar is being compiled or replayed, in the order of arrival."""
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.preemptions = 0
         self.best_unverified = 0.0
-        """Path probability of the likeliest guess that the last step had no row for."""
+        """Path probability of the best node that the last step had no row for."""
         self._config = config
         self._cost = cost
 
+    def take_compiled(self, *, may_wait: bool) -> list[Request]:
+        """Move requests whose grammars are ready to `waiting`, and return them.
+
+        `may_wait`: wait a moment for the first grammar if no other request needs the engine.
+        """
+        if not self.compiling:
+            return []
+        if may_wait and not (self.running or self.waiting) and (grammar := self.compiling[0].grammar) is not None:
+            grammar.wait(GRAMMAR_WAIT_S)
+        ready = [each for each in self.compiling if each.grammar is None or each.grammar.ready]
+        self.compiling = [each for each in self.compiling if each not in ready]
+        for request in ready:
+            if request.times.started is None:
+                self.waiting.append(request)
+            else:
+                self.waiting.appendleft(request)
+        return ready
+
     def schedule(self) -> list[ScheduledRequest]:
-        """Give every running request, and as many waiting ones as fit, their next rows. Slots are taken here."""
+        """Give running requests, and as many waiting ones as fit, their next rows and slots."""
         self._preempt_for_fairness()
         rows = self._config.max_num_batched_rows
-        works: list[ScheduledRequest] = []
+        batch: list[ScheduledRequest] = []
         turn = 0
         while turn < len(self.running):
             request = self.running[turn]
-            work = self._next_rows(request, rows)
-            if work is not None:
-                works.append(work)
-                rows -= work.stop - work.start
-            turn += self.running[turn : turn + 1] == [request]  # unless it had to give way itself
-        while rows and (work := self._admit(rows)) is not None:
-            works.append(work)
-            rows -= work.stop - work.start
-        self._add_draft_nodes(works, rows)
-        return works
+            scheduled = self._next_rows(request, rows)
+            if scheduled is not None:
+                batch.append(scheduled)
+                rows -= scheduled.stop - scheduled.start
+            turn += self.running[turn : turn + 1] == [request]  # unless the request itself was preempted
+        while rows and (scheduled := self._admit(rows)) is not None:
+            batch.append(scheduled)
+            rows -= scheduled.stop - scheduled.start
+        self._add_draft_nodes(batch, rows)
+        return batch
 
     def drawing(self) -> Sequence[Request]:
-        """All that the next step runs, or nobody if it computes prompts: if one is missing, or one can be admitted."""
+        """The requests of the next step if all of them only draw; empty if it would compute prompt tokens."""
         only_draws = all(request.uncomputed_tokens == 1 for request in self.running) and not self._may_admit()
         return self.running if only_draws else ()
 
+    def recompile(self, request: Request) -> None:
+        """Stop a running request until its grammar is ready."""
+        self.finish(request)
+        self.compiling.append(request)
+
     def finish(self, request: Request, *, cached: bool = True) -> None:
-        """The request is over, or has something else to wait for; its slots go back. It may be waiting or running.
-        `cached`: what was computed may serve others."""
+        """Remove a request and free its slots. `cached`: computed blocks stay in the cache."""
         if request in self.running:
             self.running.remove(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            self.compiling.remove(request)
         request.release_slots(self.pool, cached=cached)
 
     def reset(self) -> None:
-        """Forget every request and what was cached, whatever state they are in."""
+        """Forget every request and the cache, whatever state they are in."""
+        self.compiling.clear()
         self.running.clear()
         self.waiting.clear()
         self.pool = self.pool.emptied()
 
     def recompute_all(self) -> None:
-        """Compute again what running requests have, and nothing of it from the cache."""
+        """Recompute all running requests from scratch, without the cache."""
         for request in reversed(self.running.copy()):
             self._preempt(request, cached=False)
         self.pool = self.pool.emptied()
 
     def requests(self) -> Iterator[Request]:
+        """All requests that may hold slots."""
         yield from self.running
         yield from self.waiting
 
     def _next_rows(self, request: Request, rows: int) -> ScheduledRequest | None:
-        """The next missing tokens of a running request. Preempts the youngest while slots are short."""
+        """The next missing tokens of a running request. Preempts the youngest request while slots are short."""
         start = len(request.slot_table)
         stop = min(len(request.tokens), start + rows)
         while stop > start:
             try:
                 request.slot_table.slots.extend(self.pool.allocate(stop - start))
             except OutOfSlotsError:
-                victim = self._youngest_of_largest(self.running[self.running.index(request) :])  # others had their turn
+                # Requests before this one are scheduled already.
+                victim = self._youngest_of_largest(self.running[self.running.index(request) :])
                 self._preempt(victim)
                 if victim is request:
                     return None
@@ -117,16 +173,13 @@ class Scheduler:
         return None
 
     def _may_admit(self) -> bool:
-        """Whether a waiting request can start, by what can be told without looking into the cache."""
+        """Whether a waiting request can start, without a look into the cache."""
         if not self.waiting or self._full:
             return False
         return self._next_waiting().uncomputed_tokens <= self.pool.free
 
     def _admit(self, rows: int) -> ScheduledRequest | None:
-        """Start the request whose turn it is if all its tokens fit now.
-
-        Nobody who runs misses a prompt at this point: there would be no rows left.
-        """
+        """Start the next waiting request if all its tokens fit. `rows`: left after all running requests."""
         if not self.waiting or self._full or not self._has_slots(request := self._next_waiting()):
             return None
         request.attach_prefix(self.pool)
@@ -137,7 +190,7 @@ class Scheduler:
 
     @property
     def _full(self) -> bool:
-        """Whether as many run as may: then nobody need be looked for among those that wait."""
+        """Whether as many requests run as may."""
         return len(self.running) >= self._config.max_num_seqs
 
     def _has_slots(self, request: Request) -> bool:
@@ -150,133 +203,63 @@ class Scheduler:
         return fits
 
     def _next_waiting(self) -> Request:
-        """The waiting request whose turn it is."""
+        """The waiting request that starts next, by fairness and arrival."""
         clients, groups = self._running_counts()
         return min(self.waiting, key=lambda each: (clients[each.client], groups[each.group]))
 
     def _running_counts(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
-        """How many requests run of each client, and of each group."""
+        """Running requests by client and by group."""
         return Counter(each.client for each in self.running), Counter(each.group for each in self.running)
 
     def _youngest_of_largest(self, requests: Sequence[Request]) -> Request:
-        """The youngest of those of whose client, then of whose group, most run."""
+        """The youngest request of the client, then of the group, with the most running requests."""
         clients, groups = self._running_counts()
         return max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group]))
 
     def _preempt_for_fairness(self) -> None:
-        """Preempt for the request whose turn it is, while it does not fit and somebody has two more running than it."""
+        """While the next waiting request does not fit, preempt a request of a client with two more running ones."""
         while self.waiting and not self._has_slots(request := self._next_waiting()):
             if (victim := self._fairness_victim(request)) is None:
                 return
             self._preempt(victim)
 
     def _fairness_victim(self, request: Request) -> Request | None:
-        """The youngest of a client that has two more running; if there is none, of such a group of the same client."""
+        """The youngest request of a client with two more running ones, or else of such a group of the same client."""
         clients, groups = self._running_counts()
         others = [each for each in self.running if clients[each.client] > clients[request.client] + 1]
         same = [each for each in self.running if each.client == request.client]
-        crowd = others or [each for each in same if groups[each.group] > groups[request.group] + 1]
-        return self._youngest_of_largest(crowd) if crowd else None
+        largest = others or [each for each in same if groups[each.group] > groups[request.group] + 1]
+        return self._youngest_of_largest(largest) if largest else None
 
     def _preempt(self, request: Request, *, cached: bool = True) -> None:
-        """Take its slots away; it waits before its equals and is computed again. Its tree stays."""
+        """Move a running request to the front of `waiting` and free its slots. Its tree stays."""
         self.running.remove(request)
         request.release_slots(self.pool, cached=cached)
         self.waiting.appendleft(request)
         self.preemptions += 1
 
-    def _add_draft_nodes(self, works: Sequence[ScheduledRequest], rows: int) -> None:
-        """Verify the best guesses over all requests. They take what rows and slots are left, nobody's."""
-        drawing = [work for work in works if work.samples]
-        needed = sum(work.stop - work.start for work in works)
+    def _add_draft_nodes(self, batch: Sequence[ScheduledRequest], rows: int) -> None:
+        """Verify the best nodes over all requests, within the rows and slots that are left."""
+        candidates = [(each, each.request.candidate_nodes()) for each in batch if each.samples]
+        needed = sum(each.stop - each.start for each in batch)
         most = min(rows, self.pool.free)
-        guesses = [(work, candidate_nodes(work.request)) for work in drawing]
-        paths = [path for work, nodes in guesses for path in map(work.request.tree.path_log_probs.__getitem__, nodes)]
+        paths: list[float] = []
+        for each, nodes in candidates:
+            paths += map(each.request.tree.path_log_probs.__getitem__, nodes)
         paths.sort(reverse=True)
         self.best_unverified = 0.0
         if not paths:
             return
         probabilities = list(map(math.exp, paths))
-        count = nodes_to_verify(probabilities, len(drawing), needed, most, self._cost)
+        count = nodes_to_verify(probabilities, len(candidates), needed, most, self._cost)
         self.best_unverified = probabilities[count] if count < len(paths) else 0.0
         if not count:
             return
         least, slots = paths[count - 1], self.pool.allocate(count)
-        for work, nodes in guesses:  # each request's are sorted, too: parents before children, and so they are taken
-            path_log_probs = work.request.tree.path_log_probs
+        for each, nodes in candidates:  # best first, so parents are taken before their children
+            path_log_probs = each.request.tree.path_log_probs
             for node in nodes:
                 if not slots or path_log_probs[node] < least:
                     break
-                work.nodes.append(node)
-                work.slots.append(slots.pop())
-
-
-def candidate_nodes(request: Request) -> Sequence[int]:
-    """The guesses that a request may have verified in one step, best first."""
-    depth = request.depth_allowed()
-    return request.tree.best(request.max_nodes, depth) if depth > 0 else []
-
-
-@dataclass(frozen=True, slots=True)
-class StepForecast:
-    """What a step would do: `tokens` it is expected to commit, the mean `tree_height` of drafted trees, the number of
-    `guesses` that it would verify, and the `seconds` that it would take."""
-
-    tokens: float
-    height: int
-    nodes: int
-    seconds: float
-
-
-def forecast_step(drawing: Sequence[Request], cost: StepCost) -> StepForecast:
-    """Of a step that runs these requests, all of which draw, with the guesses they have."""
-    paths: list[float] = []
-    heights, drafted = 0, 0
-    for request in drawing:
-        nodes = candidate_nodes(request)
-        paths += map(request.tree.path_log_probs.__getitem__, nodes)
-        if request.drafted:
-            drafted += 1
-            heights += tree_height(request, nodes)
-    paths.sort(reverse=True)
-    probabilities = list(map(math.exp, paths))
-    rows = len(drawing)
-    count = nodes_to_verify(probabilities, rows, rows, len(probabilities), cost)
-    return StepForecast(
-        tokens=rows + sum(probabilities[:count]),
-        height=heights // max(drafted, 1),
-        nodes=count,
-        seconds=cost(rows + count, count),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class DraftFrontier:
-    """Expected tokens of a step, by who guessed them: the requests' own drafts, or lookups beside them."""
-
-    own: float
-    """Guessed by the drafts, whether or not a lookup guessed the same."""
-    deepest: float
-    """Guessed by the drafts at their deepest level, if they may go deeper. A root without their guesses counts as 1."""
-    covered_by_lookups: float
-    """Guessed by lookups right after that level."""
-
-
-def draft_frontier(drawing: Sequence[Request]) -> DraftFrontier:
-    own, ends, beyond = 0.0, 0.0, 0.0
-    for request in filter(lambda each: each.drafted, drawing):
-        tree = request.tree
-        chances = {node: math.exp(tree.path_log_probs[node]) for node in candidate_nodes(request)}
-        its = {node: chance for node, chance in chances.items() if tree.guessed_by(POOL_SOURCE, node)}
-        own += sum(its.values())
-        top = tree_height(request, list(its))
-        if top < request.depth_allowed():
-            last = {node: chance for node, chance in its.items() if tree.depths[node] == top} or {ROOT: 1.0}
-            ends += sum(last.values())
-            beyond += sum(chance for node, chance in chances.items() if tree.parents[node] in last)
-    return DraftFrontier(own, ends, beyond)
-
-
-def tree_height(request: Request, nodes: Sequence[int]) -> int:
-    """Of the deepest of these guesses above the root."""
-    return max(map(request.tree.depths.__getitem__, nodes), default=0)
+                each.nodes.append(node)
+                each.slots.append(slots.pop())

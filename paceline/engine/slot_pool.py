@@ -1,9 +1,9 @@
-"""Who owns which slot of the KV cache.
+"""Ownership of the KV cache's slots, and the prefix cache.
 
-A slot is free, or owned by one request, or part of a *block*: `BLOCK_SIZE` consecutive positions of some path that
-requests share. Blocks are found by content (their tokens, and the block before them), so equal prefixes are
-computed once; since a row's result does not depend on its company, sharing cannot change a token. Under another *salt*
-the same tokens are other blocks: whoever may not know what others ask must not learn it from what is cached.
+A slot is free, owned by one request, or part of a *block*: `BLOCK_SIZE` consecutive positions of a path that requests
+share. Blocks are found by their tokens and the block before them, so equal prefixes are computed once. Sharing cannot
+change a token, since a row's result does not depend on other rows. Under another *salt* the same tokens are other
+blocks: cache hits do not reveal the prompts of other salts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ from typing import TypeAlias
 BLOCK_SIZE = 16
 """Positions per shared block."""
 
-
 BlockKey: TypeAlias = tuple[int | str, tuple[int, ...]]
-"""What a block is found by: the serial number of the block before it, or, of a first one, the salt; and its tokens."""
+"""The serial number of the block before, or the salt for a first block; and the block's tokens."""
 
 
 class OutOfSlotsError(Exception):
-    """Nothing is free and nothing cached can be dropped."""
+    """Not enough slots are free, even without the cached blocks."""
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Slots of `BLOCK_SIZE` positions."""
+    """The slots of `BLOCK_SIZE` shared positions."""
 
     serial: int
     key: BlockKey
@@ -36,7 +35,7 @@ class Block:
 
 
 class SlotPool:
-    """Slots 1 to `slots`, free or taken, and the cache of shared blocks. Not thread-safe."""
+    """Slots 1 to `slots`, and the cache of shared blocks. Not thread-safe."""
 
     def __init__(self, slots: int, *, caching: bool = True) -> None:
         self.slots = slots
@@ -47,16 +46,16 @@ class SlotPool:
         self._next_serial = 0
 
     def emptied(self) -> SlotPool:
-        """Another of this kind, with everything free."""
+        """A new pool of the same size, with all slots free."""
         return SlotPool(self.slots, caching=self._caching)
 
     @property
     def free(self) -> int:
-        """Slots that `take` can hand out, those of idle blocks among them."""
+        """Slots that `allocate` can return, those of idle blocks included."""
         return len(self._free) + len(self._idle) * BLOCK_SIZE
 
     def allocate(self, count: int) -> list[int]:
-        """`count` slots, dropping idle blocks if need be. Raises `OutOfSlotsError`, and then takes none."""
+        """`count` slots; idle blocks are dropped if necessary. Raises `OutOfSlotsError`, and then takes none."""
         if count > self.free:
             raise OutOfSlotsError(f"{count} slots wanted, {self.free} of {self.slots} free")
         while len(self._free) < count:
@@ -68,11 +67,11 @@ class SlotPool:
         return taken
 
     def return_slots(self, slots: Iterable[int]) -> None:
-        """These slots are not needed any more."""
+        """Free slots outside shared blocks."""
         self._free.extend(slots)
 
     def match_prefix(self, tokens: Sequence[int], salt: str = "") -> list[Block]:
-        """The longest run of known blocks that `tokens` begins with. The caller becomes a user of each."""
+        """The cached blocks that `tokens` begins with. The caller becomes a user of each."""
         found: list[Block] = []
         before: int | str = salt
         for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE) if self._caching else ():
@@ -85,9 +84,9 @@ class SlotPool:
         return found
 
     def cache_blocks(self, tokens: Sequence[int], slots: Sequence[int], shared: list[Block], salt: str = "") -> None:
-        """Turn the full blocks of a path into shared ones, and extend `shared`, its blocks so far, by them.
+        """Share the full blocks of a path; `shared`, its blocks so far, is extended by them.
 
-        The caller stays their user. A block that another request published meanwhile is left unshared.
+        The caller stays their user. Stops at a block that another request has shared meanwhile.
         """
         full = len(slots) // BLOCK_SIZE if self._caching else 0
         while len(shared) < full:
@@ -100,15 +99,15 @@ class SlotPool:
             shared.append(self._blocks[key])
 
     def release(self, slots: Sequence[int], shared: Sequence[Block]) -> None:
-        """A path is given up: its first slots are those of its shared blocks, the rest are its own."""
+        """Give up a path. Its first slots belong to its shared blocks, the others are its own."""
         self.return_slots(slots[len(shared) * BLOCK_SIZE :])
-        for block in reversed(shared):  # so that the ends of paths are dropped before their beginnings
+        for block in reversed(shared):  # ends of paths are dropped before their beginnings
             block.users -= 1
             if not block.users:
                 self._idle[block.serial] = block
 
     def check_integrity(self, owned: Iterable[Sequence[int]], shared: Iterable[Sequence[Block]]) -> None:
-        """Prove that the books balance, given every path's own slots and its blocks. Raises AssertionError."""
+        """Verify that each slot has one owner, given all paths' own slots and blocks. Raises AssertionError."""
         users: dict[int, int] = {}
         for blocks in shared:
             for block in blocks:
@@ -116,10 +115,10 @@ class SlotPool:
         held = [slot for block in self._blocks.values() for slot in block.slots]
         everything = sorted([*self._free, *held, *(slot for slots in owned for slot in slots)])
         if everything != list(range(1, self.slots + 1)):
-            raise AssertionError(f"{len(everything)} slots accounted for, {self.slots} exist, or some twice")
+            raise AssertionError(f"{len(everything)} of {self.slots} slots have an owner, or some have two")
         for block in self._blocks.values():
             if block.users != users.get(block.serial, 0) or (block.users == 0) != (block.serial in self._idle):
-                raise AssertionError(f"block {block.serial} says {block.users} users")
+                raise AssertionError(f"block {block.serial} counts {block.users} users")
 
     def _use(self, block: Block) -> None:
         if not block.users:

@@ -1,7 +1,7 @@
-"""Structured output: which tokens a grammar leaves open after what a request has said so far. Needs no torch.
+"""Structured output: the tokens that a grammar allows after a request's output. Needs no torch.
 
-A grammar is text in llguidance's dialect of Lark; JSON schemas, regular expressions and choices are written as such
-(`writing`), so that one kind travels. `following` knows what text each token of a vocabulary adds, and needs numpy.
+A grammar is text in llguidance's dialect of Lark. `lark` translates JSON schemas, regular expressions and choices into
+it, so that only one kind goes over the wire. `grammar_state` follows a grammar token by token, and needs numpy.
 """
 
 from paceline.grammar.lark import (

@@ -1,15 +1,15 @@
-"""Compiles a grammar where it can be stopped, to learn whether it may be compiled elsewhere. Needs no torch.
+"""Compiles a grammar in a process with limits, before a target compiles it. Needs no torch.
 
-llguidance's own limits do not bound what compiling costs: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
-and 370 MB. So who lets grammars in compiles each in a process that ends when it has used up its time or its memory,
-with a vocabulary of single bytes: what costs much does so whatever the vocabulary. It is a fork of one that has all it
-needs, which takes milliseconds.
+llguidance's own limits do not bound the cost of compiling: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
+and 370 MB. So the gateway compiles each grammar in a process that ends when it exceeds its time or memory, with a
+vocabulary of single bytes: the cost hardly depends on the vocabulary. The process is a fork of one that has imported
+everything, which takes milliseconds.
 
-    checker = Checker()
+    checker = GrammarChecker()
     await checker.check(grammar)
 
-`python -m paceline.grammar.grammar_checker SECONDS BYTES` is the one that forks: a line is a grammar as JSON, and its
-answer what is wrong with it.
+`python -m paceline.grammar.grammar_checker SECONDS BYTES` is the process that forks: it reads a grammar as JSON on each
+line, and writes its error as JSON, empty if it has none.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, shor
 from paceline.launcher import die_with_parent
 
 TIME_MS = 250
-"""CPU time of one grammar. Those that say what an answer must be take some milliseconds."""
+"""CPU time of one grammar. Usual ones take some milliseconds."""
 MEMORY_BYTES = 128 * 2**20
-"""Of one grammar, address space."""
+"""Address space of one grammar."""
 PROCESSES = 2
 LONGEST_LINE = 2**20
 BYTE_MASK = 256 // 8
 
 
 class GrammarChecker:
-    """Some such processes, started when they are needed. Use it from one event loop."""
+    """A pool of such processes, started on first use. Use it from one event loop."""
 
     def __init__(self, time_s: float = TIME_MS / 1e3, memory_bytes: int = MEMORY_BYTES) -> None:
         self._idle: asyncio.Queue[_Process] = asyncio.Queue()
@@ -47,17 +47,17 @@ class GrammarChecker:
             self._idle.put_nowait(each)
 
     async def check(self, grammar: str) -> None:
-        """Raises `GrammarError` if it cannot be compiled, costs too much, or leaves nothing to say."""
+        """Raises `GrammarError` if the grammar cannot be compiled, costs too much, or allows no text."""
         process = await self._idle.get()
         try:
-            error = await process.ask(grammar)
+            error = await process.check(grammar)
         finally:
             self._idle.put_nowait(process)
         if error:
             raise GrammarError(error)
 
     async def close(self) -> None:
-        """Whoever still waits gets no answer."""
+        """End the processes. Calls of `check` that still wait are not finished."""
         for each in self._processes:
             await each.end()
 
@@ -67,8 +67,8 @@ class _Process:
         self._time_s, self._memory_bytes = time_s, memory_bytes
         self._process: Process | None = None
 
-    async def ask(self, grammar: str) -> str:
-        """What is wrong with it; empty: nothing."""
+    async def check(self, grammar: str) -> str:
+        """The error of a grammar; empty: none."""
         try:
             if self._process is None:
                 limits = str(self._time_s), str(self._memory_bytes)
@@ -80,8 +80,8 @@ class _Process:
             assert stdin is not None
             assert stdout is not None
             stdin.write(json.dumps(grammar).encode() + b"\n")
-            if answer := await stdout.readline():
-                return str(json.loads(answer))
+            if line := await stdout.readline():
+                return str(json.loads(line))
         except asyncio.CancelledError:
             await self.end()
             raise
@@ -98,7 +98,7 @@ class _Process:
 
 
 def complaint(grammar: str) -> str:
-    """What is wrong with a grammar; empty: nothing."""
+    """The error of a grammar; empty: none."""
     parser = LLMatcher(_BYTES, PREAMBLE + grammar, log_level=0, limits=LIMITS)
     if error := parser.get_error():
         return short_error(error)
@@ -111,7 +111,7 @@ def complaint(grammar: str) -> str:
 
 
 def main() -> None:
-    """Ends with its input."""
+    """Check grammars until the input ends."""
     time_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
     slow = f"compiling it takes more than {1e3 * time_s:.0f} ms: make it simpler"
     large = f"compiling it takes more than {memory_bytes >> 20} MB: make it simpler"
@@ -123,16 +123,16 @@ def main() -> None:
             os._exit(0)
         os.close(theirs)
         with os.fdopen(ours, "rb") as pipe:
-            answer = pipe.read().decode()
+            result = pipe.read().decode()
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         if code:
-            answer = json.dumps(slow if code == -signal.SIGPROF else large)
-        sys.stdout.write(answer + "\n")
+            result = json.dumps(slow if code == -signal.SIGPROF else large)
+        sys.stdout.write(result + "\n")
         sys.stdout.flush()
 
 
 def _limit(time_s: float, memory_bytes: int) -> None:
-    """This process ends by a signal when it has used up its time, and fails when it wants more memory."""
+    """Limit this process: a signal ends it after `time_s` of CPU time, and further memory is refused."""
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         most = pages * resource.getpagesize() + memory_bytes

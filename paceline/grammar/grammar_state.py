@@ -1,16 +1,16 @@
-"""Following grammars through the tokens of requests, and through the guesses in their trees.
+"""Follows grammars through the output of requests, and through the draft tokens in their trees.
 
-A mask is part of the law that a token is drawn from, so it has to be a function of grammar and tokens alone. A parser
-of llguidance that was rolled back may differ from one that never went there (1.9.1: in where white space may come), so
-none is: each place in a tree has a copy of its parent's parser. One takes some 10 µs, and 30 more per 1,000 tokens of
-output; a mask takes 10 to 100 µs. Both are made when they are first asked for, and kept while the place can be reached.
+A mask is part of the distribution that a token is drawn from, so it must be a function of grammar and tokens alone. A
+parser of llguidance that was rolled back may differ from a new one (1.9.1: in where white space may come), so no parser
+is rolled back: each node of a tree has a copy of its parent's parser. A copy takes about 10 µs, and 30 µs more per
+1,000 tokens of output; a mask takes 10 to 100 µs. Both are made on first use, and kept while the node can be reached.
 
-All copies of a parser share one lexer (llguidance has a `deep_clone` without that, but not for Python). Its states are
-only ever added to and have a limit, so a guess, or another request, can use up what this one needs. Hence a limit that
-is hit says nothing yet. The grammar is compiled anew for this request alone and fed its output; only if that hits a
-limit, too, it is the request's own, and whoever decodes it, wherever, comes to the same end. It takes as long as
-compiling (1 ms, or a second if someone is out for it) and some µs per token, in the thread that compiles: the request
-waits, and nobody else. Its own lexer takes up to 40 MB.
+All copies of a parser share one lexer (llguidance's `deep_clone` without sharing is not available in Python). The
+lexer's states only grow and have a limit, so draft tokens or another request can exhaust what this request needs.
+Therefore the first limit hit decides nothing: the grammar is compiled again for this request alone and replays its
+output. Only if the replay hits a limit too is it the request's own, and then every target that decodes the request
+finds the same. The replay takes as long as compiling (1 ms, or a second for a hostile grammar) and some µs per token,
+in the compiler's thread: only this request waits. Its own lexer takes up to 40 MB.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
 CACHED_GRAMMARS = 16
-"""Grammars that need not be compiled again. A hostile one takes up to 100 MB, a usual one some megabytes."""
+"""Compiled grammars kept. A hostile one takes up to 100 MB, a usual one some megabytes."""
 REPLAY_LIMITS = limits(initial_lexer_fuel=100_000_000)
-"""All tokens of an output share the fuel that compiling leaves. Each took no more than a mask's before."""
+"""All tokens of an output share the fuel that compiling leaves. Each used at most a mask's fuel before."""
 PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_000)
-"""For one mask by a lexer that nothing has warmed: those of places before, or of guesses, would have spared it much of
-the work. More than ten times what a mask may cost else is the fault of the place itself."""
+"""For one mask by a new lexer, which lacks the states that earlier masks left in the shared one. A mask that needs more
+than ten times the usual limit is the grammar's fault."""
 OUTSIDE = "the output is outside the grammar"
 
 Path = tuple[int, ...]
@@ -43,41 +43,43 @@ Path = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """Where requests start: only copies of the parser are used."""
+    """The parser that requests copy; it is never advanced itself."""
 
     parser: LLMatcher
     bits: bytes | None = None
-    """The mask there, if its parser could not work that out within its limits."""
+    """The mask, if the parser cannot compute it within its limits."""
 
 
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, in threads of its own: whoever decodes does not wait for them."""
+    """Compiles grammars for one vocabulary in its own threads, so that decoding does not wait."""
 
     def __init__(self, tokenizer: Callable[[], Tokenizer], vocabulary_size: int) -> None:
-        """`tokenizer` is called before the first grammar is compiled; its tokens beyond the size cannot be drawn."""
+        """`tokenizer` is called before the first grammar is compiled; its tokens beyond the size are never drawn."""
         self.vocabulary_size = vocabulary_size
         self._tokenizer = tokenizer
         self._compiled: OrderedDict[str, Future[CompiledGrammar]] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "grammars")
-        self._replays = ThreadPoolExecutor(1, "grammars anew")  # which take longer
+        self._replays = ThreadPoolExecutor(1, "grammars anew")  # they take longer
 
     @classmethod
     def of(cls, model: str, vocabulary_size: int) -> GrammarCompiler:
-        """`model`: by name, see `paceline.model_names`."""
+        """`model`: a name, see `paceline.model_names`."""
         return cls(lambda: Tokenizer.load(model), vocabulary_size)
 
     def start(self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
-        """A request whose output begins like this; see `GrammarState.ready`."""
+        """The state of a request whose output begins with `output`; see `GrammarState.ready`."""
         stops = [token for token in stop_token_ids if token < self.vocabulary_size]
-        return GrammarState(self, grammar, stops, list(output), self._begun(grammar))
+        return GrammarState(self, grammar, stops, list(output), self._compiled_or_started(grammar))
 
-    def replay(self, grammar: str, output: Sequence[int], worn: Future[CompiledGrammar]) -> Future[CompiledGrammar]:
-        """One that shares nothing with others, after this output. Nobody shall begin with `worn` any more."""
-        if self._compiled.get(grammar) is worn:
+    def replay(
+        self, grammar: str, output: Sequence[int], exhausted: Future[CompiledGrammar]
+    ) -> Future[CompiledGrammar]:
+        """A new parser after this output that shares nothing. No other request will start from `exhausted`."""
+        if self._compiled.get(grammar) is exhausted:
             del self._compiled[grammar]
         return self._replays.submit(self._replay, grammar, tuple(output))
 
-    def _begun(self, grammar: str) -> Future[CompiledGrammar]:
+    def _compiled_or_started(self, grammar: str) -> Future[CompiledGrammar]:
         if grammar not in self._compiled:
             self._compiled[grammar] = self._thread.submit(self._begin, grammar)
             if len(self._compiled) > CACHED_GRAMMARS:
@@ -113,7 +115,7 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """Raises `GrammarError` if it is not known what the tokens say."""
+        """Raises `GrammarError` if the text of the tokens is not known."""
         try:
             tokenizer = self._tokenizer()
             pieces = tokenizer.pieces[: self.vocabulary_size]
@@ -123,7 +125,7 @@ class GrammarCompiler:
 
 
 class _VocabularyAdapter:
-    """A vocabulary as llguidance wants it described, with one token more than there are: the end of a text."""
+    """A vocabulary in llguidance's form, with one additional token: the end of a text."""
 
     bos_token_id = None
 
@@ -134,30 +136,30 @@ class _VocabularyAdapter:
         self.special_token_ids = [*(token for token in special_ids if token < size), size]
 
     def __call__(self, text: bytes) -> list[int]:
-        """How to write a text matters only where text is forced, which is switched off."""
+        """Tokenizing is only needed for forced text, which is switched off."""
         return []
 
 
 @dataclass(slots=True)
 class GrammarState:
-    """One request on its way through a grammar. A `path` is a sequence of tokens after what was committed."""
+    """The state of one request in its grammar. A `path` is a sequence of tokens after the committed ones."""
 
     _grammars: GrammarCompiler
     _grammar: str
     _stops: Sequence[int]
     _output: list[int]
     _compiled: Future[CompiledGrammar]
-    """Compiled for all, or replayed for this request."""
+    """Shared by requests, or replayed for this one."""
     _replayed: int | None = None
-    """The length of the output that it was replayed for."""
+    """The number of output tokens that were replayed; None: no replay."""
     _matchers: dict[Path, GrammarMatcher | None] = field(default_factory=dict)
-    """By path; None: the grammar has been left, or the request is over."""
+    """By path; None: the path is outside the grammar, or the request has ended."""
 
     @property
     def ready(self) -> bool:
-        """Whether it is known what may come next, or why that cannot be: see `error`.
+        """False while the grammar is being compiled or replayed: then only `allowed` and `permits` may be used.
 
-        Until then it is being compiled or replayed: ask for nothing but `allowed` and `permits`.
+        True does not mean success: see `error`.
         """
         if not self._compiled.done():
             return False
@@ -169,47 +171,47 @@ class GrammarState:
         return False
 
     def wait(self, timeout_s: float) -> None:
-        """Until it is ready, but not longer."""
+        """Wait until the compiler is done, at most `timeout_s` seconds."""
         futures.wait([self._compiled], timeout_s)
 
     def allowed(self, path: Sequence[int]) -> Mask | None:
-        """Tokens [V] that may come next. None: whatever comes next will not be committed, or it is not ready."""
+        """Tokens [V] that may come next; None: the state is not ready, or no token after this path can be committed."""
         if not self.ready:
             return None
-        place = self._matcher(tuple(path))
-        return place.allowed if place is not None and place.can_continue else None
+        matcher = self._matcher(tuple(path))
+        return matcher.allowed if matcher is not None and matcher.can_continue else None
 
     def permits(self, path: Sequence[int], token: int) -> bool:
-        """Whether the token is known to be one that may come after this path."""
-        place = self._matcher(tuple(path)) if self.ready else None
-        return place is not None and place.permits(token)
+        """Whether the token may follow this path; False while not ready."""
+        matcher = self._matcher(tuple(path)) if self.ready else None
+        return matcher is not None and matcher.permits(token)
 
     def within_limits(self, path: Sequence[int] = ()) -> bool:
-        """Whether a commit may go beyond this path. If not, commit the path, and see whether that is `ready`."""
-        place = self._matcher(tuple(path))
-        return place is None or not place.limit or self._replayed == len(self._output) + len(path)
+        """Whether a commit may go beyond this path. If not, commit the path, and check `ready` again."""
+        matcher = self._matcher(tuple(path))
+        return matcher is None or not matcher.limit or self._replayed == len(self._output) + len(path)
 
     def finished(self, path: Sequence[int]) -> bool:
-        """Whether nothing can follow this path."""
-        place = self._matcher(tuple(path))
-        return place is None or not place.can_continue
+        """Whether no token can follow this path."""
+        matcher = self._matcher(tuple(path))
+        return matcher is None or not matcher.can_continue
 
     def error(self, path: Sequence[int] = ()) -> str:
-        """What is wrong with the grammar, or with the end that the path has come to."""
+        """Why the grammar cannot be used, or why no token follows the path; empty: no error."""
         if failure := self._compiled.exception():
             return str(failure)
-        place = self._matcher(tuple(path))
-        return OUTSIDE if place is None else place.error
+        matcher = self._matcher(tuple(path))
+        return OUTSIDE if matcher is None else matcher.error
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens were committed."""
+        """Append committed tokens."""
         new = tuple(tokens)
-        if self._matchers:  # otherwise it was not looked at yet
-            place = self._matcher(new)
+        if self._matchers:  # otherwise no matcher exists yet
+            matcher = self._matcher(new)
             self._matchers = {
                 path[len(new) :]: each for path, each in self._matchers.items() if path[: len(new)] == new
             }
-            self._matchers[()] = place
+            self._matchers[()] = matcher
         self._output += new
 
     def _matcher(self, path: Path) -> GrammarMatcher | None:
@@ -221,8 +223,8 @@ class GrammarState:
     def _start(self) -> GrammarMatcher | None:
         if self._compiled.exception() is not None:
             return None
-        begun, since = self._compiled.result(), self._output[self._replayed or 0 :]
-        parser = begun.parser.deep_copy()
+        compiled, since = self._compiled.result(), self._output[self._replayed or 0 :]
+        parser = compiled.parser.deep_copy()
         if not consume(parser, since):
             return None
-        return GrammarMatcher(parser, self._grammars.vocabulary_size, self._stops, None if since else begun.bits)
+        return GrammarMatcher(parser, self._grammars.vocabulary_size, self._stops, None if since else compiled.bits)

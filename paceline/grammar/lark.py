@@ -1,4 +1,4 @@
-"""Grammars as text: what users write, turned into the one dialect that travels, and checked."""
+"""Grammars as text: translates what users write into llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from llguidance import LLMatcher, LLParserLimits, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 PREAMBLE = '%llguidance {"no_forcing": true}\n'
-"""Where a grammar forces text, llguidance would allow only one way to write it in tokens, and not always the same."""
+"""Where a grammar forces text, llguidance would allow only one tokenization of it, and not always the same one."""
 WHITE_SPACE = r"\n[ \t]{0,40}|[ \t]"
-"""What may stand between the parts of JSON, unless a schema says otherwise. It has an end, which small models do not
-always find."""
+"""White space between the parts of JSON, unless a schema sets another. It is bounded: small models may never end it."""
 
 
 def limits(
@@ -23,7 +22,7 @@ def limits(
     step_max_items: int = 20_000,  # for each mask: about 1 ms
     max_lexer_states: int = 20_000,  # 20 to 40 MB
 ) -> LLParserLimits:
-    """What following a hostile grammar can cost; what compiling costs, see `checker`."""
+    """Limits of following a hostile grammar; `grammar_checker` limits compiling."""
     return LLParserLimits(
         max_grammar_size=100_000,
         initial_lexer_fuel=initial_lexer_fuel,
@@ -38,12 +37,11 @@ LIMITS = limits()
 
 
 class GrammarError(ValueError):
-    """The text says what is wrong with a grammar."""
+    """A grammar that cannot be used; the message says why."""
 
 
 def grammar_from_schema(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
-    """JSON that a schema describes. `white_space`: a regular expression for what may stand between its parts;
-    None: nothing may."""
+    """JSON that a schema describes. `white_space`: a regular expression for the text between its parts; None: none."""
     options = {"whitespace_flexible": False} if white_space is None else {"whitespace_pattern": white_space}
     whole = {"x-guidance": options, **schema} if isinstance(schema, Mapping) else schema
     return f"start: %json {json.dumps(whole, separators=(',', ':'))}"
@@ -61,26 +59,26 @@ def grammar_from_choices(choices: Sequence[str]) -> str:
 
 
 def grammar_from_text(text: str) -> str:
-    """What a grammar in Lark or GBNF (llama.cpp's EBNF) describes. Raises `GrammarError`."""
+    """Text that a grammar in Lark or GBNF (llama.cpp's EBNF) describes. Raises `GrammarError`."""
     if "%llguidance" in text:
         raise GrammarError("options of %llguidance cannot be set")
     try:
         return str(any_to_lark(text))
-    except Exception as error:  # it raises whatever comes to hand
+    except Exception as error:  # it raises errors of many types
         raise GrammarError(f"it cannot be read as GBNF: {error}") from error
 
 
 def short_error(error: str) -> str:
-    """What llguidance complains of, without the place in a text that the user did not write."""
+    """The reason in an error of llguidance, without the position, which is in text that the user did not write."""
     first, *rest = error.strip().splitlines() or [""]
     reasons = [line.removeprefix("error: ") for line in rest if line.startswith("error: ")]
-    return ", ".join([_PLACE.sub("", first), *reasons])[:200]
+    return ", ".join([_POSITION.sub("", first), *reasons])[:200]
 
 
 def limit_of(parser: LLMatcher) -> str:
-    """Which limit a parser has hit. Empty: none, it goes on or has ended by what its grammar says."""
+    """The limit that a parser has hit. Empty: none; the parser goes on, or its grammar ended the text."""
     error = short_error(parser.get_error())
     return "" if error.startswith(("NoExtension", "Parser Error")) else error
 
 
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
+_POSITION = re.compile(r"^(at )?\d+\(\d+\): ")

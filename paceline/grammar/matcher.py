@@ -1,4 +1,4 @@
-"""One place in a text that follows a grammar: what may come there, and whether that can be said at all."""
+"""The state of a grammar's parser after one sequence of tokens, and the tokens that may follow."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ Mask = NDArray[np.bool_]
 
 
 def consume(parser: LLMatcher, tokens: Iterable[int]) -> bool:
-    """Whether the grammar has these tokens next. If a limit keeps that from being known, they count as consumed, and
-    the parser is in error."""
+    """Advance the parser; return False if the grammar does not allow these tokens.
+
+    If a limit keeps that from being known, the tokens count as consumed, and the parser is in error.
+    """
     for token in tokens:
         if parser.try_consume_tokens([token]) != 1:
             if not parser.is_stopped():
-                parser.consume_token(token)  # a lexer that is used up refuses every token; asked like this, it says so
+                parser.consume_token(token)  # an exhausted lexer refuses every token; this call sets its error
             if not limit_of(parser):
                 return False
     return True
@@ -28,13 +30,13 @@ def consume(parser: LLMatcher, tokens: Iterable[int]) -> bool:
 
 @dataclass(slots=True)
 class GrammarMatcher:
-    """Where a request would be after some tokens."""
+    """A parser after some tokens. `size`: of the vocabulary, V. `stops`: tokens that end a request."""
 
     parser: LLMatcher
     size: int
     stops: Sequence[int]
     bits: bytes | None = None
-    """As in `CompiledGrammar`."""
+    """The mask, see `CompiledGrammar`; None: the parser computes it."""
     may_end: bool = field(init=False)
     _mask: Mask | None = None
 
@@ -42,14 +44,14 @@ class GrammarMatcher:
         self.may_end = self.parser.is_accepting()
 
     def advanced(self, token: int) -> GrammarMatcher | None:
-        """None if the grammar has no such token here, or the request is over with it."""
-        if token >= self.size:  # the first of them is llguidance's end
+        """The matcher after one more token; None if the grammar does not allow it, or it ends the request."""
+        if token >= self.size:  # the vocabulary's size is llguidance's end token
             return None
         parser = self.parser.deep_copy()
         return GrammarMatcher(parser, self.size, self.stops) if consume(parser, [token]) else None
 
     def permits(self, token: int) -> bool:
-        """As the mask says, which need not be computed for it. Where a limit was hit, no more than that."""
+        """Whether `allowed` has this token, without computing the mask. False where a limit was hit."""
         if self._mask is not None:
             return bool(self.allowed[token])
         after = self.advanced(token)
@@ -57,12 +59,12 @@ class GrammarMatcher:
 
     @property
     def can_continue(self) -> bool:
-        """Whether anything can follow but the end."""
+        """Whether any token but the end can follow."""
         return bool(self.continues.any())
 
     @property
     def continues(self) -> Mask:
-        """Tokens [V] with which the text goes on."""
+        """Tokens [V] that continue the text."""
         if self._mask is None:
             bits = self.bits or self.parser.compute_bitmask()
             mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=self.size, bitorder="little").view(np.bool_)
@@ -71,7 +73,7 @@ class GrammarMatcher:
 
     @property
     def allowed(self) -> Mask:
-        """Tokens [V] that may be drawn: also those that end the request, where the text may end."""
+        """Tokens [V] that may be drawn: those that continue the text, and stop tokens where the text may end."""
         mask = self.continues
         if self.may_end and self.stops:
             mask = mask.copy()
@@ -80,12 +82,12 @@ class GrammarMatcher:
 
     @property
     def limit(self) -> str:
-        """Which limit keeps it from being known what can follow, the end or anything else. Empty: it is known."""
+        """The limit that keeps the following tokens from being known. Empty: they are known."""
         return "" if self.can_continue else limit_of(self.parser)
 
     @property
     def error(self) -> str:
-        """Why there is no way on from here, unless the text may end here."""
+        """Why no token can follow; empty if one can, or if the text may end."""
         if self.can_continue:
             return ""
         return self.limit or ("" if self.may_end else "no token of this vocabulary can continue it")

@@ -1,5 +1,5 @@
-"""A service's compute, in a process of its own.
+"""A service's model process, and the pipe to it.
 
-What computes holds the interpreter almost all the time, and an event loop beside it in the same process answers late.
-So the process that speaks gRPC computes nothing: it starts another one, and the two talk over a pipe.
+Model code holds the interpreter almost all the time and would delay an event loop in the same process. So the process
+that serves gRPC computes nothing: it starts a second process for the model and exchanges messages with it over a pipe.
 """

@@ -1,16 +1,18 @@
-"""Python's garbage collector, in a process that loads much at first and then works through many small things."""
+"""Garbage collection in a process that loads a model once and then handles many small objects per step."""
 
 from __future__ import annotations
 
 import gc
 
 GEN0_THRESHOLD = 50_000
-"""So many more objects were made than freed before the youngest are looked at; Python's own number is 700."""
+"""Net new objects before the youngest generation is collected; Python's default is 700."""
 
 
 def freeze_gc_heap() -> None:
-    """What is loaded by now stays, so nobody needs to look at it again; and steps that hold thousands of requests make
-    thousands of objects that are freed without the collector's help."""
+    """Exempt everything allocated so far from collection, and raise the threshold of generation 0.
+
+    A step over thousands of requests allocates thousands of objects that reference counting frees by itself.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(GEN0_THRESHOLD)

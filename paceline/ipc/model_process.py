@@ -1,4 +1,4 @@
-"""The event loop's end of a pipe, and the process at the other end of it."""
+"""The event loop's end of a pipe, and the model process at the other end."""
 
 from __future__ import annotations
 
@@ -11,44 +11,40 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from paceline.ipc.pipe import MessageDecoder, MessageDispatcher, pack
-from paceline.launcher import die_with_parent
+from paceline.launcher import StartError, die_with_parent
 
 log = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 3.0
-"""How long the process may take to notice that nobody needs it any more."""
+"""Time for the process to exit by itself after its pipe has closed; then it is killed."""
 
 
 class ModelProcessDiedError(Exception):
-    """The process that computes ended by itself."""
-
-
-class ModelProcessStartError(Exception):
-    """It could not begin; the text says what to do."""
+    """The model process ended by itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The first message of a process that can begin. `about` is what the service has to know of it."""
+    """First message of a model process that has started. `facts` describes its model to the service."""
 
     facts: object
 
 
 @dataclass(frozen=True, slots=True)
 class StartFailed:
-    """The first and last message of one that cannot."""
+    """First and last message of a model process that cannot start. `reason` becomes the text of a `StartError`."""
 
     reason: str
 
 
 class PipeConnection(MessageDispatcher, asyncio.Protocol):
-    """Never waits: what the other end does not take at once is kept for it."""
+    """Sends without waiting: messages are buffered until the other end reads them."""
 
     def __init__(self) -> None:
         super().__init__()
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the pipe is closed; with the exception if that is because a message could not be handled here."""
-        self._unpacker = MessageDecoder()
+        """Done when the pipe has closed; holds the exception if a message handler raised one."""
+        self._decoder = MessageDecoder()
         self._transport: asyncio.Transport | None = None
         self._failure: Exception | None = None
 
@@ -58,12 +54,12 @@ class PipeConnection(MessageDispatcher, asyncio.Protocol):
         return connection
 
     def send(self, message: object) -> None:
-        """Messages for an end that is gone are forgotten."""
+        """Discards the message if the pipe has closed."""
         if self._transport is not None:
             self._transport.write(pack(message))
 
     def close(self) -> None:
-        """What was not sent yet never will be."""
+        """Close the pipe and discard unsent messages."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -73,9 +69,9 @@ class PipeConnection(MessageDispatcher, asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for message in self._unpacker.feed(data):
+            for message in self._decoder.feed(data):
                 self.dispatch(message)
-        except Exception as error:  # noqa: BLE001 - whoever waits for `lost` gets it
+        except Exception as error:  # noqa: BLE001 - `lost` raises it
             self._failure = error
             self.close()
 
@@ -89,66 +85,67 @@ class PipeConnection(MessageDispatcher, asyncio.Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelProcess:
-    """A process that computes, and the connection to it."""
+    """A running model process and the connection to it."""
 
     connection: PipeConnection
     process: asyncio.subprocess.Process
+    ready: asyncio.Future[object]
+    """Holds the facts of `Ready`; raises `StartError` if the process cannot start, `ModelProcessDiedError` if it ends
+    first."""
     exited: asyncio.Future[None]
-    """Done when the process is, or cannot be talked to; with what is known of the reason."""
-    _first: asyncio.Future[Ready | StartFailed]
-
-    async def ready(self) -> object:
-        """What `Ready` brought. Raises `ModelProcessStartError` if it cannot begin, `ModelProcessDiedError` if it
-        ended."""
-        await asyncio.wait((self._first, self.exited), return_when=asyncio.FIRST_COMPLETED)
-        if not self._first.done():
-            self.exited.result()
-        first = await self._first
-        if isinstance(first, StartFailed):
-            raise ModelProcessStartError(first.reason)
-        return first.facts
+    """Raises, once the process has exited or its pipe has closed: `ModelProcessDiedError`, or the exception of a
+    message handler."""
 
 
 @asynccontextmanager
-async def model_process(module: str, begin: object) -> AsyncIterator[ModelProcess]:
+async def model_process(module: str, options: object) -> AsyncIterator[ModelProcess]:
     """Run `python -m module FD` for as long as the context lasts.
 
-    FD is its end of the pipe. The first message there is `begin`; its first answer has to be `Ready` or `StartFailed`.
-    It is to end when the pipe closes; on Linux it does in any case when this process has ended.
+    FD is the process's end of the pipe. It receives `options` first, answers with `Ready` or `StartFailed`, and exits
+    when the pipe closes. On Linux the kernel kills it if this process ends first.
     """
     ours, theirs = socket.socketpair()
     connection = await PipeConnection.open(ours)
     with theirs:
-        # Dependent, since there may be minutes in which it does not look at its pipe.
+        # While it loads a model, it may not read its pipe for minutes.
         command = die_with_parent([sys.executable, "-m", module, str(theirs.fileno())])
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
-    first: asyncio.Future[Ready | StartFailed] = asyncio.get_running_loop().create_future()
-    connection.on(Ready, first.set_result)
-    connection.on(StartFailed, first.set_result)
-    connection.send(begin)
-    ended = asyncio.create_task(_wait_for_exit(process, connection), name=f"end of {module}")
+    ready: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+    connection.on(Ready, lambda message: ready.set_result(message.facts))
+    connection.on(StartFailed, lambda message: _fail(ready, StartError(message.reason)))
+    connection.send(options)
+    exited = asyncio.create_task(_wait_for_exit(process, connection, ready), name=f"exit of {module}")
     try:
-        yield ModelProcess(connection, process, ended, first)
+        yield ModelProcess(connection, process, ready, exited)
     finally:
         connection.close()
-        if not first.done():
-            _kill(process)  # it is loading, and would not look up until it is done
-        await asyncio.wait([ended])
-        ended.exception()  # it was asked to go; whoever wanted to know more has looked
+        if not ready.done():
+            _kill(process)  # it is loading and does not read its pipe
+        await asyncio.wait([exited])
+        exited.exception()  # the process was asked to exit: no error
 
 
-async def _wait_for_exit(process: asyncio.subprocess.Process, connection: PipeConnection) -> None:
-    """Whichever goes first, process or pipe, takes the other along. Raises the reason."""
-    gone = asyncio.ensure_future(process.wait())
-    await asyncio.wait((gone, connection.lost), return_when=asyncio.FIRST_COMPLETED)
+async def _wait_for_exit(
+    process: asyncio.subprocess.Process, connection: PipeConnection, ready: asyncio.Future[object]
+) -> None:
+    """Wait until the process exits or the pipe closes, and end the other one. Raises the reason."""
+    exit_code = asyncio.ensure_future(process.wait())
+    await asyncio.wait((exit_code, connection.lost), return_when=asyncio.FIRST_COMPLETED)
     connection.close()
-    await asyncio.wait([gone], timeout=EXIT_TIMEOUT_S)
-    if not gone.done():
-        log.warning("process %d does not end by itself and is killed", process.pid)
+    await asyncio.wait([exit_code], timeout=EXIT_TIMEOUT_S)
+    if not exit_code.done():
+        log.warning("process %d does not exit by itself and is killed", process.pid)
         _kill(process)
-    code = await gone
+    error = ModelProcessDiedError(f"the model process ended with exit code {await exit_code}")
+    _fail(ready, connection.lost.exception() or error)
     await connection.lost
-    raise ModelProcessDiedError(f"the process that computes ended with exit code {code}")
+    raise error
+
+
+def _fail(future: asyncio.Future[object], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
+        future.exception()  # or asyncio logs that no caller retrieved it
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

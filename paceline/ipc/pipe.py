@@ -1,7 +1,7 @@
-"""Python objects between the two processes of one service: pickles over a socket pair, each after its length.
+"""Python objects between the two processes of one service: length-prefixed pickles over a socket pair.
 
-Nothing that came over a network is ever unpickled: both ends are the service's own, and what peers send is decoded,
-checked and turned into objects before it gets here.
+Bytes from a network are never unpickled. Both ends belong to the same service; messages of peers are decoded and
+checked before they enter the pipe.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, TypeVar
 Message = TypeVar("Message")
 
 _LENGTH = struct.Struct("<Q")
-_CHUNK = 2**20
+_CHUNK_BYTES = 2**20
 
 
 class PipeClosedError(Exception):
-    """The other end is gone."""
+    """The other end has closed the pipe."""
 
 
 class MessageDecoder:
-    """Turns bytes, as they come, into messages."""
+    """Turns a byte stream, in pieces of any size, into messages."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """The messages that these bytes complete."""
+        """Yield the messages that these bytes complete."""
         self._buffer += data
         while len(self._buffer) >= _LENGTH.size:
             end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
@@ -42,31 +42,32 @@ class MessageDecoder:
 
 
 def pack(message: object) -> bytes:
+    """Return the message as `MessageDecoder` reads it."""
     payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
     return _LENGTH.pack(len(payload)) + payload
 
 
 class MessageDispatcher:
-    """Hands each message to whoever asked for its type."""
+    """Calls one handler per message type."""
 
     def __init__(self) -> None:
         self._handlers: dict[type[Any], Callable[[Any], None]] = {}
 
-    def on(self, kind: type[Message], taker: Callable[[Message], None]) -> None:
-        """Call `taker` with every message that is a `kind`."""
-        self._handlers[kind] = taker
+    def on(self, kind: type[Message], handler: Callable[[Message], None]) -> None:
+        """Register the handler for messages whose type is exactly `kind`."""
+        self._handlers[kind] = handler
 
     def dispatch(self, message: object) -> None:
         self._handlers[type(message)](message)
 
 
 class Pipe(MessageDispatcher):
-    """The computing end: for one thread, which waits only where it says how long."""
+    """The model process's end, for use from one thread."""
 
     def __init__(self, end: socket.socket) -> None:
         super().__init__()
         self._end = end
-        self._unpacker = MessageDecoder()
+        self._decoder = MessageDecoder()
 
     def close(self) -> None:
         self._end.close()
@@ -79,29 +80,29 @@ class Pipe(MessageDispatcher):
             raise PipeClosedError from error
 
     def receive_first(self, kind: type[Message]) -> Message:
-        """Wait for the first message, which is to be a `kind`. Raises `PipeClosedError`."""
-        got: list[Message] = []
-        self.on(kind, got.append)
-        while not got:
+        """Wait for the first message, which must be a `kind`, and return it. Raises `PipeClosedError`."""
+        received: list[Message] = []
+        self.on(kind, received.append)
+        while not received:
             self.receive(None)
-        return got[0]
+        return received[0]
 
     def receive(self, timeout_s: float | None) -> None:
-        """Hand out every message that has come. Waits up to `timeout_s` seconds (None: for ever) for the first bytes.
+        """Dispatch every message that has arrived. Waits up to `timeout_s` seconds for the first bytes; None: forever.
 
         Raises `PipeClosedError`.
         """
         while self._readable(timeout_s):
             try:
-                data = self._end.recv(_CHUNK)
+                data = self._end.recv(_CHUNK_BYTES)
             except OSError as error:
                 raise PipeClosedError from error
             if not data:
                 raise PipeClosedError
-            for message in self._unpacker.feed(data):
+            for message in self._decoder.feed(data):
                 self.dispatch(message)
             timeout_s = 0.0
 
     def _readable(self, timeout_s: float | None) -> bool:
-        # Not poll or epoll, which wait in whole milliseconds: patience is often shorter.
+        # Not poll or epoll: their resolution is a millisecond, and the engine often waits less.
         return bool(select.select([self._end], [], [], None if timeout_s is None else max(timeout_s, 0.0))[0])

@@ -1,4 +1,4 @@
-"""A transformers model run over rows: loading, attention, slots, probes."""
+"""Transformers models over rows: loading, attention, slots, probes."""
 
 from paceline.model.loading import limit_torch_threads, load
 from paceline.model.model import Model, ModelOutput

@@ -1,13 +1,13 @@
-"""Attention over rows, the same for every row whatever its company: what transformers' layers ask for, and torch's way.
+"""Attention over rows, independent of the other rows: the interface for transformers' layers, and torch's operators.
 
-`TorchPass` attends in two parts (see `paceline.model.rows`). On a CPU native code is quicker, where it can be had
+`TorchPass` attends in two parts (see `paceline.model.rows`). On a CPU native code is faster, where there is some
 (`paceline.model.native.native_attention`).
 
 Shape suffixes: R rows, G groups, P rows of a call, K key-value heads, Q query heads per key-value
 head, D head size, C columns of a tile, N positions of a prefix.
 
-The query heads that share a key-value head are laid next to each other as if they were rows, so grouped-query
-attention needs no repeated keys, and every call works on P * Q query rows.
+The query heads that share a key-value head are treated as rows, so grouped-query attention needs no repeated keys, and
+every call has P * Q query rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -26,10 +26,10 @@ from torch import Tensor
 from paceline.model.rows import TILE, Row, RowBatch, Segment, build_row_batch
 
 ATTENTION = "paceline"
-"""What transformers knows `attention_interface` by."""
+"""The name of `attention_interface` in transformers' registry."""
 VECTOR_WIDTH = 64
-"""Numbers that torch's loops over float32 take at a time, or a multiple of that."""
-DIFFERENT = "its layers differ in their attention heads: no cache for such models is known here"
+"""A multiple of the float32 numbers that torch's loops process at a time."""
+DIFFERENT_HEADS = "its layers differ in their attention heads: no cache for such models is known here"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,38 +42,38 @@ class Heads:
 
     @classmethod
     def of(cls, config: Any) -> Heads:
-        """As a transformers text configuration says.
+        """The heads in a transformers text configuration.
 
-        DeepSeek's latent attention (MLA) is cached as it is attended: with a key and a value for every head, whose
-        sizes differ. The smaller one is padded.
+        DeepSeek's latent attention (MLA) is cached uncompressed, with a key and a value for every head. Their sizes
+        differ; the smaller one is padded.
 
-        Raises ValueError if there are no heads, or layers differ in them.
+        Raises ValueError if there are no heads, or if layers differ in them.
         """
         if not getattr(config, "num_attention_heads", None):
             raise ValueError(
-                "it has no attention heads: its past is a state, which cannot go back when a guess is refused"
+                "it has no attention heads: its past is a state, which cannot be rolled back when a guess is refused"
             )
         heads = int(config.num_attention_heads)
         if getattr(config, "kv_lora_rank", None):
             return cls(heads, 1, max(config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim))
-        one = getattr(config, "model_type", "") == "gpt_bigcode" and config.multi_query
-        kv_heads = 1 if one else int(getattr(config, "num_key_value_heads", None) or heads)
+        shares_key = getattr(config, "model_type", "") == "gpt_bigcode" and config.multi_query
+        kv_heads = 1 if shares_key else int(getattr(config, "num_key_value_heads", None) or heads)
         return cls(kv_heads, heads // kv_heads, _head_size(config) or config.hidden_size // heads)
 
 
 def _head_size(config: Any) -> int | None:
-    """None: nobody says. Raises ValueError if layers differ."""
+    """None if the configuration has none. Raises ValueError if layers differ."""
     try:
         size = getattr(config, "head_dim", None) or getattr(config, "kv_channels", None)
-    except Exception as error:  # transformers says so of what differs by layer
-        raise ValueError(DIFFERENT) from error
+    except Exception as error:  # transformers raises it for settings that differ by layer
+        raise ValueError(DIFFERENT_HEADS) from error
     return None if size is None else int(size)
 
 
 class KVCache:
     """Keys and values of every layer, by slot: [layers, slots + 1, 2 * K, width], keys first.
 
-    Where rows are padded, padding rows write into the slot after the last one, which nobody reads.
+    Padding rows write into the slot after the last one, which is never read.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class KVCache:
         device: torch.device,
         width: int | None = None,
     ) -> None:
-        """`width`: numbers of a head, padding included; None: its size."""
+        """`width`: numbers per head with padding; None: the head size."""
         self.heads = heads
         shape = (layers, slots + 1, 2 * heads.kv_heads, width or heads.head_size)
         self.data = torch.zeros(shape, dtype=dtype, device=device)
@@ -96,7 +96,7 @@ class KVCache:
 
     @property
     def width(self) -> int:
-        """Numbers of a head, padding included."""
+        """Numbers per head, with padding."""
         return self.data.shape[-1]
 
     @property
@@ -108,8 +108,20 @@ class KVCache:
         return self.data.device
 
 
+class AttentionOptions(NamedTuple):
+    """How a layer attends."""
+
+    scale: float
+    window: int = 0
+    """Positions that a row sees, including its own; 0: all."""
+    softcap: float = 0.0
+    """Limit of scores, by tanh; 0: none."""
+    sinks: Tensor | None = None
+    """[K * Q]: scores that take part in the softmax without a value."""
+
+
 class Pass(Protocol):
-    """One forward pass, as a model's layers see it."""
+    """One forward pass, for a model's layers."""
 
     @property
     def cache(self) -> KVCache: ...
@@ -122,22 +134,10 @@ class Pass(Protocol):
     def positions(self) -> Tensor:
         """int64 [R]"""
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         """Store this pass's keys and values, then attend every row to its own path.
 
-        query [R, K * Q, width], key and value [R, K, width], of the cache's dtype and width; the result is
-        [R, K * Q * width]. `window`: a row sees this many positions, itself included; 0 sees all. `softcap`: scores are
-        squashed to it. `sinks` [K * Q]: scores that take part in the softmax and have no value.
+        query [R, K * Q, width], key and value [R, K, width], in the cache's dtype; the result is [R, K * Q * width].
         """
 
 
@@ -145,9 +145,9 @@ class Pass(Protocol):
 class RowPermutation:
     """Rows regrouped for attention calls, and back.
 
-    `take` picks from [R * K * Q, D]: call by call, and within a call by key-value head, then row, then query head.
-    `give` [R * K * Q] says where each row's heads stand in that order. A row that is in several places of a call
-    has the same result in each; a row in no call is said to stand at `absent`.
+    `gather_index` selects from [R * K * Q, D]: call by call, and within a call by key-value head, then row, then query
+    head. `scatter_index` [R * K * Q] has the position of each row's heads in that order, `absent` for a row in no call.
+    A row that is repeated in a call has the same result each time.
     """
 
     gather_index: Tensor
@@ -159,15 +159,15 @@ class RowPermutation:
         per_row = heads.kv_heads * heads.queries_per_kv
         device = calls[0].device
         head = torch.arange(per_row, device=device).view(heads.kv_heads, 1, heads.queries_per_kv)
-        take = torch.cat([(call.view(1, -1, 1) * per_row + head).flatten() for call in calls])
-        give = torch.full((rows * per_row,), absent, device=device)
-        give[take] = torch.arange(take.numel(), device=device)
-        return cls(take, give)
+        gather = torch.cat([(call.view(1, -1, 1) * per_row + head).flatten() for call in calls])
+        scatter = torch.full((rows * per_row,), absent, device=device)
+        scatter[gather] = torch.arange(gather.numel(), device=device)
+        return cls(gather, scatter)
 
 
 @dataclass(slots=True)
 class TorchPass:
-    """A `Pass` in torch's operators: the cache, the layout, and its index tensors."""
+    """A `Pass` by torch's operators: the cache, the layout, and its index tensors."""
 
     cache: KVCache
     batch: RowBatch
@@ -180,9 +180,9 @@ class TorchPass:
         batch = build_row_batch(rows, cache.device, cache.slots)
         count, segments = batch.slots.numel(), [s.rows for s in batch.segments]
         tails = RowPermutation.of(list(batch.groups), count, cache.heads, absent=0)
-        # The last place of all stands for "no prefix".
-        nowhere = sum(s.numel() for s in segments) * cache.heads.kv_heads * cache.heads.queries_per_kv
-        prefixes = RowPermutation.of(segments, count, cache.heads, nowhere) if segments else None
+        # Rows without a prefix point to an entry after the last one.
+        absent = sum(s.numel() for s in segments) * cache.heads.kv_heads * cache.heads.queries_per_kv
+        prefixes = RowPermutation.of(segments, count, cache.heads, absent) if segments else None
         return cls(cache, batch, tails, prefixes)
 
     @property
@@ -194,7 +194,7 @@ class TorchPass:
         return self.batch.positions
 
     def tail_mask(self, window: int) -> Tensor:
-        """Additive mask [G, 1, P * Q, C] of the tails under a sliding window; 0: no window."""
+        """Additive mask [G, 1, P * Q, C] of the tails; `window` 0: no sliding window."""
         if window not in self._tail_masks:
             reach = self.batch.reach.unsqueeze(-1)
             columns = torch.arange(TILE, device=reach.device)
@@ -205,82 +205,70 @@ class TorchPass:
             self._tail_masks[window] = mask.repeat_interleave(self.cache.heads.queries_per_kv, 1).unsqueeze(1)
         return self._tail_masks[window]
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         heads, cache = self.cache.heads, self.cache.data[layer]
         cache[:, : heads.kv_heads].index_copy_(0, self.batch.slots, key)
         cache[:, heads.kv_heads :].index_copy_(0, self.batch.slots, value)
 
         flat = query.reshape(-1, heads.head_size)
-        out, weight = _tails(flat, cache, self, scale, window, softcap)
+        out, weight = _tails(flat, cache, self, options)
         if self.prefixes is not None:
-            prefix_out, prefix_weight = _prefixes(flat, cache, self, self.prefixes, scale, window, softcap)
+            prefix_out, prefix_weight = _prefixes(flat, cache, self, self.prefixes, options)
             share = _elementwise(torch.sigmoid, prefix_weight - weight).unsqueeze(-1)
             out = torch.lerp(out.float(), prefix_out.float(), share).to(query.dtype)
             weight = _elementwise(torch.logaddexp, weight, prefix_weight)
-        if sinks is not None:
-            share = _elementwise(torch.sigmoid, weight - sinks.float().repeat(query.shape[0]))
+        if options.sinks is not None:
+            share = _elementwise(torch.sigmoid, weight - options.sinks.float().repeat(query.shape[0]))
             out = (out.float() * share.unsqueeze(-1)).to(query.dtype)
         return out.view(query.shape[0], -1)
 
 
 def _elementwise(function: Callable[..., Tensor], *vectors: Tensor) -> Tensor:
-    """A function of vectors [n], each element the same wherever it stands.
+    """A function of vectors [n]. An element's result does not depend on its index or on n.
 
-    On a CPU torch computes whole vectors by one formula, and what is left over at the end by another. How much that is
-    follows from the number of rows, unless their heads happen to fill vectors.
+    On a CPU torch computes whole SIMD vectors by one formula and the last few elements by another. How many those are
+    depends on the number of rows, so the input is padded to whole vectors.
     """
     size = vectors[0].numel()
     return function(*(F.pad(vector, (0, -size % VECTOR_WIDTH)) for vector in vectors))[:size]
 
 
-def _tails(
-    flat: Tensor, cache: Tensor, this: TorchPass, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Every row over its last tile: results [R * K * Q, D] and log-sum-exp [R * K * Q]."""
+def _tails(flat: Tensor, cache: Tensor, this: TorchPass, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """Attend every row to its last tile: results [R * K * Q, D] and log-sum-exp [R * K * Q]."""
     heads, batch = this.cache.heads, this.batch
     groups = batch.groups.shape[0]
     query = flat.index_select(0, this.tails.gather_index).view(groups, heads.kv_heads, -1, heads.head_size)
     kv = cache.index_select(0, batch.tiles).view(groups, TILE, 2 * heads.kv_heads, heads.head_size)
-    out, weight = _partial(query, kv, this.tail_mask(window), scale, softcap)
-    give = this.tails.scatter_index
-    return out.reshape(-1, heads.head_size).index_select(0, give), weight.reshape(-1).index_select(0, give)
+    out, weight = _partial(query, kv, this.tail_mask(options.window), options)
+    index = this.tails.scatter_index
+    return out.reshape(-1, heads.head_size).index_select(0, index), weight.reshape(-1).index_select(0, index)
 
 
 def _prefixes(
-    flat: Tensor, cache: Tensor, this: TorchPass, arrangement: RowPermutation, scale: float, window: int, softcap: float
+    flat: Tensor, cache: Tensor, this: TorchPass, order: RowPermutation, options: AttentionOptions
 ) -> tuple[Tensor, Tensor]:
-    """Every row over its full tiles: as `_tails`; a row without any has log-sum-exp -inf."""
+    """As `_tails`, for the full tiles. A row without any has log-sum-exp -inf."""
     heads = this.cache.heads
-    query = flat.index_select(0, arrangement.gather_index)
-    # One place past the end, for rows without a prefix.
+    query = flat.index_select(0, order.gather_index)
+    # The entry after the last one is for rows without a prefix.
     out = query.new_zeros(query.shape[0] + 1, heads.head_size)
     weight = torch.full((query.shape[0] + 1,), -math.inf, dtype=torch.float32, device=query.device)
     start = 0
     for segment in this.batch.segments:
         stop = start + segment.rows.numel() * heads.kv_heads * heads.queries_per_kv
-        mask = _window_mask(this.batch, segment, window, heads, query.dtype)
+        mask = _window_mask(this.batch, segment, options.window, heads, query.dtype)
         kv = cache.index_select(0, segment.slots).unsqueeze(0)
-        part = _partial(query[start:stop].view(1, heads.kv_heads, -1, heads.head_size), kv, mask, scale, softcap)
+        part = _partial(query[start:stop].view(1, heads.kv_heads, -1, heads.head_size), kv, mask, options)
         if mask is not None:
             part = _zero_hidden_rows(*part, mask)
         out[start:stop] = part[0].reshape(-1, heads.head_size)
         weight[start:stop] = part[1].reshape(-1)
         start = stop
-    return out.index_select(0, arrangement.scatter_index), weight.index_select(0, arrangement.scatter_index)
+    return out.index_select(0, order.scatter_index), weight.index_select(0, order.scatter_index)
 
 
 def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, dtype: torch.dtype) -> Tensor | None:
-    """Additive mask [1, 1, P * Q, N] of a prefix under a sliding window; None: everything is seen."""
+    """Additive mask [1, 1, P * Q, N] of a prefix under a sliding window; None without a window."""
     if not window:
         return None
     newest_hidden = batch.positions.index_select(0, segment.rows).unsqueeze(-1) - window
@@ -290,46 +278,40 @@ def _window_mask(batch: RowBatch, segment: Segment, window: int, heads: Heads, d
 
 
 def _zero_hidden_rows(out: Tensor, weight: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """A window of no more than a tile may hide the whole prefix from a row. Kernels then give NaN, or a weight of 0."""
+    """Clear the results of rows that see no position of the prefix: kernels give them NaN, or a weight of 0."""
     seen = (mask > -math.inf).any(-1)
     return out.where(seen.unsqueeze(-1), 0.0), weight.where(seen, -math.inf)
 
 
-def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, scale: float, softcap: float) -> tuple[Tensor, Tensor]:
+def _partial(query: Tensor, kv: Tensor, mask: Tensor | None, options: AttentionOptions) -> tuple[Tensor, Tensor]:
     """Softmax attention and its log-sum-exp: query [G, K, M, D], kv [G, N, 2K, D] → [G, K, M, D], [G, K, M]."""
     heads = query.shape[1]
     key = kv[:, :, :heads].permute(0, 2, 1, 3)
     value = kv[:, :, heads:].permute(0, 2, 1, 3)
-    if query.device.type == "cpu" and not softcap:
+    if query.device.type == "cpu" and not options.softcap:
         out, weight = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, attn_mask=mask, scale=scale
+            query, key, value, attn_mask=mask, scale=options.scale
         )
-    else:
-        out, weight = _reference_attention(query, key, value, mask, scale, softcap)
-    return out, weight
-
-
-def _reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, softcap: float
-) -> tuple[Tensor, Tensor]:
-    scores = (query.float() @ key.float().transpose(-1, -2)) * scale
-    if softcap:
-        scores = torch.tanh(scores / softcap) * softcap
+        return out, weight
+    scores = (query.float() @ key.float().transpose(-1, -2)) * options.scale
+    if options.softcap:
+        scores = torch.tanh(scores / options.softcap) * options.softcap
     if mask is not None:
         scores = scores + mask
     weight = torch.logsumexp(scores, -1)
     return (torch.softmax(scores, -1) @ value.float()).to(query.dtype), weight
 
 
-_current: ContextVar[Pass] = ContextVar("pass")
+_current: ContextVar[tuple[Pass, list[int]]] = ContextVar("pass")
 
 
 @contextmanager
-def use_pass(this: Pass) -> Iterator[None]:
-    """Within it, `attention_interface` attends in this pass."""
-    token = _current.set(this)
+def use_pass(this: Pass) -> Iterator[list[int]]:
+    """Within it, `attention_interface` attends in this pass, and adds the layer to the list that this yields."""
+    attended: list[int] = []
+    token = _current.set((this, attended))
     try:
-        yield
+        yield attended
     finally:
         _current.reset(token)
 
@@ -347,7 +329,7 @@ IGNORED_ARGUMENTS = frozenset(
         "use_cache",
     }
 )
-"""Arguments of attention that say how it is called, or what is so here anyway."""
+"""Arguments of attention that do not change the result here."""
 
 
 def attention_interface(
@@ -363,14 +345,14 @@ def attention_interface(
     **others: Any,
 ) -> tuple[Tensor, None]:
     """`Pass.attend` as transformers calls it: query [1, heads, R, D], key [1, K, R, D], value [1, K, R, V] →
-    [1, R, heads, V]. D and V may be smaller than the cache's heads: zeros change neither scores nor sums.
+    [1, R, heads, V]. D and V may be smaller than the cache's width: they are padded with zeros, which change nothing.
 
-    `s_aux` [heads]: sinks. Raises ValueError for heads that the cache has no room for, and for arguments of unknown
-    meaning.
+    `s_aux` [heads]: sinks. Raises ValueError for heads that do not fit the cache, and for unknown arguments.
     """
-    this = _current.get(None)
-    if this is None:
+    current = _current.get(None)
+    if current is None:
         raise ValueError("this model was loaded for paceline's row runner; call it through paceline.model")
+    this, attended = current
     if unknown := sorted(name for name, given in others.items() if given is not None and name not in IGNORED_ARGUMENTS):
         raise ValueError(f"its attention takes what is not known here: {', '.join(unknown)}")
     if attention_mask is not None:
@@ -380,11 +362,13 @@ def attention_interface(
     cache = this.cache
     counts = cache.heads.kv_heads * cache.heads.queries_per_kv, cache.heads.kv_heads
     if (query.shape[1], key.shape[1]) != counts or max(key.shape[-1], value.shape[-1]) > cache.width:
-        raise ValueError(DIFFERENT)
+        raise ValueError(DIFFERENT_HEADS)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
+    attended.append(layer)
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     q, k, v = (_pad_heads(t[0].transpose(0, 1), cache.width) for t in (query, key, value))
-    out = this.attend(q, k, v, layer, scale, sliding_window or 0, softcap or 0.0, s_aux)
+    options = AttentionOptions(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    out = this.attend(q, k, v, layer, options)
     return out.view(1, q.shape[0], q.shape[1], cache.width)[..., : value.shape[-1]].contiguous(), None
 
 

@@ -1,7 +1,7 @@
-"""A checkpoint as a folder of named tensors: safetensors or torch's own format, in one file or many.
+"""A checkpoint as a folder of named tensors: safetensors or torch's format, in one file or many.
 
-Nothing is built from it here, and nothing is read before it is asked for. A tensor comes in the dtype and on the device
-that it is wanted in. What is wrong with a checkpoint is said in one sentence (`CheckpointError`).
+Tensors are read when they are requested, in the requested dtype and on the requested device. A fault of a checkpoint is
+a `CheckpointError` with one sentence.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 SAFETENSORS = (".safetensors",)
 TORCH = (".bin", ".pt", ".pth")
 TRAINING_STATE_PREFIXES = ("optimizer", "rng_state", "scaler", "scheduler", "training_args")
-"""What files that trainers leave beside the weights begin with; they look like weights, and hold none."""
+"""Prefixes of files that trainers write next to the weights; their suffixes look like weights."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be served; the text says why, and what would work."""
+    """A checkpoint that cannot be served; the text says why, and what to do."""
 
 
 class Checkpoint:
@@ -43,7 +43,7 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> Mapping[str, Any]:
-        """What config.json says; empty without one."""
+        """config.json; empty if there is none. Raises `CheckpointError` if it is not a JSON object."""
         path = self.folder / "config.json"
         if not path.is_file():
             return {}
@@ -52,49 +52,48 @@ class Checkpoint:
         except (ValueError, OSError) as error:
             raise CheckpointError(f"{path} is no JSON ({error}): download it again") from error
         if not isinstance(config, dict):
-            raise CheckpointError(f"{path} holds no JSON object: download it again")
+            raise CheckpointError(f"{path} is not a JSON object: download it again")
         return config
 
     @cached_property
     def names(self) -> Sequence[str]:
-        """Of all tensors. Raises `CheckpointError` if a file cannot be read, or there are none."""
-        return list(self._shelves)
+        """Names of all tensors. Raises `CheckpointError` if a file cannot be read, or there are no tensors."""
+        return list(self._files)
 
     def find(self, ending: str) -> str | None:
-        """The shortest name that is this or ends in a dot and this."""
+        """The shortest name that equals `ending` or ends in a dot and `ending`; None if there is none."""
         found = [name for name in self.names if name == ending or name.endswith(f".{ending}")]
         return min(found, key=len, default=None)
 
     def find_required(self, ending: str) -> str:
-        """The same; raises `CheckpointError` if there is none."""
+        """As `find`. Raises `CheckpointError` if there is no such tensor."""
         name = self.find(ending)
         if name is None:
             raise CheckpointError(f"{self} has no tensor {ending}: it is incomplete, or no checkpoint of this kind")
         return name
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Without reading the tensor, where the format allows."""
-        shelf = self._shelf(name)
-        return shelf.shape(name)
+        """The tensor's shape, read from the header where the format has one."""
+        return self._file(name).shape(name)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Tensor:
-        """The tensor of this name; floating-point ones in `dtype`, None: as they are stored."""
-        tensor = self._shelf(name).tensor(name)
+        """Read a tensor; a floating-point one in `dtype`. None: the stored dtype."""
+        tensor = self._file(name).tensor(name)
         return tensor.to(device=device, dtype=dtype if dtype is not None and tensor.is_floating_point() else None)
 
-    def _shelf(self, name: str) -> _WeightFile:
-        if name not in self._shelves:
+    def _file(self, name: str) -> _WeightFile:
+        if name not in self._files:
             raise CheckpointError(f"{self} has no tensor {name}: it is incomplete, or no checkpoint of this kind")
-        return self._shelves[name]
+        return self._files[name]
 
     @cached_property
-    def _shelves(self) -> Mapping[str, _WeightFile]:
-        """By tensor, the file that holds it."""
+    def _files(self) -> Mapping[str, _WeightFile]:
+        """The file of each tensor."""
         for endings, kind in ((SAFETENSORS, _SafetensorsFile), (TORCH, _TorchFile)):
-            files = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
-            shelves = {name: shelf for path in files for shelf in [kind(path)] for name in shelf.names}
-            if shelves:
-                return shelves
+            paths = sorted(path for path in self.folder.iterdir() if path.suffix in endings and _holds_weights(path))
+            files = {name: file for path in paths for file in [kind(path)] for name in file.names}
+            if files:
+                return files
         raise CheckpointError(f"{self} holds no weights: neither *.safetensors nor *.bin nor *.pt")
 
 
@@ -127,11 +126,11 @@ class _SafetensorsFile(_WeightFile):
 
 
 class _TorchFile(_WeightFile):
-    """Only tensors are unpickled: a file from a stranger must not run code. Other values are passed over."""
+    """Unpickles tensors only: an untrusted file must not run code. Other values are ignored."""
 
     def __init__(self, path: Path) -> None:
         try:
-            # Files from before torch 1.6 are no archives, and cannot be mapped.
+            # Files from before torch 1.6 are not zip archives and cannot be mapped.
             stored = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except (OSError, RuntimeError, UnpicklingError, EOFError, ValueError) as error:
             raise CheckpointError(f"{path} cannot be read ({first_sentence(error)}): download it again") from error
@@ -151,6 +150,6 @@ def _holds_weights(path: Path) -> bool:
 
 
 def first_sentence(error: Exception) -> str:
-    """Of what a library says at length; without what would colour a screen."""
-    said = re.sub(r"\x1b\[\d*m", "", " ".join(str(error).split()))
-    return re.split(r"(?<=\w)\. ", said)[0].removesuffix(".") or type(error).__name__
+    """The first sentence of a library's message, without terminal colours."""
+    text = re.sub(r"\x1b\[\d*m", "", " ".join(str(error).split()))
+    return re.split(r"(?<=\w)\. ", text)[0].removesuffix(".") or type(error).__name__

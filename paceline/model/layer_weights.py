@@ -1,4 +1,4 @@
-"""What networks of the Llama kind are made of: the weights of their layers, and rotary tables."""
+"""Weights of Llama layers, and rotary tables."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 AllReduce = Callable[[Tensor], Tensor]
-"""The sum over ranks of what each of them gives, [n]."""
+"""The sum over ranks of their tensors [n]."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLayerWeights:
-    """Weights of one layer, [out, in] and [out], all of one dtype; None where there is none."""
+    """Weights of one layer, [out, in] and [out], all of one dtype; None for a missing one."""
 
     query: Tensor
     key: Tensor
@@ -38,15 +38,16 @@ class DecoderLayerWeights:
     sinks: Tensor | None = None
     """float32 [query heads]"""
     window: int = 0
-    """A row sees this many positions, itself included; 0: all."""
+    """Positions that a row sees, including its own; 0: all."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateFusion:
-    """How a network takes in a state beside each token: embedding and state are normed and joined to [2 * hidden].
+    """How a network uses a target's hidden state for each token: it norms embedding and state, and concatenates them to
+    [2 * hidden].
 
-    With a `projection` [hidden, 2 * hidden] the first layer is given the product. Without one it is given the state,
-    and its attention multiplies what was joined, in place of its norm of the state.
+    With a `projection` [hidden, 2 * hidden] the product is the first layer's input. Without one the state is, and the
+    first layer's attention takes the concatenation in place of the normed state.
     """
 
     token_norm: Tensor | None = None
@@ -54,7 +55,7 @@ class StateFusion:
     projection: Tensor | None = None
     projection_bias: Tensor | None = None
     norms_residual: bool = False
-    """Without a projection: the first layer is given the normed state."""
+    """Without a projection: the first layer's input is the normed state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,7 @@ class RotaryTables:
 
     @classmethod
     def of(cls, module: Any, positions: int) -> RotaryTables:
-        """Of a transformers rotary embedding whose halves turn alike."""
+        """The tables of a transformers rotary embedding for half-split heads."""
         like = torch.zeros(1, device=module.inv_freq.device)
         cosines, sines = module(like, torch.arange(positions, device=like.device).unsqueeze(0))
         half = cosines.shape[-1] // 2

@@ -1,14 +1,15 @@
-"""Layers of the Llama kind in torch's operators, few of them, where there is no native code for them; and products."""
+"""Llama layers by few torch operators, where there is no native code; and products for heads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import Heads, KVCache, TorchPass
+from paceline.model.attention import AttentionOptions, Heads, KVCache, TorchPass
 from paceline.model.layer_weights import AllReduce, DecoderLayerWeights, RotaryTables, StateFusion
 from paceline.model.native.build import NativeUnavailableError
 from paceline.model.native.native_library import DTYPES
@@ -31,25 +32,27 @@ class RMSNorm:
 
 
 class Linear:
-    """One product for several projections of the same input. A row's result does not depend on how many rows there are.
+    """One product for several projections of the same input; native code where there is some.
 
-    On a CPU it is native code, and without that oneDNN's, by a weight that is laid out once.
+    A row's result does not depend on the number of rows.
     """
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
-        """Weights [out, in], one below the other; there are biases for all of them or none."""
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # one alone is not copied
+        """Weights [out, in] are stacked. `biases` [out]: one for each weight, or none."""
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single weight is not copied
         bias = torch.cat(list(biases)) if biases else None
-        self._product = _native_product(weight, bias) or _torch_product(weight, bias)
+        self._product = _native_product(weight, bias) or partial(
+            chunked_product, lambda rows: F.linear(rows, weight, bias)
+        )
 
     @classmethod
     def of_parts(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
-        """Of these weights and biases. Either all have a bias, or none has."""
+        """Weights with their biases: all have one, or none has."""
         weights, biases = zip(*products, strict=True)
         return cls(*weights, biases=[bias for bias in biases if bias is not None])
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] → [rows, out], of its dtype."""
+        """x [rows, in] → [rows, out], in x's dtype."""
         return self._product(x)
 
 
@@ -61,18 +64,6 @@ def _native_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     except NativeUnavailableError:
         return None
     return lambda x: product(x).to(x.dtype)
-
-
-def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return lambda x: F.linear(x, weight, bias)
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP)
-
-    def product(x: Tensor) -> Tensor:
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-        return y
-
-    return lambda x: chunked_product(product, x)
 
 
 class RotaryEmbedding:
@@ -88,9 +79,9 @@ class RotaryEmbedding:
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
 
 
-def apply_rotary(x: Tensor, turn: CosSin) -> Tensor:
-    """Heads [R, heads, D], each row rotated to its position."""
-    cos, sin = turn
+def apply_rotary(x: Tensor, cos_sin: CosSin) -> Tensor:
+    """Rotate heads [R, heads, D] by each row's position."""
+    cos, sin = cos_sin
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
@@ -106,7 +97,7 @@ class SwiGLU:
 
 
 class TorchNetwork:
-    """Layers with an embedding before and a norm and an output matrix after them, if given, in torch's operators."""
+    """Llama layers by torch's operators, with an embedding, a final norm and an output matrix if they are given."""
 
     def __init__(
         self,
@@ -142,7 +133,7 @@ class TorchNetwork:
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         this = TorchPass.of(self._cache, rows)
-        turn = self._rotary(this.positions)
+        cos_sin = self._rotary(this.positions)
         assert self._embedding is not None
         x, joined = F.embedding(this.tokens, self._embedding), None
         if self._fuse is not None:
@@ -150,7 +141,7 @@ class TorchNetwork:
             x, joined = self._fuse(x, pad_rows(states))
         outputs = [x]
         for n, layer in enumerate(self._layers):
-            outputs.append(layer(outputs[-1], turn, this, joined if n == 0 else None))
+            outputs.append(layer(outputs[-1], cos_sin, this, joined if n == 0 else None))
         final = self._norm(outputs[-1])
         tapped = torch.stack([[*outputs, final][n][: len(rows)] for n in layers], 1) if layers else None
         if self._head is None:
@@ -172,8 +163,8 @@ class _StateFusionModule:
         self._norms_residual = fusion.norms_residual
 
     def __call__(self, embedded: Tensor, states: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Both [R, hidden] → what the first layer is given, and what its attention multiplies in place of its norm of
-        that, if anything."""
+        """Both [R, hidden] → the first layer's input, and the input of its attention if that is not the normed layer
+        input."""
         normed = self._state_norm(states)
         joined = torch.cat((self._token_norm(embedded), normed), -1)
         if self._projection is not None:
@@ -186,7 +177,7 @@ class _TorchLayer:
         self, index: int, layer: DecoderLayerWeights, heads: Heads, eps: float, scale: float, sums: AllReduce | None
     ) -> None:
         self._index, self._heads = index, heads
-        self._scale, self._window, self._sinks, self._eps = scale, layer.window, layer.sinks, eps
+        self._options, self._eps = AttentionOptions(scale, layer.window, sinks=layer.sinks), eps
         self._into_attention, self._into_mlp = _norm(layer.input_norm, eps), _norm(layer.inner_norm, eps)
         queries_keys = (layer.query, layer.query_bias), (layer.key, layer.key_bias)
         self._qkv = Linear.of_parts(*queries_keys, (layer.value, layer.value_bias))
@@ -199,11 +190,11 @@ class _TorchLayer:
             parts = [layer.query_norm.expand(queries, -1), layer.key_norm.expand(heads.kv_heads, -1)]
             self._head_norm = torch.cat(parts)
 
-    def __call__(self, x: Tensor, turn: CosSin, this: TorchPass, given: Tensor | None) -> Tensor:
-        x = x + self._attend(self._into_attention(x) if given is None else given, turn, this)
+    def __call__(self, x: Tensor, cos_sin: CosSin, this: TorchPass, given: Tensor | None) -> Tensor:
+        x = x + self._attend(self._into_attention(x) if given is None else given, cos_sin, this)
         return x + self._mlp(self._into_mlp(x))
 
-    def _attend(self, x: Tensor, turn: CosSin, this: TorchPass) -> Tensor:
+    def _attend(self, x: Tensor, cos_sin: CosSin, this: TorchPass) -> Tensor:
         heads = self._heads
         queries = heads.kv_heads * heads.queries_per_kv
         rotated = queries + heads.kv_heads
@@ -211,9 +202,9 @@ class _TorchLayer:
         qk = projected[:, :rotated]
         if self._head_norm is not None:
             qk = F.rms_norm(qk, (heads.head_size,), None, self._eps) * self._head_norm
-        qk = apply_rotary(qk, turn)
+        qk = apply_rotary(qk, cos_sin)
         query, key, value = qk[:, :queries], qk[:, queries:], projected[:, rotated:]
-        attended = this.attend(query, key, value, self._index, self._scale, self._window, sinks=self._sinks)
+        attended = this.attend(query, key, value, self._index, self._options)
         return self._out(attended)
 
 
@@ -222,7 +213,7 @@ def _norm(weight: Tensor | None, eps: float) -> Callable[[Tensor], Tensor]:
 
 
 def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | None) -> Callable[[Tensor], Tensor]:
-    """A product of which every rank computes a summand, if there are ranks; the bias is added once."""
+    """A product that all ranks compute summands of, if there are ranks; the bias is added once."""
     if sums is None:
         return Linear(weight, biases=() if bias is None else (bias,))
     part = Linear(weight)
@@ -230,5 +221,5 @@ def _row_parallel_linear(weight: Tensor, bias: Tensor | None, sums: AllReduce | 
 
 
 def pad_rows(x: Tensor) -> Tensor:
-    """[rows, n] with rows of zeros up to a multiple of GROUP."""
+    """[rows, n], padded with zero rows to a multiple of GROUP."""
     return F.pad(x, (0, 0, 0, -len(x) % GROUP))

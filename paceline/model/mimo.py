@@ -1,4 +1,4 @@
-"""MiMo-7B for transformers, which does not know it: Qwen2, with a multi-token-prediction layer in its checkpoint."""
+"""MiMo-7B, which transformers does not have: Qwen2, with a multi-token-prediction layer in the checkpoint."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ class MiMoForCausalLM(Qwen2ForCausalLM):  # type: ignore[misc]
 
 
 def register_mimo() -> None:
-    """Let transformers' Auto classes load such a checkpoint, without any code from its folder."""
+    """Make transformers' Auto classes load such a checkpoint without code from its folder."""
     AutoConfig.register(MiMoConfig.model_type, MiMoConfig, exist_ok=True)
     AutoModelForCausalLM.register(MiMoConfig, MiMoForCausalLM, exist_ok=True)

@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from paceline.model.decoder import Decoder
+from paceline.model.attention import KVCache
 from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOutput:
-    """`logits` [wanted rows, vocabulary], float32 or of the model's dtype; `hidden`, if asked for, [rows, layers,
-    hidden size] of the model's dtype."""
+    """`logits` [wanted rows, vocabulary], float32 or the model's dtype; `hidden` [rows, layers, hidden size] in the
+    model's dtype, if the caller asked for layers."""
 
     logits: Tensor
     hidden: Tensor | None = None
@@ -37,68 +37,76 @@ class Model(Protocol):
     fingerprint: str
     rows_invariant: bool
     numerics: str
-    """One line that names all that its numbers depend on, beside its weights."""
+    """One line that names everything the numbers depend on, apart from the weights."""
 
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-        """One forward pass over `rows`. Logits are those of the rows indexed by `wanted`, in that order."""
+        """One forward pass over `rows`. Returns the logits of the rows indexed by `wanted`, in that order, and the
+        outputs of `hidden_layers` for all rows."""
 
     def target_weights(self) -> TargetWeights:
-        """What heads in this process draft with. Raises ValueError if there is nothing to lend."""
+        """What heads in this process draft with. Raises ValueError if this model has no such weights."""
 
 
-class TransformersModel:
-    """A transformers causal language model over its own KV cache. Its slots are 1 to `slots`; 0 is spare."""
+@dataclass(kw_only=True)
+class ModelInfo:
+    """The attributes of a `Model` with a checkpoint."""
 
-    def __init__(
-        self,
-        name: str,
-        decoder: Decoder,
-        *,
-        vocabulary_size: int,
-        max_model_len: int,
-        eos_token_ids: Sequence[int],
-        fingerprint: str,
-        numerics: str,
-        folder: Path,
-        config: Any,
-    ) -> None:
-        self.name = name
-        self.vocabulary_size = vocabulary_size
-        self.max_model_len = max_model_len
-        self.layers = int(config.num_hidden_layers)
-        self.slots = decoder.cache.slots - 1
-        self.eos_token_ids: Sequence[int] = tuple(eos_token_ids)
-        self.fingerprint = fingerprint
-        self.numerics = numerics
-        self.rows_invariant = False
-        self._decoder, self._cache = decoder, decoder.cache
-        self._folder, self._config = folder, config
+    name: str
+    vocabulary_size: int
+    max_model_len: int
+    layers: int
+    slots: int
+    eos_token_ids: Sequence[int]
+    fingerprint: str
+    folder: Path
+    rows_invariant: bool = False
+    numerics: str = ""
+
+
+class TransformersModel(ModelInfo):
+    """A transformers causal language model over its own KV cache. Its slots are 1 to `slots`; slot 0 is spare.
+
+    `paceline.model.decoder` has the two ways to run one.
+    """
+
+    native = False
+    """Whether passes are native code. Torch then needs no threads: little work is left to it."""
+    has_native_attention = False
+
+    def __init__(self, info: ModelInfo, cache: KVCache, network: Any) -> None:
+        """`network`: transformers' module."""
+        super().__init__(**vars(info))
+        self.cache = cache
+        self._config = network.config.get_text_config(decoder=True)
 
     @property
     def device(self) -> torch.device:
-        return self._cache.device
+        return self.cache.device
 
     @property
     def dtype(self) -> torch.dtype:
-        return self._cache.dtype
+        return self.cache.dtype
 
-    @property
-    def native(self) -> bool:
-        """Whether its passes are native code. Then torch needs no threads of its own: what is left to it is small."""
-        return self._decoder.native
-
-    @torch.inference_mode()
     def run(self, rows: Sequence[Row], wanted: Sequence[int], hidden_layers: Sequence[int] = ()) -> ModelOutput:
-        return ModelOutput(*self._decoder(rows, wanted, hidden_layers))
+        """See `Model.run`."""
+        raise NotImplementedError
+
+    def embedding(self) -> Tensor:
+        """The first layer's input for each token, [vocabulary, hidden size]."""
+        raise NotImplementedError
+
+    def output(self, final: Tensor) -> Tensor:
+        """Logits [n, vocabulary] of outputs of the final norm, [n, hidden size]."""
+        raise NotImplementedError
 
     def target_weights(self) -> TargetWeights:
         return TargetWeights(
-            embedding=self._decoder.embedding,
-            output=self._decoder.output,
-            folder=self._folder,
+            embedding=self.embedding,
+            output=self.output,
+            folder=self.folder,
             config=self._config,
-            dtype=self._cache.dtype,
-            device=self._cache.device,
+            dtype=self.dtype,
+            device=self.device,
             vocabulary_size=self.vocabulary_size,
             max_model_len=self.max_model_len,
             fingerprint=self.fingerprint,

@@ -1,4 +1,4 @@
-"""What the numbers of a model depend on, beside its weights."""
+"""What a model's numbers depend on, apart from its weights."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ import torch
 import transformers
 
 from paceline import __version__
-from paceline.model.decoder import Decoder
+from paceline.model.model import TransformersModel
 from paceline.model.native.build import cpu_flags, native_description
 
 VECTORS = ("sse", "avx", "amx", "fma", "f16c")
-"""How CPU flags begin by which torch's libraries choose their kernels."""
+"""Prefixes of the CPU flags that torch's libraries choose kernels by."""
 VARIABLES = ("MKL_CBWR", "ONEDNN_MAX_CPU_ISA")
-"""Of the environment, by which they are told to choose others."""
+"""Environment variables that change that choice."""
 
 
-def numerics_of(decoder: Decoder, config: Any) -> str:
+def numerics_of(model: TransformersModel, config: Any) -> str:
     """One line, such as "native avx512, g++ 12.2.0, source 1a2b3c4d; float32; cpu; torch 2.13.0 AVX512; ...".
 
-    Equal lines stand for equal bits, given the same weights and rows. The native pass sums in one order on every
-    machine with its instruction set. Torch's libraries choose kernels by the CPU, and may split sums among threads: in
-    float32 MKL does, unless `MKL_CBWR` says STRICT (32 rows of 8,192 numbers, torch 2.13).
-    `config`: the network's own, in transformers' format.
+    Equal lines mean equal bits, given the same weights and rows. The native pass sums in one order on every machine
+    with its instruction set. Torch's libraries choose kernels by the CPU, and may split sums among threads: MKL does in
+    float32, unless `MKL_CBWR` is STRICT (32 rows of 8,192 numbers, torch 2.13).
+    `config`: the network's, in transformers' format.
     """
-    device = decoder.cache.device
-    path = f"native {native_description()}" if decoder.native else "torch operators"
-    if decoder.has_native_attention and not decoder.native:
+    device = model.device
+    path = f"native {native_description()}" if model.native else "torch operators"
+    if model.has_native_attention and not model.native:
         path += f", native attention {native_description()}"
-    if device.type == "cpu" and not decoder.native:
+    if device.type == "cpu" and not model.native:
         settings = [f"threads={torch.get_num_threads()}"]
         settings += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
         path = ", ".join([path, *settings])
     parts = [
         path,
-        str(decoder.cache.dtype).removeprefix("torch.") + _quantisation(config),
-        device.type if decoder.native else _device(device),
-        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",  # draws are made by torch on every path
+        str(model.dtype).removeprefix("torch.") + _quantisation(config),
+        device.type if model.native else _device(device),
+        f"torch {torch.__version__} {torch.backends.cpu.get_cpu_capability()}",  # torch draws tokens on every path
         f"transformers {transformers.__version__}",
         f"paceline {__version__}",
     ]
@@ -49,11 +49,11 @@ def numerics_of(decoder: Decoder, config: Any) -> str:
 
 
 def _quantisation(config: Any) -> str:
-    """Its method, and a hash of its parameters; empty without one."""
-    given = config.to_dict().get("quantization_config")
-    if not given:
+    """The quantization method and a hash of its parameters; empty without one."""
+    settings = config.to_dict().get("quantization_config")
+    if not settings:
         return ""
-    text = json.dumps(given, sort_keys=True, default=str)
+    text = json.dumps(settings, sort_keys=True, default=str)
     return f" {json.loads(text)['quant_method']} {_digest(text)}"
 
 
@@ -67,7 +67,7 @@ def _device(device: torch.device) -> str:
 
 
 def _cpu_name() -> str:
-    """As the system tells it; else "unknown"."""
+    """From /proc/cpuinfo, else "unknown"."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""Weights of quantised checkpoints, multiplied out when they are read: FP8, INT8, AWQ, GPTQ, compressed-tensors.
+"""Quantised checkpoints, dequantised when they are read: FP8, INT8, AWQ, GPTQ, compressed-tensors.
 
-What is stored as integers or 8-bit floats with scales becomes the weight that they stand for, in the dtype that the
-model computes in. Activations are not quantised. Formats as their libraries write them: DeepSeek's and Qwen's blocks of
-FP8 (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors' float-, int-, naive- and pack-quantized,
-AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and gptq_v2.
+Integers or 8-bit floats with scales become weights in the model's dtype. Activations are not quantised. Formats:
+DeepSeek's and Qwen's FP8 blocks (`weight_scale_inv`), ModelOpt's FP8 (`weight_scale`), compressed-tensors' float-,
+int-, naive- and pack-quantized, AutoAWQ's gemm, AutoGPTQ's and GPTQModel's gptq and gptq_v2.
 
 Shapes: a weight is [out, in]; scales are one number, [out], [out, 1], [out, groups] or [row blocks, column blocks].
 """
@@ -20,7 +19,7 @@ from torch import Tensor
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 
 ReadTensor = Callable[[str], Tensor | None]
-"""A module's tensor by the last part of its name; None if it has none."""
+"""Reads a module's tensor by the last part of its name; None if there is none."""
 Settings = Mapping[str, Any]
 """`quantization_config` of config.json."""
 
@@ -42,27 +41,25 @@ QUANTIZED_SUFFIXES = frozenset(
         "activation_scale",
     }
 )
-"""Last parts of the names of what belongs to a quantised weight."""
+"""Last parts of the names of a quantised weight's tensors."""
 COMPRESSED = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 AWQ_COLUMNS = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where AWQ has put each of eight columns that share a word."""
+"""The index within a 32-bit word of each of eight neighbouring columns."""
 INT32_BITS = 32
-"""Bits."""
 
 
 def is_dequantized_at_load(settings: Settings) -> bool:
-    """Whether checkpoints of this method are read here. Others are left to transformers."""
+    """Whether this module dequantises checkpoints of this method. Others are left to transformers."""
     return settings.get("quant_method") in METHODS
 
 
 def dequantized_weights(checkpoint: Checkpoint, settings: Settings, dtype: torch.dtype) -> dict[str, Tensor]:
-    """All tensors of a checkpoint whose method `is_dequantized_at_load`, by the names that they have without
-    quantisation.
+    """All tensors of a checkpoint whose method `is_dequantized_at_load`, by their unquantised names.
 
-    Raises `CheckpointError` for a format that is not read here, and for a module that lacks a part.
+    Raises `CheckpointError` for an unknown format, and for a module that lacks a tensor.
     """
     method = str(settings["quant_method"])
-    check, multiply = METHODS[method]
+    check, dequantize = METHODS[method]
     if (unknown := check(settings)) is not None:
         raise CheckpointError(
             f"{checkpoint} is quantised by {method} as {unknown}, which is not read here: take one in bfloat16, "
@@ -79,14 +76,14 @@ def dequantized_weights(checkpoint: Checkpoint, settings: Settings, dtype: torch
             return checkpoint.tensor(name) if name in names else None
 
         try:
-            weights[f"{module}.weight"] = multiply(part, settings).to(dtype)
+            weights[f"{module}.weight"] = dequantize(part, settings).to(dtype)
         except _MissingTensorError as error:
             raise CheckpointError(f"{checkpoint} lacks {module}.{error}: download it again") from error
     return weights
 
 
 class _MissingTensorError(Exception):
-    """A part of a module that is not there."""
+    """A module lacks a tensor."""
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -102,8 +99,8 @@ def _needed(part: ReadTensor, name: str) -> Tensor:
 
 
 def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
-    """FP8 or INT8 with a scale for all, for each row, for groups of a row or for blocks. Without a scale it is a plain
-    weight: some modules are left as they are, and have a scale for activations only."""
+    """FP8 or INT8 with one scale, or scales per row, group or block. A module without a scale is not quantised: it
+    has a scale for activations only."""
     weight = _needed(part, "weight").float()
     scale = next((found for name in SCALES if (found := part(name)) is not None), None)
     if scale is None:
@@ -116,8 +113,7 @@ def _scaled(part: ReadTensor, settings: Settings) -> Tensor:
 
 
 def _spread(scale: Tensor, shape: Sequence[int], block: Sequence[int] | None) -> Tensor:
-    """A number for each of a weight's, [out, in]. `block`: the sides of blocks; None: as many equal ones as there are
-    scales."""
+    """Expand scales to a weight's shape [out, in]. `block`: the sides of blocks; None: equal blocks, one per scale."""
     if scale.numel() == 1:
         return scale.reshape(1, 1)
     if scale.dim() == 1:
@@ -145,7 +141,7 @@ def _compressed(part: ReadTensor, settings: Settings) -> Tensor:
 
 
 def _signed(packed: Tensor, bits: int, axis: int) -> Tensor:
-    """Numbers below and above 0, stored from 0 on."""
+    """Signed numbers, which are stored with an offset."""
     numbers: Tensor = _unpacked(packed, bits, axis).float() - 2 ** (bits - 1)
     return numbers
 
@@ -178,7 +174,7 @@ def _gptq(part: ReadTensor, settings: Settings) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
-    """int32 words to the numbers in them, lowest bits first, int32, `INT32_BITS / bits` times as many along `axis`."""
+    """The numbers packed in int32 words, lowest bits first: int32, `INT32_BITS / bits` times as many along `axis`."""
     shifts = torch.arange(0, INT32_BITS, bits, dtype=torch.int32)
     numbers = (packed.unsqueeze(axis + 1) >> shifts.view(-1, *[1] * (packed.dim() - 1 - axis))) & (2**bits - 1)
     joined: Tensor = numbers.flatten(axis, axis + 1)
@@ -186,7 +182,7 @@ def _unpacked(packed: Tensor, bits: int, axis: int) -> Tensor:
 
 
 def _group_of(settings: Settings) -> Mapping[str, Any]:
-    """How compressed-tensors stores weights: that of its only group."""
+    """compressed-tensors' settings for weights, of its only group."""
     groups = list(settings.get("config_groups", {}).values())
     weights: Mapping[str, Any] = groups[0]["weights"] if groups else {}
     return weights
@@ -226,4 +222,4 @@ METHODS: Mapping[str, tuple[Callable[[Settings], str | None], Callable[[ReadTens
     "awq": (_check_awq, _awq),
     "gptq": (_check_gptq, _gptq),
 }
-"""By `quant_method`: what of these settings is not read here, if anything; and a module's weight, float32."""
+"""By `quant_method`: a check that names an unknown format, and a function that returns a module's weight, float32."""

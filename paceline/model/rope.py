@@ -1,4 +1,4 @@
-"""Rotary embeddings that do not depend on what else is in a pass."""
+"""Rotary embeddings that do not depend on the other sequences of a pass."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
-"""Kinds whose frequencies transformers chooses in every pass, by its longest sequence: LongRoPE (Ding et al. 2024) and
+"""Kinds whose frequencies transformers chooses in every pass by the longest sequence: LongRoPE (Ding et al. 2024) and
 dynamic NTK scaling."""
 FIXED = "default"
 
 
 def fix_rope_frequencies(network: nn.Module, max_model_len: int) -> None:
-    """Choose such frequencies once, in place, as for a sequence of `max_model_len` tokens; vLLM does so for LongRoPE.
+    """Choose such frequencies once, in place, as for a sequence of `max_model_len` tokens, as vLLM does for LongRoPE.
 
-    A short request would otherwise have other numbers beside a long one, and while it grows.
+    Otherwise a short request's numbers would depend on the other requests, and on its current length.
     """
     for module in network.modules():
         kinds = getattr(module, "rope_type", None)
@@ -32,7 +32,7 @@ def fix_rope_frequencies(network: nn.Module, max_model_len: int) -> None:
 
 
 def _fix_frequencies(module: Any, kind: str, max_model_len: int, layer_type: str | None = None) -> None:
-    """`layer_type`: whose frequencies, where kinds of layers have their own."""
+    """`layer_type`: the kind of layer, where kinds have different frequencies."""
     prefix = "" if layer_type is None else f"{layer_type}_"
     device: torch.device = getattr(module, f"{prefix}inv_freq").device
     options = {} if layer_type is None else {"layer_type": layer_type}

@@ -1,12 +1,12 @@
-"""Rows: token positions in one forward pass, and how each of them sees its own past.
+"""Rows: token positions in one forward pass, and how each row attends to its own path.
 
-Where torch attends, every row does so in two parts. The *prefix* is its path's full tiles of `TILE` positions. The
-*tail* is the last tile, where the key of position n stands in column n mod TILE, whether it was committed long ago or
-is a guess on this row's own path. So what a row computes depends on its own path alone: not on its company in the pass,
-not on where a key lies in memory, not on whether the path was decoded, prefilled in chunks or guessed.
+With torch's operators a row attends in two parts. The *prefix* is its path's full tiles of `TILE` positions. The *tail*
+is the last tile; the key of position n is in column n mod TILE, both for committed tokens and for guesses on the row's
+path. So a row's result depends on its own path alone: not on the other rows of the pass, not on where a key is in
+memory, not on whether the path was decoded, prefilled in chunks or guessed.
 
-Rows whose paths extend one another (a prefill chunk, a chain of guesses) share a tail under a causal mask, in
-groups of `GROUP`; another branch of the tree gets a tail of its own. Both ways agree bit for bit.
+Rows whose paths extend one another (a prefill chunk, a chain of guesses) share a tail under a causal mask, in groups of
+`GROUP`; each other branch of the tree has its own tail. Both forms agree bit for bit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import NamedTuple
 import torch
 
 TILE = 64
-"""Positions per tile: columns of the tail, and the unit in which a prefix grows."""
+"""Positions per tile: columns of the tail, and the unit in which a prefix is extended."""
 GROUP = 8
-"""Rows that share a tail; attention always works on whole groups. Rows are padded to a multiple of it."""
+"""Rows that share a tail. Rows are padded to a multiple of it."""
 NULL_SLOT = 0
-"""Never handed out nor written: masked columns point here."""
+"""Never allocated or written: masked columns point to it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prefix:
-    """The slots of a path's full tiles: int64 [tiles * TILE]. Rows of one pass that share the object share a call."""
+    """The slots of a path's full tiles: int64 [tiles * TILE]. Rows with the same object share an attention call."""
 
     slots: torch.Tensor
 
@@ -37,7 +37,7 @@ EMPTY_PREFIX = Prefix(torch.empty(0, dtype=torch.int64))
 
 
 class Row(NamedTuple):
-    """One token to run. Its path is the first `length` slots of the lane's table, then `branch`, which may be empty."""
+    """One token to run. Its path is the first `length` slots of the slot table, then `branch`, which may be empty."""
 
     token: int
     position: int
@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
     @property
     def slot(self) -> int:
-        """Where its key and value go: the last of its path."""
+        """The slot for its key and value: the last of its path."""
         return self.branch[-1] if self.branch else self.slot_table.slots[self.length - 1]
 
     def path(self, start: int = 0) -> list[int]:
@@ -57,23 +57,23 @@ class Row(NamedTuple):
 
     @property
     def tile(self) -> list[int]:
-        """The slots of its path from the last tile border to itself."""
+        """The slots of its path from the last tile border on."""
         return self.path(self.position // TILE * TILE)
 
     @property
     def prefix(self) -> Prefix:
-        """The full tiles before."""
+        """The full tiles of its path."""
         tiles = self.position // TILE
         if tiles * TILE <= self.length:
             return self.slot_table.prefix(tiles)
-        # The branch crosses into a tile of its own, so this path's prefix is its own too.
+        # A tile of the prefix has branch slots, so no other row shares it.
         return Prefix(torch.tensor(self.path()[: tiles * TILE], dtype=torch.int64))
 
 
 class SlotTable:
-    """The slots of one request's path, by position. The owner appends, truncates and frees; rows are built here.
+    """The slots of one request's path, by position. The owner appends, truncates and frees slots.
 
-    They are 32-bit integers side by side, so that native code reads them where they lie.
+    The slots are contiguous 32-bit integers, which native code reads in place.
     """
 
     def __init__(self, slots: Iterable[int] = ()) -> None:
@@ -90,7 +90,7 @@ class SlotTable:
 
     @property
     def address(self) -> int:
-        """Of the slots. Valid until there are more of them."""
+        """Address of the slots. Valid until a slot is added."""
         return self._slots.buffer_info()[0]
 
     def __len__(self) -> int:
@@ -100,21 +100,21 @@ class SlotTable:
         self.truncate(0)
 
     def truncate(self, length: int) -> None:
-        """Only the first `length` positions remain."""
+        """Keep only the first `length` positions."""
         del self._slots[length:]
         del self._prefixes[length // TILE + 1 :]
 
     def row(self, token: int, position: int) -> Row:
-        """The row of a position that has a slot here."""
+        """The row of a position in this table."""
         return Row(token, position, self, position + 1)
 
     def branch_row(self, token: int, branch: Sequence[int]) -> Row:
-        """The row of a guess: `branch` holds the slots of its path below this lane, its own last."""
+        """The row of a guess: `branch` has the slots of its path after this table, its own last."""
         length = len(self._slots)
         return Row(token, length + len(branch) - 1, self, length, tuple(branch))
 
     def prefix(self, tiles: int) -> Prefix:
-        """The first `tiles` tiles. Made once, so that rows share it."""
+        """The first `tiles` tiles. Rows get the same object, and so share it."""
         while len(self._prefixes) <= tiles:
             end = len(self._prefixes) * TILE
             self._prefixes.append(Prefix(torch.tensor(self._slots[:end], dtype=torch.int64)))
@@ -123,7 +123,7 @@ class SlotTable:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows that share a prefix: int64 indices of rows, padded to a multiple of GROUP, and its slots."""
+    """Rows that share a prefix: int64 row indices, padded to a multiple of GROUP, and the prefix's slots."""
 
     rows: torch.Tensor
     slots: torch.Tensor
@@ -134,8 +134,8 @@ class RowBatch:
     """One pass, laid out for attention. R rows (padded to a multiple of GROUP), G groups of tails.
 
     tokens, positions, slots: int64 [R]. tiles: int64 [G * TILE], the slots of each group's tail. groups:
-    int64 [G, GROUP], the row in each place; a short group repeats its first. reach: int64 [G, GROUP], the last
-    tail column that each place sees. `segments` leaves out rows without a prefix.
+    int64 [G, GROUP], row indices; a short group repeats its first. reach: int64 [G, GROUP], the last tail column that
+    each row of a group sees. `segments` has no rows without a prefix.
     """
 
     count: int
@@ -149,8 +149,8 @@ class RowBatch:
 
 
 def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int) -> RowBatch:
-    """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last, and write into
-    `padding_slot`: what they compute may be anything, NaN as well, which a masked column would spread."""
+    """Group rows by shared tails and by shared prefixes. Rows keep their order; padding rows come last and write to
+    `padding_slot`: they may compute NaN, which a masked column would spread."""
 
     def integers(values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
         return torch.tensor(values, device=device)
@@ -183,7 +183,7 @@ def build_row_batch(rows: Sequence[Row], device: torch.device, padding_slot: int
 
 
 def _by_prefix(rows: Sequence[Row]) -> dict[Prefix, list[int]]:
-    """Indices of the rows that share each prefix; rows without one are left out."""
+    """Indices of the rows with each prefix."""
     members: dict[Prefix, list[int]] = {}
     for r, row in enumerate(rows):
         prefix = row.prefix
@@ -193,15 +193,15 @@ def _by_prefix(rows: Sequence[Row]) -> dict[Prefix, list[int]]:
 
 
 def _groups(tails: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Row indices by group, shortest tail first: in a group, each tail extends the one before it."""
+    """Row indices by group. Within a group each tail extends the one before it."""
     full: list[list[int]] = []
-    growing: dict[int, list[int]] = {}  # by the last slot of the group's longest tail
+    unfilled: dict[int, list[int]] = {}  # by the last slot of the group's longest tail
     for r, tile in enumerate(tails):
-        group = growing.pop(tile[-2], None) if len(tile) > 1 else None
+        group = unfilled.pop(tile[-2], None) if len(tile) > 1 else None
         group = [] if group is None else group
         group.append(r)
         if len(group) == GROUP:
             full.append(group)
         else:
-            growing[tile[-1]] = group
-    return full + list(growing.values())
+            unfilled[tile[-1]] = group
+    return full + list(unfilled.values())

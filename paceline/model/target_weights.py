@@ -1,7 +1,7 @@
-"""What a target lends to the heads that draft for it: its embedding and output matrix.
+"""The target's embedding and output matrix, for the heads that draft for it.
 
-A head inside the target's process uses the target's own (`TransformersModel.lend`). One in a draft worker has no target
-beside it; there the two matrices, and nothing else, are read from the target's checkpoint (`load_target_weights`).
+A head in the target's process shares the target's matrices (`TransformersModel.target_weights`). A draft worker reads
+the two matrices, and nothing else, from the target's checkpoint (`load_target_weights`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from paceline.text import vocabulary_fingerprint
 
 @dataclass(frozen=True, slots=True)
 class TargetWeights:
-    """`embedding`: what the first layer is given of each token, [vocabulary, hidden size]. `output`: what the final
-    norm gives, [n, hidden size] → [n, vocabulary]."""
+    """`embedding`: the first layer's input for each token, [vocabulary, hidden size]. `output`: the final norm's output
+    [n, hidden size] → logits [n, vocabulary]."""
 
     embedding: Callable[[], Tensor]
     output: Callable[[Tensor], Tensor]
@@ -47,7 +47,7 @@ class TargetWeights:
 
     @property
     def final_layer(self) -> int:
-        """Among `hidden_state_layers`, the output of the final norm."""
+        """The index of the final norm's output in `hidden_state_layers`."""
         return self.layers + 1
 
     @property
@@ -58,13 +58,13 @@ class TargetWeights:
 def load_target_weights(
     model: str, dtype: torch.dtype | None, device: str, max_model_len: int | None = None
 ) -> TargetWeights:
-    """What the target called `model` lends, from its checkpoint. `dtype` None: that of its embedding.
+    """Read both matrices from the checkpoint of `model`. `dtype` None: the embedding's.
 
-    Raises `ModelNotFoundError`, or ValueError if it lacks either matrix.
+    Raises `ModelNotFoundError`, or ValueError if the checkpoint lacks either matrix.
     """
     folder = Path(resolve_model(model))
-    said = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # it lends no code
-    config: Any = said.get_text_config(decoder=True)
+    whole = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)  # no code is needed
+    config: Any = whole.get_text_config(decoder=True)
     checkpoint = Checkpoint(folder)
     embedding = checkpoint.tensor(checkpoint.find_required("embed_tokens.weight"), dtype, device)
     name = checkpoint.find("lm_head.weight")

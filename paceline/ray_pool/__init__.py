@@ -1,5 +1,5 @@
 """Targets on the machines of a Ray cluster.
 
-Ray places processes, starts them and tells when they end. It computes nothing and carries no step: those processes are
-the ones that run without Ray, and talk as they do then.
+Ray schedules, starts and watches processes. It computes nothing and carries no step: the processes and their
+connections are the same as without Ray.
 """

@@ -1,4 +1,4 @@
-"""Ports that processes of one kind take where several of them may share a node."""
+"""Ports for processes of one kind, several of which may run on one node."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from itertools import count
 
 
 class PortAllocator:
-    """On each node the first process takes port `first`, the one beside it the next, and so on."""
+    """The first process on a node gets port `first`, the second one the next port, and so on."""
 
     def __init__(self, first: int) -> None:
-        """0: let the system choose all of them."""
+        """`first` 0: the system chooses all ports."""
         self._first = first
         self._taken: set[tuple[str, int]] = set()
 
     @contextmanager
     def reserve(self, address: str) -> Iterator[int]:
-        """The lowest that nobody has there, for as long as the context lasts."""
+        """The lowest free port on the node, for as long as the context lasts."""
         if not self._first:
             yield 0
             return
-        port = next(each for each in count(self._first) if (address, each) not in self._taken)
+        port = next(port for port in count(self._first) if (address, port) not in self._taken)
         self._taken.add((address, port))
         try:
             yield port

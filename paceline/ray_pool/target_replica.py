@@ -1,6 +1,6 @@
 """One replica of a target: a placement group, an actor in each of its bundles, and a process for each actor.
 
-When one of the processes ends, the others are ended, the bundles are given back, and all of it is done again.
+When one process ends, the replica ends the others, removes the placement group, and starts again.
 """
 
 from __future__ import annotations
@@ -9,15 +9,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, Literal
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cli.supervised_process import COULD_NOT_START, Backoff, StartError
+from paceline.cli.supervised_process import Backoff
+from paceline.launcher import COULD_NOT_START, StartError
 from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool.rank_actor import RankActor
 
@@ -25,13 +27,9 @@ log = logging.getLogger(__name__)
 
 Placement = Literal["pack", "spread"]
 RANK_EXIT_TIMEOUT_S = 5.0
-"""How long the other ranks get to end by themselves, once one has."""
+"""How long the other ranks may take to end after the first one has."""
 LOG_INTERVAL_S = 30.0
-"""Between two words about what Ray has not done yet."""
-
-
-class _StoppedError(Exception):
-    """`stop` was called before there was anything that it could be passed on to."""
+"""Between log lines about a step that Ray has not finished."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,96 +38,104 @@ class ReplicaSpec:
 
     size: int
     bundle: dict[str, float]
-    """What one rank needs of its node, in Ray's words."""
+    """Ray resources of one rank."""
     placement: Placement
     rank_zero_command: Callable[[HostPort], AbstractContextManager[Sequence[str]]]
-    """Rank 0's arguments of Python, given where the ranks meet. The context lasts as long as rank 0 does."""
+    """Rank 0's arguments of Python, given the rendezvous. The context lasts until rank 0 has ended."""
     stop_s: float
-    """How long rank 0 may take to finish what runs."""
+    """How long rank 0 may take to finish running requests."""
 
 
 @dataclass(slots=True)
 class TargetReplica:
-    """Kept running until it is stopped."""
+    """Runs a replica, and starts it again whenever it ends, until `stop`."""
 
     name: str
     spec: ReplicaSpec
     backoff: Backoff = field(default_factory=Backoff)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _rank_zero: Any = None
+    """Rank 0's actor while its process runs."""
 
     async def run(self) -> None:
-        """Return after `stop`. Raises `ServiceStartError` if the first life ends for a reason that will not go away."""
-        lives = 0
-        while not self._stopping.is_set():
-            lives += 1
+        """Return after `stop`. Raises `StartError` if the first start fails for a reason that will not go away."""
+        running = asyncio.create_task(self._keep_running(), name=self.name)
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+            if self._rank_zero is not None and not running.done():
+                self._rank_zero.stop.remote()  # rank 0 then lets the other ranks go
+                await asyncio.wait([running], timeout=self.spec.stop_s + RANK_EXIT_TIMEOUT_S)
+        finally:
+            stopping.cancel()
+            running.cancel()
+            await asyncio.wait([running])
+        if not running.cancelled():
+            running.result()
+
+    def stop(self) -> None:
+        """Let running requests finish, then end. `run` returns when the ranks have ended."""
+        self._stopping.set()
+
+    async def _keep_running(self) -> None:
+        for starts in count(1):
             born = time.monotonic()
             try:
-                code = await self._live()
-            except _StoppedError:
-                return
+                code = await self._run_once()
             except ray.exceptions.RayError as error:  # a node or an actor is gone
-                log.warning("%s lost what it ran on: %s", self.name, str(error).splitlines()[0])
+                log.warning("%s lost its actors: %s", self.name, str(error).splitlines()[0])
                 code = None
             if self._stopping.is_set():
                 return
-            if code == COULD_NOT_START and lives == 1:
+            if code == COULD_NOT_START and starts == 1:
                 raise StartError(f"{self.name} could not start: its last line in the log says why")
             wait_s = self.backoff.after(time.monotonic() - born)
             log.warning("%s ended (exit code %s) and is started again in %.1f s", self.name, code, wait_s)
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), wait_s)
+            await asyncio.sleep(wait_s)
 
-    def stop(self) -> None:
-        """Ask it to finish what runs, and not to start again. `run` returns when it has."""
-        self._stopping.set()
-
-    async def _live(self) -> int:
-        """From placing the ranks to the end of them all. The exit code of the one that ended first."""
-        ranks = self.spec
+    async def _run_once(self) -> int:
+        """From placing the ranks to the end of all of them. Returns `COULD_NOT_START` if a rank ended with that exit
+        code, else one of the ranks' exit codes."""
+        spec = self.spec
         with ExitStack() as stack:
-            group = placement_group([ranks.bundle] * ranks.size, strategy=ranks.placement.upper())
+            group = placement_group([spec.bundle] * spec.size, strategy=spec.placement.upper())
             stack.callback(remove_placement_group, group)
-            await self._unless_stopped(group.ready(), f"{ranks.size} × {ranks.bundle} in the cluster")
-            hosts = [self._host(group, rank) for rank in range(ranks.size)]
-            for host in hosts:
-                stack.callback(ray.kill, host)  # and with it its process
-            place: HostPort = await self._unless_stopped(hosts[0].place.remote(), "its first actor")
-            log.info("%s starts, its ranks meet at %s", self.name, place)
-            commands = [stack.enter_context(ranks.rank_zero_command(place))]
-            for rank in range(1, ranks.size):
-                commands.append(("-m", "paceline_services.rank", "--rendezvous", str(place), "--rank", str(rank)))
-            runs = [_future(host.run.remote(command)) for host, command in zip(hosts, commands, strict=True)]
-            return await self._until_one_ends(hosts[0], runs)
+            await self._result(group.ready(), f"{spec.size} × {spec.bundle} in the cluster")
+            actors = [self._start_actor(group, rank) for rank in range(spec.size)]
+            for actor in actors:
+                stack.callback(ray.kill, actor)  # kills its process, too
+            rendezvous: HostPort = await self._result(actors[0].rendezvous_address.remote(), "its first actor")
+            log.info("%s starts, its ranks meet at %s", self.name, rendezvous)
+            commands = [stack.enter_context(spec.rank_zero_command(rendezvous))]
+            for rank in range(1, spec.size):
+                commands.append(("-m", "paceline_services.rank", "--rendezvous", str(rendezvous), "--rank", str(rank)))
+            runs = [
+                asyncio.ensure_future(actor.run.remote(command))
+                for actor, command in zip(actors, commands, strict=True)
+            ]
+            self._rank_zero = actors[0]
+            try:
+                await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(runs, timeout=RANK_EXIT_TIMEOUT_S)
+            finally:
+                self._rank_zero = None
+                for run in runs:
+                    run.cancel()
+            codes = [run.result() for run in runs if run.done() and not run.cancelled()]
+            return COULD_NOT_START if COULD_NOT_START in codes else codes[0]
 
-    async def _unless_stopped(self, result: Awaitable[Any], what: str) -> Any:
-        """Wait for it, and now and then say so. Raises `_StoppedError`."""
-        coming, stopping = _future(result), asyncio.ensure_future(self._stopping.wait())
+    async def _result(self, reference: Awaitable[Any], what: str) -> Any:
+        """Wait for a result of Ray's, with a log line now and then."""
+        pending = asyncio.ensure_future(reference)
         try:
-            while not (await asyncio.wait([coming, stopping], timeout=LOG_INTERVAL_S, return_when=FIRST))[0]:
+            while not (await asyncio.wait([pending], timeout=LOG_INTERVAL_S))[0]:
                 log.warning("%s waits for %s", self.name, what)
-            if not coming.done():
-                raise _StoppedError
-            return coming.result()
+            return pending.result()
         finally:
-            coming.cancel()
-            stopping.cancel()
+            pending.cancel()
 
-    async def _until_one_ends(self, first: Any, runs: Sequence[asyncio.Future[int]]) -> int:
-        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
-        try:
-            await asyncio.wait([*runs, stopping], return_when=FIRST)
-            if stopping.done():
-                first.stop.remote()  # its answer may never come, its end in time
-                await asyncio.wait(runs[:1], timeout=self.spec.stop_s)  # it lets the others go
-            await asyncio.wait(runs, timeout=RANK_EXIT_TIMEOUT_S)
-            codes = [run.result() for run in runs if run.done()]
-            return max(codes, default=0, key=lambda code: code == COULD_NOT_START)  # that one is the reason
-        finally:
-            for waiting in (stopping, *runs):
-                waiting.cancel()
-
-    def _host(self, group: Any, rank: int) -> Any:
-        """The actor in a bundle; it takes all that its process needs."""
+    def _start_actor(self, group: Any, rank: int) -> Any:
+        """The actor in a bundle; it reserves all resources of the bundle for its process."""
         bundle = dict(self.spec.bundle)
         return (
             ray.remote(RankActor)
@@ -141,14 +147,3 @@ class TargetReplica:
             )
             .remote()
         )
-
-
-FIRST = asyncio.FIRST_COMPLETED
-
-
-def _future(reference: Awaitable[Any]) -> asyncio.Future[Any]:
-    return asyncio.ensure_future(_awaited(reference))
-
-
-async def _awaited(reference: Awaitable[Any]) -> Any:
-    return await reference

@@ -1,9 +1,9 @@
-"""What services share: who is there, and how well drafting works. In Redis, or in the memory of one process.
+"""State shared by the services: the registry of workers, and how many draft tokens are accepted.
 
-Losing it disturbs no running request: see `presence`.
+It lives in Redis, or in the memory of one process. Its loss disturbs no running request: see `RedisAvailability`.
 """
 
-from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestState
+from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestAcceptance
 from paceline.state.acceptance_recorder import AcceptanceRecorder
 from paceline.state.state_errors import StateError, StateUnavailableError
 from paceline.state.state_store import StateStore, open_store
@@ -16,7 +16,7 @@ __all__ = [
     "AcceptanceRecorder",
     "AcceptanceStore",
     "RegisteredWorker",
-    "RequestState",
+    "RequestAcceptance",
     "StateError",
     "StateStore",
     "StateUnavailableError",

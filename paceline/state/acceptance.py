@@ -1,11 +1,11 @@
-"""What is known about acceptance: of one request while it runs, and of each (model, speculator) over time.
+"""Acceptance of one running request, and of each (model, speculator) over time.
 
-Depth counts from 1, so entry 0 of a sequence by depth belongs to depth 1. The bonus token is counted nowhere.
+Depth counts from 1: entry 0 of a sequence by depth belongs to depth 1. The bonus token is counted nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Protocol
@@ -13,42 +13,31 @@ from typing import Protocol
 from paceline.core.messages import SpeculationStats
 from paceline.core.policy.calibration import Calibration
 
-REQUEST_TTL_S = 3600.0
-
 
 @dataclass(frozen=True, slots=True)
-class RequestState:
-    """Everything needed to resume a request on another target, but its prompt, which the gateway holds.
+class RequestAcceptance:
+    """Acceptance of one running request. Operators and tools read it in Redis; no service does.
 
-    `committed` is the output so far. `moving_average` is of accepted tokens per step, the latest steps weighing
-    most. `drafts` are the workers that drafted for it, in order. `updated_at`: seconds since the epoch.
+    `drafts`: ids of the workers that drafted for it, in order. `updated_at`: seconds since the epoch.
     """
 
     request_id: str
     model: str
     speculator: str
-    seed: int
-    prompt_length: int
-    committed: tuple[int, ...]
-    drafted_by_depth: tuple[int, ...] = ()
-    accepted_by_depth: tuple[int, ...] = ()
-    moving_average: float = 0.0
-    drafts: tuple[str, ...] = ()
+    drafted_by_depth: Sequence[int] = ()
+    accepted_by_depth: Sequence[int] = ()
+    drafts: Sequence[str] = ()
     updated_at: float = 0.0
-
-    @property
-    def committed_length(self) -> int:
-        return len(self.committed)
 
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceCounts:
-    """Counts of guesses and of hits; they add up. Floats, because stored totals fade (`AcceptanceStore`).
+    """Counts of draft tokens and of accepted ones. They are floats, because stored totals decay (`AcceptanceStore`).
 
     `drafted` counts verified nodes, several per depth in a tree. `drafted_by_depth[i]` counts verifications
     in which some node at depth i + 1 was verified, `accepted_by_depth[i]` those in which it was accepted.
-    `cell_drafted` counts guesses by the cells of `Calibration`, in its order, `cell_accepted` those of them
-    that the target drew, among those whose parent was accepted.
+    `cell_drafted` counts nodes whose parent was accepted, by the cells of `Calibration` in its order;
+    `cell_accepted` counts the accepted ones among them.
     """
 
     drafted: float = 0.0
@@ -67,7 +56,7 @@ class AcceptanceCounts:
 
     @property
     def verifications(self) -> float:
-        """Steps that verified something: all of them verified depth 1."""
+        """Steps that verified any node: each of them verified depth 1."""
         return self.drafted_by_depth[0] if self.drafted_by_depth else 0.0
 
     @property
@@ -76,15 +65,20 @@ class AcceptanceCounts:
         return self.accepted / self.verifications if self.verifications else 0.0
 
     def rates(self) -> list[float]:
-        """Entry i: how often depth i + 1 was accepted, given that everything above it was.
+        """Entry i: how often depth i + 1 was accepted, given that all depths above it were.
 
-        Where trees differ in depth this is a lower bound: one that ended above counts as a miss.
+        Where trees differ in depth this is a lower bound: a tree that ended above counts as a miss.
         """
-        return conditional_rates(self.drafted_by_depth, self.accepted_by_depth)
+        rates = []
+        above = float("inf")
+        for drafted, accepted in zip(self.drafted_by_depth, self.accepted_by_depth, strict=True):
+            tried = min(drafted, above)
+            rates.append(accepted / tried if tried else 0.0)
+            above = accepted
+        return rates
 
     def calibration(self) -> list[float | None]:
-        """Share drawn of the guesses to which the speculator gave a probability in each bin of `Calibration`;
-        None for bins without a guess."""
+        """Share of accepted nodes in each bin of the speculator's probability (`Calibration`); None for empty bins."""
         drafted, accepted = Calibration.by_bin(self.cell_drafted), Calibration.by_bin(self.cell_accepted)
         return [a / d if d else None for d, a in zip(drafted, accepted, strict=True)]
 
@@ -97,56 +91,22 @@ class AcceptanceCounts:
             _sum(self.cell_accepted, other.cell_accepted),
         )
 
-    def __mul__(self, factor: float) -> AcceptanceCounts:
-        return AcceptanceCounts(
-            self.drafted * factor,
-            *(
-                tuple(count * factor for count in counts)
-                for counts in (
-                    self.drafted_by_depth,
-                    self.accepted_by_depth,
-                    self.cell_drafted,
-                    self.cell_accepted,
-                )
-            ),
-        )
 
-
-def conditional_rates(drafted_by_depth: Sequence[float], accepted_by_depth: Sequence[float]) -> list[float]:
-    """How often each depth was accepted, given that everything above it was (see `AcceptanceCounts.rates`)."""
-    rates = []
-    above = float("inf")
-    for drafted, accepted in zip(drafted_by_depth, accepted_by_depth, strict=True):
-        tried = min(drafted, above)
-        rates.append(accepted / tried if tried else 0.0)
-        above = accepted
-    return rates
+def _sum(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
+    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0.0))
 
 
 class AcceptanceStore(Protocol):
     """Acceptance shared by all services. Every call may raise `StateUnavailableError`."""
 
-    half_life_s: float
-    """Stored totals of (model, speculator) halve over this time, so that they follow the traffic."""
-
-    async def save_requests(self, states: Iterable[RequestState], finished: Iterable[str] = ()) -> None:
-        """Keep these states for an hour and forget the requests that finished, in one round trip."""
-
-    async def save_request(self, state: RequestState) -> None: ...
-
-    async def load_request(self, request_id: str) -> RequestState | None: ...
-
-    async def delete_request(self, request_id: str) -> None: ...
+    async def save_requests(self, requests: Mapping[str, RequestAcceptance | None]) -> None:
+        """Keep the acceptance of these requests, by request id, for an hour; None removes a request."""
 
     async def record(self, model: str, speculator: str, counts: AcceptanceCounts) -> None:
-        """Let the totals fade by their age, then add `counts`; atomic.
+        """Add `counts` to the totals of (model, speculator), atomically. In Redis, the totals decay by their age first.
 
-        After `StateUnavailableError` they may have been added or not; a caller that repeats may count twice.
+        After `StateUnavailableError` the counts may have been added or not: a caller that repeats may count twice.
         """
 
     async def acceptance(self, model: str, speculator: str) -> AcceptanceCounts:
-        """Totals as of the last `record`; all zero for a pair never seen."""
-
-
-def _sum(a: Sequence[float], b: Sequence[float]) -> tuple[float, ...]:
-    return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0.0))
+        """Totals as of the last `record`; all zero for an unknown pair."""

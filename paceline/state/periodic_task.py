@@ -1,4 +1,4 @@
-"""Something done again and again in the background, for as long as a context lasts."""
+"""Work repeated in the background while a context lasts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ logger = logging.getLogger(__name__)
 
 
 class PeriodicTask(ABC):
-    """`async with` runs `once` on entry, then every `interval_s` seconds in a task until exit.
+    """`async with` calls `run_once` on entry, then every `interval_s` seconds in a task until exit.
 
-    What it raises on entry is raised there. Later it is logged, and the next turn comes all the same: a worker whose
-    heartbeats ended would be given up. An error that stays the same is logged once.
+    An error of the first call is raised on entry. Later errors are logged and the task continues: a worker whose
+    heartbeats ended would be dropped. An error that repeats is logged once.
 
-    What is under way at the exit is finished, not cancelled: redis-py may turn a cancellation into an error of
-    the connection, and the task would go on for ever.
+    The exit lets a running call finish and does not cancel it: redis-py may turn a cancellation into a connection
+    error, and the task would never end.
     """
 
     interval_s: float
@@ -37,18 +37,18 @@ class PeriodicTask(ABC):
         await asyncio.wait([self._task])
 
     async def _run(self) -> None:
-        told = ""
+        logged = ""
         while not await self._stopped():
             try:
                 await self.run_once()
-                told = ""
+                logged = ""
             except Exception as error:
-                if repr(error) != told:
+                if repr(error) != logged:
                     logger.exception("%s failed and is tried again", type(self).__name__)
-                told = repr(error)
+                logged = repr(error)
 
     async def _stopped(self) -> bool:
-        """Wait until the next turn; whether there is none."""
+        """Wait `interval_s` seconds, or less if the exit comes first; return whether it came."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), self.interval_s)
         return self._stopping.is_set()

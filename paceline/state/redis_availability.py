@@ -1,7 +1,7 @@
-"""Whether Redis is there: the one place where its absence is swallowed, on purpose.
+"""Whether Redis answers. This is the one place that swallows its absence, on purpose.
 
-Everything that runs in the background goes through `RedisAvailability.attempt`. So the loss of Redis is one log line,
-its return another, and nothing else: serving continues.
+All background work goes through `RedisAvailability.attempt`, so the loss of Redis is one log line, its return another,
+and serving continues.
 """
 
 from __future__ import annotations
@@ -26,22 +26,15 @@ class RedisAvailability:
         return self._lost_at is not None
 
     async def attempt(self, operation: Awaitable[object]) -> bool:
-        """Await an operation on the store; False if Redis was away, so that it must be done again."""
+        """Await an operation on the store. Returns False if Redis did not answer: the operation must be repeated."""
         try:
             await operation
         except StateUnavailableError as error:
-            self._went_away(error)
+            if self._lost_at is None:
+                self._lost_at = time.monotonic()
+                logger.warning("Redis is away, serving continues without it", extra={"error": str(error)})
             return False
-        self._came_back()
-        return True
-
-    def _went_away(self, error: StateUnavailableError) -> None:
-        if self._lost_at is None:
-            self._lost_at = time.monotonic()
-            logger.warning("Redis is away, serving continues without it", extra={"error": str(error)})
-
-    def _came_back(self) -> None:
         if self._lost_at is not None:
-            away_s = time.monotonic() - self._lost_at
+            logger.info("Redis is back", extra={"away_s": round(time.monotonic() - self._lost_at, 1)})
             self._lost_at = None
-            logger.info("Redis is back", extra={"away_s": round(away_s, 1)})
+        return True

@@ -1,4 +1,4 @@
-"""How Paceline talks to Redis: short timeouts, no patience, and one kind of error."""
+"""The Redis client: short timeouts, one retry, one kind of error."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ REDIS_TIMEOUT_S = 1.0
 
 
 def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S, tls: Certificates | None = None) -> Redis:
-    """A client for a `redis://`, `rediss://` or `unix://` URL; nothing is sent yet. Raises `StateError`.
+    """A client for a `redis://`, `rediss://` or `unix://` URL; it does not connect yet. Raises `StateError`.
 
-    A `rediss://` URL may name files itself (`?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`); else `tls` does.
-    They are read anew for every connection.
+    A `rediss://` URL may name certificate files (`?ssl_ca_certs=...&ssl_certfile=...&ssl_keyfile=...`); otherwise
+    those of `tls` are used. They are read again for every connection.
     """
     files = tls_files(tls) if tls is not None and url.startswith("rediss://") else {}
     try:
@@ -39,13 +39,13 @@ def connect(url: str, timeout_s: float = REDIS_TIMEOUT_S, tls: Certificates | No
 
 
 def tls_files(tls: Certificates) -> dict[str, Any]:
-    """redis-py's names for them."""
+    """The certificate files as keyword arguments of redis-py."""
     named = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key, "ssl_ca_certs": tls.authority}
     return {name: str(path) for name, path in named.items() if path is not None}
 
 
 async def check(client: Redis, url: str) -> None:
-    """Raises `StateError`, which says what to do, if nobody answers."""
+    """Raises `StateError`, which says what to do, if Redis does not answer."""
     try:
         with unavailable_on_error():
             await client.ping()
@@ -58,7 +58,7 @@ async def check(client: Redis, url: str) -> None:
 
 @contextmanager
 def unavailable_on_error() -> Iterator[None]:
-    """Whatever Redis fails with, from no connection to no memory, it is no use now: `StateUnavailableError`."""
+    """Turn every error of Redis, from no connection to no memory, into `StateUnavailableError`."""
     try:
         yield
     except (RedisError, OSError) as error:
@@ -66,6 +66,6 @@ def unavailable_on_error() -> Iterator[None]:
 
 
 def without_secrets(url: str) -> str:
-    """The URL as it may be logged."""
+    """The URL for logs and error messages: without user, password and query."""
     parts = urlsplit(url)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2], query="").geturl()

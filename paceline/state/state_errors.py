@@ -1,12 +1,12 @@
-"""What can go wrong with shared state.
+"""Errors of shared state.
 
-StateError             the state cannot be used at all; the message says what to do
-└── StateLostError     it does not answer now; what it knew can be told to it again later
+StateError                    the state cannot be used at all; the message says what to do
+└── StateUnavailableError     Redis does not answer now; the operation can be repeated later
 """
 
 
 class StateError(Exception):
-    """Shared state cannot be used. One line, fit to be shown to whoever started the service."""
+    """Shared state cannot be used. The message is one line for the user who starts the service."""
 
 
 class StateUnavailableError(StateError):

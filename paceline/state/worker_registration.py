@@ -1,4 +1,4 @@
-"""A worker's own place in the registry."""
+"""A worker's own record in the registry."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from paceline.state.worker_registry import WorkerRecord, WorkerRegistry
 
 
 class WorkerRegistration(PeriodicTask):
-    """Keeps a worker registered for as long as the context lasts.
+    """Keeps a worker registered while the context lasts.
 
-    `load` is asked for the worker's load at each heartbeat, three per TTL; `beat`, which one it is, is added. If Redis
-    is away the worker is not registered; the first heartbeat after its return mends that.
+    Each heartbeat, three per TTL, sends what `load` returns, and `beat`, the heartbeat's number. While Redis is
+    unavailable the worker is not registered; the first heartbeat after its return registers it again.
     """
 
     def __init__(

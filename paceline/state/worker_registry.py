@@ -1,4 +1,4 @@
-"""Who is there: the workers of a deployment, each kept alive by its own heartbeat."""
+"""The registry of a deployment's workers. Each worker's own heartbeat keeps it listed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ WorkerKind = Literal["target", "draft", "gateway"]
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """What a worker says about itself once, when it starts.
+    """A worker's description of itself, fixed when it starts.
 
-    `address` is host:port as others reach it. `model` and `method` are empty where they mean nothing (a
-    gateway has no model). `fingerprint` is the vocabulary's: workers whose fingerprints differ never work
-    together; empty for workers that know only ids. `started_at`: seconds since the epoch. `numerics`: what a target's
-    numbers depend on; empty for other workers, and for those of versions that do not say.
+    `address`: host:port at which other services reach it. `model` and `method` are empty where they mean nothing (a
+    gateway has no model). `fingerprint`: of the vocabulary; workers whose fingerprints differ never work together;
+    empty for workers that know only token ids. `started_at`: seconds since the epoch. `numerics`: what a target's
+    results depend on; empty for other workers, and for records of versions without this field.
     """
 
     kind: WorkerKind
@@ -31,22 +31,22 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class RegisteredWorker:
-    """A worker and its load as of the last heartbeat (names are the worker's own, such as `running`)."""
+    """A worker and its load as of the last heartbeat. Each worker names its own load values, such as `running`."""
 
     record: WorkerRecord
     load: Mapping[str, float]
 
 
 class WorkerRegistry(Protocol):
-    """The workers heard of within the last `ttl_s` seconds. Every call may raise `StateUnavailableError`."""
+    """The workers with a heartbeat in the last `ttl_s` seconds. Every call may raise `StateUnavailableError`."""
 
     ttl_s: float
 
     async def register(self, record: WorkerRecord) -> None:
-        """Announce a worker; it vanishes `ttl_s` seconds after its last heartbeat."""
+        """A heartbeat without load."""
 
     async def heartbeat(self, record: WorkerRecord, load: Mapping[str, float]) -> None:
-        """Renew a worker. Also announces it, so a registry that forgot everything learns it all again."""
+        """List a worker for another `ttl_s` seconds. An unknown worker is added."""
 
     async def deregister(self, record: WorkerRecord) -> None:
         """Remove a worker at once. Unknown workers are ignored."""
@@ -55,4 +55,4 @@ class WorkerRegistry(Protocol):
         """The live workers of a kind, oldest first."""
 
     async def epoch(self) -> str:
-        """Names this registry's memory. Another value than before: it was wiped; workers are coming back."""
+        """A name of this registry's memory. A new value means that the memory was wiped and workers will return."""

@@ -1,4 +1,4 @@
-"""The workers of one kind as last known, at hand without asking anybody."""
+"""The live workers of one kind, kept in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.state.worker_registry import RegisteredWorker, WorkerKind, WorkerR
 
 
 class WorkerWatcher(PeriodicTask):
-    """Refreshed in the background for as long as the context lasts: `async with store.watcher("draft")`.
+    """Reads the registry every `interval_s` seconds while the context lasts: `async with store.watcher("draft")`.
 
-    A worker that the registry no longer lists is gone. But while Redis is away nobody is gone; and when it
-    returns, or its memory was wiped, workers get one TTL to announce themselves again.
+    A worker that the registry no longer lists is dropped, with one exception: while Redis is unavailable, and for one
+    TTL after it returns or its memory was wiped, no worker is dropped, so that workers have time to register again.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class WorkerWatcher(PeriodicTask):
             self._start_grace_period()
 
     async def wait_for(self, condition: Callable[[Sequence[RegisteredWorker]], bool]) -> Sequence[RegisteredWorker]:
-        """Wait until the known workers are as wanted, and return them."""
+        """Wait until the condition holds for the known workers, and return them."""
         async with self._changed:
             await self._changed.wait_for(lambda: condition(self.workers))
             return self.workers
 
     async def _refresh(self) -> None:
         listed = {worker.record.worker_id: worker for worker in await self._registry.workers(self._kind)}
-        # Asked after the listing: a wipe between the two then makes us lenient too early, never too late.
+        # Read after the listing: a wipe between the two then starts the grace period too early, never too late.
         epoch = await self._registry.epoch()
         if epoch != self._epoch:
             self._epoch = epoch

@@ -1,4 +1,4 @@
-"""What a running service says about itself: metrics for Prometheus, log lines for people.
+"""Metrics for Prometheus and log lines.
 
-Import the module you need; `step` needs nothing but this package and `paceline.core.messages`.
+Import the module you need; `step_stats` needs nothing but this package and `paceline.core.messages`.
 """

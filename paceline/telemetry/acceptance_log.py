@@ -1,4 +1,4 @@
-"""The line that operators know: how well drafting went in the last few seconds."""
+"""The acceptance line: a summary of recent speculation in the log."""
 
 from __future__ import annotations
 
@@ -7,42 +7,40 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paceline.core.messages import SpeculationStats
 from paceline.state.acceptance import AcceptanceCounts
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 5.0
-"""How often to `emit`."""
 
 
-def acceptance_line(stats: AcceptanceCounts, tokens: int, seconds: float) -> str:
-    """One line about so many committed tokens in so many seconds, for example:
+def acceptance_line(counts: AcceptanceCounts, tokens: int, seconds: float) -> str:
+    """One line about `tokens` committed tokens in `seconds` seconds, for example:
 
     Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus | per position [95%, 91%]
     | efficiency 94% | 812 tokens/s, 578 guesses/s
 
-    The length stands beside the deepest position verified; the rate of a position is conditional on all earlier
-    ones. All leave out the bonus token, but efficiency and tokens/s have it: efficiency is what verifications
-    committed, over what they would have if every depth had been accepted.
+    The acceptance length stands beside the deepest position verified. The rate of a position is conditional on all
+    earlier positions. These leave out the bonus token; efficiency and tokens/s include it. Efficiency is the number of
+    tokens that verifications committed, over the number if every depth had been accepted.
     """
     speed = f"{tokens / seconds:.0f} tokens/s"
-    if not stats.drafted:
+    if not counts.drafted:
         return f"Draft tokens: none verified | {speed}"
-    share = stats.accepted / stats.drafted
-    rates = ", ".join(f"{rate:.0%}" for rate in stats.rates())
-    verifications = stats.drafted_by_depth[0]  # whoever verifies anything verifies depth 1
-    efficiency = (stats.accepted + verifications) / (sum(stats.drafted_by_depth) + verifications)
+    share = counts.accepted / counts.drafted
+    rates = ", ".join(f"{rate:.0%}" for rate in counts.rates())
+    verifications = counts.verifications
+    efficiency = (counts.accepted + verifications) / (sum(counts.drafted_by_depth) + verifications)
     return (
-        f"Draft tokens: {stats.accepted:.0f}/{stats.drafted:.0f} ({share:.2%}) accepted"
-        f" | acceptance length {stats.acceptance_length:.2f}/{len(stats.drafted_by_depth)} without bonus"
-        f" | per position [{rates}] | efficiency {efficiency:.0%} | {speed}, {stats.drafted / seconds:.0f} guesses/s"
+        f"Draft tokens: {counts.accepted:.0f}/{counts.drafted:.0f} ({share:.2%}) accepted"
+        f" | acceptance length {counts.acceptance_length:.2f}/{len(counts.drafted_by_depth)} without bonus"
+        f" | per position [{rates}] | efficiency {efficiency:.0%} | {speed}, {counts.drafted / seconds:.0f} guesses/s"
     )
 
 
 @dataclass
 class AcceptanceLog:
-    """Adds up steps, and logs one line per interval in which tokens were committed."""
+    """Sums counts, and logs one line per `INTERVAL_S` seconds in which tokens were committed."""
 
     clock: Callable[[], float] = time.monotonic
     _totals: AcceptanceCounts = field(default_factory=AcceptanceCounts)
@@ -52,15 +50,13 @@ class AcceptanceLog:
     def __post_init__(self) -> None:
         self._since = self.clock()
 
-    def add(self, stats: SpeculationStats, tokens: int) -> None:
-        """One step verified this and committed so many tokens."""
-        self._totals += AcceptanceCounts.of(stats)
+    def add(self, counts: AcceptanceCounts, tokens: int) -> None:
+        """Add the counts of some steps and the number of tokens that they committed; log if the interval is over."""
+        self._totals += counts
         self._tokens += tokens
-
-    def emit(self) -> None:
-        """Log what came since the last time, if anything did."""
         now = self.clock()
-        totals, tokens, seconds = self._totals, self._tokens, now - self._since
+        if (seconds := now - self._since) < INTERVAL_S:
+            return
+        if self._tokens:
+            logger.info(acceptance_line(self._totals, self._tokens, seconds))
         self._totals, self._tokens, self._since = AcceptanceCounts(), 0, now
-        if tokens:
-            logger.info(acceptance_line(totals, tokens, seconds))

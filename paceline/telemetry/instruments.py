@@ -1,4 +1,4 @@
-"""Prometheus instruments under our names, and once more under vLLM's, so that existing dashboards work."""
+"""Creates Prometheus metrics, and exports some under vLLM's names too, so that dashboards made for vLLM work."""
 
 from __future__ import annotations
 
@@ -11,46 +11,49 @@ from prometheus_client.registry import Collector
 
 from paceline import __version__
 
-T = TypeVar("T", bound=Collector)
+T = TypeVar("T", Counter, Gauge, Histogram)
 
 
 class MetricFactory(Collector):
-    """Makes instruments in a registry, and shows those that vLLM has too a second time, under its names.
+    """Creates metrics in a registry. Names are given without the prefix `paceline_`.
 
-    Names are given without a prefix: ours is `paceline_`, theirs `vllm:`. Where an instrument is labelled
-    `model_name` it is so under both.
+    `constant`: labels that all metrics share, with their values. A metric without further labels is returned bound to
+    them; for any other, the caller gives all values to `labels`, the constant ones first.
+    `vllm=True` exports a metric a second time, with the prefix `vllm:`.
     """
 
-    def __init__(self, registry: CollectorRegistry, service: str) -> None:
+    def __init__(self, registry: CollectorRegistry, service: str, **constant: str) -> None:
         self._registry = registry
-        self._also_vllm: list[tuple[Collector, str, str]] = []
+        self._constant = constant
+        self._also_vllm: list[tuple[Collector, str]] = []
         build = Info("paceline_build", "What is running", registry=registry)
         build.info({"version": __version__, "service": service})
         registry.register(self)
 
-    def counter(self, name: str, help_: str, labels: Sequence[str] = (), *, vllm: str = "") -> Counter:
-        """`vllm`: its name there, without prefix and `_total`."""
-        counter = Counter(f"paceline_{name}", help_, labels, registry=self._registry)
-        return self._shared(counter, name, vllm)
+    def counter(self, name: str, help_: str, labels: Sequence[str] = (), *, vllm: bool = False) -> Counter:
+        names = [*self._constant, *labels]
+        return self._bound(Counter(f"paceline_{name}", help_, names, registry=self._registry), name, labels, vllm)
 
-    def gauge(self, name: str, help_: str, labels: Sequence[str] = (), *, vllm: str = "") -> Gauge:
-        return self._shared(Gauge(f"paceline_{name}", help_, labels, registry=self._registry), name, vllm)
+    def gauge(self, name: str, help_: str, labels: Sequence[str] = (), *, vllm: bool = False) -> Gauge:
+        names = [*self._constant, *labels]
+        return self._bound(Gauge(f"paceline_{name}", help_, names, registry=self._registry), name, labels, vllm)
 
     def histogram(
-        self, name: str, help_: str, labels: Sequence[str] = (), *, buckets: Sequence[float], vllm: str = ""
+        self, name: str, help_: str, buckets: Sequence[float], labels: Sequence[str] = (), *, vllm: bool = False
     ) -> Histogram:
-        histogram = Histogram(f"paceline_{name}", help_, labels, registry=self._registry, buckets=buckets)
-        return self._shared(histogram, name, vllm)
+        names = [*self._constant, *labels]
+        histogram = Histogram(f"paceline_{name}", help_, names, registry=self._registry, buckets=buckets)
+        return self._bound(histogram, name, labels, vllm)
 
     def collect(self) -> Iterator[Metric]:
-        for instrument, name, vllm in self._also_vllm:
-            for metric in instrument.collect():
-                yield _renamed(metric, f"paceline_{name}", f"vllm:{vllm}")
+        for collector, name in self._also_vllm:
+            for metric in collector.collect():
+                yield _renamed(metric, f"paceline_{name}", f"vllm:{name}")
 
-    def _shared(self, instrument: T, name: str, vllm: str) -> T:
+    def _bound(self, metric: T, name: str, labels: Sequence[str], vllm: bool) -> T:
         if vllm:
-            self._also_vllm.append((instrument, name, vllm))
-        return instrument
+            self._also_vllm.append((metric, name))
+        return metric.labels(*self._constant.values()) if self._constant and not labels else metric
 
 
 def _renamed(metric: Metric, old: str, new: str) -> Metric:

@@ -1,6 +1,6 @@
 """Log lines: time, level, service, message, then key=value pairs; or the same as JSON, one object per line.
 
-Code logs with the standard library, and puts values into `extra`:
+Code uses the standard library and puts values into `extra`:
 
     logger = logging.getLogger(__name__)
     logger.info("model loaded", extra={"seconds": 1.2, "slots": 16384})
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-# What every record has; Python 3.12 added `taskName`, and uvicorn repeats its message in `color_message`.
+# Attributes of every record. Python 3.12 adds `taskName`; uvicorn repeats its message in `color_message`.
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "color_message"}
 LEVELS = ("debug", "info", "warning", "error")
 _COLOURS = {logging.WARNING: "\x1b[33m", logging.ERROR: "\x1b[31m", logging.CRITICAL: "\x1b[1;31m"}
@@ -25,13 +25,13 @@ _PLAIN = "\x1b[0m"
 
 
 def configure(service: str, worker_id: str = "", level: int | str = "INFO", *, json: bool = False) -> None:
-    """Make this process log to stderr; call it once, first thing in `main`."""
+    """Make this process log to stderr. Call it once, at the beginning of `main`."""
     handler = make_handler(service, worker_id, sys.stderr, json=json)
     logging.basicConfig(handlers=[handler], level=level, force=True)
 
 
 def make_handler(service: str, worker_id: str, stream: TextIO, *, json: bool = False) -> logging.Handler:
-    """Writes lines for people, in colour on a terminal, or with `json` for machines."""
+    """A handler that writes lines, in colour on a terminal; with `json`, JSON objects."""
     handler = logging.StreamHandler(stream)
     if json:
         handler.setFormatter(JsonFormatter(service, worker_id))
@@ -41,7 +41,7 @@ def make_handler(service: str, worker_id: str, stream: TextIO, *, json: bool = F
 
 
 class LineFormatter(logging.Formatter):
-    """For people."""
+    """Formats a record as text."""
 
     def __init__(self, service: str, worker_id: str, *, colour: bool) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         clock = datetime.fromtimestamp(record.created).strftime("%H:%M:%S.%f")[:-3]
-        pairs = "".join(f" {key}={_word(value)}" for key, value in _extra(record).items())
+        pairs = "".join(f" {key}={_quoted(value)}" for key, value in _extra(record).items())
         line = f"{clock} {record.levelname:<7} {self._source} {record.getMessage()}{pairs}"
         if record.exc_info:
             line += "\n" + self.formatException(record.exc_info)
@@ -59,7 +59,7 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines. Values that JSON does not know are written as text."""
+    """Formats a record as JSON. Values that JSON does not have are written as text."""
 
     def __init__(self, service: str, worker_id: str) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def _extra(record: logging.LogRecord) -> Mapping[str, Any]:
-    """Libraries put notes of their own on records, as Ray does, under names with an underscore."""
+    """The values of `extra`. Names with an underscore belong to libraries, such as Ray."""
     return {key: value for key, value in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
 
 
-def _word(value: object) -> str:
-    """A value as one word, quoted if it would not read as one."""
+def _quoted(value: object) -> str:
+    """A value as text, in quotes if it is empty or has spaces or special characters."""
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
     return text if text and text.isprintable() and not set(text) & set(' "=') else json.dumps(text)

@@ -1,4 +1,4 @@
-"""A small HTTP server for /metrics and /health, for services that speak only gRPC."""
+"""An HTTP server for /metrics and /health of services that otherwise speak only gRPC."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 @contextmanager
 def serve_metrics(registry: CollectorRegistry, host: str, port: int, healthy: Callable[[], bool]) -> Iterator[int]:
-    """Serve `http://host:port/metrics` from a thread for as long as the context lasts; gives the port.
+    """Serve `http://host:port/metrics` from a thread while the context lasts; yields the port.
 
-    `/health` answers 200 or, if not `healthy`, 503, for probes that have no certificate to ask over gRPC. Port 0: the
-    system chooses. Raises `OSError` if the port is taken.
+    `/health` returns 200, or 503 if not `healthy`, for probes without a certificate for gRPC. Port 0: the system
+    chooses. Raises `OSError` if the port is taken.
     """
     server, thread = start_http_server(port, host, registry)
     server.set_app(_with_health(server.get_app(), healthy))
@@ -27,12 +27,12 @@ def serve_metrics(registry: CollectorRegistry, host: str, port: int, healthy: Ca
 
 
 def _with_health(metrics: WSGIApplication | None, healthy: Callable[[], bool]) -> WSGIApplication:
-    assert metrics is not None  # it was started with one
+    assert metrics is not None  # `start_http_server` sets it
 
-    def answer(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+    def respond(environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
         if environ["PATH_INFO"] != "/health":
             return metrics(environ, start_response)
         start_response("200 OK" if healthy() else "503 Service Unavailable", [("Content-Length", "0")])
         return []
 
-    return answer
+    return respond

@@ -1,4 +1,4 @@
-"""What one round of drafting did, in numbers."""
+"""Statistics of one round of drafting."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class RoundStats:
-    """One round over all open requests. None of them worth another guess: a round without nodes.
+    """One round over all open requests. It has no nodes if no request needs another draft token.
 
     Nodes per second:
         rate(paceline_draft_nodes_total[1m])
@@ -18,6 +18,6 @@ class RoundStats:
     round_s: float
     """Wall-clock time of the round."""
     nodes: int
-    """Nodes guessed."""
+    """Nodes drafted."""
     dropped: int = 0
-    """Requests given up since the last round: they cannot be drafted for."""
+    """Requests dropped since the last round, because they cannot be drafted for."""

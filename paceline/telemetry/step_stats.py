@@ -1,4 +1,4 @@
-"""What one engine step of a target did, in numbers; metrics and the acceptance line are made of these."""
+"""Statistics of one engine step of a target: the source of its metrics and of the acceptance line in the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StepStats:
     Share of verifications whose token at each position was accepted, along with all before it:
         rate(paceline_spec_decode_num_accepted_tokens_per_pos_total[1m])
         / ignoring(position) group_left rate(paceline_spec_decode_num_drafts_total[1m])
-    Share of the drafts' nodes that were late, double or too many:
+    Share of the drafts' nodes that were late, duplicate or too many:
         rate(paceline_growth_nodes_dropped_total[1m]) / rate(paceline_growth_nodes_received_total[1m])
     """
 
@@ -35,7 +35,7 @@ class StepStats:
     waiting: int
     free_slots: int
     prompt_tokens: int = 0
-    """Prompt tokens computed in this step; those found in the prefix cache are not."""
+    """Prompt tokens computed in this step, without those found in the prefix cache."""
     generation_tokens: int = 0
     """Tokens committed: accepted and bonus."""
     preemptions: int = 0
@@ -43,6 +43,6 @@ class StepStats:
     nodes_received: int = 0
     """Nodes that drafts sent since the last step."""
     nodes_grafted: int = 0
-    """Those of them that joined a tree; the others were late, double, or over the tree's limit."""
+    """Received nodes that joined a tree. The others were late, duplicate, or over the tree's limit."""
     calibration_samples: Sequence[tuple[int, bool]] = ()
-    """Of the requests' own drafts, where the parent was drawn: the cell of `Calibration`, and whether it was, too."""
+    """For each draft token whose parent was drawn: its cell of `Calibration`, and whether it was drawn too."""

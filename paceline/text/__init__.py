@@ -1,4 +1,4 @@
-"""Between text and token ids: tokenizer, chat template, decoding, stop strings. Needs no torch."""
+"""Text and token ids: tokenizer, chat template, detokenizer, stop strings. Imports no torch."""
 
 from paceline.text.chat_template import ChatTemplate, ChatTemplateError
 from paceline.text.detokenizer import Detokenizer

@@ -1,6 +1,6 @@
-"""Chat templates, rendered as transformers renders them but without it: it would bring in torch.
+"""Chat templates, rendered as transformers renders them, but without transformers: it imports torch.
 
-Templates come from whoever published a model and messages from anybody, so both meet only in a sandbox.
+A model's publisher writes the template and clients write the messages, so rendering is sandboxed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ Message = Mapping[str, Any]
 
 CONTINUE_HERE = "CONTINUE_FINAL_MESSAGE_TAG "
 TEMPLATE_ERRORS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-"""Beside jinja2's own errors: what Python's operations on the wrong operands raise."""
+"""Errors besides jinja2's own: of Python operations on the wrong operands."""
 
 
 class ChatTemplateError(Exception):
-    """The template refused these messages; the text is its own."""
+    """The template refused the messages; the message is the template's."""
 
 
 class ChatTemplate:
-    """A model's chat template with the model's special tokens (`bos_token`, `eos_token`, ...) at hand."""
+    """A model's chat template. It can use the model's special tokens: `bos_token`, `eos_token`, ..."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Raises `ChatTemplateError` if the template does not parse."""
@@ -45,9 +45,9 @@ class ChatTemplate:
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text the model reads. `continue_final_message`: it ends where the last message's content ends.
+        """The prompt. `continue_final_message`: it ends where the last message's content ends.
 
-        `variables` are further ones for the template, such as `tools`. Raises `ChatTemplateError`.
+        `variables`: further variables of the template, such as `tools`. Raises `ChatTemplateError`.
         """
         if continue_final_message:
             final = {**messages[-1], "content": messages[-1]["content"] + CONTINUE_HERE}
@@ -66,7 +66,7 @@ def _cut_at_mark(text: str) -> str:
     if at < 0:
         raise ChatTemplateError("the template does not show the final message, so it cannot be continued")
     kept = text[:at]
-    return kept if text.startswith(CONTINUE_HERE, at) else kept.rstrip()  # the template trims what it shows
+    return kept if text.startswith(CONTINUE_HERE, at) else kept.rstrip()  # the template trims the content
 
 
 def _environment() -> Environment:
@@ -80,7 +80,7 @@ def _environment() -> Environment:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}` marks what the assistant wrote, for training; here its body is all that counts."""
+    """`{% generation %}` marks the assistant's text for training. Here only its body matters."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2's own protocol
 

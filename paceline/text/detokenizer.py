@@ -1,4 +1,4 @@
-"""Token ids to text, a few at a time, each token costing the same however long the text is."""
+"""Token ids to text, incrementally, at a constant cost per token."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from paceline.text.tokenizer import Tokenizer
 class Detokenizer:
     """Decodes the continuation of a prompt. A character appears with its last byte, never half of it.
 
-    Fed all at once or token by token, the texts join to the same: what the tokenizer decodes after another
-    token (so a space at the very start stays). One difference is meant: in a run of byte tokens, one of them
-    invalid, only the invalid bytes become U+FFFD, where `tokenizers` would take back the whole run.
+    The text does not depend on how the tokens are cut. It is the text that the tokenizer decodes after another token,
+    so a leading space is kept. One difference is intended: of byte tokens in a row, only the invalid bytes become
+    U+FFFD; `tokenizers` would replace the whole row.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
@@ -23,9 +23,9 @@ class Detokenizer:
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that these tokens complete."""
         known = len(self._pieces)
-        # A model may have more logits than its tokenizer has tokens; such an id stands for nothing.
+        # A model may have more logits than its tokenizer has tokens; such ids have no text.
         return self._utf8.decode(b"".join([self._pieces[token] for token in tokens if token < known]))
 
     def flush(self) -> str:
-        """No more tokens come: U+FFFD for a character that remained incomplete."""
+        """End the text: U+FFFD for an incomplete character."""
         return self._utf8.decode(b"", final=True)

@@ -1,4 +1,4 @@
-"""What tokenizers put before a text: a space, or a mark for one. Text inside a text must do without."""
+"""Tokenizers that put a space before a text: a version without it, for text that continues other text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Part = Mapping[str, Any]
 
 
 def without_prefix_space(tokenizer: Part) -> dict[str, Any]:
-    """A tokenizer.json that reads a text as if other text stood before it."""
+    """The contents of a tokenizer.json, changed to encode text as if it followed other text."""
     normalizer, pre_tokenizer = tokenizer["normalizer"], tokenizer["pre_tokenizer"]
     return {
         **tokenizer,
@@ -19,9 +19,9 @@ def without_prefix_space(tokenizer: Part) -> dict[str, Any]:
 
 
 def _normalizer(part: Part) -> Part | None:
-    """None if nothing is left of it."""
+    """None if nothing remains."""
     if part["type"] == "Sequence":
-        return {**part, "normalizers": [left for each in part["normalizers"] if (left := _normalizer(each))]}
+        return {**part, "normalizers": [kept for each in part["normalizers"] if (kept := _normalizer(each))]}
     return None if part["type"] in ("Prepend", "Strip") else part
 
 

@@ -1,4 +1,4 @@
-"""Stop strings: the text of a request ends before the first one, wherever token borders fall."""
+"""Stop strings: a request's text ends before the first one, wherever the token boundaries are."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Looks for stop strings in text that arrives in pieces, and holds back only what may yet become one.
+    """Searches text that arrives in parts, and holds back only text that may be the start of a stop string.
 
-    Of several, the one that is complete first counts; of those complete at the same character, the longest.
-    So the outcome depends on the text alone and not on how it was cut.
+    Of several stop strings, the first one to be complete counts; of those complete at the same character, the longest.
+    So the outcome does not depend on how the text is cut.
     """
 
     found: str | None = None
-    """The stop string that was met."""
+    """The first stop string in the text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` may be empty, but none of them may be."""
+        """`stops` may be empty; a stop string may not."""
         self._stops = tuple(stops)
         self._beginnings = frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
         self._longest = max(map(len, stops), default=1) - 1
         self._held = ""
 
     def feed(self, text: str) -> str:
-        """Take more text; return what can be shown now. Once `found` is set, all before the stop is shown."""
+        """Add text; return the text that can be shown now. When `found` is set, all text before it is shown."""
         if not self._stops:
             return text
         text = self._held + text
@@ -37,12 +37,12 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """No more text comes: what was held back is no stop string."""
+        """End the text; return the text held back, which is no stop string."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` with which a stop string begins."""
+        """Length of the longest suffix of `text` that is a prefix of a stop string."""
         for size in range(min(self._longest, len(text)), 0, -1):
             if text[-size:] in self._beginnings:
                 return size

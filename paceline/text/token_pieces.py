@@ -1,4 +1,4 @@
-"""The bytes that each token adds to a text: for incremental decoding and log-probabilities."""
+"""The bytes that each token adds to a text, for incremental decoding and log-probabilities."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def token_pieces(backend: Backend) -> list[bytes]:
-    """Entry i: the bytes of token i inside a text. Raises ValueError if the decoder works in no such way."""
+    """Entry i: the bytes of token i inside a text. Raises ValueError if they depend on the other tokens."""
     tokens = _tokens(backend)
     decoders = set(_decoder_types(json.loads(backend.to_str())["decoder"]))
     if "ByteLevel" in decoders and decoders <= {"ByteLevel", "Fuse"}:
@@ -28,7 +28,7 @@ def token_pieces(backend: Backend) -> list[bytes]:
 
 
 def _tokens(backend: Backend) -> list[str]:
-    """The vocabulary by id; an id nobody uses is the empty string."""
+    """The vocabulary by id; "" for an unused id."""
     vocabulary = backend.get_vocab(with_added_tokens=True)
     tokens = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, id_ in vocabulary.items():
@@ -60,11 +60,11 @@ def _byte_level(token: str) -> bytes:
     try:
         return bytes([BYTE_VALUES[character] for character in token])
     except KeyError:
-        return token.encode()  # an added token may be spelled as it reads
+        return token.encode()  # an added token may be plain text
 
 
 def _in_context(backend: Backend, tokens: list[str]) -> list[bytes]:
-    """What each token adds when it follows another one, for decoders that look at nothing else."""
+    """The bytes that each token adds after another token, for decoders that depend on nothing else."""
     first = next(
         (i for i, token in enumerate(tokens) if token.isascii() and token.isalnum() and backend.decode([i])),
         None,

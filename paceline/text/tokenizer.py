@@ -20,8 +20,8 @@ from paceline.text.token_pieces import token_pieces
 FAKE_MODEL_CHAT_TEMPLATE = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
 RELEASE_GIL_FROM = 4096
-"""Characters, or tokens, from which on it is worth while to let go of Python's lock. `tokenizers` does so for batches,
-but holds it through a single text, which may take seconds."""
+"""Characters or tokens from which on Python's global lock is released. `tokenizers` releases it for batches, but holds
+it through a single text, which may take seconds."""
 
 
 class Tokenizer:
@@ -37,30 +37,30 @@ class Tokenizer:
         chat_template: str | None,
         fingerprint: str | None = None,
     ) -> None:
-        """`special_tokens` by role: `bos_token`, `eos_token`, ... `fingerprint`: if it is not the usual digest."""
+        """`special_tokens` by role: `bos_token`, `eos_token`, ... `fingerprint`: else the vocabulary's digest."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         self.special_tokens = special_tokens
         self.fingerprint = fingerprint or _digest(backend)
-        """Equal for two tokenizers exactly if every id stands for the same token."""
+        """Equal for two tokenizers if and only if every id is the same token."""
         self.chat_template = None if chat_template is None else ChatTemplate(chat_template, special_tokens)
 
     @classmethod
     def load(cls, model: str) -> Tokenizer:
         """The tokenizer of a model by name (see `paceline.model_names`). Raises `ModelNotFoundError`."""
-        place = resolve_model(model)
-        if vocabulary := fake_vocabulary(place):
+        location = resolve_model(model)
+        if vocabulary := fake_vocabulary(location):
             size, fingerprint = vocabulary
             return cls(_numbers(size), {}, FAKE_MODEL_CHAT_TEMPLATE, fingerprint)
-        folder = Path(place)
+        folder = Path(location)
         config = _read_json(folder / "tokenizer_config.json")
         return cls(_read_backend(folder), _named_tokens(config), _read_template(folder, config))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; `add_special_tokens` adds what the model expects around a bare text, such as a BOS.
+        """Token ids; `add_special_tokens` adds those that the model expects around a text, such as a BOS.
 
-        While a long text is encoded other threads go on.
+        Other threads run while a long text is encoded.
         """
         if len(text) < RELEASE_GIL_FROM:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -68,19 +68,18 @@ class Tokenizer:
         return encoding.ids
 
     def encode_fragment(self, text: str) -> list[int]:
-        """Token ids of text that stands inside a text: nothing is put before it, and what reads like a special token in
-        it is text."""
+        """Token ids of text inside other text: without a prefix, and with special tokens as plain text."""
         return self._fragment_encoder.encode(text, add_special_tokens=False).ids
 
     def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """While many are decoded other threads go on."""
+        """Other threads run while many tokens are decoded."""
         if len(tokens) < RELEASE_GIL_FROM:
             return self._backend.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         [text] = self._backend.decode_batch([list(tokens)], skip_special_tokens=skip_special_tokens)
         return text
 
     def token_string(self, token: int) -> str:
-        """The vocabulary's own spelling of a token, empty for an unused id."""
+        """The vocabulary's own spelling of a token; "" for an unused id."""
         return self._backend.id_to_token(token) or ""
 
     def token_id(self, token: str) -> int | None:
@@ -102,12 +101,12 @@ class Tokenizer:
 
     @cached_property
     def longest_token(self) -> int | None:
-        """Characters that one token can stand for; None: any number, as where what is unknown becomes one token.
+        """Most characters of one token; None: unlimited, as when an unknown text becomes one token.
 
-        A normalizer that makes a text shorter, such as one that composes accents, is allowed to do so by half.
+        A normalizer may halve the length of a text, as by composing accents.
         """
-        said = json.loads(self._backend.to_str())
-        model, normalizer = said["model"], said["normalizer"]
+        settings = json.loads(self._backend.to_str())
+        model, normalizer = settings["model"], settings["normalizer"]
         if model["type"] != "BPE" or (model.get("fuse_unk") and not model.get("byte_fallback")):
             return None
         return max(map(len, self.pieces), default=1) * (1 if normalizer is None else 2)
@@ -121,28 +120,28 @@ class Tokenizer:
 
     @cached_property
     def adds_prefix_space(self) -> bool:
-        """Whether a text is encoded as if it stood after a space."""
+        """Whether a text is encoded as if a space preceded it."""
         bare = self.encode("a", add_special_tokens=False)
         return b"".join(map(self.piece, bare)).startswith(b" ")
 
     @cached_property
     def _fragment_encoder(self) -> Backend:
-        """The same, but for what is put before a text."""
-        inside = Backend.from_str(json.dumps(without_prefix_space(json.loads(self._backend.to_str()))))
-        inside.encode_special_tokens = True
-        return inside
+        """The same tokenizer without a prefix before the text."""
+        encoder = Backend.from_str(json.dumps(without_prefix_space(json.loads(self._backend.to_str()))))
+        encoder.encode_special_tokens = True
+        return encoder
 
     def prepare(self) -> None:
-        """Work out now what is needed all the time. Raises ValueError if the tokenizer cannot decode piece by piece."""
+        """Compute the tables now. Raises ValueError if the tokenizer cannot decode incrementally."""
         _ = self.visible_pieces, self.longest_token
 
     def piece(self, token: int) -> bytes:
-        """The bytes that a token adds to a text; none for an id beyond the vocabulary."""
+        """The bytes that a token adds to a text; b"" for an id beyond the vocabulary."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
-        """Tokens that steer the model and are no text."""
+        """Tokens that control the model and are not text."""
         marked = {id_ for id_, token in self._backend.get_added_tokens_decoder().items() if token.special}
         named = (self._backend.token_to_id(token) for token in self.special_tokens.values())
         return frozenset(marked | {id_ for id_ in named if id_ is not None})
@@ -159,7 +158,7 @@ def _digest(backend: Backend) -> str:
 
 
 def _numbers(size: int) -> Backend:
-    """The tokenizer of a model without weights: token i reads as the number i; any other word is token 0."""
+    """The tokenizer of a model without weights: token i is the number i; any other text is token 0."""
     backend = Backend(models.WordLevel({str(id_): id_ for id_ in range(size)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     return backend
@@ -188,7 +187,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The tokens that tokenizer_config.json names by role; older files wrap each in an object."""
+    """The tokens that tokenizer_config.json names by role; older files put each into an object."""
     named = {}
     for role, token in config.items():
         content = token.get("content") if isinstance(token, dict) else token

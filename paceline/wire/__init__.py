@@ -1,5 +1,5 @@
-"""Between services: frames and library types, channels, servers. Nobody else touches the generated stubs.
+"""Messages between services: codecs, channels, links and servers.
 
-Import the module you need. `drafting`, `draft_link`, `draft_frames` and `tensors` import torch; the rest does
-not, so that a gateway can use it.
+Only this package and the servicers in `paceline_services` import the generated stubs. `remote_drafting`, `draft_codec`
+and `tensor_codec` import torch when they handle the first tensor; no other module does, so the gateway can use them.
 """

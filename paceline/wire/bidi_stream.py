@@ -1,4 +1,4 @@
-"""A servicer's end of a stream of frames in both directions."""
+"""A servicer's end of a bidirectional stream."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ Incoming = TypeVar("Incoming")
 
 
 async def serve_bidi_stream(
-    incoming: AsyncIterator[Incoming], take: Callable[[Incoming], None], outbox: Outbox[Frame]
+    incoming: AsyncIterator[Incoming], receive: Callable[[Incoming], None], outbox: Outbox[Frame]
 ) -> AsyncGenerator[Frame]:
-    """Yield what the outbox holds, while `take` is called with every frame that comes in.
+    """Yield the frames of the outbox, and call `receive` with every incoming frame meanwhile.
 
-    Ends when the peer ends its stream, or when the outbox is closed. Raises what `take` raises.
+    Ends when the peer ends its stream or the outbox is closed. Raises what `receive` raises.
     """
 
     async def read() -> None:
         async for frame in incoming:
-            take(frame)
+            receive(frame)
 
     def end(reader: asyncio.Task[None]) -> None:
         if not reader.cancelled():

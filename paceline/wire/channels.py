@@ -1,4 +1,4 @@
-"""How every channel and server of Paceline is set up: message sizes, keepalive, backoff."""
+"""Options of every gRPC channel and server: message sizes, keepalive, backoff."""
 
 from __future__ import annotations
 
@@ -10,39 +10,39 @@ from paceline.wire.credentials import channel_credentials
 ChannelOptions = list[tuple[str, int | str]]
 
 FRAME_BYTES = 64 * 2**20
-"""Largest frame that carries hidden states, or what many requests were answered."""
+"""Largest frame with hidden states, or with the deltas of many requests."""
 SUBMIT_FRAME_BYTES = 16 * 2**20
-"""Largest frame that carries prompts: some five million tokens."""
+"""Largest frame with prompts: about five million tokens."""
 GROWTH_FRAME_BYTES = 2**20
-"""Largest frame that a target takes from a draft: guesses are small, and drafts are not trusted."""
+"""Largest frame that a target accepts from a draft: growth is small, and drafts are not trusted."""
 
-# A peer that is stopped, or whose network is cut, keeps its TCP connection: only an unanswered ping tells.
+# A peer that hangs or whose network is cut keeps its TCP connection: only an unanswered ping reveals it.
 KEEPALIVE_TIME_MS = 5_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
 CONNECT_TIMEOUT_MS = 5_000
-"""How long a client gives one attempt to connect: with TLS that is three round trips, and a key to compute."""
+"""Time for one attempt to connect: with TLS, three round trips and a key exchange."""
 HANDSHAKE_TIMEOUT_MS = 10_000
-"""How long a server gives a connection to become one."""
+"""Time that a server allows for the handshake of a connection."""
 MAX_CONCURRENT_STREAMS = 1024
-"""Calls at once on one connection. Between services there are two or three, long-lived ones."""
+"""Concurrent calls on one connection. Services need two or three long-lived ones."""
 
 _KEEPALIVE: ChannelOptions = [
     ("grpc.keepalive_time_ms", KEEPALIVE_TIME_MS),
     ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
-    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # or else a minute, which counts where much is being sent
+    ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # default: a minute, which applies while data is sent
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
 
 def draft_frame_bytes(*, hidden_states: bool) -> int:
-    """Of the largest frame that a draft takes, by whether it drafts from hidden states."""
+    """Return the size of the largest frame that a draft accepts. `hidden_states`: whether it drafts from them."""
     return FRAME_BYTES if hidden_states else SUBMIT_FRAME_BYTES
 
 
 def server_options(receive_bytes: int = FRAME_BYTES) -> ChannelOptions:
-    """`receive_bytes`: of the largest message that is taken."""
+    """`receive_bytes`: size of the largest message that the server accepts."""
     return [
         *_KEEPALIVE,
         ("grpc.http2.min_recv_ping_interval_without_data_ms", KEEPALIVE_TIME_MS // 2),
@@ -51,14 +51,17 @@ def server_options(receive_bytes: int = FRAME_BYTES) -> ChannelOptions:
         ("grpc.max_send_message_length", FRAME_BYTES),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
         ("grpc.max_concurrent_streams", MAX_CONCURRENT_STREAMS),
-        ("grpc.so_reuseport", 0),  # so that a port that is taken is an error, not half of the connections
+        ("grpc.so_reuseport", 0),  # or a second server on a taken port gets half of the connections instead of an error
     ]
 
 
 def open_channel(
     address: str, *, receive_bytes: int = FRAME_BYTES, tls: Certificates | None = None, peer: str = ""
 ) -> grpc.aio.Channel:
-    """A channel of its own to `host:port`. Connects when first used. With `tls`, only to a server that is `peer`."""
+    """Return a new channel to `host:port`, which connects when first used.
+
+    With `tls`, the server's certificate must name `peer`.
+    """
     options: ChannelOptions = [
         *_KEEPALIVE,
         ("grpc.max_receive_message_length", receive_bytes),
@@ -66,8 +69,8 @@ def open_channel(
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", CONNECT_TIMEOUT_MS),  # the name misleads
         ("grpc.max_reconnect_backoff_ms", 2_000),
-        ("grpc.use_local_subchannel_pool", 1),  # links do not share a connection, nor each other's backoff
-        ("grpc.enable_http_proxy", 0),  # workers talk to each other directly
+        ("grpc.use_local_subchannel_pool", 1),  # links share neither connections nor backoff
+        ("grpc.enable_http_proxy", 0),  # workers connect directly
     ]
     if tls is None:
         return grpc.aio.insecure_channel(address, options=options)

@@ -1,9 +1,9 @@
-"""Mutual TLS between services, from certificate files that may be replaced while a service runs.
+"""Mutual TLS between services. Certificate files may be replaced while a service runs.
 
-Workers are dialled by address, and addresses come and go. So a certificate is made out to what its holder *is*:
+Services reach each other by addresses that change. So a certificate names the kind of service that holds it:
 `gateway.paceline`, `target.paceline` or `draft.paceline`, as a DNS name among its subject alternative names. A client
-checks that it reached a worker of the kind it wants; a server checks that its caller is of the kind it serves. A draft
-worker that was taken over cannot pass for a gateway.
+checks that the server is of the kind it wants, and a server checks the kind of its client. A compromised draft worker
+cannot pass for a gateway.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ DRAFT = "draft.paceline"
 
 
 def channel_credentials(certificates: Certificates) -> grpc.ChannelCredentials:
-    """As the files are now: a channel keeps them for its life."""
+    """Return credentials from the files as they are now; a channel keeps them for its life."""
     pem = certificates.pem
     return grpc.ssl_channel_credentials(pem.authority, pem.key, pem.certificate)
 
 
 def server_credentials(certificates: Certificates) -> grpc.ServerCredentials:
-    """As the files are at each new connection. Clients need a certificate if there is an authority to check it by."""
-    told = certificates.pem
+    """Return credentials that read the files again at each new connection.
+
+    Clients need a certificate if there is an authority to verify it with.
+    """
+    served = certificates.pem
 
     def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(told.key, told.certificate)], told.authority)
+        return grpc.ssl_server_certificate_configuration([(served.key, served.certificate)], served.authority)
 
-    def changed() -> grpc.ServerCertificateConfiguration | None:
-        nonlocal told
-        if certificates.pem is told:
+    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        if certificates.pem is served:
             return None
-        told = certificates.pem
+        served = certificates.pem
         return configuration()
 
     return grpc.dynamic_ssl_server_credentials(
         configuration(),
-        changed,  # type: ignore[arg-type]  # None says that nothing changed
-        require_client_authentication=told.authority is not None,
+        changed_configuration,  # type: ignore[arg-type]  # None: unchanged
+        require_client_authentication=served.authority is not None,
     )

@@ -1,8 +1,8 @@
-"""`draft.proto` ↔ `paceline.drafting.speculator` and `paceline.core.tree`.
+"""`draft.proto` ↔ `paceline.drafting.speculator` and `paceline.core.growth`.
 
-Neither side trusts the other: decoders check every rule that the contract states and raise `WireError`, so
-that what comes out of here is safe to graft and to draft from. What only one side can know, such as which
-requests are open, it checks itself.
+Targets and drafts do not trust each other. Decoders check every rule that the proto files state and raise `WireError`,
+so decoded growth is safe to graft and decoded events are safe to draft from. Rules about the state of a link, such as
+which requests are open, are checked by `draft_session` and by the draft's servicer.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from paceline.core.growth import CERTAIN_TOKEN, ROOT_ID, DraftDistribution, Growth, GrowthBatch
 from paceline.core.messages import Timings
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, RequestEvent
+from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, RequestEvent, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.v1 import common_pb2
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire import node_codec
 from paceline.wire.common_codec import decode_salt, decode_sampling, encode_sampling
+from paceline.wire.field_codec import decode_fields, encode_fields
 from paceline.wire.link_errors import WireError
 from paceline.wire.tensor_codec import decode_tensor, encode_tensor
 
@@ -28,18 +29,19 @@ if TYPE_CHECKING:
     import torch
 
 MAX_NODES = 4096
-"""Most nodes in one growth."""
+"""Most nodes in one growth, and in a tree."""
 MAX_DISTRIBUTION_TOKENS = 256
-"""Most tokens of one law."""
+"""Most tokens of one draft distribution."""
 MAX_WEIGHT = 2**16 - 1
 MAX_NAME = 1024
+"""Longest text in a description, in characters."""
 MAX_POSITION = 2**31
 MAX_MICROSECONDS = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class DraftDescription:
-    """What a draft worker says of itself; see `DraftServiceDescribeResponse`."""
+    """A draft worker as it describes itself; see `DraftServiceDescribeResponse`."""
 
     worker_id: str
     method: str
@@ -49,17 +51,27 @@ class DraftDescription:
     position_limit: int
 
 
+def encode_draft_description(worker_id: str, facts: SpeculatorFacts) -> pb.DraftServiceDescribeResponse:
+    return encode_fields(pb.DraftServiceDescribeResponse, facts, worker_id=worker_id)
+
+
+def decode_draft_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:
+    for name in ("worker_id", "method", "model", "vocabulary_fingerprint"):
+        if len(getattr(message, name)) > MAX_NAME:
+            raise WireError(f"{name}: over {MAX_NAME} characters")
+    return decode_fields(DraftDescription, message, hidden_state_layers=tuple(message.hidden_state_layers))
+
+
+# Encoders of `DraftFrame` take `wire_id`, the request's id on the link; its id in the engine differs.
+
+
 def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
-    return pb.DraftFrame.Open(
+    return encode_fields(
+        pb.DraftFrame.Open,
+        opening,
         request_id=wire_id,
         token_ids=opening.tokens,
-        output_tokens=opening.output_tokens,
         sampling=encode_sampling(opening.sampling),
-        max_depth=opening.max_depth,
-        max_nodes=opening.max_nodes,
-        strategy=opening.strategy,
-        least_path_probability=opening.least_path_probability,
-        cache_salt=opening.cache_salt,
     )
 
 
@@ -91,7 +103,7 @@ def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
 
 
 def decode_draft_frame(frame: pb.DraftFrame) -> list[RequestEvent]:
-    """Everything a target said, in the order in which it is to be applied."""
+    """Return the events of a frame in the order in which they apply."""
     return [
         *map(_decode_opening, frame.opens),
         *map(_decode_context, frame.contexts),
@@ -102,24 +114,25 @@ def decode_draft_frame(frame: pb.DraftFrame) -> list[RequestEvent]:
 
 
 def parse_draft_frame(data: bytes) -> list[RequestEvent]:
-    """`decode_draft_frame` of a frame as it travels."""
+    """Return `decode_draft_frame` of a serialised frame."""
     return decode_draft_frame(pb.DraftFrame.FromString(data))
 
 
-def encode_growth_frame(grown: DraftUpdate) -> pb.GrowthFrame:
+def encode_growth_frame(update: DraftUpdate) -> pb.GrowthFrame:
     return pb.GrowthFrame(
-        growths=[_encode_growth(growth, request_id) for request_id, growth in grown.growths],
+        growths=[_encode_growth(growth, request_id) for request_id, growth in update.growths],
         dropped=[
-            pb.GrowthFrame.Dropped(request_id=request_id, reason=reason) for request_id, reason in grown.dropped.items()
+            pb.GrowthFrame.Dropped(request_id=request_id, reason=reason)
+            for request_id, reason in update.dropped.items()
         ],
-        applied=grown.applied,
-        queue_us=_microseconds(grown.timings.queue_s),
-        compute_us=_microseconds(grown.timings.compute_s),
+        applied=update.applied,
+        queue_us=_microseconds(update.timings.queue_s),
+        compute_us=_microseconds(update.timings.compute_s),
     )
 
 
 def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> DraftUpdate:
-    """Raises `WireError` for anything that cannot be grafted without a second look."""
+    """Return growth that needs no further checks before it is grafted. Raises `WireError` otherwise."""
     return DraftUpdate(
         growths=_decode_growths(frame.growths, vocabulary_size),
         dropped={each.request_id: each.reason for each in frame.dropped},
@@ -129,7 +142,7 @@ def decode_growth_frame(frame: pb.GrowthFrame, vocabulary_size: int) -> DraftUpd
 
 
 def parse_growth_frame(data: bytes, vocabulary_size: int) -> DraftUpdate:
-    """`decode_growth_frame` of a frame as it travels."""
+    """Return `decode_growth_frame` of a serialised frame."""
     return decode_growth_frame(pb.GrowthFrame.FromString(data), vocabulary_size)
 
 
@@ -145,56 +158,56 @@ def _encode_growth(growth: Growth, wire_id: int) -> pb.GrowthFrame.Growth:
 
 
 def _decode_growths(messages: Sequence[pb.GrowthFrame.Growth], vocabulary_size: int) -> GrowthBatch:
-    """A parent id is 0 for the root, or any id of this draft's, forgotten ones too."""
-    heads: list[tuple[int, int, int, int]] = []
+    """Parent ids are 0 for the root, or any id that this draft has used, also of pruned nodes."""
+    headers: list[tuple[int, int, int, int]] = []
     parent_ids, tokens, log_probs = array("Q"), array("I"), array("d")
-    laws: list[DraftDistribution] = []
-    lawful = any(message.draft_laws for message in messages)
+    distributions: list[DraftDistribution] = []
+    have_distributions = any(message.draft_laws for message in messages)
     for message in messages:
         nodes = _decode_nodes(message)
-        heads.append((message.request_id, message.base_position, message.first_node_id, len(nodes.tokens)))
+        headers.append((message.request_id, message.base_position, message.first_node_id, len(nodes.tokens)))
         parent_ids.extend(_parent_ids(message.first_node_id, nodes.distances))
         tokens.extend(nodes.tokens)
         log_probs.extend(nodes.log_probs)
-        if lawful:
-            laws += _decode_distributions(message.draft_laws, nodes.tokens, vocabulary_size)
+        if have_distributions:
+            distributions += _decode_distributions(message.draft_laws, nodes.tokens, vocabulary_size)
     if max(tokens, default=0) >= vocabulary_size:
         raise WireError(f"nodes: token {max(tokens)} is outside the vocabulary of {vocabulary_size}")
-    return GrowthBatch(heads, parent_ids, tokens, log_probs, laws)
+    return GrowthBatch(headers, parent_ids, tokens, log_probs, distributions)
 
 
 def _decode_nodes(message: pb.GrowthFrame.Growth) -> node_codec.PackedNodes:
     if message.base_position >= MAX_POSITION:
-        raise WireError(f"base_position: {message.base_position} is beyond any context")
+        raise WireError(f"base_position: {message.base_position} exceeds any context")
     if message.first_node_id == 0:
-        raise WireError("first_node_id: 0 names the root and no node")
+        raise WireError("first_node_id: 0 is the id of the root")
     return node_codec.unpack_nodes(message.nodes, MAX_NODES)
 
 
 def _parent_ids(first_id: int, distances: Sequence[int]) -> list[int]:
     ids = [id_ - distance for id_, distance in enumerate(distances, first_id)]
     if min(ids, default=1) < 1:
-        raise WireError(f"nodes: a parent {max(distances)} ids before a node from {first_id} on")
+        raise WireError(f"nodes: a parent lies {max(distances)} ids before its node, and ids start at {first_id}")
     return [id_ if distance else ROOT_ID for id_, distance in zip(ids, distances, strict=True)]
 
 
-def _encode_distribution(law: DraftDistribution) -> pb.DraftLaw:
-    tokens = sorted(law)
+def _encode_distribution(distribution: DraftDistribution) -> pb.DraftLaw:
+    tokens = sorted(distribution)
     steps = [token - before for before, token in itertools.pairwise((0, *tokens))]
-    return pb.DraftLaw(token_steps=steps, weights=[law[token] for token in tokens])
+    return pb.DraftLaw(token_steps=steps, weights=[distribution[token] for token in tokens])
 
 
 def _decode_distributions(
-    messages: Sequence[pb.DraftLaw], guesses: Sequence[int], vocabulary_size: int
+    messages: Sequence[pb.DraftLaw], nodes: Sequence[int], vocabulary_size: int
 ) -> Sequence[DraftDistribution]:
     if not messages:
-        return [CERTAIN_TOKEN] * len(guesses)
-    if len(messages) != len(guesses):
-        raise WireError(f"draft_laws: {len(messages)} for {len(guesses)} nodes")
-    return [_decode_distribution(each, guess, vocabulary_size) for each, guess in zip(messages, guesses, strict=True)]
+        return [CERTAIN_TOKEN] * len(nodes)
+    if len(messages) != len(nodes):
+        raise WireError(f"draft_laws: {len(messages)} for {len(nodes)} nodes")
+    return [_decode_distribution(each, node, vocabulary_size) for each, node in zip(messages, nodes, strict=True)]
 
 
-def _decode_distribution(message: pb.DraftLaw, guess: int, vocabulary_size: int) -> DraftDistribution:
+def _decode_distribution(message: pb.DraftLaw, node: int, vocabulary_size: int) -> DraftDistribution:
     tokens, weights = list(itertools.accumulate(message.token_steps)), message.weights
     if not tokens and not weights:
         return CERTAIN_TOKEN
@@ -203,44 +216,19 @@ def _decode_distribution(message: pb.DraftLaw, guess: int, vocabulary_size: int)
             f"draft_laws: {len(tokens)} tokens with {len(weights)} weights, of at most {MAX_DISTRIBUTION_TOKENS}"
         )
     if 0 in message.token_steps[1:] or tokens[-1] >= vocabulary_size:
-        raise WireError(f"draft_laws: tokens that do not rise, or outside the vocabulary of {vocabulary_size}")
+        raise WireError(f"draft_laws: token ids that do not rise, or are outside the vocabulary of {vocabulary_size}")
     if not 0 < min(weights) <= max(weights) <= MAX_WEIGHT:
         raise WireError(f"draft_laws: weights from {min(weights)} to {max(weights)}")
-    law = dict(zip(tokens, weights, strict=True))
-    if guess not in law:
-        raise WireError(f"draft_laws: token {guess} cannot have been drawn from its law")
-    return law
+    distribution = dict(zip(tokens, weights, strict=True))
+    if node not in distribution:
+        raise WireError(f"draft_laws: token {node} cannot have been drawn from its distribution")
+    return distribution
 
 
 def _microseconds(seconds: float) -> int:
-    """Of what took any time, at least one: where frames are merged, a zero would leave what an earlier one said."""
+    """Round up to 1 from anything above 0: merging frames would keep the previous frame's value over a 0."""
     microseconds = min(max(0.0, seconds * 1e6), MAX_MICROSECONDS)
     return max(round(microseconds), int(microseconds > 0))
-
-
-def encode_draft_description(description: DraftDescription) -> pb.DraftServiceDescribeResponse:
-    return pb.DraftServiceDescribeResponse(
-        worker_id=description.worker_id,
-        method=description.method,
-        model=description.model,
-        vocabulary_fingerprint=description.vocabulary_fingerprint,
-        hidden_state_layers=description.hidden_state_layers,
-        position_limit=description.position_limit,
-    )
-
-
-def decode_draft_description(message: pb.DraftServiceDescribeResponse) -> DraftDescription:
-    for name in ("worker_id", "method", "model", "vocabulary_fingerprint"):
-        if len(getattr(message, name)) > MAX_NAME:
-            raise WireError(f"{name}: over {MAX_NAME} characters")
-    return DraftDescription(
-        worker_id=message.worker_id,
-        method=message.method,
-        model=message.model,
-        vocabulary_fingerprint=message.vocabulary_fingerprint,
-        hidden_state_layers=tuple(message.hidden_state_layers),
-        position_limit=message.position_limit,
-    )
 
 
 def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
@@ -250,32 +238,26 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         raise WireError("opens.token_ids: empty")
     if message.output_tokens > len(message.token_ids):
         raise WireError(f"opens.output_tokens: {message.output_tokens} of {len(message.token_ids)} tokens")
-    if message.max_nodes > MAX_NODES:
-        raise WireError(f"opens.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
-    return Opening(
-        request_id=message.request_id,
+    _check_limits("opens", message)
+    return decode_fields(
+        Opening,
+        message,
         tokens=list(message.token_ids),
-        output_tokens=message.output_tokens,
         sampling=decode_sampling(message.sampling),
-        max_depth=message.max_depth,
-        max_nodes=message.max_nodes,
-        strategy=message.strategy,
-        least_path_probability=_decode_probability("opens.least_path_probability", message.least_path_probability),
         cache_salt=decode_salt(message.cache_salt),
     )
 
 
 def _decode_limit(message: pb.DraftFrame.Limit) -> Limit:
+    _check_limits("limits", message)
+    return Limit(message.request_id, message.max_depth, message.max_nodes, message.least_path_probability)
+
+
+def _check_limits(field: str, message: pb.DraftFrame.Open | pb.DraftFrame.Limit) -> None:
     if message.max_nodes > MAX_NODES:
-        raise WireError(f"limits.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
-    least = _decode_probability("limits.least_path_probability", message.least_path_probability)
-    return Limit(message.request_id, message.max_depth, message.max_nodes, least)
-
-
-def _decode_probability(name: str, value: float) -> float:
-    if not 0.0 <= value <= 1.0:
-        raise WireError(f"{name}: {value} is no probability")
-    return value
+        raise WireError(f"{field}.max_nodes: {message.max_nodes}, more than {MAX_NODES}")
+    if not 0.0 <= message.least_path_probability <= 1.0:
+        raise WireError(f"{field}.least_path_probability: {message.least_path_probability} is no probability")
 
 
 def _decode_context(message: pb.DraftFrame.Context) -> Context:
@@ -301,7 +283,7 @@ def _decode_commit(message: pb.DraftFrame.Commit) -> Commit:
 
 
 def _decode_hidden_states(message: common_pb2.Tensor) -> torch.Tensor:
-    """[positions, layers, hidden size]"""
+    """Shape [positions, layers, hidden size]."""
     hidden_states = decode_tensor(message)
     if hidden_states.dim() != 3:
         raise WireError(f"hidden_states: {hidden_states.dim()} dimensions, not 3")

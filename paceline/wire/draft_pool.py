@@ -1,109 +1,144 @@
-"""The pool of draft workers as a target's event loop sees it: a link to each, and their sessions by number."""
+"""A target's links to its draft workers, on the event loop: one per address, connected again whenever it breaks.
+
+The engine runs in another process and knows links by the ids of their sessions; see `session_messages`, and
+`remote_drafting` for the engine's end.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import logging
+import random
+
+import grpc
 
 from paceline.config import MAPPING_HINT
-from paceline.wire.draft_codec import DraftDescription
-from paceline.wire.draft_link import DraftLink, DraftLinkConfig, IncompatibleWorkerError, LinkObserver, NullLinkObserver
-from paceline.wire.session_messages import (
-    ConnectDrafts,
-    SendDraftFrame,
-    SessionDown,
-    SessionEvent,
-    SessionEventHandler,
-    SessionUp,
-)
+from paceline.telemetry.target_metrics import TargetMetrics
+from paceline.v1 import draft_pb2 as pb
+from paceline.v1 import draft_pb2_grpc
+from paceline.wire.channels import GROWTH_FRAME_BYTES, open_channel
+from paceline.wire.credentials import DRAFT
+from paceline.wire.draft_codec import DraftDescription, decode_draft_description
+from paceline.wire.draft_session import DraftLinkConfig, DraftSession
+from paceline.wire.link_errors import LinkError
+from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, SessionDown, SessionEventHandler, SessionUp
+
+log = logging.getLogger(__name__)
+
+
+class IncompatibleWorkerError(LinkError):
+    """This target cannot use the worker."""
 
 
 class DraftPool:
-    """Belongs to the event loop. `tell` hears what happens, for `RemoteDrafting` at the engine."""
+    """`on_event` gets the events of all sessions; `metrics` counts their traffic."""
 
     def __init__(
-        self,
-        terms: DraftLinkConfig,
-        tell: SessionEventHandler,
-        layers: int = 0,
-        observer: LinkObserver = NullLinkObserver(),  # noqa: B008 - it has no state
+        self, config: DraftLinkConfig, on_event: SessionEventHandler, layers: int, metrics: TargetMetrics
     ) -> None:
-        """`layers`: of the target."""
-        self._terms = terms
-        self._on_event = tell
-        self._observer = observer
+        """`layers`: the number of layers of the target."""
+        self._config = config
+        self._on_event = on_event
         self._layers = layers
-        self._links: dict[str, DraftLink] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._numbers = itertools.count(1)
-        self._sessions: dict[int, DraftLink] = {}
+        self._metrics = metrics
+        self._links: dict[str, asyncio.Task[None]] = {}
+        """By address, for as long as the pool tries to reach it."""
+        self._sessions: dict[int, DraftSession] = {}
+        self._session_ids = itertools.count(1)
 
-    def connect(self, wish: ConnectDrafts) -> None:
-        """Reach for these workers, so that they are there when a request names them."""
-        for address in wish.addresses:
+    def connect(self, request: ConnectDrafts) -> None:
+        """Start to connect to these addresses, so that the workers are up when a request names them."""
+        for address in request.addresses:
             if address not in self._links:
-                link = self._links[address] = self._new_link(address)
-                task = asyncio.create_task(self._run_link(link), name=f"link to draft {address}")
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                link = asyncio.create_task(self._keep_connected(address), name=f"link to draft {address}")
+                self._links[address] = link
+                link.add_done_callback(lambda _, address=address: self._links.pop(address))  # type: ignore[misc]
 
     @property
     def connected(self) -> list[str]:
         """Addresses of the workers that are up. Any thread."""
-        return [link.address for link in list(self._sessions.values())]
+        return [session.up.address for session in list(self._sessions.values())]
 
-    def send(self, said: SendDraftFrame) -> None:
-        """Send this on its session. If that has ended, nobody wants to hear it any more."""
-        link = self._sessions.get(said.session_id)
-        if link is not None and link.session is not None:
-            link.session.send(said.frame)
+    def send(self, message: SendDraftFrame) -> None:
+        """Send a frame on its session, or discard it if the session has ended."""
+        if session := self._sessions.get(message.session_id):
+            session.send(message.frame)
 
     async def stop(self) -> None:
-        """End every link. The workers forget what was open on them."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """End every link. The workers close their requests."""
+        links = list(self._links.values())
+        for link in links:
+            link.cancel()
+        await asyncio.gather(*links, return_exceptions=True)
 
-    def _new_link(self, address: str) -> DraftLink:
-        return DraftLink(address, self._terms, self._admit, self._tell, self._numbers, self._observer)
+    async def _keep_connected(self, address: str) -> None:
+        """Connect again and again, with exponential backoff. Returns after `forget_after_s` without a session."""
+        config = self._config
+        clock = asyncio.get_running_loop().time
+        last_up_at, last_error, backoff_s = clock(), "", config.min_backoff_s
+        while clock() - last_up_at < config.forget_after_s:
+            started_at = clock()
+            was_up, error = await self._run_link(address)
+            if was_up:
+                last_up_at, last_error = clock(), ""
+                if last_up_at - started_at > config.progress_timeout_s:
+                    backoff_s = config.min_backoff_s
+            if error != last_error:  # once, not after every attempt
+                log.warning("draft %s: %s", address, error)
+                last_error = error
+            await asyncio.sleep(backoff_s * random.uniform(0.5, 1.0))
+            backoff_s = min(2 * backoff_s, config.max_backoff_s)
+        log.info("draft %s: given up after %g s", address, config.forget_after_s)
 
-    def _tell(self, event: SessionEvent) -> None:
-        if isinstance(event, SessionUp):
-            self._sessions[event.session_id] = self._links[event.address]
-        elif isinstance(event, SessionDown):
-            del self._sessions[event.number]
-        self._on_event(event)
+    async def _run_link(self, address: str) -> tuple[bool, str]:
+        """Connect once and run the session. Returns whether there was one, and why the link ended."""
+        was_up, reason = False, "it ended the link"
+        channel = open_channel(address, receive_bytes=GROWTH_FRAME_BYTES, tls=self._config.tls, peer=DRAFT)
+        try:
+            async with channel:
+                stub = draft_pb2_grpc.DraftServiceStub(channel)
+                request = pb.DraftServiceDescribeRequest()
+                worker = decode_draft_description(await stub.Describe(request, timeout=self._config.connect_timeout_s))
+                self._check(worker)
+                was_up = True
+                await self._run_session(address, worker, stub)
+        except grpc.aio.AioRpcError as error:
+            reason = f"{error.code().name}: {error.details()}"
+        except LinkError as error:
+            reason = str(error)
+        return was_up, reason
 
-    def _admit(self, worker: DraftDescription) -> None:
-        """Raises `IncompatibleWorkerError` if this worker cannot draft for this target."""
-        expected = self._terms.vocabulary_fingerprint
+    async def _run_session(self, address: str, worker: DraftDescription, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+        log.info("draft %s at %s is up: %s %s", worker.worker_id, address, worker.method, worker.model)
+        up = SessionUp(next(self._session_ids), address, worker.worker_id, worker.hidden_state_layers)
+        session = self._sessions[up.session_id] = DraftSession(up, self._config, self._on_event, self._metrics)
+        self._on_event(up)
+        try:
+            await session.run(stub)
+        finally:
+            del self._sessions[up.session_id]
+            self._on_event(SessionDown(up.session_id))
+
+    def _check(self, worker: DraftDescription) -> None:
+        """Raises `IncompatibleWorkerError`.
+
+        The target computes one set of hidden states for all workers: the layers that the first session asks for, until
+        no session that needs hidden states is left.
+        """
+        expected = self._config.vocabulary_fingerprint
         if worker.vocabulary_fingerprint not in ("", expected):
             raise IncompatibleWorkerError(
                 f"its vocabulary {worker.vocabulary_fingerprint} is not the target's {expected}: "
                 f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
-        if wanted := tuple(worker.hidden_state_layers):
-            self._check_layers(wanted)
-
-    def _check_layers(self, wanted: Sequence[int]) -> None:
-        """The target sends the same hidden states to all: what the first one asks for, until none is left of its kind.
-
-        Raises `IncompatibleWorkerError`.
-        """
-        most = self._layers + 1  # the final norm's output
-        if len(set(wanted)) < len(wanted) or max(wanted) > most:
-            raise IncompatibleWorkerError(f"it asks for hidden states of layers {wanted}, this target has 0 to {most}")
-        for link in self._sessions.values():
-            sent = link.session.description.hidden_state_layers if link.session is not None else ()
-            if sent and tuple(sent) != wanted:
+        layers = worker.hidden_state_layers
+        last = self._layers + 1  # the output of the final norm
+        if len(set(layers)) < len(layers) or max(layers, default=0) > last:
+            raise IncompatibleWorkerError(f"it asks for hidden states of layers {layers}, this target has 0 to {last}")
+        for up in [session.up for session in self._sessions.values()]:
+            if layers and up.hidden_state_layers and up.hidden_state_layers != layers:
                 raise IncompatibleWorkerError(
-                    f"it asks for hidden states of layers {wanted}, and draft {link.address} has those of "
-                    f"{tuple(sent)}: a target's drafts have to ask for the same"
+                    f"it asks for hidden states of layers {layers}, and draft {up.address} for those of "
+                    f"{up.hidden_state_layers}: all drafts of a target must ask for the same layers"
                 )
-
-    async def _run_link(self, link: DraftLink) -> None:
-        try:
-            await link.run()
-        finally:
-            del self._links[link.address]

@@ -1,9 +1,9 @@
-"""A gRPC server as every service runs it: health, reflection, one error map, a start and an end in order."""
+"""The gRPC server of every service: health, reflection, status codes, start and stop in order."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 from google.protobuf.descriptor import ServiceDescriptor
@@ -13,18 +13,19 @@ from grpc_reflection.v1alpha import reflection
 from paceline.tls import Certificates
 from paceline.wire.channels import FRAME_BYTES, server_options
 from paceline.wire.credentials import server_credentials
-from paceline.wire.interceptors import CallAdmission, Statuses, StatusInterceptor, admit_any_call
+from paceline.wire.interceptors import CallAdmission, Statuses, StatusInterceptor
 from paceline.wire.link_errors import LinkError
 
-Register = Callable[[Any, grpc.aio.Server], None]
+Register: TypeAlias = Callable[[Any, grpc.aio.Server], None]
+"""A generated `add_..._to_server`."""
 
 
 class PortInUseError(LinkError):
-    """The address cannot be listened on."""
+    """The server cannot listen on its address."""
 
 
 class GrpcServer:
-    """Add services, `start`, later `drain`, then `stop`."""
+    """Call `add`, `start`, later `drain`, then `stop`."""
 
     def __init__(
         self,
@@ -35,17 +36,17 @@ class GrpcServer:
         tls: Certificates | None = None,
         peer: str = "",
         receive_bytes: int = FRAME_BYTES,
-        admit: CallAdmission = admit_any_call,
+        admit: CallAdmission | None = None,
     ) -> None:
-        """Port 0 lets the system choose one. `statuses`, `admit`: see `StatusInterceptor`.
+        """Port 0: the system chooses one. `statuses`, `admit`: see `StatusInterceptor`.
 
-        With `tls`, only who has a certificate as `peer` may call; with "" whoever has one that its authority signed.
+        With `tls`, a client's certificate must name `peer`; "": any certificate that the authority signed will do.
         """
         self._host = f"[{host}]" if ":" in host else host
         self.address = f"{self._host}:{port}"
-        """Where it listens; with the real port once it has started."""
+        """Where it listens; with the actual port after `start`."""
         self.serving = False
-        """Until it has started, and once it drains."""
+        """True from `start` to `drain`."""
         self._tls = tls
         interceptor = StatusInterceptor(statuses or {}, peer if tls is not None else "", admit)
         self._server = grpc.aio.server(interceptors=[interceptor], options=server_options(receive_bytes))
@@ -53,15 +54,12 @@ class GrpcServer:
         self._names = [health.SERVICE_NAME, reflection.SERVICE_NAME]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
 
-    def add(
-        self, register: Callable[[Any, grpc.aio.Server], None], servicer: object, service: ServiceDescriptor
-    ) -> None:
-        """`register` is the generated `add_..._to_server`, `service` its descriptor, from the generated module."""
+    def add(self, register: Register, servicer: object, service: ServiceDescriptor) -> None:
         register(servicer, self._server)
         self._names.append(service.full_name)
 
     async def start(self) -> str:
-        """Listen and turn SERVING; return host:port. Raises `PortInUseError`."""
+        """Listen, turn SERVING and return host:port. Raises `PortInUseError`."""
         reflection.enable_server_reflection(self._names, self._server)
         try:
             port = self._listen()
@@ -80,10 +78,10 @@ class GrpcServer:
         return self._server.add_secure_port(self.address, server_credentials(self._tls))
 
     async def drain(self) -> None:
-        """Turn NOT_SERVING, for good. Calls go on."""
+        """Turn NOT_SERVING for good. Open calls continue."""
         self.serving = False
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Give the calls that are open so many seconds, then end them."""
+        """Give open calls this many seconds to finish, then end them."""
         await self._server.stop(grace_s)

@@ -1,4 +1,4 @@
-"""The one place where exceptions become status codes."""
+"""The one place where exceptions become gRPC status codes."""
 
 from __future__ import annotations
 
@@ -24,30 +24,28 @@ STATUSES: Statuses = {
     EngineDeadError: grpc.StatusCode.ABORTED,
 }
 
-# Of any request and response: an interceptor sees every method of a server.
+# An interceptor sees every method of a server, so requests and responses are of any type.
 RpcHandler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 RpcContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Parse: TypeAlias = Callable[[Any], Any]
+"""Turns the bytes of a request, or an iterator over them, into messages."""
 
 CallAdmission: TypeAlias = Callable[[grpc.HandlerCallDetails], None]
-"""Hears of a call before anything of its message is taken, and raises if that is not to be."""
-
-
-def admit_any_call(call: grpc.HandlerCallDetails) -> None:
-    """Whoever can connect."""
+"""Called before a call's first message is read. Raises to refuse the call."""
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Ends a call whose servicer raises with the status of that exception, its text as details.
+    """Ends a call whose servicer raises with the status of the exception, and its text as details.
 
-    An exception that has no status is a bug: it is logged with its traceback, and the peer reads INTERNAL. Bytes that
-    are no message of the method's kind are INVALID_ARGUMENT, also for health and reflection. Methods are coroutines, or
-    async generators where they stream. A coroutine that streams writes by itself.
+    An exception without a status is a bug: it is logged with its traceback, and the client gets INTERNAL. Bytes that
+    are no message of the method get INVALID_ARGUMENT. Methods are coroutines or async generators.
     """
 
-    def __init__(self, statuses: Statuses, peer: str = "", admit: CallAdmission = admit_any_call) -> None:
-        """`statuses` is looked up by class, then by base class; it adds to `STATUSES`.
+    def __init__(self, statuses: Statuses, peer: str = "", admit: CallAdmission | None = None) -> None:
+        """`statuses` adds to `STATUSES`; the status of a base class applies too.
 
-        `peer`: whom a caller's certificate must name; "": anybody. Health and reflection are for everybody.
+        `peer`: the name that a client's certificate must have, "" for any. Neither `peer` nor `admit` applies to health
+        and reflection.
         """
         self._statuses = {**STATUSES, **statuses}
         self._peer = peer
@@ -61,56 +59,50 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        ours = handler_call_details.method.startswith("/paceline.")
-        try:
-            if ours:
+        is_ours = handler_call_details.method.startswith("/paceline.")
+        if is_ours and self._admit is not None:
+            try:
                 self._admit(handler_call_details)
-        except Exception as error:  # noqa: BLE001 - as everywhere here
-            return self._refusal(error)
-        peer = self._peer if ours else ""
-        codecs = {
-            "request_deserializer": _parser(handler.request_deserializer),
-            "response_serializer": handler.response_serializer,
-        }
+            except Exception as error:  # noqa: BLE001 - becomes a status
+                return self._refuse(error)
+        parse = _message_parser(handler.request_deserializer)
+        peer = self._peer if is_ours else ""
+        # gRPC logs what a deserializer raises and gives the client no details, so methods get bytes and parse them.
+        serializer = {"response_serializer": handler.response_serializer}
         if handler.unary_unary:
-            return grpc.unary_unary_rpc_method_handler(self._reply(handler.unary_unary, peer), **codecs)
+            return grpc.unary_unary_rpc_method_handler(self._wrap(handler.unary_unary, parse, peer), **serializer)
         if handler.unary_stream:
-            return grpc.unary_stream_rpc_method_handler(self._stream(handler.unary_stream, peer), **codecs)
+            return grpc.unary_stream_rpc_method_handler(self._wrap(handler.unary_stream, parse, peer), **serializer)
         if handler.stream_stream:
-            return grpc.stream_stream_rpc_method_handler(self._stream(handler.stream_stream, peer), **codecs)
+            method = self._wrap(handler.stream_stream, _stream_parser(parse), peer)
+            return grpc.stream_stream_rpc_method_handler(method, **serializer)
         raise NotImplementedError(f"{handler_call_details.method}: no service here streams requests only")
 
-    def _refusal(self, error: Exception) -> RpcHandler:
-        """Of any method: as one that streams requests it receives none before it asks for one."""
+    def _refuse(self, error: Exception) -> RpcHandler:
+        """Return a handler for any kind of method: as a stream it does not read a request."""
 
-        async def refuse(requests: Any, context: RpcContext) -> None:
+        async def refuse(requests: object, context: RpcContext) -> None:
             await self._abort(error, context)
 
         return grpc.stream_stream_rpc_method_handler(refuse)
 
-    def _reply(self, method: Callable[..., Awaitable[Any]], peer: str) -> Callable[..., Awaitable[Any]]:
+    def _wrap(self, method: Callable[..., Any], parse: Parse, peer: str) -> Callable[..., Any]:
         async def reply(request: Any, context: RpcContext) -> Any:
             try:
                 _check_peer(context, peer)
-                return await method(_parsed(request), context)
-            except Exception as error:  # noqa: BLE001 - all of them end up in a status and, unforeseen, in the log
+                return await method(parse(request), context)
+            except Exception as error:  # noqa: BLE001 - becomes a status
                 await self._abort(error, context)
-
-        return reply
-
-    def _stream(self, method: Callable[..., Any], peer: str) -> Callable[..., Any]:
-        if inspect.iscoroutinefunction(method):
-            return self._reply(method, peer)
 
         async def stream(request: Any, context: RpcContext) -> AsyncGenerator[Any]:
             try:
                 _check_peer(context, peer)
-                async for response in method(_parsed(request), context):
+                async for response in method(parse(request), context):
                     yield response
-            except Exception as error:  # noqa: BLE001 - as above
+            except Exception as error:  # noqa: BLE001 - becomes a status
                 await self._abort(error, context)
 
-        return stream
+        return reply if inspect.iscoroutinefunction(method) else stream
 
     async def _abort(self, error: Exception, context: RpcContext) -> Never:
         if isinstance(error, grpc.aio.AbortError):
@@ -128,28 +120,19 @@ def _check_peer(context: RpcContext, peer: str) -> None:
         raise PeerIdentityError(f"the caller's certificate does not name it {peer}")
 
 
-def _parser(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """gRPC logs what a deserializer raises, and tells the peer nothing of use: so it returns what went wrong."""
-
-    if deserialize is None:
-        return None
-
+def _message_parser(deserialize: Parse | None) -> Parse:
     def parse(data: bytes) -> Any:
         try:
-            return deserialize(data)
+            return deserialize(data) if deserialize is not None else data
         except DecodeError:
-            return WireError(f"{len(data)} bytes that are no message of this method")
+            raise WireError(f"{len(data)} bytes that are no message of this method") from None
 
     return parse
 
 
-def _parsed(request: Any) -> Any:
-    """A message, or an iterator of messages, that could be parsed. Raises `WireError`, or the iterator does."""
-    if isinstance(request, WireError):
-        raise request
-    return _parsed_stream(request) if hasattr(request, "__aiter__") else request
+def _stream_parser(parse: Parse) -> Parse:
+    async def parse_each(requests: AsyncIterator[bytes]) -> AsyncGenerator[Any]:
+        async for request in requests:
+            yield parse(request)
 
-
-async def _parsed_stream(requests: AsyncIterator[Any]) -> AsyncGenerator[Any]:
-    async for request in requests:
-        yield _parsed(request)
+    return parse_each

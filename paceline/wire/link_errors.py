@@ -1,48 +1,48 @@
-"""What can go wrong between services.
+"""Errors between services.
 
 LinkError
-├── WireError     a peer broke a rule of the contract; its link is closed, nothing else is
-├── Congested     a peer does not read what it is sent; its link is closed
-├── StrangerError  a caller's certificate names somebody who has no business here
-├── Draining      this worker takes no new work
-├── EngineEnded   this worker's engine died; its links are closed
-└── TargetLost    the link to a target broke: replay the request elsewhere
-    ├── EngineLost    its engine died with the request, perhaps of it
-    └── HandedOver    nothing broke, the target drains and gave the request back
+├── WireError           a peer broke a rule of the contract; its link is closed
+├── Congested           a peer does not read what it is sent; its link is closed
+├── PeerIdentityError   a client's certificate names a service that may not call this one
+├── Draining            this worker takes no new requests
+├── EngineDeadError     this worker's model process died; its links are closed
+└── TargetLost          a target no longer serves a request; replay it on another target
+    ├── TargetEngineDied    the target's engine died while it served the request
+    └── HandedOver          the target drains and gave the request back
 """
 
 
 class LinkError(Exception):
-    """Base of everything here."""
+    """Base of all errors between services."""
 
 
 class WireError(LinkError):
-    """A message that breaks the rules stated in `proto/paceline/v1`. The text names the field."""
+    """A message breaks a rule stated in `proto/paceline/v1`. The text names the field."""
 
 
 class Congested(LinkError):
-    """More waits to be sent on a link than one frame may hold."""
+    """More bytes wait to be sent on a link than one frame may hold."""
 
 
 class PeerIdentityError(LinkError):
-    """The caller's certificate is valid, but not of the kind of service that may call."""
+    """The client's certificate is valid, but names the wrong kind of service."""
 
 
 class Draining(LinkError):
-    """This worker is about to leave; try another one."""
+    """This worker is about to stop; use another one."""
 
 
 class EngineDeadError(LinkError):
-    """The process that computes for this worker has ended, and nobody told it to."""
+    """The worker's model process ended unexpectedly."""
 
 
 class TargetLost(LinkError):
-    """The target no longer serves this request. Tokens that arrived before are good; another can continue."""
+    """The target no longer serves this request. The tokens it sent are valid; another target can continue."""
 
 
 class TargetEngineDied(TargetLost):
-    """The target's engine died while it served this request, perhaps of it: then it would elsewhere, too."""
+    """The target's engine died while it served this request. The request may be the cause and kill the next engine."""
 
 
 class HandedOver(TargetLost):
-    """The target is about to leave, in good health; the request has nothing to do with it."""
+    """The target drains. The request is not the cause."""

@@ -1,7 +1,7 @@
-"""`DraftClient` over the network: a pool of draft workers, one frame per worker and step.
+"""`DraftClient` over the network: a pool of draft workers, and one frame per worker and step.
 
-This is the engine's end. It decides which worker drafts for which request, and writes the frames. The links are in
-another process, on an event loop (`draft_pool`); between them runs the engine's pipe.
+This is the engine's end: it assigns requests to workers and writes the frames. The links (`draft_pool`) run on an event
+loop in another process, at the other end of the engine's pipe.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.engine.draft_client import DraftUpdates
+from paceline.engine.draft_client import DraftClient, DraftUpdates
 from paceline.ipc.pipe import Pipe
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_commit, encode_context, encode_limit, encode_opening
@@ -20,76 +20,84 @@ from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, Sessio
 
 
 @dataclass(slots=True)
-class _SessionRequests:
-    """A worker that is up, and whose requests, by their ids on the wire, it drafts for."""
-
+class _Session:
     up: SessionUp
     requests: dict[int, int] = field(default_factory=dict)
+    """The engine's request ids by those on the link."""
+    frame: pb.DraftFrame | None = None
+    """What this step sends, so far."""
+
+    def next_frame(self) -> pb.DraftFrame:
+        if self.frame is None:
+            self.frame = pb.DraftFrame()
+        return self.frame
 
 
 @dataclass(frozen=True, slots=True)
 class _DraftAssignment:
-    """Where a request is drafted, and its id there."""
+    """The session that drafts for a request, and the request's id on that link."""
 
-    session: _SessionRequests
+    session: _Session
     wire_id: int
 
 
-class RemoteDrafting:
+class RemoteDrafting(DraftClient):
     """Draft workers that the engine reaches through its pipe."""
 
     concurrent = True
 
     def __init__(self, pipe: Pipe, clock: Callable[[], float] = time.monotonic) -> None:
         self.hidden_state_layers: Sequence[int] = ()
-        """What the workers ask for; `DraftPool` sees to it that those that are up agree."""
+        """Layers whose hidden states the workers need; `DraftPool` ensures that they agree."""
         self._pipe = pipe
         self._clock = clock
-        self._sessions: dict[int, _SessionRequests] = {}
+        self._sessions: dict[int, _Session] = {}
         self._next_id = 1
         self._assignments: dict[int, _DraftAssignment] = {}
         self._dropped_by: defaultdict[int, set[str]] = defaultdict(set)
-        self._frames: dict[int, pb.DraftFrame] = {}
+        """Addresses of the workers that dropped a request, by request."""
         self._updates = DraftUpdates()
         pipe.on(SessionUp, self._on_session_up)
         pipe.on(SessionUpdate, self._on_session_update)
         pipe.on(SessionDown, self._on_session_down)
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
-        """See `DraftClient.open`. A worker that dropped this request before is passed over."""
+        """See `DraftClient.open`. Skips workers that dropped this request before."""
         self._close_draft(opening.request_id, pb.DraftFrame.CLOSE_REASON_MOVED)
         session = self._pick(drafts, self._dropped_by.get(opening.request_id, ()))
         if session is None:
             return None
-        route = self._assignments[opening.request_id] = _DraftAssignment(session, self._next_id)
+        wire_id = self._next_id
         self._next_id += 1
-        session.requests[route.wire_id] = opening.request_id
-        self._frame(session).opens.append(encode_opening(opening, route.wire_id))
+        self._assignments[opening.request_id] = _DraftAssignment(session, wire_id)
+        session.requests[wire_id] = opening.request_id
+        session.next_frame().opens.append(encode_opening(opening, wire_id))
         return session.up.worker_id
 
     def context(self, context: Context) -> None:
-        route = self._assignments.get(context.request_id)
-        if route and route.session.up.hidden_state_layers:
-            self._frame(route.session).contexts.append(encode_context(context, route.wire_id))
+        draft = self._assignments.get(context.request_id)
+        if draft and draft.session.up.hidden_state_layers:
+            draft.session.next_frame().contexts.append(encode_context(context, draft.wire_id))
 
     def commit(self, commit: Commit) -> None:
-        if route := self._assignments.get(commit.request_id):
-            if commit.hidden_states is not None and not route.session.up.hidden_state_layers:
+        if draft := self._assignments.get(commit.request_id):
+            if commit.hidden_states is not None and not draft.session.up.hidden_state_layers:
                 commit = replace(commit, hidden_states=None)
-            self._frame(route.session).commits.append(encode_commit(commit, route.wire_id))
+            draft.session.next_frame().commits.append(encode_commit(commit, draft.wire_id))
 
     def limit(self, limit: Limit) -> None:
-        if route := self._assignments.get(limit.request_id):
-            self._frame(route.session).limits.append(encode_limit(limit, route.wire_id))
+        if draft := self._assignments.get(limit.request_id):
+            draft.session.next_frame().limits.append(encode_limit(limit, draft.wire_id))
 
     def close(self, request_id: int) -> None:
         self._close_draft(request_id, pb.DraftFrame.CLOSE_REASON_FINISHED)
         self._dropped_by.pop(request_id, None)
 
     def flush(self) -> None:
-        frames, self._frames = self._frames, {}
-        for number, frame in frames.items():
-            self._pipe.send(SendDraftFrame(number, frame))
+        for session_id, session in self._sessions.items():
+            if session.frame is not None:
+                self._pipe.send(SendDraftFrame(session_id, session.frame))
+                session.frame = None
 
     def poll(self, timeout_s: float) -> DraftUpdates:
         """Raises `PipeClosedError`."""
@@ -97,48 +105,43 @@ class RemoteDrafting:
         self._pipe.receive(0.0)
         while not self._updates and (left_s := deadline - self._clock()) > 0:
             self._pipe.receive(left_s)
-        news, self._updates = self._updates, DraftUpdates()
-        return news
+        updates, self._updates = self._updates, DraftUpdates()
+        return updates
 
-    # What comes through the pipe. What concerns requests that were closed or moved is late, and dropped.
+    # Messages from the pipe. Growth and drops of requests that have been closed or moved are late and ignored.
 
     def _on_session_up(self, up: SessionUp) -> None:
-        self._sessions[up.session_id] = _SessionRequests(up)
+        self._sessions[up.session_id] = _Session(up)
         self.hidden_state_layers = up.hidden_state_layers or self.hidden_state_layers
 
-    def _on_session_update(self, news: SessionUpdate) -> None:
-        session = self._sessions[news.number]
-        for wire_id, growth in news.update.growths:
+    def _on_session_update(self, message: SessionUpdate) -> None:
+        session = self._sessions[message.session_id]
+        for wire_id, growth in message.update.growths:
             if (request_id := session.requests.get(wire_id)) is not None:
                 self._updates.growths.append((request_id, growth))
-        for wire_id in news.update.dropped:
+        for wire_id in message.update.dropped:
             if (request_id := session.requests.get(wire_id)) is not None:
                 self._dropped_by[request_id].add(session.up.address)
-                self._drop(session, wire_id)
+                self._lose(session, wire_id)
 
     def _on_session_down(self, down: SessionDown) -> None:
-        session = self._sessions.pop(down.number)
-        self._frames.pop(down.number, None)
+        session = self._sessions.pop(down.session_id)
         for wire_id in list(session.requests):
-            self._drop(session, wire_id)
+            self._lose(session, wire_id)
 
-    def _drop(self, session: _SessionRequests, wire_id: int) -> None:
+    def _lose(self, session: _Session, wire_id: int) -> None:
         request_id = session.requests.pop(wire_id)
         del self._assignments[request_id]
         self._updates.lost.append(request_id)
 
-    def _pick(self, drafts: Sequence[str], unwanted: Collection[str]) -> _SessionRequests | None:
+    def _pick(self, drafts: Sequence[str], excluded: Collection[str]) -> _Session | None:
         up = {session.up.address: session for session in self._sessions.values()}
         if not up.keys() >= set(drafts):
             self._pipe.send(ConnectDrafts(drafts))
-        return next((up[address] for address in drafts if address in up and address not in unwanted), None)
+        return next((up[address] for address in drafts if address in up and address not in excluded), None)
 
     def _close_draft(self, request_id: int, reason: pb.DraftFrame.CloseReason) -> None:
-        if route := self._assignments.pop(request_id, None):
-            del route.session.requests[route.wire_id]
-            close = pb.DraftFrame.Close(request_id=route.wire_id, reason=reason)
-            self._frame(route.session).closes.append(close)
-
-    def _frame(self, session: _SessionRequests) -> pb.DraftFrame:
-        """What this step has to say to this worker so far."""
-        return self._frames.setdefault(session.up.session_id, pb.DraftFrame())
+        if draft := self._assignments.pop(request_id, None):
+            del draft.session.requests[draft.wire_id]
+            close = pb.DraftFrame.Close(request_id=draft.wire_id, reason=reason)
+            draft.session.next_frame().closes.append(close)

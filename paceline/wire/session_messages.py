@@ -1,4 +1,4 @@
-"""What a target's engine and its links to draft workers tell each other through the engine's pipe."""
+"""Messages in the pipe between a target's engine and the event loop that holds its links to draft workers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from paceline.v1 import draft_pb2 as pb
 
 @dataclass(frozen=True, slots=True)
 class ConnectDrafts:
-    """To the links: these addresses are wanted."""
+    """To the event loop: connect to the draft workers at these addresses."""
 
     addresses: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True)
 class SendDraftFrame:
-    """To the links: what a step has to say on a session."""
+    """To the event loop: send one step's frame on a session."""
 
     session_id: int
     frame: pb.DraftFrame
@@ -27,28 +27,28 @@ class SendDraftFrame:
 
 @dataclass(frozen=True, slots=True)
 class SessionUp:
-    """To the engine: a draft worker can be asked. `number` names this session, and is never used again."""
+    """To the engine: a draft worker is connected. `session_id` is never reused."""
 
     session_id: int
     address: str
     worker_id: str
     hidden_state_layers: Sequence[int]
-    """Whose hidden states it asks for; the same as those of all other sessions that are up, or none."""
+    """Layers whose hidden states it needs: empty, or the same as for all other open sessions that need any."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionUpdate:
-    """To the engine: what a worker sent, decoded and checked. Request ids are those of the wire."""
+    """To the engine: a frame of a draft worker, decoded and checked. Its request ids are those on the link."""
 
-    number: int
+    session_id: int
     update: DraftUpdate
 
 
 @dataclass(frozen=True, slots=True)
 class SessionDown:
-    """To the engine: the session has ended, and all that was open on it is lost."""
+    """To the engine: the session has ended, and with it all its requests."""
 
-    number: int
+    session_id: int
 
 
 SessionEvent: TypeAlias = SessionUp | SessionUpdate | SessionDown

@@ -7,7 +7,7 @@
             ...
     await link.close()
 
-A link lives once. When it breaks, every open request raises `TargetLost`, and the link is done for.
+When a link breaks, every open request raises `TargetLost`. A link does not reconnect: make a new one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator
 
 import grpc
 
-from paceline.core.messages import Delta, EngineLoad, Submission, TargetDescription
+from paceline.core.messages import Delta, EngineLoad, GenerationRequest, TargetDescription
 from paceline.tls import Certificates
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
@@ -32,31 +32,31 @@ log = logging.getLogger(__name__)
 
 
 class TargetLink:
-    """One connection to a target. Use it from one event loop. Never raises grpc's own errors."""
+    """One connection to a target. Use it from one event loop. Raises no grpc errors."""
 
     description: TargetDescription
-    """What the target said of itself; there after `connect`."""
+    """The target as it describes itself. Set by `connect`."""
 
     def __init__(self, address: str, tls: Certificates | None = None) -> None:
         self.address = address
         self.load: EngineLoad | None = None
-        """How busy the target was after the last step that this link heard of; None before the first."""
+        """The target's load after the last step that produced deltas for this link; None before the first frame."""
         self.draining = False
-        """The target takes no new requests; those that run go on."""
+        """The target takes no new requests and finishes the running ones."""
         self._channel = open_channel(address, tls=tls, peer=TARGET)
         self._stub = target_pb2_grpc.TargetServiceStub(self._channel)
         self._streams: dict[str, asyncio.Queue[Delta | TargetLost]] = {}
         self._outbox = Outbox(pb.SubmitFrame, SUBMIT_FRAME_BYTES)
         self._lost = asyncio.Event()
-        self._receiver: asyncio.Task[None] | None = None
+        self._reader: asyncio.Task[None] | None = None
 
     @property
     def lost(self) -> bool:
-        """The link is broken or closed. Make a new one if the registry still lists the worker."""
+        """Whether the link is broken or closed. Make a new one if the registry still lists the worker."""
         return self._lost.is_set()
 
     async def connect(self, timeout_s: float = 5.0) -> TargetDescription:
-        """Reach the target and learn what it serves. Raises `TargetLost` if it does not answer in time."""
+        """Connect and return the target's description. Raises `TargetLost` if it does not answer in time."""
         try:
             request = pb.TargetServiceDescribeRequest()
             self.description = decode_target_description(await self._stub.Describe(request, timeout=timeout_s))
@@ -64,28 +64,28 @@ class TargetLink:
             await self.close()
             raise TargetLost(f"target {self.address} does not answer: {error.details()}") from None
         call = self._stub.Serve(self._outbox)
-        self._receiver = asyncio.create_task(self._receive(call), name=f"receive from {self.address}")
+        self._reader = asyncio.create_task(self._read(call), name=f"receive from {self.address}")
         return self.description
 
-    async def submit(self, submission: Submission) -> AsyncGenerator[Delta]:
+    async def submit(self, submission: GenerationRequest) -> AsyncGenerator[Delta]:
         """Run a request and yield its deltas; the last one has a finish reason.
 
-        Leaving early (`aclose`, cancellation) cancels it at the target. Raises `TargetLost` if the link
-        breaks or the target drains before the end: submit again elsewhere, what came so far as `committed`.
-        Raises `WireError` for what the contract cannot carry, `ValueError` for an id that is in use.
+        Leaving early (`aclose`, cancellation) cancels the request at the target. Raises `TargetLost` if the link breaks
+        or the target drains first: submit the request to another target, with the tokens so far as `committed`.
+        Raises `WireError` if a value does not fit the contract, `ValueError` if the request id is in use.
         """
-        await self._outbox.wait_for_capacity()  # or many large requests at once would break the link for everybody
+        await self._outbox.wait_for_capacity()  # many large requests at once would break the link
         if submission.request_id in self._streams:
             raise ValueError(f"request {submission.request_id} already runs on this link")
-        self._send(pb.SubmitFrame(submits=[_encoded(submission)]))
+        self._send(pb.SubmitFrame(submits=[_encode_checked(submission)]))
         if self.lost:
             raise TargetLost(f"target {self.address} is lost")
-        arrived: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
-        self._streams[submission.request_id] = arrived
+        stream: asyncio.Queue[Delta | TargetLost] = asyncio.Queue()
+        self._streams[submission.request_id] = stream
         ended = False
         try:
             while not ended:
-                delta = await arrived.get()
+                delta = await stream.get()
                 ended = isinstance(delta, TargetLost) or delta.finish_reason is not None
                 if isinstance(delta, TargetLost):
                     raise delta
@@ -96,20 +96,20 @@ class TargetLink:
             del self._streams[submission.request_id]
 
     def cancel(self, request_id: str) -> None:
-        """Ask for the end of a request: its iterator ends with the finish reason `cancelled`."""
+        """Cancel a request: its iterator ends with the finish reason `cancelled`."""
         if request_id in self._streams:
             self._send(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
 
     async def wait_lost(self) -> None:
-        """Returns when the link is lost."""
+        """Return when the link is lost."""
         await self._lost.wait()
 
     async def close(self) -> None:
-        """End the link; the target cancels what still runs on it."""
+        """End the link; the target cancels its requests."""
         self._lose("closed by the gateway")
-        if self._receiver is not None:
-            self._receiver.cancel()
-            await asyncio.wait([self._receiver])
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
         await self._channel.close(None)
 
     def _send(self, frame: pb.SubmitFrame) -> None:
@@ -118,11 +118,11 @@ class TargetLink:
         except Congested as error:
             self._lose(str(error))
 
-    async def _receive(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.DeltaFrame]) -> None:
+    async def _read(self, call: grpc.aio.StreamStreamCall[pb.SubmitFrame, pb.DeltaFrame]) -> None:
         reason, kind = "the target ended the link", TargetLost
         try:
             async for frame in call:
-                self._take(frame)
+                self._receive(frame)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
             kind = TargetEngineDied if error.code() == grpc.StatusCode.ABORTED else TargetLost
@@ -132,8 +132,8 @@ class TargetLink:
             self._lose(reason, kind)
             call.cancel()
 
-    def _take(self, frame: pb.DeltaFrame | None) -> None:
-        if frame is None:  # gRPC's way of saying that the bytes were no such message
+    def _receive(self, frame: pb.DeltaFrame | None) -> None:
+        if frame is None:  # gRPC could not parse it
             raise WireError("a message that is no DeltaFrame")
         if frame.HasField("load"):
             self.load = decode_load(frame.load)
@@ -141,13 +141,13 @@ class TargetLink:
             log.info("target %s drains", self.address)
             self.draining = True
         for message in frame.deltas:
-            arrived = self._streams.get(message.request_id)
-            if arrived is None:
-                continue  # cancelled here a moment ago
+            stream = self._streams.get(message.request_id)
+            if stream is None:
+                continue  # just cancelled
             if message.finish_reason == common_pb2.FINISH_REASON_HANDED_OVER:
-                arrived.put_nowait(HandedOver(f"target {self.address} drains and handed the request over"))
+                stream.put_nowait(HandedOver(f"target {self.address} drains and handed the request over"))
             else:
-                arrived.put_nowait(decode_delta(message))
+                stream.put_nowait(decode_delta(message))
 
     def _lose(self, reason: str, kind: type[TargetLost] = TargetLost) -> None:
         if self.lost:
@@ -161,12 +161,12 @@ class TargetLink:
             len(self._streams),
             reason,
         )
-        for arrived in self._streams.values():
-            arrived.put_nowait(kind(f"target {self.address} lost: {reason}"))
+        for stream in self._streams.values():
+            stream.put_nowait(kind(f"target {self.address} lost: {reason}"))
 
 
-def _encoded(submission: Submission) -> pb.SubmitFrame.Submit:
-    """Raises `WireError` unless it fits beside all that may wait before it."""
+def _encode_checked(submission: GenerationRequest) -> pb.SubmitFrame.Submit:
+    """Raises `WireError` if the message may not fit into one frame together with waiting messages."""
     message = encode_submission(submission)
     if (size := message.ByteSize()) > SUBMIT_FRAME_BYTES // 2:
         raise WireError(f"request {submission.request_id}: {size} bytes, the most is {SUBMIT_FRAME_BYTES // 2}")

@@ -1,6 +1,6 @@
 """`Tensor` messages ↔ torch: float32, bfloat16, float16 and int64, little-endian, row-major.
 
-torch is imported with the first tensor: most links never carry one, and the process that holds them computes nothing.
+torch is imported with the first tensor: most links never carry one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 MAX_DIMENSIONS = 8
 
 if sys.byteorder != "little":
-    raise ImportError("tensors travel little-endian, and nobody has taught this module to swap bytes yet")
+    raise ImportError("tensors are sent little-endian, and this module does not swap bytes")
 
 
 def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
-    """Of any device and layout. Raises `WireError` for a dtype that the contract does not know."""
+    """Encode a tensor of any device and layout. Raises `WireError` for a dtype that the contract lacks."""
     import torch
 
     number = {dtype: number for number, dtype in _dtypes().items()}.get(tensor.dtype)
@@ -34,7 +34,7 @@ def encode_tensor(tensor: torch.Tensor) -> pb.Tensor:
 
 
 def decode_tensor(message: pb.Tensor) -> torch.Tensor:
-    """On the CPU, with memory of its own. Raises `WireError` if dtype, shape and data do not agree."""
+    """Return a tensor on the CPU that owns its memory. Raises `WireError` if dtype, shape and data disagree."""
     import torch
 
     dtype = _dtypes().get(message.dtype)
@@ -47,8 +47,8 @@ def decode_tensor(message: pb.Tensor) -> torch.Tensor:
     if len(message.data) != size:
         raise WireError(f"data: {len(message.data)} bytes where shape {shape} needs {size}")
     if size == 0:
-        raise WireError(f"shape: {shape} holds nothing")
-    # A bytearray, because torch wants memory that may be written to; this is the only copy.
+        raise WireError(f"shape: {shape} is empty")
+    # bytearray: torch requires writable memory. This is the only copy.
     return torch.frombuffer(bytearray(message.data), dtype=dtype).reshape(shape)
 
 

@@ -1,20 +1,20 @@
-"""`paceline bench control-plane`: what everything but the model costs.
+"""`paceline bench control-plane`: the cost of everything but the model.
 
 The models are tables: logits are looked up, in some ten microseconds instead of milliseconds, and the draft's table
-agrees with the target's in seven contexts of ten. Everything else is in earnest: HTTP and event streams, gateway,
+agrees with the target's in seven contexts of ten. Everything else is real: HTTP and event streams, gateway,
 frames over gRPC, scheduler, draws, verification, draft worker, Redis; each service in a process of its own, on the
-one machine that runs the clients too.
+machine that also runs the clients.
 
 - `step_overhead_ms`, one request at a time: the time from sending a request to the end of its stream, on the
-  client's clock, less the time that the target was inside the model, over the number of its steps; median over
-  requests. Being the whole request's time, it is an upper bound of what the control plane adds to a step.
-- `tokens_per_s`: what `streams` clients receive together, each sending its next request when one ends, over the time
-  from the first request sent to the end of the last stream.
-- `drafted_tokens`: how many guesses were verified at one request, over all of them. Where a step costs next to
-  nothing, waiting for guesses does not pay, and the target knows it: expect few.
+  client's clock, less the target's time inside the model, over the number of its steps; median over
+  requests. It covers the whole request, so it is an upper bound of the control plane's share of a step.
+- `tokens_per_s`: tokens that `streams` clients receive together, each sending its next request when one ends, over the
+  time from the first request sent to the end of the last stream.
+- `drafted_tokens`: draft tokens verified, over all requests sent one at a time. Where a step costs next to nothing,
+  waiting for draft tokens does not pay, and the target does not wait: expect few.
 
-Greedy; every stream must have the text that its prompt gives when it is decoded alone and plainly, or the benchmark
-fails. While the clock runs, clients only collect the bytes.
+Greedy; every stream must have the text of its prompt decoded alone and plainly, or the benchmark fails. While the
+clock runs, clients only collect the bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ REQUESTS_PER_STREAM = 6
 
 
 class OutputDiffersError(Exception):
-    """A stream's text is not what its prompt gives when it is decoded alone and plainly."""
+    """A stream's text differs from that of its prompt decoded alone and plainly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,47 +57,47 @@ class ControlPlaneResult:
 
 @dataclass(slots=True)
 class Recording:
-    """A stream as it came."""
+    """A received stream, not yet parsed."""
 
     prompt: str
     seconds: float
     body: bytes
 
-    def answer(self) -> HttpCompletion:
-        answer = HttpCompletion(wall_s=self.seconds)
+    def completion(self) -> HttpCompletion:
+        completion = HttpCompletion(wall_s=self.seconds)
         for line in self.body.splitlines():
             if line.startswith(b"data: {"):
-                answer.take(json.loads(line.removeprefix(b"data: ")))
-        return answer
+                completion.take(json.loads(line.removeprefix(b"data: ")))
+        return completion
 
 
 def run(console: Console, streams: int) -> ControlPlaneResult:
-    """Raises `ServiceStartError`, `StateError` or `OverlapOutputDiffersError`."""
+    """Raises `StartError`, `StateError` or `OutputDiffersError`."""
     return asyncio.run(_run(console, streams))
 
 
 async def measure(http: httpx.AsyncClient, streams: int, done: Callable[[], None] = lambda: None) -> ControlPlaneResult:
-    """Measure the server of TARGET behind `http`. `done` is told of each request. Raises
-    `OverlapOutputDiffersError`."""
+    """Measure the server of TARGET behind `http`. `done` is called after each request. Raises
+    `OutputDiffersError`."""
     plain = await _client(http, PROMPTS, done, speculative=False)
-    expected = {recording.prompt: recording.answer().text for recording in plain}
+    expected = {recording.prompt: recording.completion().text for recording in plain}
     alone = checked(await _client(http, PROMPTS[:REQUESTS_ALONE], done), expected)
     began = time.perf_counter()
     together = await asyncio.gather(*(_client(http, _share(number), done) for number in range(streams)))
     seconds = time.perf_counter() - began
-    answers = [answer for recordings in together for answer in checked(recordings, expected)]
+    completions = [completion for recordings in together for completion in checked(recordings, expected)]
     return ControlPlaneResult(
         step_overhead_ms=round(median(map(_overhead_ms, alone)), 3),
-        tokens_per_s=round(sum(len(answer.tokens) for answer in answers) / seconds, 1),
+        tokens_per_s=round(sum(len(completion.tokens) for completion in completions) / seconds, 1),
         streams=streams,
-        drafted_tokens=sum(answer.speculation["drafted_tokens"] for answer in alone),
+        drafted_tokens=sum(completion.speculation["drafted_tokens"] for completion in alone),
     )
 
 
 async def _run(console: Console, streams: int) -> ControlPlaneResult:
-    wish = DeploymentOptions(TARGET, SpeculativeConfig(method="draft_model", model=DRAFT))
+    options = DeploymentOptions(TARGET, SpeculativeConfig(method="draft_model", model=DRAFT))
     async with (
-        ready_stack(plan_deployment(wish), console) as stack,
+        ready_stack(plan_deployment(options), console) as stack,
         httpx.AsyncClient(base_url=stack.deployment.url, timeout=TIMEOUT_S, trust_env=False) as http,
     ):
         asked = len(PROMPTS) + REQUESTS_ALONE + streams * REQUESTS_PER_STREAM
@@ -106,14 +106,14 @@ async def _run(console: Console, streams: int) -> ControlPlaneResult:
 
 
 def _share(number: int) -> Sequence[str]:
-    """The prompts of one of the clients: each has its own order, so that few run at the same place."""
+    """The prompts of one client. Each client has its own order, so few decode the same prompt at once."""
     return [PROMPTS[(number * REQUESTS_PER_STREAM + i) % len(PROMPTS)] for i in range(REQUESTS_PER_STREAM)]
 
 
 async def _client(
     http: httpx.AsyncClient, prompts: Sequence[str], done: Callable[[], None], *, speculative: bool = True
 ) -> list[Recording]:
-    """One request after the other."""
+    """Send one request after another."""
     recordings = []
     for prompt in prompts:
         recordings.append(await _record(http, prompt, speculative))
@@ -139,12 +139,13 @@ async def _record(http: httpx.AsyncClient, prompt: str, speculative: bool) -> Re
 
 
 def checked(recordings: Sequence[Recording], expected: Mapping[str, str]) -> list[HttpCompletion]:
-    answers = [recording.answer() for recording in recordings]
-    for recording, answer in zip(recordings, answers, strict=True):
-        if answer.text != expected[recording.prompt]:
-            raise OutputDiffersError(f"after {recording.prompt!r}: {answer.text!r}")
-    return answers
+    """The completions. Raises `OutputDiffersError` unless all have the expected text."""
+    completions = [recording.completion() for recording in recordings]
+    for recording, completion in zip(recordings, completions, strict=True):
+        if completion.text != expected[recording.prompt]:
+            raise OutputDiffersError(f"after {recording.prompt!r}: {completion.text!r}")
+    return completions
 
 
-def _overhead_ms(answer: HttpCompletion) -> float:
-    return float((answer.wall_s - answer.timings["compute_s"]) / answer.speculation["steps"] * 1e3)
+def _overhead_ms(completion: HttpCompletion) -> float:
+    return float((completion.wall_s - completion.timings["compute_s"]) / completion.speculation["steps"] * 1e3)

@@ -1,12 +1,12 @@
 """`paceline demo`: the same tokens, sooner, in two acts.
 
 Act one serves the shipped model at its own speed. Act two serves the *widened* family: the same model padded with zeros
-to 188 million parameters (`paceline_lab.training.family.widened_family`), made into a temporary folder for this run.
+to 188 million parameters (`paceline_lab.training.family.widened_family`), written to a temporary folder for this run.
 The shipped model is so small that a draft has little to save; the widened one costs what a larger model costs.
 
-Each act starts the whole stack, as `paceline serve` does for the shipped model, and asks it for code, act one for
-answers to questions as well; one request at a time, greedy and at temperature 0.8. Each prompt is asked with
-speculation and without it, on one engine, in turns, so that other load on the machine slows both alike. Tokens must be
+Each act starts the whole stack, as `paceline serve` does for the shipped model, and requests code completions, act one
+answers to questions as well; one request at a time, greedy and at temperature 0.8. Each prompt is decoded with
+speculation and without it, on one engine, in turns, so other load on the machine slows both alike. Tokens must be
 equal. Speeds are medians over requests:
 
 - `*_tokens_per_s` on the target's own clock, from a request's arrival to its last token, prompt included;
@@ -14,9 +14,9 @@ equal. Speeds are medians over requests:
 - `speedup` is the ratio of the two medians, `speedup_http` that of the other two;
 - `acceptance_length` is the number of accepted tokens per verification, without the bonus token.
 
-Each prompt is asked once before anything is measured, so both find it in the prefix cache.
+Each prompt is decoded once before anything is measured, so both find it in the prefix cache.
 
-Ctrl-C ends it with what was measured.
+Ctrl-C ends the demo with what was measured so far.
 
 The last line is one JSON document. At its top are the figures of act one, under `widened` the same of act two:
 
@@ -36,7 +36,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -48,8 +47,9 @@ from paceline.cli.deployment import TARGET, DeploymentOptions, default_speculati
 from paceline.cli.http_client import HttpClient, HttpCompletion, open_client
 from paceline.cli.local_stack import ready_stack
 from paceline.cli.process_tree import tree_pss_mb
-from paceline.cli.progress import progress
+from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.cli.token_colours import LEGEND, TokenPainter, summary
+from paceline_lab.bench.bench_measurement import Measurement
 from paceline_lab.bench.workloads import Workload, workloads
 
 TEMPERATURES = (0.0, 0.8)
@@ -59,113 +59,127 @@ MAX_TOKENS = 96
 
 @dataclass(frozen=True, slots=True)
 class DemoAct:
-    """One stack and what it is asked. `repetitions`: of each prompt, plain and speculative each."""
+    """One stack and its requests. `repetitions`: of each prompt, plain and speculative each."""
 
     title: str
     intro: str
-    wish: DeploymentOptions
+    deployment: DeploymentOptions
     workloads: Sequence[Workload]
     repetitions: int
 
 
-@dataclass(frozen=True, slots=True)
-class DemoMeasurement:
-    """One workload at one temperature."""
+@dataclass(slots=True)
+class DemoTimes:
+    """Plain or speculative decoding of one workload, on two clocks."""
 
-    name: str
-    temperature: float
-    plain_tokens_per_s: float
-    speculative_tokens_per_s: float
-    speedup: float
-    acceptance_length: float
-    plain_tokens_per_s_http: float
-    speculative_tokens_per_s_http: float
-    speedup_http: float
+    served: Measurement = field(default_factory=Measurement)
+    http: Measurement = field(default_factory=Measurement)
+    verifications: int = 0
+    accepted_tokens: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class DemoFigures:
-    """One act. The units are in the module's docstring."""
-
-    identical: bool
-    outputs: int
-    same: int
-    workloads: Sequence[DemoMeasurement]
-    ready_s: float
-    rss_mb: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class DemoResult(DemoFigures):
-    """Act one, with act two below it. `identical` is about both. None: it was not played."""
-
-    widened: DemoFigures | None
+    def add(self, prompt: int, completion: HttpCompletion) -> None:
+        self.served.add(prompt, [completion.tokens], completion.timings["total_s"])
+        self.http.add(prompt, [completion.tokens], completion.wall_s)
+        self.verifications += completion.speculation["verifications"]
+        self.accepted_tokens += completion.speculation["accepted_tokens"]
 
 
 @dataclass(slots=True)
 class DemoRuns:
-    """The answers of one workload at one temperature, by prompt and then by repetition."""
+    """The completions of one workload at one temperature."""
 
     workload: Workload
     temperature: float
-    plain: list[list[HttpCompletion]] = field(default_factory=list)
-    speculative: list[list[HttpCompletion]] = field(default_factory=list)
+    plain: DemoTimes = field(default_factory=DemoTimes)
+    speculative: DemoTimes = field(default_factory=DemoTimes)
+
+    @property
+    def outputs(self) -> int:
+        """Prompts that were decoded."""
+        return len(self.plain.served.outputs)
 
     @property
     def same(self) -> int:
-        """Prompts to which all answers are equal."""
-        return sum(
-            len({tuple(answer.tokens) for answer in (*plain, *speculative)}) == 1
-            for plain, speculative in zip(self.plain, self.speculative, strict=True)
-        )
+        """Prompts whose outputs are all equal."""
+        return self.speculative.served.equal_prompts(self.plain.served)
+
+    def row(self) -> dict[str, Any]:
+        """The speeds of the module's docstring."""
+        plain, speculative = self.plain.served.median_speed, self.speculative.served.median_speed
+        plain_http, speculative_http = self.plain.http.median_speed, self.speculative.http.median_speed
+        return {
+            "name": self.workload.name,
+            "temperature": self.temperature,
+            "plain_tokens_per_s": round(plain, 3),
+            "speculative_tokens_per_s": round(speculative, 3),
+            "speedup": round(speculative / plain, 3),
+            "acceptance_length": round(self.speculative.accepted_tokens / max(self.speculative.verifications, 1), 3),
+            "plain_tokens_per_s_http": round(plain_http, 3),
+            "speculative_tokens_per_s_http": round(speculative_http, 3),
+            "speedup_http": round(speculative_http / plain_http, 3),
+        }
+
+
+@dataclass(slots=True)
+class DemoFigures:
+    """One act, as far as it was played."""
+
+    runs: list[DemoRuns] = field(default_factory=list)
+    ready_s: float | None = None
+    rss_mb: float | None = None
 
     @property
-    def identical(self) -> bool:
-        return self.same == len(self.plain)
+    def measured(self) -> list[DemoRuns]:
+        return [run for run in self.runs if run.outputs]
 
-    def measured(self) -> DemoMeasurement:
-        plain = [answer for answers in self.plain for answer in answers]
-        speculative = [answer for answers in self.speculative for answer in answers]
-        own = [median(answer.tokens_per_s for answer in answers) for answers in (plain, speculative)]
-        http = [median(answer.tokens_per_s_http for answer in answers) for answers in (plain, speculative)]
-        return DemoMeasurement(
-            self.workload.name,
-            self.temperature,
-            *_rounded(own[0], own[1], own[1] / own[0], acceptance_length(speculative)),
-            *_rounded(http[0], http[1], http[1] / http[0]),
-        )
+    @property
+    def outputs(self) -> int:
+        return sum(run.outputs for run in self.runs)
+
+    @property
+    def same(self) -> int:
+        return sum(run.same for run in self.runs)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "identical": self.same == self.outputs,
+            "outputs": self.outputs,
+            "same": self.same,
+            "workloads": [run.row() for run in self.measured],
+            "ready_s": None if self.ready_s is None else round(self.ready_s, 3),
+            "rss_mb": None if self.rss_mb is None else round(self.rss_mb, 3),
+        }
 
 
-def acceptance_length(answers: Sequence[HttpCompletion]) -> float:
-    """Accepted tokens per verification, without the bonus token."""
-    verifications = sum(answer.speculation["verifications"] for answer in answers)
-    return float(sum(answer.speculation["accepted_tokens"] for answer in answers) / max(verifications, 1))
+def run(console: Console) -> dict[str, Any]:
+    """Play both acts; return the JSON document, whose `widened` is None if act two was not played.
 
-
-async def demo(console: Console, began: float) -> DemoResult:
-    """Play both acts. `began`: when the command did, in seconds. Raises `ServiceStartError`, `StateError`."""
-    one, whole = await play(console, _act_one(), began)
-    two: DemoFigures | None = None
-    if whole:
-        with TemporaryDirectory(prefix="paceline-demo-") as folder:
-            target = _widened_target(console, Path(folder))
-            two, _ = await play(console, _act_two(target), time.monotonic())
-    console.print(Rule(characters="═"), verdict([one] if two is None else [one, two]), style="bold")
-    identical = one.identical and (two is None or two.identical)
-    return DemoResult(identical, one.outputs, one.same, one.workloads, one.ready_s, one.rss_mb, two)
+    Raises `StartError` or `StateError`.
+    """
+    began = time.monotonic()
+    one, two = DemoFigures(), DemoFigures()
+    with results_kept_on_interrupt(console), TemporaryDirectory(prefix="paceline-demo-") as folder:
+        asyncio.run(play(console, _act_one(), one, began))
+        act_two = _act_two(_widened_target(console, Path(folder)))
+        asyncio.run(play(console, act_two, two, time.monotonic()))
+    acts = [one, two] if two.outputs else [one]
+    console.print(Rule(characters="═"), verdict(acts), style="bold")
+    identical = all(act.same == act.outputs for act in acts)
+    widened = two.as_json() if two.outputs else None
+    return {**one.as_json(), "identical": identical, "widened": widened}
 
 
 def verdict(acts: Sequence[DemoFigures]) -> str:
-    """In words."""
+    """One line for the terminal."""
     outputs, same = sum(act.outputs for act in acts), sum(act.same for act in acts)
-    best = max((each.speedup for act in acts for each in act.workloads), default=1.0)
+    best = max((run.row()["speedup"] for act in acts for run in act.measured), default=1.0)
     return f"{same} of {outputs} outputs identical, up to {best:.1f} × sooner"
 
 
 def _act_one() -> DemoAct:
     return DemoAct(
         "Act one: the shipped model",
-        "The shipped model at its own speed: a pass takes so little time that guesses can save hardly any of it.",
+        "The shipped model at its own speed: a pass takes so little time that drafts can save hardly any of it.",
         DeploymentOptions(),
         workloads(),
         repetitions=3,
@@ -177,7 +191,7 @@ def _act_two(target: Path) -> DemoAct:
     return DemoAct(
         "Act two: the widened model",
         "The same model, padded with zeros to 188 million parameters in a temporary folder: the same words at the cost "
-        "of a larger model, whose passes are worth saving.",
+        "of a larger model, whose passes take long enough for drafts to save time.",
         DeploymentOptions(str(target), default_speculative_config(TARGET)),
         workloads()[:1],
         repetitions=1,
@@ -192,72 +206,47 @@ def _widened_target(console: Console, folder: Path) -> Path:
     return target
 
 
-async def play(console: Console, act: DemoAct, began: float) -> tuple[DemoFigures, bool]:
-    """Start, show, measure and stop one stack; and whether that was done to the end. `began`: from when on `ready_s`
-    counts."""
-    runs: list[DemoRuns] = []
-    whole = True
+async def play(console: Console, act: DemoAct, figures: DemoFigures, began: float) -> None:
+    """Start, show, measure and stop one stack. `ready_s` counts from `began`. `figures` keeps what was measured before
+    a cancellation."""
     console.print(Rule(f"[bold]{act.title}[/bold]", characters="═"))
     console.print(act.intro)
-    async with ready_stack(plan_deployment(act.wish), console) as stack, open_client(stack.deployment.url) as client:
-        ready_s = time.monotonic() - began
-        console.print(f"ready after {ready_s:.1f} s ·", LEGEND)
+    deployment = plan_deployment(act.deployment)
+    async with ready_stack(deployment, console) as stack, open_client(stack.deployment.url) as client:
+        figures.ready_s = time.monotonic() - began
+        console.print(f"ready after {figures.ready_s:.1f} s ·", LEGEND)
         try:
             for workload, temperature in product(act.workloads, TEMPERATURES):
-                runs.append(DemoRuns(workload, temperature))
-                await _run(client, console, act, runs[-1])
-        except asyncio.CancelledError:  # by Ctrl-C, the only one who does
-            whole = False
-            console.print("\n[yellow]stopped: what was measured so far counts[/yellow]")
-        rss_mb = tree_pss_mb()
-    runs = [run for run in runs if run.plain]
-    outputs, same = sum(len(run.plain) for run in runs), sum(run.same for run in runs)
-    figures = DemoFigures(same == outputs, outputs, same, [run.measured() for run in runs], *_rounded(ready_s, rss_mb))
-    return figures, whole
+                figures.runs.append(DemoRuns(workload, temperature))
+                await _run(client, console, figures.runs[-1], act.repetitions)
+        finally:
+            figures.rss_mb = tree_pss_mb()
 
 
-async def _run(client: HttpClient, console: Console, act: DemoAct, runs: DemoRuns) -> None:
-    """Show the first prompt's answer, then measure all of them, into `runs`."""
-    workload, temperature = runs.workload, runs.temperature
-    console.print(Rule(f"{workload.name}, temperature {temperature:g}"))
+async def _run(client: HttpClient, console: Console, runs: DemoRuns, repetitions: int) -> None:
+    """Show the first prompt's answer, then measure all prompts."""
+    path, temperature = runs.workload.path, runs.temperature
+    console.print(Rule(f"{runs.workload.name}, temperature {temperature:g}"))
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
-    bodies = [body | sampling for body in workload.bodies]
-    shown = await client.stream(workload.path, bodies[0], TokenPainter(console))
+    bodies = [body | sampling for body in runs.workload.bodies]
+    shown = await client.stream(path, bodies[0], TokenPainter(console))
     console.print(f"\n\n[dim]{summary(shown)}[/dim]")
     with progress(console, "prompts, plain and speculative in turns", len(bodies)) as done:
-        for body in bodies:
-            await _measure(client, runs, body, act.repetitions)
+        for prompt, body in enumerate(bodies):
+            await client.stream(path, body)  # fills the prefix cache
+            for _ in range(repetitions):
+                plain = await client.collect(path, body | {"speculative": False})
+                speculative = await client.collect(path, body)
+                runs.plain.add(prompt, plain)
+                runs.speculative.add(prompt, speculative)
             done()
-    _print(console, runs)
-
-
-async def _measure(client: HttpClient, runs: DemoRuns, body: dict[str, Any], repetitions: int) -> None:
-    """Ask one prompt in turns, with speculation and without it."""
-    plain, speculative = [], []
-    await client.stream(runs.workload.path, body)
-    for _ in range(repetitions):
-        plain.append(await client.collect(runs.workload.path, body | {"speculative": False}))
-        speculative.append(await client.collect(runs.workload.path, body))
-    runs.plain.append(plain)
-    runs.speculative.append(speculative)
-
-
-def _print(console: Console, runs: DemoRuns) -> None:
-    measured = runs.measured()
+    row = runs.row()
     console.print(
-        f"plain {measured.plain_tokens_per_s:.0f} tokens/s, speculative {measured.speculative_tokens_per_s:.0f}: "
-        f"[bold]{measured.speedup:.2f} ×[/bold] (over HTTP {measured.speedup_http:.2f} ×)"
+        f"plain {row['plain_tokens_per_s']:.0f} tokens/s, speculative {row['speculative_tokens_per_s']:.0f}: "
+        f"[bold]{row['speedup']:.2f} ×[/bold] (over HTTP {row['speedup_http']:.2f} ×)"
     )
-    if runs.identical:
-        each = len(runs.plain[0]) + len(runs.speculative[0])
-        console.print(f"identical output: {len(runs.plain)} prompts, {each} answers each", style="green")
+    if runs.same == runs.outputs:
+        each = (len(runs.plain.served.speeds) + len(runs.speculative.served.speeds)) // runs.outputs
+        console.print(f"identical output: {runs.outputs} prompts, {each} answers each", style="green")
     else:
         console.print("OUTPUT DIFFERS between plain and speculative decoding", style="bold red")
-
-
-def _rounded(*values: Any) -> list[Any]:
-    return [None if value is None else round(value, 3) for value in values]
-
-
-def run(console: Console) -> DemoResult:
-    return asyncio.run(demo(console, time.monotonic()))

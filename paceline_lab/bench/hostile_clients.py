@@ -1,19 +1,19 @@
 """`paceline bench hostile`: what one client can do to the others.
 
 Starts the whole stack over the shipped model, as `paceline serve` does, and sends it what a hostile or careless client
-sends, while another client goes on asking for something small:
+sends, while another client keeps sending small requests:
 
-- `costly grammars`: ten schemas of sixty bytes each of which takes seconds to compile; the other brings a new grammar.
-- `prompts of 8 MB`: six at once, far longer than the context; the other tokenizes a word.
-- `texts of 8 MB to tokenize`: six at once, which are answered; the other tokenizes a word.
-- `128 choices`: one request with `n: 128`; the other streams an answer, and waits for its first token.
-- `no messages`: bytes that are no protobuf, to target and draft, and to their health and reflection.
+- `costly grammars`: ten schemas of sixty bytes that take seconds to compile; the other client sends a new grammar.
+- `prompts of 8 MB`: six at once, far longer than the context; the other client tokenizes a word.
+- `texts of 8 MB to tokenize`: six at once, which are accepted; the other client tokenizes a word.
+- `128 choices`: one request with `n: 128`; the other client waits for the first token of a stream.
+- `no messages`: bytes that are no protobuf, to target and draft, and to their health and reflection services.
 - `other sites`: text posted by a page of another site.
 
-Each line of the table says how they were answered, how long that took, how much more memory all processes had at most,
-and what the other waited: alone (median), and beside it (median and longest). The last line is one JSON document:
-`attacks`, the same, times in seconds and memory in MB (10^6 bytes, proportional set size); and `tracebacks`, how many
-the services logged.
+Each row of the table has the responses, the time they took, the peak of additional memory of all processes, and the
+other client's waiting time: alone (median), and during the attack (median and longest). The last line is one JSON
+document: `attacks`, the same, times in seconds and memory in MB (10^6 bytes, proportional set size); and `tracebacks`,
+the number of tracebacks that the services logged.
 """
 
 from __future__ import annotations
@@ -39,31 +39,33 @@ from paceline.cli.process_tree import tree_pss_mb
 from paceline.cli.progress import progress, results_kept_on_interrupt
 
 ALONE = 9
-"""How often the other asks while nothing else goes on."""
+"""Requests of the other client without an attack."""
 ATTACKS = 6
-LOOK_EVERY_S = 0.2
+POLL_S = 0.2
 SIZE = 8_000_000
 METHODS = {
     "targets": ("/paceline.v1.TargetService/Describe", "/paceline.v1.TargetService/Serve"),
     "drafts": ("/paceline.v1.DraftService/Describe", "/paceline.v1.DraftService/Grow"),
 }
-EVERYBODYS = (
+EVERY_SERVER = (
     "/grpc.health.v1.Health/Check",
     "/grpc.health.v1.Health/Watch",
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo",
 )
 
-Ask = Callable[[], Awaitable[Any]]
+Send = Callable[[], Awaitable[Any]]
+Waited = Callable[[], Awaitable[float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """One row of the table. Units are in the module's docstring. `memory_mb` is None where the system does not tell,
-    times of the other client are None where an attack has none."""
+    """One row of the table. Units are in the module's docstring. `memory_mb` is None on systems without the figure;
+    times are None for an attack without another client."""
 
     name: str
     sent: int
     answers: dict[str, int]
+    """Number of responses by status."""
     seconds: float
     memory_mb: float | None
     alone_s: float | None = None
@@ -75,12 +77,12 @@ class Attack:
 class HostileResult:
     attacks: list[Attack] = field(default_factory=list)
     tracebacks: int = 0
-    """In what the services logged meanwhile."""
+    """In the logs of the services."""
 
 
 @dataclass(slots=True)
 class HostileBench:
-    """One stack, and the clients of it."""
+    """One stack and its clients."""
 
     stack: LocalStack
     client: HttpClient
@@ -88,7 +90,7 @@ class HostileBench:
     _numbers: count[int] = field(default_factory=count)
 
     async def all(self, done: Callable[[], None]) -> None:
-        """One after the other; `done` hears of each."""
+        """Run one attack after another; `done` is called after each."""
         every = (
             self._costly_grammars,
             self._huge_prompts,
@@ -102,25 +104,27 @@ class HostileBench:
             done()
 
     async def _costly_grammars(self) -> Attack:
-        def costly(number: int) -> Ask:
+        def costly(number: int) -> Send:
             schema = {"type": "integer", "multipleOf": 999_983 + 2 * number}
-            return lambda: self._post("/v1/completions", _bound({"json": schema}))
+            return self._sender("/v1/completions", _with_grammar({"json": schema}))
 
-        async def other() -> None:
-            await self._post("/v1/completions", _bound({"regex": f"a{{{next(self._numbers) % 200 + 1}}}b*"}))
+        async def other() -> float:
+            body = _with_grammar({"regex": f"a{{{next(self._numbers) % 200 + 1}}}b*"})
+            return await _seconds(self._sender("/v1/completions", body))
 
         return await self._attack("costly grammars", [costly(number) for number in range(10)], other)
 
     async def _huge_prompts(self) -> Attack:
         body = {"prompt": "word " * (SIZE // 5 - 10), "max_tokens": 1}
-        return await self._attack("prompts of 8 MB", [lambda: self._post("/v1/completions", body)] * 6, self._word)
+        return await self._attack("prompts of 8 MB", [self._sender("/v1/completions", body)] * 6, self._tokenize_s)
 
     async def _huge_texts(self) -> Attack:
         body = {"prompt": "word " * (SIZE // 5 - 10)}
-        return await self._attack("texts of 8 MB to tokenize", [lambda: self._post("/tokenize", body)] * 6, self._word)
+        return await self._attack("texts of 8 MB to tokenize", [self._sender("/tokenize", body)] * 6, self._tokenize_s)
 
-    async def _word(self) -> None:
-        await self._post("/tokenize", {"prompt": "word"})
+    async def _tokenize_s(self) -> float:
+        """Time to tokenize one word."""
+        return await _seconds(self._sender("/tokenize", {"prompt": "word"}))
 
     async def _many_choices(self) -> Attack:
         body = {
@@ -130,47 +134,32 @@ class HostileBench:
             "temperature": 1.0,
             "ignore_eos": True,
         }
-        alone, beside = [], []
-        for _ in range(ALONE):
-            alone.append(await self._first_token_s())
-
-        async def other() -> None:
-            beside.append(await self._first_token_s())
-
-        told = await self._attack("128 choices", [lambda: self._post("/v1/completions", body)], other)
-        return Attack(
-            told.name,
-            told.sent,
-            told.answers,
-            told.seconds,
-            told.memory_mb,
-            *_told(alone),
-            _told(beside)[0],
-            max(beside),
-        )
+        return await self._attack("128 choices", [self._sender("/v1/completions", body)], self._first_token_s)
 
     async def _first_token_s(self) -> float:
-        """Of a small request."""
+        """Time to the first token of a small request."""
         began, first = time.perf_counter(), 0.0
 
-        def progress(answer: HttpCompletion) -> None:
+        def on_progress(completion: HttpCompletion) -> None:
             nonlocal first
-            if answer.tokens and not first:
+            if completion.tokens and not first:
                 first = time.perf_counter() - began
 
-        await self.client.stream("/v1/completions", {"prompt": f"x = {next(self._numbers)}", "max_tokens": 8}, progress)
+        await self.client.stream(
+            "/v1/completions", {"prompt": f"x = {next(self._numbers)}", "max_tokens": 8}, on_progress
+        )
         return first
 
     async def _no_messages(self) -> Attack:
         deployment = self.stack.deployment
-        places = {"targets": deployment.targets.values(), "drafts": deployment.drafts.values()}
-        asks = [
-            _no_message(f"127.0.0.1:{port}", method)
-            for kind, ports in places.items()
+        workers = {"targets": deployment.targets.values(), "drafts": deployment.drafts.values()}
+        sends = [
+            _malformed(f"127.0.0.1:{port}", method)
+            for kind, ports in workers.items()
             for port in ports
-            for method in (*METHODS[kind], *EVERYBODYS)
+            for method in (*METHODS[kind], *EVERY_SERVER)
         ]
-        return await self._attack("no messages", asks)
+        return await self._attack("no messages", sends)
 
     async def _other_sites(self) -> Attack:
         async def post() -> str:
@@ -180,37 +169,52 @@ class HostileBench:
 
         return await self._attack("other sites", [post])
 
-    async def _post(self, path: str, body: dict[str, Any]) -> str:
-        return str((await self.client.http.post(path, json=body)).status_code)
+    def _sender(self, path: str, body: dict[str, Any]) -> Send:
+        """A function that posts the body and returns the status."""
 
-    async def _attack(self, name: str, asks: Sequence[Ask], other: Ask | None = None) -> Attack:
-        alone = [await _timed(other) for _ in range(ALONE)] if other else []
+        async def send() -> str:
+            return str((await self.client.http.post(path, json=body)).status_code)
+
+        return send
+
+    async def _attack(self, name: str, sends: Sequence[Send], other: Waited | None = None) -> Attack:
+        """Send everything at once while the other client sends one request after another.
+
+        `other` sends one request and returns its waiting time in seconds.
+        """
+        alone = [await other() for _ in range(ALONE)] if other else []
         before = tree_pss_mb()
         began = time.perf_counter()
-        all_ = asyncio.gather(*(ask() for ask in asks))
-        looking = asyncio.create_task(_most_memory(all_))
-        beside = []
+        responses = asyncio.gather(*(send() for send in sends))
+        polling = asyncio.create_task(_peak_memory(responses))
+        during = []
         try:
-            while other and not all_.done():
-                beside.append(await _timed(other))
+            while other and not responses.done():
+                during.append(await other())
         except asyncio.CancelledError:
-            all_.cancel()
-            await asyncio.gather(all_, looking, return_exceptions=True)
+            responses.cancel()
+            await asyncio.gather(responses, polling, return_exceptions=True)
             raise
-        answers = Counter(await all_)
-        seconds, most = time.perf_counter() - began, await looking
-        memory = None if before is None or most is None else max(0.0, most - before)
+        counts = Counter(await responses)
+        seconds, peak = time.perf_counter() - began, await polling
         return Attack(
-            name, len(asks), dict(answers), seconds, memory, *_told(alone), *_told(beside), max(beside, default=None)
+            name,
+            len(sends),
+            dict(counts),
+            seconds,
+            memory_mb=None if before is None or peak is None else max(0.0, peak - before),
+            alone_s=median(alone) if alone else None,
+            beside_s=median(during) if during else None,
+            longest_s=max(during, default=None),
         )
 
 
-def _bound(outputs: dict[str, Any]) -> dict[str, Any]:
-    return {"prompt": "x", "max_tokens": 1, "structured_outputs": outputs}
+def _with_grammar(grammar: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": "x", "max_tokens": 1, "structured_outputs": grammar}
 
 
-def _no_message(address: str, method: str) -> Ask:
-    async def ask() -> str:
+def _malformed(address: str, method: str) -> Send:
+    async def send() -> str:
         async with grpc.aio.insecure_channel(address) as channel:
             call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(method)()
             try:
@@ -221,55 +225,51 @@ def _no_message(address: str, method: str) -> Ask:
                 return error.code().name
         return "OK"
 
-    return ask
+    return send
 
 
-async def _most_memory(until: asyncio.Future[Any]) -> float | None:
-    most = 0.0
+async def _peak_memory(until: asyncio.Future[Any]) -> float | None:
+    peak = 0.0
     while not until.done():
         memory = await asyncio.to_thread(tree_pss_mb)
         if memory is None:
             return None
-        most = max(most, memory)
-        await asyncio.sleep(LOOK_EVERY_S)
-    return most
+        peak = max(peak, memory)
+        await asyncio.sleep(POLL_S)
+    return peak
 
 
-async def _timed(ask: Ask) -> float:
+async def _seconds(send: Send) -> float:
     began = time.perf_counter()
-    await ask()
+    await send()
     return time.perf_counter() - began
 
 
-def _told(seconds: Sequence[float]) -> tuple[float | None]:
-    return (median(seconds) if seconds else None,)
-
-
 async def _bench(console: Console, result: HostileResult) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     deployment = plan_deployment(DeploymentOptions())
-    async with running_stack(deployment, said.append) as stack, open_client(deployment.url) as client:
+    async with running_stack(deployment, lines.append) as stack, open_client(deployment.url) as client:
         client.http.timeout = httpx.Timeout(600.0)
         await stack.ready()
         try:
             with progress(console, "attacks", ATTACKS) as done:
                 await HostileBench(stack, client, result.attacks).all(done)
         finally:
-            result.tracebacks = sum("Traceback" in line for line in said)
+            result.tracebacks = sum("Traceback" in line for line in lines)
 
 
 def _table(attacks: Sequence[Attack]) -> Table:
-    table = Table("attack", "answers", "s", "MB more", "alone, ms", "beside", "longest", box=None)
+    table = Table("attack", "responses", "s", "MB more", "alone, ms", "during", "longest", box=None)
     for each in attacks:
-        answers = ", ".join(f"{number} × {answer}" for answer, number in each.answers.items())
+        responses = ", ".join(f"{number} × {status}" for status, number in each.answers.items())
         memory = "" if each.memory_mb is None else f"{each.memory_mb:.0f}"
         waits = ("" if wait is None else f"{1e3 * wait:.1f}" for wait in (each.alone_s, each.beside_s, each.longest_s))
-        table.add_row(each.name, answers, f"{each.seconds:.2f}", memory, *waits)
+        table.add_row(each.name, responses, f"{each.seconds:.2f}", memory, *waits)
     return table
 
 
 def run(console: Console) -> HostileResult:
-    """Measure and show; after Ctrl-C, what was measured by then. Raises `ServiceStartError` or `StateError`."""
+    """Measure and show. Ctrl-C ends the run with what was measured so far. Raises `StartError` or `StateError`."""
     result = HostileResult()
     with results_kept_on_interrupt(console):
         asyncio.run(_bench(console, result))

@@ -1,19 +1,17 @@
-"""A bad network to test against: `python -m paceline_lab.bench.impairment_proxy --to HOST:PORT --delay-ms 20`.
+"""A bad network for benchmarks and tests: relays TCP with delay, jitter, limited bandwidth, cuts and hangs.
 
-Relays TCP. Each direction of a connection delivers every byte `delay_s` after it came (and up to `jitter_s` more,
-drawn once per connection: so connections overtake one another, as they do on different paths, while each stays in
-order), and no faster than `bytes_per_s`: more than that it does not take in either, so that whoever sends too much has
-to wait. `cut` ends what is open and refuses what comes; `hang` delivers nothing until
-it is told to go on. Threads, not an event loop, whose timers are as coarse as what is to be measured.
+Each direction of a connection delivers every byte `delay_s` after it came (and up to `jitter_s` more,
+drawn once per connection: connections overtake one another, as on different paths, while each stays in
+order), and no faster than `bytes_per_s`; it does not read more than that either, so a faster sender has to wait.
+`cut` closes open connections and refuses new ones; `hang` delivers nothing until `go_on`. It uses threads, because an
+event loop's timers are as coarse as the delays to measure.
 """
 
 from __future__ import annotations
 
-import argparse
 import queue
 import random
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,12 +19,12 @@ from dataclasses import dataclass, field
 
 CHUNK = 2**16
 TICK_S = 0.02
-"""What is throttled passes in pieces of so many seconds."""
+"""Throttled data passes in pieces of this duration."""
 
 
 @dataclass(frozen=True, slots=True)
 class Impairment:
-    """What the network does, one way. Seconds and bytes per second; 0 bytes per second: as fast as it goes."""
+    """Delays and bandwidth of one direction. 0 bytes per second: unlimited."""
 
     delay_s: float = 0.0
     jitter_s: float = 0.0
@@ -35,7 +33,7 @@ class Impairment:
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes relayed so far: from whoever connects, and back."""
+    """Bytes relayed so far: from the client, and back."""
 
     there: int = 0
     back: int = 0
@@ -78,11 +76,11 @@ class ImpairmentProxy:
 
     @property
     def open_directions(self) -> int:
-        """Two for each connection that neither side has ended."""
+        """Two for each open connection."""
         return len(self._open)
 
     def impair(self, impairment: Impairment) -> None:
-        """From now on. Connections that are open keep the share of jitter that they drew."""
+        """Change the impairment from now on. Open connections keep their share of jitter."""
         self.impairment = impairment
 
     def cut(self) -> None:
@@ -98,11 +96,11 @@ class ImpairmentProxy:
         self._refusing = False
 
     def hang(self) -> None:
-        """Deliver nothing, as if cables were unplugged: nobody is told."""
+        """Deliver nothing and close nothing, as if cables were unplugged."""
         self._passing.clear()
 
     def go_on(self) -> None:
-        """Deliver what has piled up, and go on."""
+        """Deliver the backlog, and go on."""
         self._passing.set()
 
     def _accept(self) -> None:
@@ -132,7 +130,7 @@ class ImpairmentProxy:
             direction.start()
 
     def forget(self, ended: _Direction) -> None:
-        """Once both directions have ended, so has the connection."""
+        """Remove a direction; close the connection once both directions have ended."""
         with self._lock:
             self._open.discard(ended)
             if any(each.source is ended.sink for each in self._open):
@@ -150,13 +148,13 @@ class ImpairmentProxy:
 
 @dataclass(slots=True, eq=False)
 class _Direction:
-    """Two threads: one takes bytes in and notes when they are due, the other delivers them."""
+    """Two threads: one receives bytes and computes when they are due, the other delivers them."""
 
     link: ImpairmentProxy
     source: socket.socket
     sink: socket.socket
     jitter: float
-    """Its share of what there is, 0 to 1."""
+    """Its share of `jitter_s`, 0 to 1."""
     name: str
     due: queue.SimpleQueue[tuple[float, bytes]] = field(default_factory=queue.SimpleQueue)
 
@@ -177,7 +175,7 @@ class _Direction:
         self._put(0.0, b"")
 
     def _receive(self) -> bytes:
-        """Nothing if there will be no more."""
+        """Empty at the end."""
         try:
             return self.source.recv(CHUNK)
         except OSError:
@@ -201,7 +199,7 @@ class _Direction:
         self.link.forget(self)
 
     def _next(self) -> bytes:
-        """What is due next, when it is."""
+        """Wait until the next data is due; empty at the end."""
         when, data = self.due.get()
         time.sleep(max(0.0, when - time.monotonic()))
         self.link.wait_to_pass()
@@ -212,23 +210,3 @@ def _close(end: socket.socket) -> None:
     with suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     end.close()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", required=True, help="HOST:PORT to relay to")
-    parser.add_argument("--port", type=int, default=0, help="to listen on; 0: the system chooses")
-    parser.add_argument("--delay-ms", type=float, default=0.0, help="one way: half of the round trip")
-    parser.add_argument("--jitter-ms", type=float, default=0.0)
-    parser.add_argument("--bytes-per-s", type=float, default=0.0, help="0: as fast as it goes")
-    options = parser.parse_args()
-    host, _, port = options.to.rpartition(":")
-    impairment = Impairment(options.delay_ms / 1e3, options.jitter_ms / 1e3, options.bytes_per_s)
-    with ImpairmentProxy((host, int(port)), impairment, options.port) as link:
-        sys.stdout.write(f"{link.address}\n")
-        sys.stdout.flush()
-        threading.Event().wait()
-
-
-if __name__ == "__main__":
-    main()

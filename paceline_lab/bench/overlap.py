@@ -1,31 +1,29 @@
-"""`paceline bench overlap`: what hiding drafts and network behind verification is worth.
+"""`paceline bench overlap`: the gain from hiding drafts and network behind verification.
 
 The whole stack on this machine, over models that take as long as an accelerator would
-(`paceline_lab.fake_models.timed_model`), and with a network between target and draft that is as slow as asked
+(`paceline_lab.fake_models.timed_model`), and with a slow network between target and draft
 (`paceline_lab.bench.impairment_proxy`). Three ways to decode:
 
 - `plain`: no draft;
-- `lockstep`: after each commit the target waits until its draft has drafted a chain of K tokens, then verifies; what
-  a target does that asks its draft. K is the best of `CHAINS` for each line;
-- `streamed`: the draft grows ahead, the target takes what is there. What Paceline does.
+- `lockstep`: after each commit the target waits for a chain of K draft tokens, then verifies. K is the best of `CHAINS`
+  for each row;
+- `streamed`: the draft grows ahead, and the target verifies the nodes it has. This is Paceline's way.
 
 Tokens per second are those of all requests together, over the time from the first request sent to the last token, on
-the client's clock. What is compared takes turns: different prompts, of which all count, where one request runs at a
-time, the same prompts again, of which the median counts, where many do. All ways must give the same tokens, or the
-benchmark fails.
+the client's clock. The ways take turns. One request at a time: different prompts, and all count. Many requests: the
+same prompts again and again, and the median counts. All ways must give the same tokens, or the benchmark fails.
 
 - `rtt`: one request at a time, by the round trip between target and draft.
-- `concurrency`: requests that run at once, on a roofline: beyond so many rows, a pass takes longer. There `streamed` is
-  also compared with verifying always the same number of guesses, whichever of `FIXED` turns out best, instead of those
-  worth a row.
-- `useless_draft_ratio`: streamed over plain, with a draft that is always wrong and always sure of itself; the worst of
+- `concurrency`: many requests at once, on a roofline: beyond `knee_rows` rows, a pass takes longer. `streamed` is also
+  compared with a fixed number of nodes per verification, the best of `FIXED`, instead of a row budget.
+- `useless_draft_ratio`: streamed over plain, with a draft that is always wrong and always confident; the worst of
   several round trips and numbers of requests.
-- `wire_bytes_per_token`: between target and draft, both ways, TCP's payload, per committed token; the worst of the
-  lines in `rtt`.
-- `plan_error`: how far from the lines in `rtt` the simulation is that `paceline plan` sizes pools with, for the same
-  prompts; the worst line. It is told what one can see of any deployment: what a plain step takes here, and, by the
-  workers' metrics, a round of drafting and a round trip.
-- `killed`: a draft worker is killed with SIGKILL in the middle of an answer, and started again by the supervisor.
+- `wire_bytes_per_token`: between target and draft, both ways, TCP's payload, per committed token; the worst
+  row of `rtt`.
+- `plan_error`: relative error of the simulation behind `paceline plan`, for the prompts of `rtt`; the worst row. Its
+  inputs are visible in any deployment: the time of a plain step, and, from the workers' metrics, of a round of drafting
+  and of a round trip.
+- `killed`: a draft worker is killed with SIGKILL in the middle of an answer, and restarted by the supervisor.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ PROMPTS = tuple(f"{7 * i} {11 * i} {13 * i}" for i in range(1, 65))
 ROUNDS = "paceline_draft_round_seconds"
 ROUND_TRIPS = "paceline_draft_link_round_trip_seconds"
 ALONE = 6
-"""Prompts of a line with one request at a time."""
+"""Prompts of a row with one request at a time."""
 TURNS = 6
-"""How often requests that run at once are served in each way."""
+"""Repetitions of each way with many requests at once."""
 ENGINE = EngineConfig(slots=65536, max_num_seqs=64, max_num_batched_rows=1024, cpus=())
 
 
 Way = Callable[[Sequence[str]], Awaitable[float]]
-"""Serves prompts; gives tokens per second."""
+"""Decodes prompts; returns tokens per second."""
 
 
 class OverlapOutputDiffersError(Exception):
@@ -107,7 +105,7 @@ class Concurrency:
 
 @dataclass(slots=True)
 class OverlapResult:
-    """What was measured by now."""
+    """Measurements so far."""
 
     rtt: list[RoundTrip] = field(default_factory=list)
     concurrency: list[Concurrency] = field(default_factory=list)
@@ -116,7 +114,7 @@ class OverlapResult:
     killed: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For JSON. What was not measured is null."""
+        """For JSON; null for what was not measured."""
         errors = [abs(line.forecast / line.streamed - 1) for line in self.rtt]
         return {
             "rtt": [asdict(line) for line in self.rtt],
@@ -130,19 +128,19 @@ class OverlapResult:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """How often something was done, and the seconds that it took in all."""
+    """A histogram's count and sum in seconds."""
 
     count: float
     seconds: float
 
     def since(self, before: Timed) -> float:
-        """Seconds for each since then."""
+        """Mean seconds since then."""
         return (self.seconds - before.seconds) / (self.count - before.count)
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """What the metrics of a deployment tell about it: rounds of drafting, and round trips between target and draft."""
+class DraftTimes:
+    """A deployment's metrics: rounds of drafting, and round trips between target and draft."""
 
     rounds: Timed
     round_trips: Timed
@@ -156,38 +154,38 @@ class OverlapBench:
     client: HttpClient
     link: ImpairmentProxy
     tokens: dict[str, list[int]]
-    """What each prompt gives, whichever way: shared by all stacks."""
+    """Output tokens by prompt, the same for every way: shared by all stacks."""
 
     async def rate(self, prompts: Sequence[str], at_once: int = 1, count: int = TOKENS, **options: Any) -> float:
-        """Tokens per second over all these prompts. `options` are the request's `speculative`."""
+        """Tokens per second over all these prompts. `options` are the requests' `speculative`."""
         body = {"max_tokens": count, "temperature": 0, "speculative": options or True}
         waiting = list(reversed(prompts))
-        answers: list[tuple[str, HttpCompletion]] = []
+        completions: list[tuple[str, HttpCompletion]] = []
 
-        async def ask() -> None:
+        async def client() -> None:
             while waiting:
                 prompt = waiting.pop()
-                answers.append((prompt, await self.client.complete(body | {"prompt": prompt})))
+                completions.append((prompt, await self.client.complete(body | {"prompt": prompt})))
 
         began = time.perf_counter()
-        await asyncio.gather(*(ask() for _ in range(at_once)))
+        await asyncio.gather(*(client() for _ in range(at_once)))
         seconds = time.perf_counter() - began
-        for prompt, answer in answers:
-            self.check(prompt, answer.tokens)
-        return sum(len(answer.tokens) for _, answer in answers) / seconds
+        for prompt, completion in completions:
+            self.check(prompt, completion.tokens)
+        return sum(len(completion.tokens) for _, completion in completions) / seconds
 
     def way(self, at_once: int = 1, **options: Any) -> Way:
         return partial(self.rate, at_once=at_once, **options)
 
     async def best(self, prompts: Sequence[str], choices: Sequence[int], key: str) -> int:
-        """The choice with the highest rate for these prompts at once: each is tried shortly."""
+        """The choice with the highest rate for these prompts at once, each tried with half the tokens."""
         rates = {k: await self.rate(prompts, len(prompts), TOKENS // 2, **{key: k}) for k in choices}
         return max(rates, key=lambda choice: rates[choice])
 
-    async def seen(self) -> Seen:
-        """What there is to see so far."""
+    async def draft_times(self) -> DraftTimes:
+        """Read the metrics."""
         [target], [draft] = self.stack.deployment.targets, self.stack.deployment.drafts
-        return Seen(await self._timed(draft, ROUNDS), await self._timed(target, ROUND_TRIPS))
+        return DraftTimes(await self._timed(draft, ROUNDS), await self._timed(target, ROUND_TRIPS))
 
     async def _timed(self, worker_id: str, histogram: str) -> Timed:
         port = self.stack.deployment.metrics[worker_id]
@@ -198,6 +196,7 @@ class OverlapBench:
         return Timed(samples[f"{histogram}_count"], samples[f"{histogram}_sum"])
 
     def check(self, prompt: str, tokens: Sequence[int]) -> None:
+        """Raises `OverlapOutputDiffersError` if the tokens differ from an earlier output of the prompt."""
         known = self.tokens.setdefault(prompt, list(tokens))
         shorter = min(len(known), len(tokens))
         if known[:shorter] != list(tokens[:shorter]):
@@ -208,7 +207,7 @@ class OverlapBench:
 
 @dataclass(slots=True)
 class OverlapSession:
-    """The stacks that one run has up, by what they compare."""
+    """Starts the stacks of one run."""
 
     console: Console
     tokens: dict[str, list[int]] = field(default_factory=dict)
@@ -226,13 +225,14 @@ class OverlapSession:
             deployment = replace(deployment, advertised={draft_id: link.address})
             async with ready_stack(deployment, self.console) as stack, open_client(stack.deployment.url) as client:
                 bench = OverlapBench(stack, client, link, self.tokens)
-                await bench.rate(PROMPTS[:1], count=32)  # the first request has to find its draft
+                await bench.rate(PROMPTS[:1], count=32)  # the first request waits for its draft
                 yield bench
 
 
 def run(console: Console) -> OverlapResult:
-    """Measure and show; after Ctrl-C, what was measured by then. Raises `ServiceStartError`, `StateError` or
-    `OverlapOutputDiffersError`.
+    """Measure and show. Ctrl-C ends the run with what was measured so far.
+
+    Raises `StartError`, `StateError` or `OverlapOutputDiffersError`.
     """
     result = OverlapResult()
     parts = len(ROUND_TRIPS_MS) + len(CONCURRENCY) + 1 + len(USELESS_CASES)
@@ -268,7 +268,7 @@ async def _round_trip(rtt_ms: float, streamed: OverlapBench, lockstep: OverlapBe
         bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
     prompts = PROMPTS[:ALONE]
     k = await lockstep.best(prompts[:1], CHAINS, "num_speculative_tokens")
-    before, seen = streamed.link.traffic.total, await streamed.seen()
+    bytes_before, times_before = streamed.link.traffic.total, await streamed.draft_times()
     rates = await _in_turns(
         _batches(1),
         {
@@ -277,31 +277,31 @@ async def _round_trip(rtt_ms: float, streamed: OverlapBench, lockstep: OverlapBe
             "streamed": streamed.way(),
         },
     )
-    sent = streamed.link.traffic.total - before
+    sent = streamed.link.traffic.total - bytes_before
     for bench in (streamed, lockstep):
         bench.link.impair(Impairment())
-    now = await streamed.seen()
+    times = await streamed.draft_times()
     pair = SimulatedPair(
-        _as_slow_as(TARGET, 1 / rates["plain"]),
-        _as_slow_as(DRAFT, now.rounds.since(seen.rounds)),
-        rtt_s=now.round_trips.since(seen.round_trips),
+        _with_overhead(TARGET, 1 / rates["plain"]),
+        _with_overhead(DRAFT, times.rounds.since(times_before.rounds)),
+        rtt_s=times.round_trips.since(times_before.round_trips),
         speculation=streamed.stack.deployment.speculation,
         engine=ENGINE,
     )
-    foreseen = forecast_sequential(pair, [list(map(int, prompt.split())) for prompt in prompts], TOKENS)
-    for prompt, answer in zip(prompts, foreseen.answers, strict=True):
-        streamed.check(prompt, answer)
+    forecast = forecast_sequential(pair, [list(map(int, prompt.split())) for prompt in prompts], TOKENS)
+    for prompt, tokens in zip(prompts, forecast.outputs, strict=True):
+        streamed.check(prompt, tokens)
     return RoundTrip(
         rtt_ms,
         **rates,
         lockstep_k=k,
         wire_bytes_per_token=round(sent / (ALONE * TOKENS), 1),
-        forecast=round(foreseen.tokens_per_s, 1),
+        forecast=round(forecast.tokens_per_s, 1),
     )
 
 
-def _as_slow_as(name: str, pass_s: float) -> TimedModelConfig:
-    """This timed model, with what the machine adds to its passes."""
+def _with_overhead(name: str, pass_s: float) -> TimedModelConfig:
+    """The timed model with the overhead of this machine: a pass takes `pass_s`."""
     model = TimedModelConfig.parse(name)
     return model.model_copy(update={"overhead_ms": max(0.0, 1e3 * pass_s - model.step_ms)})
 
@@ -327,7 +327,7 @@ async def _concurrency(
 
 async def _useless(bench: OverlapBench, rtt_ms: float, requests: int) -> float:
     bench.link.impair(Impairment(delay_s=rtt_ms / 2e3))
-    await bench.rate(PROMPTS[:requests], requests)  # it has to show what it is worth
+    await bench.rate(PROMPTS[:requests], requests)  # the target learns the draft's acceptance
     ways = {"plain": bench.way(requests, enabled=False), "streamed": bench.way(requests)}
     rates = await _in_turns(_batches(requests), ways)
     return rates["streamed"] / rates["plain"]
@@ -338,9 +338,9 @@ def _batches(at_once: int) -> list[Sequence[str]]:
 
 
 async def _in_turns(batches: Sequence[Sequence[str]], ways: Mapping[str, Way]) -> dict[str, float]:
-    """The rate of each way, batch by batch in turns, so that the machine's moods hit all alike.
+    """The rate of each way, batch by batch in turns, so that other load on the machine slows all alike.
 
-    Over all batches if they differ; of the same batch again and again, the median.
+    Harmonic mean over different batches, median over repetitions of one batch.
     """
     average = median if batches[0] == batches[-1] else harmonic_mean
     rates: dict[str, list[float]] = {way: [] for way in ways}
@@ -351,7 +351,7 @@ async def _in_turns(batches: Sequence[Sequence[str]], ways: Mapping[str, Way]) -
 
 
 async def _killed(bench: OverlapBench) -> dict[str, Any]:
-    """Rates before the draft dies, without one, and once there is one again; tokens are checked as always."""
+    """Rates before the draft is killed, across the kill, and after the restart; tokens are checked as always."""
     [draft_id] = bench.stack.deployment.drafts
     child = bench.stack.supervisor.children[draft_id]
     before = await bench.rate(PROMPTS[:1])
@@ -359,7 +359,7 @@ async def _killed(bench: OverlapBench) -> dict[str, Any]:
     async def kill() -> None:
         await asyncio.sleep(TOKENS / 4 / before)
         assert child.pid is not None
-        os.killpg(child.pid, signal.SIGKILL)  # not `child.kill`, after which nobody starts it again
+        os.killpg(child.pid, signal.SIGKILL)  # unlike `child.kill`, the supervisor restarts it
 
     _, across = await asyncio.gather(kill(), bench.rate(PROMPTS[:1]))
     rates = [await bench.rate(PROMPTS[:1]) for _ in range(10)]

@@ -1,25 +1,25 @@
-"""`paceline bench peers`: this engine beside others, on the same weights and prompts, in one run.
+"""`paceline bench peers`: this engine beside other engines, on the same weights and prompts, in one run.
 
-- `paceline`      plain, and with every way to draft that needs no second core, all within one process
-- `llama.cpp`     plain, and the prompt lookup of its Python package (ten guesses, and two)
-- `vllm`          for CPUs, compiled: plain, n-gram, draft model and our EAGLE-3 head, five guesses each
-- `transformers`  generate, assisted by the draft, and prompt lookup
+- `paceline`      plain, and with every drafting method that needs no second core, all in one process
+- `llama.cpp`     plain, and the prompt lookup of its Python package (ten draft tokens, and two)
+- `vllm`          for CPUs, compiled: plain, n-gram, draft model and our EAGLE-3 head, five draft tokens each
+- `transformers`  generate, assisted generation with the draft, and prompt lookup
 
-Each engine is a process in an environment of its own (`paceline_lab.peers`), which this command makes: the first time
-that
-takes ten minutes. What cannot be had is named in one line and left out. Threads: one, or one per core, whichever makes
-the engine's plain decoding faster. Engines take turns prompt by prompt, and are stopped while it is not their turn, so
-whatever else the machine does hits all alike.
+Each engine runs in a process and an environment of its own (`paceline_lab.peers`). This command makes the
+environments; the first time that takes ten minutes. An engine that cannot be installed or started is left out, with
+the reason in one line. Threads: one, or one per core, whichever makes the engine's plain decoding faster. The engines
+take turns prompt by prompt and are stopped between their turns, so other load on the machine slows all alike.
 
-Two sizes: the shipped family, and the same widened to 188 million parameters
-(`paceline_lab.training.family.widened_family`), which
-drafts foresee as well and which costs what a larger model costs. Both are given no token that ends a text, so every
-engine computes the same MAX_TOKENS. Batch 8 is the four prompts of a workload twice. Prefix caches are off: an engine
-that reused the keys and values of the repeated prompts would compute less.
+Two sizes: the shipped family, and the same model widened to 188 million parameters
+(`paceline_lab.training.family.widened_family`), which keeps its acceptance at the cost of a larger model. Both are
+given no end-of-text token, so every engine computes the same MAX_TOKENS. Batch 8 is the four prompts of a workload
+twice. Prefix caches are off: an engine that reused the KV of the repeated prompts would compute less.
 
 Speeds are medians over prompts and repetitions of new tokens per second of the whole call, prompt included. `equal`
-counts the outputs that are, every time, those of the engine's own plain decoding; at temperature 0.8 both draw with
-the same seed. Where an engine decodes only one request at a time with a method, that method is missing in batch 8.
+counts the prompts whose output is, every time, that of the engine's own plain decoding; at temperature 0.8 both draw
+with the same seed. A method that decodes one request at a time is missing from batch 8.
+
+`paceline bench baseline` is this command with the engines `paceline` and `transformers` at the shipped size.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from rich.box import SIMPLE
@@ -42,11 +41,12 @@ from rich.status import Status
 from rich.table import Table
 
 from paceline import family
-from paceline.cli.supervised_process import StartError
-from paceline_lab import peers
-from paceline_lab.bench.method_comparison import LIMITS, PLAIN, methods, prompts_of
+from paceline.cli.progress import results_kept_on_interrupt
+from paceline_lab.bench.bench_measurement import PLAIN, Measurement, check_names
+from paceline_lab.bench.method_comparison import LIMITS, methods, prompts_of
 from paceline_lab.bench.svg_chart import Bar, BarPart, Panel, draw_chart
 from paceline_lab.bench.workloads import repetitive_workloads, workloads
+from paceline_lab.peers import peer_worker
 from paceline_lab.peers.peer_environments import NotInstalledError, python_of
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 from paceline_lab.training.family.widened_family import widened_family
@@ -73,17 +73,19 @@ LOADS = {
     "edits": ("code editing", 0.0),
     "json": ("JSON extraction", 0.0),
 }
-"""By the name that the command line has for it, a workload and its temperature."""
+"""Workload and temperature, by the load's name on the command line."""
 HEADLINE = (CODE, QUESTIONS)
-"""What a single figure for an engine is the geometric mean of."""
+"""Loads over which an engine's single figure is the geometric mean."""
 
 Key = tuple[str, str, int, str, str]
 """Size, load, batch, engine, method."""
+Processes = dict[tuple[str, str], PeerProcess]
+"""By engine and method."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerBenchOptions:
-    """What to measure. `folder`: for environments, models, logs and compiled code; kept for the next run."""
+    """What to measure. `folder` holds environments, models, logs and compiled code, and is kept for the next run."""
 
     engines: Collection[str] = tuple(METHODS)
     sizes: Collection[str] = SIZES
@@ -92,49 +94,35 @@ class PeerBenchOptions:
     folder: Path = Path(".venv-peers")
 
     def __post_init__(self) -> None:
-        """Raises `ServiceStartError` for a name that is none."""
-        for chosen, known in ((self.engines, METHODS), (self.sizes, SIZES), (self.loads, LOADS)):
-            if unknown := sorted(set(chosen) - set(known)):
-                raise StartError(f"there is no {unknown[0]!r}: choose of {', '.join(known)}")
+        """Raises `StartError` for an unknown name."""
+        check_names(self.engines, METHODS)
+        check_names(self.sizes, SIZES)
+        check_names(self.loads, LOADS)
 
 
 @dataclass(slots=True)
-class PeerRow:
-    """One method of one engine, on one load. `outputs`: by prompt, one for each repetition."""
+class PeerResult:
+    """Measurements so far."""
 
-    speeds: list[float] = field(default_factory=list)
-    outputs: dict[int, list[list[int]]] = field(default_factory=dict)
-
-    def add(self, first: int, tokens: Sequence[list[int]], seconds: float) -> None:
-        """An answer to the prompts from number `first` on."""
-        self.speeds.append(sum(map(len, tokens)) / seconds)
-        for number, each in enumerate(tokens, first):
-            self.outputs.setdefault(number, []).append(each)
-
-    def equal(self, plain: PeerRow) -> int:
-        """How many prompts' outputs are, every time, what `plain` said every time."""
-        return sum(
-            all(output == expected for output in outputs for expected in plain.outputs.get(number, [[]]))
-            for number, outputs in self.outputs.items()
-        )
-
-
-@dataclass(slots=True)
-class PeerMeasurements:
-    lines: dict[Key, PeerRow] = field(default_factory=dict)
+    console: Console
+    measured: dict[Key, Measurement] = field(default_factory=dict)
     threads: dict[str, int] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
 
+    def leave_out(self, reason: str) -> None:
+        self.left_out.append(reason)
+        self.console.print(f"[yellow]left out[/]: {reason}", soft_wrap=True)
+
     def rows(self) -> list[dict[str, Any]]:
-        """What the last line says of each method."""
+        """One row per method."""
         rows = []
-        for (size, load, batch, engine, method), line in self.lines.items():
+        for (size, load, batch, engine, method), this in self.measured.items():
             workload, temperature = LOADS[load]
-            plain = self.lines.get((size, load, batch, engine, PLAIN), PeerRow())
+            plain = self.measured.get((size, load, batch, engine, PLAIN), Measurement())
             rows.append(
                 {"size": size, "load": load, "workload": workload, "temperature": temperature, "batch": batch}
-                | {"engine": engine, "method": method, "tokens_per_s": round(median(line.speeds), 1)}
-                | {"equal": line.equal(plain), "outputs": len(line.outputs)}
+                | {"engine": engine, "method": method, "tokens_per_s": round(this.median_speed, 1)}
+                | {"equal": this.equal_prompts(plain), "outputs": len(this.outputs)}
             )
         return rows
 
@@ -143,44 +131,46 @@ class PeerMeasurements:
         return {"ratios": ratios(rows), "threads": self.threads, "left_out": self.left_out, "rows": rows}
 
 
-def run(console: Console, wish: PeerBenchOptions) -> dict[str, Any]:
-    """Measure, show, and return what the last line says; after Ctrl-C, what had been measured by then."""
-    measured = PeerMeasurements()
-    try:
-        pythons = _pythons(console, wish, measured)
+def run(console: Console, options: PeerBenchOptions) -> dict[str, Any]:
+    """Measure and show; return the JSON document. Ctrl-C ends the run with what was measured so far."""
+    result = PeerResult(console)
+    with results_kept_on_interrupt(console):
+        pythons = _pythons(options, result)
         for size in SIZES:
-            if size in wish.sizes:
-                _measure_size(console, size, wish, pythons, measured)
-    except KeyboardInterrupt:
-        _leave_out(console, measured, "interrupted: what follows is what was measured")
-    summary = measured.summary()
-    _show_ratios(console, summary["ratios"])
+            if size in options.sizes:
+                _measure_size(size, options, pythons, result)
+    summary = result.summary()
+    table = Table("figure", "ratio")
+    for name, value in summary["ratios"].items():
+        table.add_row(name, f"{value:.2f}")
+    console.print(table)
     return summary
 
 
 def ratios(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The figures that this engine is judged by, as far as they were measured. `best`: of an engine's methods, that
-    with the highest speed; loads are named where it is not HEADLINE, batches where it is not 1."""
-    told: dict[str, float | None] = {}
+    """The headline ratios of this engine, as far as they were measured.
+
+    `best` is the fastest method of an engine. A name tells the load unless it is HEADLINE, and the batch unless it
+    is 1.
+    """
+    found: dict[str, float | None] = {}
     for size in SIZES:
         speeds = _Speeds([row for row in rows if row["size"] == size])
-        told |= {
-            f"{size}: plain / llama.cpp plain": _ratio(speeds.of(OURS, PLAIN), speeds.of("llama.cpp", PLAIN)),
-            f"{size}: best / llama.cpp best": _ratio(speeds.best(OURS), speeds.best("llama.cpp")),
-        }
+        found[f"{size}: plain / llama.cpp plain"] = _ratio(speeds.of(OURS, PLAIN), speeds.of("llama.cpp", PLAIN))
+        found[f"{size}: best / llama.cpp best"] = _ratio(speeds.best(OURS), speeds.best("llama.cpp"))
         for load in LOADS:
             own, other = speeds.best(OURS, [load]), speeds.best("llama.cpp", [load])
-            told[f"{size}: best / llama.cpp best, {load}"] = _ratio(own, other)
+            found[f"{size}: best / llama.cpp best, {load}"] = _ratio(own, other)
         for batch in BATCHES:
             own, other = speeds.best(OURS, batch=batch), speeds.best("vllm", batch=batch)
-            told[f"{size}: best / vllm best, batch {batch}"] = _ratio(own, other)
+            found[f"{size}: best / vllm best, batch {batch}"] = _ratio(own, other)
         for load in LOADS:
-            own, other = speeds.best(OURS, [load], but=[PLAIN]), speeds.of(OURS, PLAIN, [load])
-            told[f"{size}: speculative / plain, {load}"] = _ratio(own, other)
-        told[f"{size}: slowest method / plain, {CODE_SAMPLED}"] = _ratio(
-            speeds.worst(OURS, [CODE_SAMPLED]), speeds.of(OURS, PLAIN, [CODE_SAMPLED])
-        )
-    return {name: round(value, 2) for name, value in told.items() if value is not None}
+            own = max(speeds.speculative(OURS, [load]).values(), default=None)
+            found[f"{size}: speculative / plain, {load}"] = _ratio(own, speeds.of(OURS, PLAIN, [load]))
+        slowest = min(speeds.speculative(OURS, [CODE_SAMPLED]).values(), default=None)
+        plain = speeds.of(OURS, PLAIN, [CODE_SAMPLED])
+        found[f"{size}: slowest method / plain, {CODE_SAMPLED}"] = _ratio(slowest, plain)
+    return {name: round(value, 2) for name, value in found.items() if value is not None}
 
 
 class _Speeds:
@@ -196,21 +186,16 @@ class _Speeds:
         known = [speed for speed in speeds if speed is not None]
         return prod(known) ** (1 / len(known)) if known and len(known) == len(speeds) else None
 
-    def all(
-        self, engine: str, loads: Sequence[str] = HEADLINE, batch: int = 1, but: Collection[str] = ()
-    ) -> dict[str, float]:
-        """By method."""
-        speeds = {name: self.of(engine, name, loads, batch) for name in METHODS[engine] if name not in but}
+    def speculative(self, engine: str, loads: Sequence[str] = HEADLINE, batch: int = 1) -> dict[str, float]:
+        """By method, plain decoding excluded."""
+        speeds = {name: self.of(engine, name, loads, batch) for name in METHODS[engine] if name != PLAIN}
         return {name: speed for name, speed in speeds.items() if speed is not None}
 
-    def best(
-        self, engine: str, loads: Sequence[str] = HEADLINE, batch: int = 1, but: Collection[str] = ()
-    ) -> float | None:
-        return max(self.all(engine, loads, batch, but).values(), default=None)
-
-    def worst(self, engine: str, loads: Sequence[str]) -> float | None:
-        """Of the ways to draft."""
-        return min(self.all(engine, loads, but=[PLAIN]).values(), default=None)
+    def best(self, engine: str, loads: Sequence[str] = HEADLINE, batch: int = 1) -> float | None:
+        """The fastest method, plain decoding included."""
+        plain = self.of(engine, PLAIN, loads, batch)
+        speculative = self.speculative(engine, loads, batch).values()
+        return max([*speculative, *([] if plain is None else [plain])], default=None)
 
 
 def _ratio(own: float | None, other: float | None) -> float | None:
@@ -218,7 +203,7 @@ def _ratio(own: float | None, other: float | None) -> float | None:
 
 
 def picture(summary: Mapping[str, Any]) -> str:
-    """Tokens per second by engine, plain and with its best method, as SVG: over HEADLINE, or what of it there is."""
+    """An SVG of tokens per second by engine, plain and with its best method, over the HEADLINE loads measured."""
     measured = list(dict.fromkeys(row["load"] for row in summary["rows"]))
     loads = [load for load in HEADLINE if load in measured] or measured[:1]
     panels = []
@@ -232,37 +217,36 @@ def picture(summary: Mapping[str, Any]) -> str:
 
 def _bars(speeds: _Speeds, loads: Sequence[str]) -> Iterator[Bar]:
     for engine in METHODS:
-        plain, others = speeds.of(engine, PLAIN, loads), speeds.all(engine, loads, but=[PLAIN])
+        plain, others = speeds.of(engine, PLAIN, loads), speeds.speculative(engine, loads)
         if plain is not None:
             yield Bar(engine, [BarPart(PLAIN, plain)], f"{plain:,.0f}")
         if others:
             name = max(others, key=lambda method: others[method])
-            yield Bar(
-                "" if plain is not None else engine, [BarPart("best", others[name])], f"{others[name]:,.0f} {name}"
-            )
+            label = "" if plain is not None else engine
+            yield Bar(label, [BarPart("best", others[name])], f"{others[name]:,.0f} {name}")
 
 
-# Engines and models come and go.
+# Engines and models.
 
 
-def _pythons(console: Console, wish: PeerBenchOptions, measured: PeerMeasurements) -> dict[str, Path]:
-    """By engine, the interpreter of its environment."""
-    wish.folder.mkdir(parents=True, exist_ok=True)
+def _pythons(options: PeerBenchOptions, result: PeerResult) -> dict[str, Path]:
+    """The interpreter of each engine's environment."""
+    options.folder.mkdir(parents=True, exist_ok=True)
     pythons = {}
     for engine in METHODS:
-        if engine in wish.engines:
+        if engine in options.engines:
             try:
-                with console.status(f"environment of {engine}: llama.cpp is built in six minutes, the first time"):
-                    pythons[engine] = python_of(engine, wish.folder)
+                with result.console.status(f"environment of {engine}: the first build of llama.cpp takes six minutes"):
+                    pythons[engine] = python_of(engine, options.folder)
             except NotInstalledError as error:
-                _leave_out(console, measured, str(error))
+                result.leave_out(str(error))
     return pythons
 
 
 def models(size: str, folder: Path) -> dict[str, str]:
-    """Checkpoints of one size without a token that ends a text, written again: places as a worker wants to know them.
+    """Checkpoints of one size without an end-of-text token, written anew: their paths, as a worker's setup names them.
 
-    The places stay the same from run to run, since what vLLM compiles is cached by them.
+    The paths are the same in every run, because vLLM caches compiled code by path.
     """
     shutil.rmtree(folder, ignore_errors=True)
     target, draft = (folder / name for name in family.NAMES)
@@ -275,15 +259,15 @@ def models(size: str, folder: Path) -> dict[str, str]:
         shutil.copytree(family.path(head.name), head)
     for name in ("config.json", "generation_config.json"):
         for checkpoint in (target, draft):
-            said = json.loads((checkpoint / name).read_text())
-            (checkpoint / name).write_text(json.dumps(said | {"eos_token_id": None}, indent=2))
-    places = {"target": target, "draft": draft, "head": head, "gguf": folder / "target.gguf"}
-    return {what: str(place.absolute()) for what, place in places.items()}
+            config = json.loads((checkpoint / name).read_text())
+            (checkpoint / name).write_text(json.dumps(config | {"eos_token_id": None}, indent=2))
+    paths = {"target": target, "draft": draft, "head": head, "gguf": folder / "target.gguf"}
+    return {name: str(path.absolute()) for name, path in paths.items()}
 
 
-def speculation(places: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+def speculation(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """How this engine drafts: as in `bench methods`, with the models of one size."""
-    models = {"draft_model": places["draft"], "eagle3": places["head"], "suffix + eagle3": places["head"]}
+    models = {"draft_model": paths["draft"], "eagle3": paths["head"], "suffix + eagle3": paths["head"]}
     known = methods()
     return {
         name: {**LIMITS, **known[name]} | ({"model": models[name]} if name in models else {})
@@ -309,121 +293,112 @@ def _environment(threads: int, folder: Path) -> dict[str, str]:
 
 
 @dataclass(slots=True)
-class _Starting:
+class _EngineStarter:
     """Starts the engines of one size; `stack` ends them."""
 
-    wish: PeerBenchOptions
-    setup: Mapping[str, str]
+    options: PeerBenchOptions
+    result: PeerResult
+    paths: Mapping[str, str]
     size: str
     stack: ExitStack
 
-    def engine(self, engine: str, python: Path, prompt: Sequence[int]) -> tuple[dict[str, PeerProcess], int, list[str]]:
-        """By method its process, with the number of threads that suits plain decoding; and what failed."""
-        choices = sorted({1, len(os.sched_getaffinity(0))})
-        together = METHODS[engine] if engine not in ONE_METHOD_EACH else (PLAIN,)
-        tried = {threads: self._process(engine, python, threads, together) for threads in choices}
-        seconds = {threads: _seconds(process, prompt) for threads, process in tried.items()}
+    def start(self, engine: str, python: Path, prompt: Sequence[int]) -> Processes:
+        """Processes by engine and method, with the number of threads that makes plain decoding fastest.
+
+        Methods that do not start are left out. Raises `PeerError` if plain decoding does not start.
+        """
+        together = (PLAIN,) if engine in ONE_METHOD_EACH else METHODS[engine]
+        tried = {
+            threads: self._process(engine, python, threads, together)
+            for threads in sorted({1, len(os.sched_getaffinity(0))})
+        }
+        seconds = {threads: _plain_seconds(process, prompt) for threads, process in tried.items()}
         best = min(seconds, key=lambda threads: seconds[threads])
         for threads, process in tried.items():
             if threads != best:
                 process.close()
-        started, failed = dict.fromkeys(together, tried[best]), []
-        for method in METHODS[engine]:
-            if method not in started:
-                try:
-                    started[method] = self._process(engine, python, best, (method,))
-                except PeerError as error:
-                    failed.append(f"{method}: {error}")
-        return started, best, failed
+        processes = {(engine, method): tried[best] for method in together}
+        for method in METHODS[engine][len(together) :]:
+            try:
+                processes[engine, method] = self._process(engine, python, best, (method,))
+            except PeerError as error:
+                self.result.leave_out(f"{method}: {error}")
+        self.result.threads[f"{engine}, {self.size}"] = best
+        return processes
 
     def _process(self, engine: str, python: Path, threads: int, methods: Sequence[str]) -> PeerProcess:
-        logs = self.wish.folder.absolute() / "logs"
+        logs = self.options.folder.absolute() / "logs"
         logs.mkdir(exist_ok=True)
-        [package] = peers.__path__
         process = PeerProcess(
             f"{engine}, {self.size}",
-            [str(python), str(Path(package) / "worker.py"), engine],
-            _environment(threads, self.wish.folder),
+            [str(python), str(peer_worker.__file__), engine],
+            _environment(threads, self.options.folder),
             logs / f"{engine}-{self.size}-{methods[0]}-{threads}.log",
         )
         self.stack.callback(process.close)
-        own = {"speculation": speculation(self.setup)} if engine == OURS else {}
-        process.start({**self.setup, "threads": threads, "methods": list(methods), **own})
+        own = {"speculation": speculation(self.paths)} if engine == OURS else {}
+        process.start({**self.paths, "threads": threads, "methods": list(methods), **own})
         return process
 
 
-def _seconds(process: PeerProcess, prompt: Sequence[int]) -> float:
-    """Of plain decoding, at its second time."""
-    return [process.generate(_wish(PLAIN, [prompt], 0.0))[1] for _ in range(2)][-1]
+def _plain_seconds(process: PeerProcess, prompt: Sequence[int]) -> float:
+    """Time of plain decoding, at its second run."""
+    return [process.generate(_request(PLAIN, [prompt], 0.0))[1] for _ in range(2)][-1]
 
 
-def _wish(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
-    law = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
-    return {"method": method, "prompts": [list(prompt) for prompt in prompts], **law}
+def _request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
+    sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
+    return {"method": method, "prompts": [list(prompt) for prompt in prompts], **sampling}
 
 
 # Measuring.
 
 
-def _measure_size(
-    console: Console, size: str, wish: PeerBenchOptions, pythons: Mapping[str, Path], measured: PeerMeasurements
-) -> None:
+def _measure_size(size: str, options: PeerBenchOptions, pythons: Mapping[str, Path], result: PeerResult) -> None:
     known = {each.name: prompts_of(each) for each in (*workloads(), *repetitive_workloads())}
-    loads = {load: known[LOADS[load][0]] for load in LOADS if load in wish.loads}
+    loads = {load: known[LOADS[load][0]] for load in LOADS if load in options.loads}
     first = next(iter(loads.values()))[0]
     with ExitStack() as stack:
-        starting = _Starting(wish, models(size, wish.folder / "models" / size), size, stack)
-        processes: dict[tuple[str, str], PeerProcess] = {}
+        starter = _EngineStarter(options, result, models(size, options.folder / "models" / size), size, stack)
+        processes: Processes = {}
         for engine, python in pythons.items():
             try:
-                with console.status(f"{size}: starting {engine}; what vLLM compiles takes minutes the first time"):
-                    started, threads, failed = starting.engine(engine, python, first)
+                with result.console.status(f"{size}: starting {engine}; vLLM compiles for minutes the first time"):
+                    processes |= starter.start(engine, python, first)
             except PeerError as error:
-                _leave_out(console, measured, str(error))
-                continue
-            processes |= {(engine, method): process for method, process in started.items()}
-            measured.threads[f"{engine}, {size}"] = threads
-            for reason in failed:
-                _leave_out(console, measured, reason)
-        with console.status("") as status:
+                result.leave_out(str(error))
+        with result.console.status("") as status:
             for batch in BATCHES:
-                able = _warmed(console, processes, first, batch, measured)
+                able = _warmed_up(processes, first, batch, result)
                 for load, prompts in loads.items():
-                    status.update(f"{size}, {load}, batch {batch}")
-                    _measure_load(console, status, (size, load, batch), able, prompts, wish.repeats, measured)
+                    _measure_load((size, load, batch), able, prompts, options.repeats, result, status)
         for load in loads:
-            _show(console, size, load, measured)
+            _show(size, load, result)
 
 
-def _warmed(
-    console: Console,
-    processes: Mapping[tuple[str, str], PeerProcess],
-    prompt: Sequence[int],
-    batch: int,
-    measured: PeerMeasurements,
-) -> dict[tuple[str, str], PeerProcess]:
-    """Those that can decode so many at once, greedily and not, having done so once."""
+def _warmed_up(processes: Processes, prompt: Sequence[int], batch: int, result: PeerResult) -> Processes:
+    """Decode once greedily and once sampled. Returns the processes that can decode such a batch."""
     able = {}
     for (engine, method), process in processes.items():
         try:
             for temperature in (0.0, 0.8):
-                process.generate(_wish(method, [prompt] * batch, temperature))
+                process.generate(_request(method, [prompt] * batch, temperature))
             able[engine, method] = process
         except PeerError as error:
-            _leave_out(console, measured, f"{error} ({method}, batch {batch})")
+            result.leave_out(f"{error} ({method}, batch {batch})")
     return able
 
 
 def _measure_load(
-    console: Console,
-    status: Status,
-    where: tuple[str, str, int],
-    able: Mapping[tuple[str, str], PeerProcess],
+    cell: tuple[str, str, int],
+    able: Processes,
     prompts: Sequence[Sequence[int]],
     repeats: int,
-    measured: PeerMeasurements,
+    result: PeerResult,
+    status: Status,
 ) -> None:
-    size, load, batch = where
+    """Measure every method at one size, load and batch, in turns. A method that fails is left out from then on."""
+    size, load, batch = cell
     groups = [[prompt] for prompt in prompts] if batch == 1 else [(list(prompts) * batch)[:batch]]
     running = dict(able)
     for repeat in range(repeats):
@@ -431,52 +406,42 @@ def _measure_load(
             status.update(f"{size}, {load}, batch {batch}, repetition {repeat + 1} of {repeats}, prompt {first + 1}")
             for (engine, method), process in list(running.items()):
                 try:
-                    tokens, seconds = process.generate(_wish(method, group, LOADS[load][1]))
+                    tokens, seconds = process.generate(_request(method, group, LOADS[load][1]))
                 except PeerError as error:
                     del running[engine, method]
-                    _leave_out(console, measured, f"{error} ({method}, {load}, batch {batch})")
+                    result.leave_out(f"{error} ({method}, {load}, batch {batch})")
                 else:
-                    measured.lines.setdefault((*where, engine, method), PeerRow()).add(first, tokens, seconds)
-
-
-def _leave_out(console: Console, measured: PeerMeasurements, reason: str) -> None:
-    measured.left_out.append(reason)
-    console.print(f"[yellow]left out[/]: {reason}", soft_wrap=True)
+                    result.measured.setdefault((*cell, engine, method), Measurement()).add(first, tokens, seconds)
 
 
 # What is shown.
 
 
-def _show(console: Console, size: str, load: str, measured: PeerMeasurements) -> None:
-    rows = [row for row in measured.rows() if (row["size"], row["load"]) == (size, load)]
-    plain = {row["batch"]: row["tokens_per_s"] for row in rows if (row["engine"], row["method"]) == (OURS, PLAIN)}
+def _show(size: str, load: str, result: PeerResult) -> None:
+    rows = {
+        (row["engine"], row["method"], row["batch"]): row
+        for row in result.rows()
+        if (row["size"], row["load"]) == (size, load)
+    }
     workload, temperature = LOADS[load]
     title = f"{size} family, {workload}, T {temperature}: tokens/s, over our plain"
     table = Table("engine", "method", title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for batch in BATCHES:
-        table.add_column(f"batch {batch}", justify="right")
-        table.add_column("ratio", justify="right")
-        table.add_column("equal", justify="right")
+        for heading in (f"batch {batch}", "ratio", "equal"):
+            table.add_column(heading, justify="right")
     for engine, names in METHODS.items():
         for method in names:
-            cells = [_cells(rows, engine, method, batch, plain.get(batch)) for batch in BATCHES]
-            if any(map(any, cells)):
+            if any((engine, method, batch) in rows for batch in BATCHES):
+                cells = (_cells(rows, engine, method, batch) for batch in BATCHES)
                 table.add_row(engine, method, *chain(*cells))
-    console.print(table)
+    result.console.print(table)
 
 
 def _cells(
-    rows: Sequence[Mapping[str, Any]], engine: str, method: str, batch: int, plain: float | None
+    rows: Mapping[tuple[str, str, int], Mapping[str, Any]], engine: str, method: str, batch: int
 ) -> tuple[str, str, str]:
-    for row in rows:
-        if (row["engine"], row["method"], row["batch"]) == (engine, method, batch):
-            speed = row["tokens_per_s"]
-            return f"{speed:,.0f}", f"{speed / plain:.2f}" if plain else "", f"{row['equal']}/{row['outputs']}"
-    return "", "", ""
-
-
-def _show_ratios(console: Console, told: Mapping[str, float]) -> None:
-    table = Table("figure", "ratio")
-    for name, value in told.items():
-        table.add_row(name, f"{value:.2f}")
-    console.print(table)
+    row, plain = rows.get((engine, method, batch)), rows.get((OURS, PLAIN, batch))
+    if row is None:
+        return "", "", ""
+    ratio = f"{row['tokens_per_s'] / plain['tokens_per_s']:.2f}" if plain else ""
+    return f"{row['tokens_per_s']:,.0f}", ratio, f"{row['equal']}/{row['outputs']}"

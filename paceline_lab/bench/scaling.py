@@ -1,16 +1,15 @@
-"""`paceline bench scaling`: what the control plane costs per token, and how many processes that makes for a load.
+"""`paceline bench scaling`: the CPU time of the control plane per token, and the number of processes for a load.
 
-Everything is the real code; only models are timed ones (`paceline_lab.fake_models.timed_config`). CPU time is that of
-the processes or threads that do the work, so clients and neighbours on the machine do not count.
+Everything is the real code; only the models are timed ones (`paceline_lab.fake_models.timed_config`). CPU time is that
+of the processes or threads that do the work, so clients and other programs do not count.
 
-- `engine`: CPU milliseconds of a target's step beside the model's pass, by the requests that run at once; in virtual
-  time, so that ten thousand fit on a small machine. `plain`, and up to `STREAMED` of them `streamed`, with a draft that
-  grows ahead; `tokens` are what a request then gets from a step.
-- `services`: a stack on this machine, `MAX_CONCURRENT_STREAMS` at once. CPU microseconds per token and per request,
-by process, from
-  two loads: long answers and short ones. `draft compute` includes its timed model, which hashes in Python.
+- `engine`: CPU milliseconds of a target's step beside the model's pass, by the number of requests at once; in
+  virtual time, so that ten thousand fit on a small machine. `plain`, and up to `STREAMED` requests `streamed`, with a
+  draft that grows ahead; `tokens` are then a request's tokens per step.
+- `services`: a stack on this machine, `STREAMS` requests at once. CPU microseconds per token and per request, by
+  process, from two loads: long answers and short ones. `draft compute` includes its timed model.
 - `frames`: bytes between gateway and target per token and per request, and between target and draft per token.
-- `needs`: from these the processes that a load takes, by `paceline_lab.simulation.scaling_model`.
+- `needs`: the number of processes for a load, computed from these by `paceline_lab.simulation.scaling_model`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from paceline.cli.local_stack import LocalStack, ready_stack
 from paceline.cli.process_tree import cpu_s, process_and_descendants
 from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import Delta, Submission
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.wire.target_codec import encode_delta, encode_submission
 from paceline_lab.fake_models.timed_config import TimedModelConfig
@@ -41,9 +40,9 @@ from paceline_lab.simulation.scaling_model import Costs, CpuPerToken, ProcessCou
 REQUESTS = (1, 10, 100, 1_000, 10_000)
 PROMPT = 16
 STREAMED = 100
-"""Requests up to which drafting is simulated: drafts and trees in Python take a minute for more."""
+"""Most requests with a simulated draft: drafts and trees in Python take a minute for more."""
 TOKENS = {"plain": 10, "streamed": 32}
-"""Of each request in virtual time; guesses have a price only after some steps."""
+"""Tokens of each request in virtual time; the engine learns the price of a row only after some steps."""
 TARGET = TimedModelConfig(step_ms=30.0, knee_rows=512)
 DRAFT = TimedModelConfig(step_ms=2.0, knee_rows=512, agreement=0.8)
 ENGINE = EngineConfig(slots=2**20, max_num_seqs=2**14, max_num_batched_rows=2**18)
@@ -57,10 +56,10 @@ STREAMS = 48
 LONG, SHORT = 160, 4
 """Tokens of an answer."""
 SHORT_REQUEST_ROUNDS = 12
-"""Short answers of each stream."""
+"""Short answers per stream."""
 REQUEST_ID = "0" * 32
 TOKEN_MS, ANSWER_TOKENS = 50.0, 256
-"""Asked for in `needs`."""
+"""The goal of `needs`: time per token, and tokens of an answer."""
 LOADS = (100, 1_000, 10_000, 100_000)
 
 
@@ -82,7 +81,7 @@ class ScalingResult:
 
 
 def run(console: Console) -> ScalingResult:
-    """Measure and show; after Ctrl-C, what was measured by then. Raises `ServiceStartError` or `StateError`."""
+    """Measure and show. Ctrl-C ends the run with what was measured so far. Raises `StartError` or `StateError`."""
     freeze_gc_heap()  # as a target's compute does
     engine: list[EngineStepCost] = []
     services: dict[str, dict[str, CpuPerToken]] = {}
@@ -102,12 +101,12 @@ def run(console: Console) -> ScalingResult:
         costs = Costs([(each.requests, each.plain_ms / 1e3) for each in engine], plain["target"], plain["gateway"])
         needs = [process_counts(load, costs, TARGET, TOKEN_MS, ANSWER_TOKENS) for load in LOADS]
         _show_needs(console, needs)
-    told = {way: {name: _micro(moved) for name, moved in each.items()} for way, each in services.items()}
-    return ScalingResult(engine, told, frames(), needs)
+    by_way = {way: {name: _micro(cost) for name, cost in each.items()} for way, each in services.items()}
+    return ScalingResult(engine, by_way, frames(), needs)
 
 
 def measure_engine(requests: int) -> EngineStepCost:
-    """In virtual time, on this machine's CPU."""
+    """CPU time of a step in virtual time."""
     plain = simulate(SimulatedPair(TARGET, None, engine=ENGINE), _submissions(requests, TOKENS["plain"]))
     plain_ms = _step_ms(plain.step_cpu_s, requests)
     if requests > STREAMED:
@@ -118,26 +117,26 @@ def measure_engine(requests: int) -> EngineStepCost:
     return EngineStepCost(requests, plain_ms, _step_ms(streamed.step_cpu_s, requests), round(tokens, 2))
 
 
-def _submissions(requests: int, tokens: int) -> list[tuple[float, Submission]]:
+def _submissions(requests: int, tokens: int) -> list[tuple[float, GenerationRequest]]:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     prompts = ([(number >> shift) % 512 for shift in range(PROMPT)] for number in range(requests))
-    return [(0.0, Submission(f"r{number}", prompt, sampling)) for number, prompt in enumerate(prompts)]
+    return [(0.0, GenerationRequest(f"r{number}", prompt, sampling)) for number, prompt in enumerate(prompts)]
 
 
 def _step_ms(steps: Sequence[tuple[int, float]], requests: int) -> float:
-    """Of a step in which all of them got tokens, in the second half of these: the first took the prompts in."""
+    """Median over the second half of the steps in which all requests got tokens; the first ones prefilled prompts."""
     full = [seconds for count, seconds in steps if count == requests]
     return round(1e3 * median(full[len(full) // 2 :]), 3)
 
 
 def frames() -> dict[str, float]:
-    """Bytes of messages as they are encoded, without gRPC's own headers, which a frame of many has once."""
+    """Bytes of encoded messages, without gRPC's own headers, which a frame has once."""
     sampling = SamplingParams()
-    submission = encode_submission(Submission(REQUEST_ID, list(range(1000, 1000 + ANSWER_TOKENS)), sampling))
+    submission = encode_submission(GenerationRequest(REQUEST_ID, list(range(1000, 1000 + ANSWER_TOKENS)), sampling))
     one, four = (encode_delta(Delta(REQUEST_ID, [1000] * n, [True] * n), REQUEST_ID).ByteSize() for n in (1, 4))
     pair = simulate(
         SimulatedPair(TARGET, DRAFT),
-        [(0.0, Submission("r", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=96)))],
+        [(0.0, GenerationRequest("r", [1, 2, 3], SamplingParams(temperature=0.0, max_tokens=96)))],
     )
     return {
         "submit_256_token_prompt": submission.ByteSize(),
@@ -148,41 +147,41 @@ def frames() -> dict[str, float]:
 
 
 async def _services(console: Console, services: dict[str, dict[str, CpuPerToken]], done: Callable[[], None]) -> None:
-    """Into `services`, by way."""
+    """Measure a stack, into `services`, by way."""
     speculation = SPECULATION.model_copy(update={"model": SERVED_DRAFT})
     engine = EngineConfig(slots=2**17, max_num_seqs=2 * STREAMS, max_num_batched_rows=2048, cpus=())
     async with (
         ready_stack(plan_deployment(DeploymentOptions(SERVED, speculation, engine)), console) as stack,
         open_client(stack.deployment.url) as client,
     ):
-        await _asked(client, 2, SHORT, speculative=True)  # the first request has to find its draft
+        await _load(client, 2, SHORT, speculative=True)  # the first request waits for its draft
         for way in WAYS:
-            services[way] = await _moved(stack, client, speculative=way == "streamed")
+            services[way] = await _cost_per_token(stack, client, speculative=way == "streamed")
             done()
 
 
-async def _moved(stack: LocalStack, client: HttpClient, speculative: bool) -> dict[str, CpuPerToken]:
-    """Two loads, two unknowns."""
+async def _cost_per_token(stack: LocalStack, client: HttpClient, speculative: bool) -> dict[str, CpuPerToken]:
+    """Cost per token and per request, from two loads: two equations with two unknowns."""
     long = await _used(stack, client, 1, LONG, speculative=speculative)
     short = await _used(stack, client, SHORT_REQUEST_ROUNDS, SHORT, speculative=speculative)
     few, many = STREAMS, STREAMS * SHORT_REQUEST_ROUNDS
-    moved = {}
+    costs = {}
     for name in long:
         request_s = max(0.0, (short[name] - long[name] * SHORT * many / (LONG * few)) / (many - many * SHORT / LONG))
-        moved[name] = CpuPerToken(max(0.0, (long[name] - request_s * few) / (few * LONG)), request_s)
-    return moved
+        costs[name] = CpuPerToken(max(0.0, (long[name] - request_s * few) / (few * LONG)), request_s)
+    return costs
 
 
 async def _used(
     stack: LocalStack, client: HttpClient, rounds: int, tokens: int, *, speculative: bool
 ) -> dict[str, float]:
-    """CPU seconds of each process for so many rounds of `MAX_CONCURRENT_STREAMS` answers."""
+    """CPU seconds of each process for `rounds` rounds of `STREAMS` answers."""
     before = _cpu(stack)
-    await _asked(client, rounds, tokens, speculative=speculative)
+    await _load(client, rounds, tokens, speculative=speculative)
     return {name: seconds - before[name] for name, seconds in _cpu(stack).items()}
 
 
-async def _asked(client: HttpClient, rounds: int, tokens: int, *, speculative: bool) -> None:
+async def _load(client: HttpClient, rounds: int, tokens: int, *, speculative: bool) -> None:
     async def stream(number: int) -> None:
         for turn in range(rounds):
             prompt = " ".join(str((number * 7 + turn * 11 + i * 13) % 512) for i in range(PROMPT))
@@ -193,7 +192,7 @@ async def _asked(client: HttpClient, rounds: int, tokens: int, *, speculative: b
 
 
 def _cpu(stack: LocalStack) -> dict[str, float]:
-    """By `gateway`, `target`, `target compute`, `draft`, `draft compute`."""
+    """CPU seconds by `gateway`, `target`, `target compute`, `draft`, `draft compute`."""
     used: defaultdict[str, float] = defaultdict(float)
     for name, child in stack.supervisor.children.items():
         kind = name.partition("-")[0]
@@ -202,8 +201,8 @@ def _cpu(stack: LocalStack) -> dict[str, float]:
     return dict(used)
 
 
-def _micro(moved: CpuPerToken) -> dict[str, float]:
-    return {"token_us": round(1e6 * moved.token_s, 1), "request_us": round(1e6 * moved.request_s, 1)}
+def _micro(cost: CpuPerToken) -> dict[str, float]:
+    return {"token_us": round(1e6 * cost.token_s, 1), "request_us": round(1e6 * cost.request_s, 1)}
 
 
 def _show_engine(console: Console, lines: Sequence[EngineStepCost]) -> None:

@@ -1,4 +1,4 @@
-"""Bars as SVG, legible on light and on dark pages: nothing behind them, and every colour of middling brightness."""
+"""Bar charts as SVG, legible on light and dark pages: no background, and colours of medium brightness."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 TEXT = "#7d858f"
-"""A grey that stands out from white and from black alike."""
+"""A grey with contrast to white and to black."""
 COLOURS = ("#8a8f98", "#3d8fd1", "#d9730d", "#3fa55b", "#b3689b", "#9a8523", "#d1605e", "#3f9799", "#7f6fd0")
 WIDTH, LABELS, NOTES = 720, 130, 170
-"""Of the picture, and what labels and notes have beside the bars."""
+"""Width of the picture, and of the labels and notes on both sides of the bars."""
 BAR, GAP, LINE = 16, 6, 20
-"""Heights of a bar, of what is between two, and of a line of text."""
+"""Heights of a bar, of the gap between bars, and of a line of text."""
 
 
 @dataclass(frozen=True, slots=True)
 class BarPart:
-    """A piece of a bar; `name` decides its colour."""
+    """A part of a bar; `name` decides its colour."""
 
     name: str
     value: float
@@ -28,7 +28,7 @@ class Bar:
     label: str
     parts: Sequence[BarPart]
     note: str
-    """Stands behind the bar."""
+    """Text to the right of the bar."""
 
     @property
     def value(self) -> float:
@@ -37,7 +37,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Bars with a scale of their own: the longest is as long as there is room."""
+    """Bars with a common scale: the longest fills the width."""
 
     title: str
     bars: Sequence[Bar]
@@ -48,7 +48,7 @@ class Panel:
 
 
 def draw_chart(title: str, panels: Sequence[Panel], legend: Mapping[str, str]) -> str:
-    """An SVG document. `legend`: what the names of parts mean, in the order of their colours."""
+    """An SVG document. `legend`: labels by part name, in the order of the colours."""
     colours = dict(zip(legend, COLOURS, strict=False))
     y, inside = 2 * LINE, []
     for key, line in _placed(legend):
@@ -68,7 +68,7 @@ def draw_chart(title: str, panels: Sequence[Panel], legend: Mapping[str, str]) -
 
 
 def _placed(legend: Mapping[str, str]) -> list[tuple[str, tuple[int, int]]]:
-    """By key, where its text begins, and on which line: about seven units a character."""
+    """By key, the x offset and line of its legend entry, at about seven units per character."""
     placed, x, row = [], 0, 0
     for key, text in legend.items():
         width = 40 + 7 * len(text)

@@ -1,8 +1,8 @@
-"""What the shipped model is measured on: text that it never saw.
+"""Workloads for the shipped model: text outside its training data.
 
 The code comes from the library files that training held out. The questions are about functions of these files and
-of well-known modules; the shipped model answers in the manner of a docstring, right or wrong. Edits and facts to
-extract are made up as those that it was trained on were, from these files and with other names.
+of well-known modules; the shipped model answers in the manner of a docstring, right or wrong. Edits and facts are
+generated as in training, from the held-out files and with other names.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline_lab.training.family.edit_chats import edits
 from paceline_lab.training.family.extraction_chats import extractions
 from paceline_lab.training.family.stdlib_corpus import held_out_files, read_source
 
-ASKED = 4
-"""Chats of a kind that are asked for."""
+CHATS = 4
+"""Chats of each repetitive workload."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ def workloads() -> list[Workload]:
 
 
 def repetitive_workloads() -> list[Workload]:
-    """Where most of an answer stands in its prompt: code editing and JSON extraction."""
+    """Workloads in which most of an answer is a copy from the prompt: code editing and JSON extraction."""
     sources = [read_source(path) for path in held_out_files()]
     return [
-        Workload("code editing", "/v1/chat/completions", [_asked(chat) for chat in edits(sources, ASKED, seed=101)]),
-        Workload("JSON extraction", "/v1/chat/completions", [_asked(chat) for chat in extractions(ASKED, seed=102)]),
+        Workload("code editing", "/v1/chat/completions", [_body(chat) for chat in edits(sources, CHATS, seed=101)]),
+        Workload("JSON extraction", "/v1/chat/completions", [_body(chat) for chat in extractions(CHATS, seed=102)]),
     ]
 
 
-def _asked(chat: Chat) -> dict[str, Any]:
-    """The body of a request for what comes after the first turn."""
+def _body(chat: Chat) -> dict[str, Any]:
+    """A request for the answer to the first turn."""
     return {"messages": chat[:1]}

@@ -1,4 +1,4 @@
-"""How names of fake models are read. Their models load torch, and are imported when one is loaded."""
+"""Parsers of fake models' names. The models import torch, and are imported only to load one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class TableScheme:
-    """`table:SIZE[:DISAGREEMENT]` computes nothing: see `paceline_lab.fake_models.table_model`."""
+    """`table:SIZE[:DISAGREEMENT]`, a model without compute: see `paceline_lab.fake_models.table_model`."""
 
     def vocabulary(self, name: str) -> tuple[int, str]:
         size = name.split(":")[1]
@@ -27,11 +27,11 @@ class TableScheme:
         return TableModel.parse(name, slots=config.slots, max_model_len=config.max_model_len)
 
     def check_served_name(self, served_name: str) -> None:
-        """Any name will do: a table's text is numbers."""
+        """Any name is valid: a table's text is numbers."""
 
 
 class TimedScheme:
-    """`timed:KEY=VALUE,...` takes its time: see `paceline_lab.fake_models.timed_config`."""
+    """`timed:KEY=VALUE,...`, a simulated accelerator: see `paceline_lab.fake_models.timed_config`."""
 
     def vocabulary(self, name: str) -> tuple[int, str]:
         try:

@@ -15,16 +15,16 @@ from paceline.model.rows import Row
 from paceline.model.target_weights import TargetWeights
 
 MAX_POSITIONS = 8192
-"""Positions of a model that could have any number of them."""
+"""Positions of a model without a limit of its own."""
 CONTEXT_TOKENS = 3
-"""How many tokens of the path decide the next one."""
+"""Number of path tokens that determine the next one."""
 
 
 class TableModel:
     """`table:SIZE[:DISAGREEMENT]`: two tables of one size agree except for that share of contexts (0 to 1).
 
-    Every table is the same function, apart from the disagreement; so a draft that is a table predicts a target
-    that is one, as often as wanted.
+    Every table is the same function, apart from the disagreement, so a table as draft predicts a table as target
+    with a known agreement.
     """
 
     SCHEME = "table:"

@@ -1,7 +1,7 @@
-"""The name of a timed model says all there is to it: `timed:vocabulary=512,step_ms=10,agreement=0.8`.
+"""The name of a timed model is its whole configuration: `timed:vocabulary=512,step_ms=10,agreement=0.8`.
 
-A timed model stands for an accelerator that is not there: it answers after as long as a pass of so many rows would
-take, and what it answers is a hash of the text. See `paceline_lab.fake_models.timed_model`. Nothing here needs torch.
+A timed model simulates an accelerator: a pass takes the time of its rows, and the output is a hash of the text. See
+`paceline_lab.fake_models.timed_model`. No torch is imported.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class TimedModelConfig(Settings):
         try:
             return cls.model_validate({key.strip(): value.strip() for key, _, value in pairs}, strict=False)
         except ValidationError as error:
-            told = "; ".join(f"{'.'.join(map(str, e['loc']))}: {error_message(e)}" for e in error.errors())
-            raise ValueError(f"{name!r} names no timed model: {told}") from error
+            errors = "; ".join(f"{'.'.join(map(str, e['loc']))}: {error_message(e)}" for e in error.errors())
+            raise ValueError(f"{name!r} names no timed model: {errors}") from error
 
     def seconds(self, rows: int) -> float:
-        """How long a pass of so many rows takes: the roofline of an accelerator."""
+        """Duration of a pass of `rows` rows: the roofline of an accelerator."""
         return (self.overhead_ms + self.step_ms * max(1.0, rows / self.knee_rows)) / 1e3
 
     @property
     def fingerprint(self) -> str:
-        """Of the vocabulary: equal for a target and its drafts."""
+        """Fingerprint of the vocabulary: equal for a target and its drafts."""
         return f"{TIMED_PREFIX}vocabulary={self.vocabulary}"

@@ -1,10 +1,10 @@
-"""A simulated accelerator: a model without weights that takes as long as one with weights would.
+"""A simulated accelerator: a model without weights that takes the time of a model with weights.
 
-The state after a token is a hash of the state before it and the token. It lies in the token's slot, as keys and
-values do, so a wrong slot gives wrong text. The state decides which token the target draws, and how hard it is to
-foresee: with log-odds that vary from place to place (`spread`) around what gives the average `agreement`. A draft's
-first choice is right with that chance, its second with that chance where the first is wrong, and so on; what it
-believes its chances to be is off by `blur` and `bias`. All of this is at temperature 0; noise blurs both.
+The state after a token is a hash of the state before it and the token. It is stored in the token's slot, as keys and
+values are, so a wrong slot gives wrong text. The state determines the token that the target draws, and how predictable
+it is: log-odds vary by position (`spread`) around the value that gives the mean `agreement`. A draft's first choice
+is right with that probability, its second with that probability where the first is wrong, and so on; its estimate of
+the probability is off by `blur` and `bias`. This holds at temperature 0; sampling noise blurs both.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_text import HashStream, mix64, next_state
 
 LISTED = 8
-"""Tokens with a chance; a target's draw that the draft does not have among these comes as a surprise."""
+"""Tokens with a probability; the draft cannot predict any other token."""
 UNLISTED = -30.0
-"""Logit of all others."""
+"""Logit of all other tokens."""
 CERTAIN = 30.0
-"""Mean log-odds at which chances count as 0 or 1."""
+"""Mean log-odds at which a probability counts as 0 or 1."""
 MOST_LATE_S = 5e-4
-"""What timers usually take to wake somebody stays below this."""
+"""Upper bound of a timer's usual delay."""
 
 
 class TimedModel:
-    """A `paceline.model.Model`. Sleeps to its deadline; what its timer is late, the next pass makes up for."""
+    """A `paceline.model.Model` that sleeps until its deadline. The next pass makes up for the timer's delay."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class TimedModel:
         for row in rows:
             before = self._states[_slot_before(row)] if row.position else mix64(self._spec.seed)
             self._states[row.slot] = next_state(before, row.token)
-        laws = [self._distribution(self._states[rows[r].slot]) for r in wanted]
+        distributions = [self._distribution(self._states[rows[r].slot]) for r in wanted]
         logits = torch.full((len(wanted), self.vocabulary_size), UNLISTED)
-        if laws:
-            tokens, chances = zip(*laws, strict=True)
+        if distributions:
+            tokens, chances = zip(*distributions, strict=True)
             logits.scatter_(1, torch.tensor(tokens), torch.tensor(chances))
         hidden = token_position_states(rows, hidden_layers) if hidden_layers else None
         self._late_s = self._wait(deadline)
@@ -80,7 +80,7 @@ class TimedModel:
         raise ValueError(f"{self.name} has no weights: a head cannot draft for it")
 
     def _wait(self, deadline: float) -> float:
-        """Sleep until then; by how much that was too long."""
+        """Sleep until the deadline. Returns the delay beyond it."""
         left_s = deadline - self._clock()
         if left_s <= 0:
             return 0.0
@@ -105,7 +105,7 @@ class TimedModel:
 
 
 def mean_log_odds(agreement: float, spread: float) -> float:
-    """The mean of normal log-odds of this deviation for which chances are `agreement` on average."""
+    """The mean of normally distributed log-odds of deviation `spread` whose mean probability is `agreement`."""
     deviations = [spread * _NORMAL.inv_cdf((i + 0.5) / 400) for i in range(400)]
     low, high = -CERTAIN, CERTAIN
     while high - low > 1e-9:
@@ -118,7 +118,7 @@ def mean_log_odds(agreement: float, spread: float) -> float:
 
 
 def _rank(uniform: float, odds: float) -> int:
-    """Which of a draft's choices is right: geometric, each with these odds where those before it are wrong."""
+    """The rank of a draft's right choice: geometric, each choice with these odds if the earlier ones are wrong."""
     return min(LISTED, int(math.log(uniform) / -_softplus(odds)))
 
 

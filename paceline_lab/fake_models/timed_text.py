@@ -1,4 +1,4 @@
-"""The text of a timed model: a hash chain, which is known without running the model. Nothing here needs torch."""
+"""The text of a timed model: a hash chain, known without running the model. No torch is imported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MASK = 0xFFFFFFFFFFFFFFFF
 
 
 def greedy(spec: TimedModelConfig, prompt: Sequence[int]) -> Iterator[int]:
-    """What a target of this kind says after a prompt at temperature 0, for ever."""
+    """The tokens of a target after a prompt at temperature 0, without end."""
     state = mix64(spec.seed)
     for token in prompt:
         state = next_state(state, token)
@@ -23,13 +23,13 @@ def greedy(spec: TimedModelConfig, prompt: Sequence[int]) -> Iterator[int]:
 
 
 class HashStream:
-    """Numbers that one state stands for, the same ones whoever asks."""
+    """Pseudorandom numbers derived from one state."""
 
     def __init__(self, state: int) -> None:
         self._state = state
 
     def uniform(self) -> float:
-        """Above 0, below 1."""
+        """In the open interval (0, 1)."""
         self._state = (self._state + GOLDEN) & MASK
         return ((mix64(self._state) >> 12) + 0.5) / 2**52
 

@@ -1,1 +1,1 @@
-"""Other engines, each in a process and an environment of its own, so that they can be measured beside this one."""
+"""Other engines for comparison, each in a process and an environment of its own."""

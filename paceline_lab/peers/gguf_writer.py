@@ -1,9 +1,8 @@
-"""A Llama's checkpoint as the one file that llama.cpp reads.
+"""Converts a Llama checkpoint to a GGUF file for llama.cpp.
 
-Runs in llama.cpp's own environment, with its `gguf` package; nothing of paceline is there to import. Weights stay
-bfloat16, bit for bit; norms become float32, as llama.cpp wants them. The rotary embedding of transformers turns number
-i of a head with number i + D / 2, llama.cpp's turns neighbours: so the rows of q and k are put in another order.
-Tokens are numbers: the file holds no tokenizer.
+Runs in llama.cpp's own environment, with its `gguf` package, where paceline is not installed. Weights stay bfloat16,
+bit for bit; norms become float32, as llama.cpp requires. The rotary embedding of transformers pairs element i of a head
+with element i + D / 2, llama.cpp's pairs neighbours: so the rows of q and k are reordered. The file has no tokenizer.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ OUTSIDE = {"embed_tokens": "token_embd", "norm": "output_norm", "lm_head": "outp
 
 
 def write_gguf(checkpoint: Path, path: Path) -> None:
-    """Raises ValueError for anything but a Llama in bfloat16."""
+    """Write the file. Raises ValueError for anything but a Llama in bfloat16."""
     config = json.loads((checkpoint / "config.json").read_text())
     if config["model_type"] != "llama":
         raise ValueError(f"{checkpoint} is no Llama")
@@ -56,7 +55,7 @@ def write_gguf(checkpoint: Path, path: Path) -> None:
 
 
 def read_bfloat16(path: Path) -> dict[str, NDArray[np.uint16]]:
-    """The tensors of a safetensors file as bit patterns, for numpy knows no bfloat16. Raises ValueError for others."""
+    """The tensors of a safetensors file as bit patterns, numpy has no bfloat16. Raises ValueError for other dtypes."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         start, tensors = file.tell(), {}
@@ -78,7 +77,7 @@ def neighbours(weight: NDArray[np.uint16], heads: int) -> NDArray[np.uint16]:
 
 
 def translated(name: str) -> str:
-    """llama.cpp's name of a tensor. Raises KeyError for one that no Llama has."""
+    """llama.cpp's name of a tensor. Raises KeyError for a tensor that is not a Llama's."""
     parts = name.removeprefix("model.").removesuffix(".weight").split(".")
     if parts[0] == "layers":
         return f"blk.{parts[1]}.{IN_LAYERS['.'.join(parts[2:])]}.weight"
@@ -86,7 +85,7 @@ def translated(name: str) -> str:
 
 
 def _heads(name: str, config: dict[str, Any]) -> int:
-    """Of a matrix whose rows have to be reordered; 0 for all others."""
+    """Number of heads of a matrix whose rows must be reordered; 0 for all others."""
     if "q_proj" in name:
         return int(config["num_attention_heads"])
     return int(config["num_key_value_heads"]) if "k_proj" in name else 0

@@ -1,4 +1,4 @@
-"""Environments for other engines: what each needs does not fit beside what we need."""
+"""Virtual environments of other engines, whose dependencies conflict with ours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 DONE = "installed"
-"""The file in an environment that names what was installed, once all of it was."""
+"""The file in a complete environment that holds its recipe."""
 RECIPES: Mapping[str, Sequence[Sequence[str]]] = {
     "llama.cpp": [["install", "llama-cpp-python==0.3.36", "gguf==0.19.0"]],
     "vllm": [
@@ -18,29 +18,29 @@ RECIPES: Mapping[str, Sequence[Sequence[str]]] = {
         ["uninstall", "--yes", "torchvision", "torchaudio", "torchcodec"],  # made for another torch
     ],
 }
-"""By engine, what pip is told, one after another. Engines without a recipe run where we run."""
+"""By engine, pip commands in order. Engines without a recipe run in our environment."""
 
 
 class NotInstalledError(Exception):
-    """An engine cannot be had here; the text says why."""
+    """An engine cannot be installed here."""
 
 
 def python_of(engine: str, folder: Path) -> Path:
-    """The interpreter of an engine's environment, made below `folder` unless it is there. Raises `NotInstalledError`.
+    """The interpreter of an engine's environment, made below `folder` unless it exists. Raises `NotInstalledError`.
 
     llama.cpp is built from source, which takes six minutes on two cores; vLLM is downloaded.
     """
     recipe = RECIPES.get(engine)
     if recipe is None:
         return Path(sys.executable)
-    place = folder.absolute() / engine
-    python, done = place / "bin" / "python", place / DONE
+    environment = folder.absolute() / engine
+    python, done = environment / "bin" / "python", environment / DONE
     wanted = "\n".join(" ".join(command) for command in recipe)
     if python.is_file() and done.is_file() and done.read_text() == wanted:
         return python
     try:
         if not python.is_file():
-            venv.create(place, with_pip=True)
+            venv.create(environment, with_pip=True)
         for command in recipe:
             _pip(python, command)
         done.write_text(wanted)
@@ -50,13 +50,13 @@ def python_of(engine: str, folder: Path) -> Path:
 
 
 def _pip(python: Path, command: Sequence[str]) -> None:
-    told = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *command]
-    subprocess.run(told, check=True, text=True, capture_output=True)
+    argv = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check", *command]
+    subprocess.run(argv, check=True, text=True, capture_output=True)
 
 
 def _reason(error: OSError | subprocess.CalledProcessError) -> str:
-    """The last thing that pip said."""
+    """The last line of pip's output."""
     if isinstance(error, OSError):
         return str(error)
-    said = (error.stderr or error.stdout or "").strip().splitlines()
-    return said[-1] if said else str(error)
+    lines = (error.stderr or error.stdout or "").strip().splitlines()
+    return lines[-1] if lines else str(error)

@@ -1,7 +1,7 @@
-"""An engine's process as the benchmark sees it: asked by a line, stopped while others are asked.
+"""An engine's process for the benchmark: one line per request, and stopped between requests.
 
-Threads of a BLAS or an OpenMP runtime spin for a while after each call, in case there is another. So a process gets
-SIGSTOP whenever it owes no answer: nothing but the engine that is measured uses a core.
+Threads of a BLAS or OpenMP runtime spin for a while after each call. So a process gets SIGSTOP whenever it has no
+request: only the measured engine uses a core.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ANSWER_S = 600.0
 
 
 class PeerError(Exception):
-    """An engine did not start, did not answer, or said that it cannot."""
+    """An engine did not start, did not response, or refused a request."""
 
 
 class PeerProcess:
-    """One process that speaks as `paceline_lab.peers.peer_worker` does. It is stopped except in `start` and `ask`."""
+    """A process with the protocol of `paceline_lab.peers.peer_worker`, stopped except in `start` and `generate`."""
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        """`argv[0]` is an absolute path. What the engine prints goes to `log`."""
+        """`argv[0]` is an absolute path. The engine's output goes to `log`."""
         self.name = name
         self._log = log
         with log.open("wb") as errors:
@@ -41,7 +41,7 @@ class PeerProcess:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 env={**os.environ, **environment},
-                start_new_session=True,  # Ctrl-C is ours; signals reach what an engine starts, too
+                start_new_session=True,  # Ctrl-C does not reach it; signals reach its children
             )
 
     @property
@@ -49,14 +49,14 @@ class PeerProcess:
         return self._process.pid
 
     def start(self, setup: Mapping[str, Any]) -> list[str]:
-        """Load; the methods that it has. Raises `PeerError`."""
+        """Load the models; returns the available methods. Raises `PeerError`."""
         methods: list[str] = self._exchange(setup, START_S)["ready"]
         return methods
 
-    def generate(self, wish: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+    def generate(self, request: Mapping[str, Any]) -> tuple[list[list[int]], float]:
         """New tokens of each prompt, and seconds. Raises `PeerError`."""
-        answer = self._exchange(wish, ANSWER_S)
-        return answer["tokens"], answer["seconds"]
+        response = self._exchange(request, ANSWER_S)
+        return response["tokens"], response["seconds"]
 
     def close(self) -> None:
         self._signal(signal.SIGKILL)
@@ -67,26 +67,26 @@ class PeerProcess:
                 pipe.close()
 
     def _exchange(self, line: Mapping[str, Any], most_s: float) -> dict[str, Any]:
-        asked, answers = self._process.stdin, self._process.stdout
-        assert asked is not None
-        assert answers is not None
+        requests, responses = self._process.stdin, self._process.stdout
+        assert requests is not None
+        assert responses is not None
         self._signal(signal.SIGCONT)
         try:
-            asked.write(json.dumps(line).encode() + b"\n")
-            asked.flush()
-            if not select.select([answers], [], [], most_s)[0]:
-                self._signal(signal.SIGKILL)  # its answer would be taken for that to the next question
+            requests.write(json.dumps(line).encode() + b"\n")
+            requests.flush()
+            if not select.select([responses], [], [], most_s)[0]:
+                self._signal(signal.SIGKILL)  # a late response would be taken for the next request's
                 raise PeerError(f"{self.name} gave no answer in {most_s:.0f} s")
-            answer = json.loads(answers.readline() or b"null")
+            response = json.loads(responses.readline() or b"null")
         except OSError as error:
             raise PeerError(f"{self.name} is gone: see {self._log}") from error
         finally:
             self._signal(signal.SIGSTOP)
-        if answer is None:
+        if response is None:
             raise PeerError(f"{self.name} is gone: see {self._log}")
-        if "error" in answer:
-            raise PeerError(f"{self.name}: {answer['error']}")
-        return dict(answer)
+        if "error" in response:
+            raise PeerError(f"{self.name}: {response['error']}")
+        return dict(response)
 
     def _signal(self, number: signal.Signals) -> None:
         with suppress(ProcessLookupError):

@@ -1,19 +1,19 @@
-"""One engine in a process of its own, asked by lines of JSON: `python worker.py ENGINE`.
+"""One engine in a process of its own, with requests as lines of JSON: `python peer_worker.py ENGINE`.
 
-The first line on standard input says what to load:
+The first line on standard input is the setup:
 
     {"target": FOLDER, "draft": FOLDER, "head": FOLDER, "gguf": FILE, "threads": 2, "methods": ["plain", ...],
      "speculation": {METHOD: CONFIG, ...}}
 
-The answer is `{"ready": METHODS}`. Every further line asks for new tokens of some prompts at once:
+The response is `{"ready": METHODS}`. Every further line requests new tokens of some prompts at once:
 
     {"method": "plain", "prompts": [[1, 2], ...], "temperature": 0.8, "seed": 7, "max_tokens": 96}
 
-and gets `{"tokens": [[3, 4], ...], "seconds": 0.2}`, the seconds being those of the engine's own call; what cannot be
-done gets `{"error": TEXT}`. Every prompt draws with that seed. Nobody may reuse a prompt's keys and values, and nobody
-stops at a token: the checkpoints have none that ends a text.
+and gets `{"tokens": [[3, 4], ...], "seconds": 0.2}` with the seconds of the engine's own call, or `{"error": TEXT}`.
+Every prompt draws with that seed. No engine reuses a prompt's KV, and none stops early: the checkpoints have no
+end-of-text token.
 
-This file runs in the engine's environment, where paceline may not be installed: what it imports stands inside.
+This file runs in the engine's environment, where paceline may not be installed: its imports are inside functions.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 POSITIONS = 2048
-"""Of one request."""
+"""Most positions of one request."""
 MOST_AT_ONCE = 8
 GUESSES = 5
-"""What vLLM verifies at once with every method: as in the examples of its manual."""
+"""Draft tokens of every vLLM method, as in the examples of its manual."""
 LOOKED_UP = {"prompt_lookup": 10, "prompt_lookup_2": 2}
-"""llama-cpp-python's manual calls 10 its default, and 2 better without a GPU."""
+"""In llama-cpp-python's manual, 10 is the default, and 2 is better without a GPU."""
 
 Setup = Mapping[str, Any]
 Tokens = list[list[int]]
@@ -41,7 +41,7 @@ Generate = Callable[[Sequence[Sequence[int]], float, int, int], Tokens]
 
 
 def load_paceline(setup: Setup) -> dict[str, Generate]:
-    """Every method drafts in this process over one loaded target. `speculation` in the setup says how."""
+    """Every method drafts in this process over one loaded target, as configured in the setup's `speculation`."""
     from paceline.config import SamplingParams
     from paceline.llm import LLM
 
@@ -72,15 +72,19 @@ def load_transformers(setup: Setup) -> dict[str, Generate]:
         for which in ("target", "draft")
     )
 
-    def generating(most: int, **how: Any) -> Generate:
+    def generating(most: int, **options: Any) -> Generate:
         def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
             _refuse_more(prompts, most)
             torch.manual_seed(seed)
             longest = max(map(len, prompts))
             ids = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])
             mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-            law = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-            output = target.generate(ids, attention_mask=mask, pad_token_id=0, max_new_tokens=count, **law, **how)
+            sampling = (
+                {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+            )
+            output = target.generate(
+                ids, attention_mask=mask, pad_token_id=0, max_new_tokens=count, **sampling, **options
+            )
             return [[int(token) for token in row[longest:]] for row in output]
 
         return generate
@@ -93,7 +97,7 @@ def load_transformers(setup: Setup) -> dict[str, Generate]:
 
 
 def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
-    from gguf_file import write_gguf
+    from gguf_writer import write_gguf  # beside this file
     from llama_cpp import Llama
     from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
@@ -108,7 +112,7 @@ def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
             n_ctx=POSITIONS,
             n_threads=threads,
             n_threads_batch=threads,
-            flash_attn=True,  # as where nothing is said
+            flash_attn=True,  # the default of llama.cpp
             draft_model=LlamaPromptLookupDecoding(num_pred_tokens=most),
             verbose=False,
         )
@@ -127,7 +131,7 @@ def load_llama_cpp(setup: Setup) -> dict[str, Generate]:
 
 
 class LlamaCppBatches:
-    """llama.cpp's own calls for several sequences at once, which its Python class does not have."""
+    """llama.cpp's C functions for several sequences at once, which its Python class lacks."""
 
     def __init__(self, path: str, threads: int) -> None:
         import llama_cpp
@@ -143,7 +147,7 @@ class LlamaCppBatches:
         samplers = [self._sampler(temperature, seed) for _ in prompts]
         tokens: Tokens = [[] for _ in prompts]
         for sequence, prompt in enumerate(prompts):
-            self._decode(context, [(token, place, sequence) for place, token in enumerate(prompt)])
+            self._decode(context, [(token, position, sequence) for position, token in enumerate(prompt)])
             tokens[sequence].append(self._lib.llama_sampler_sample(samplers[sequence], context, -1))
         for step in range(count - 1):
             rows = [
@@ -206,9 +210,11 @@ def load_vllm(setup: Setup) -> dict[str, Generate]:
     )
 
     def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
-        law = SamplingParams(temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True, detokenize=False)
-        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-        return [list(each.outputs[0].token_ids) for each in llm.generate(asked, law, use_tqdm=False)]
+        sampling = SamplingParams(
+            temperature=temperature, seed=seed, max_tokens=count, ignore_eos=True, detokenize=False
+        )
+        inputs = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        return [list(each.outputs[0].token_ids) for each in llm.generate(inputs, sampling, use_tqdm=False)]
 
     return {method: generate}
 
@@ -226,33 +232,33 @@ LOADERS: Mapping[str, Callable[[Setup], dict[str, Generate]]] = {
 }
 
 
-def serve(load: Callable[[Setup], dict[str, Generate]], asked: TextIO, answers: TextIO) -> None:
-    """Answer line by line until there are no more."""
+def serve(load: Callable[[Setup], dict[str, Generate]], requests: TextIO, responses: TextIO) -> None:
+    """Answer line by line until the input ends."""
 
-    def answer(line: dict[str, Any]) -> None:
-        print(json.dumps(line), file=answers, flush=True)
+    def respond(line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=responses, flush=True)
 
     try:
-        methods = load(json.loads(asked.readline()))
+        methods = load(json.loads(requests.readline()))
     except Exception as error:
-        answer({"error": f"{type(error).__name__}: {error}"})
+        respond({"error": f"{type(error).__name__}: {error}"})
         raise
-    answer({"ready": list(methods)})
-    for line in asked:
-        wish = json.loads(line)
+    respond({"ready": list(methods)})
+    for line in requests:
+        request = json.loads(line)
         began = time.perf_counter()
         try:
-            law = wish["temperature"], wish["seed"], wish["max_tokens"]
-            tokens = methods[wish["method"]](wish["prompts"], *law)
-            answer({"tokens": tokens, "seconds": time.perf_counter() - began})
-        except Exception as error:  # noqa: BLE001 - the next wish may be a better one
-            answer({"error": f"{type(error).__name__}: {error}"})
+            sampling = request["temperature"], request["seed"], request["max_tokens"]
+            tokens = methods[request["method"]](request["prompts"], *sampling)
+            respond({"tokens": tokens, "seconds": time.perf_counter() - began})
+        except Exception as error:  # noqa: BLE001 - the next request may succeed
+            respond({"error": f"{type(error).__name__}: {error}"})
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what engines print is no answer
-    serve(LOADERS[sys.argv[1]], sys.stdin, answers)
+    responses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # output of the engine is no response
+    serve(LOADERS[sys.argv[1]], sys.stdin, responses)
 
 
 if __name__ == "__main__":

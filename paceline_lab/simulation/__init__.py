@@ -1,1 +1,1 @@
-"""The engine, a draft and the network between them in virtual time: nothing waits, and every run is the same."""
+"""The engine, a draft and the network between them in virtual time: no real waiting, and every run is the same."""

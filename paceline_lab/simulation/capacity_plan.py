@@ -1,6 +1,6 @@
-"""How many workers, how fast, and when speculation stops paying: the pair simulated at every load.
+"""Number of workers, speed, and the load at which speculation stops paying, from a simulation of every load.
 
-Nothing is fitted. The engine, its budget and its patience decide in virtual time as they would in earnest, over models
+Nothing is fitted. The real engine, row budget and wait policy run in virtual time, over models
 that take as long as the accelerators do; see `paceline_lab.simulation.pair_simulation`.
 """
 
@@ -11,24 +11,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from paceline.config import SamplingParams
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
 
 LOADS = (1, 2, 4, 8, 16, 32, 64)
 """Requests that one target runs at once."""
 GUESSES = (1, 2, 4, 8)
-"""Of a chain, for the formula."""
+"""Draft tokens of a chain, for the formula."""
 TOKENS = 96
 """Per simulated request."""
 LEAST_GAIN = 1.02
-"""Less than this over plain decoding is not worth a draft worker."""
+"""Smallest speed-up over plain decoding that justifies a draft worker."""
 ENOUGH = 0.95
-"""So much of what twice as many drafts would bring is enough."""
+"""Enough drafts reach this share of the speed with twice as many."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPoint:
-    """One target with so many requests at once. Tokens per second are those of all of them together."""
+    """One target with `requests` requests at once. Tokens per second are those of all of them together."""
 
     requests: int
     plain: float
@@ -46,36 +46,36 @@ class LoadPoint:
 
 @dataclass(frozen=True, slots=True)
 class PlannedDemand:
-    """What is asked of the pool."""
+    """The load of the pool, and its goal."""
 
     requests_per_s: float
     output_tokens: int
     token_ms: float
-    """A request is to get a token this often, on average."""
+    """Goal: mean time between a request's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClosedFormSpeedup:
-    """What a chain of so many guesses is worth to one request, by the formula of Leviathan et al. 2023, which takes
-    all guesses to be right with one probability."""
+    """Speed-up of one request with a chain of `guesses` draft tokens, by the formula of Leviathan et al. 2023
+    with one acceptance rate for all draft tokens."""
 
     guesses: int
     accepted: float
-    """Expected, of one verification: the sum over depths of the product of the rates down to there."""
+    """Expected per verification: the sum over depths of the product of the rates down to each."""
     lockstep: float
-    """Over plain decoding, if the draft waits for the verification and the other way round."""
+    """Over plain decoding, if draft and verification wait for each other."""
     hidden: float
-    """If drafting and network hide behind the verification altogether."""
+    """Over plain decoding, if drafting and network hide behind the verification completely."""
 
 
 @dataclass(frozen=True, slots=True)
 class CapacityPlan:
-    """What it takes. `at_once`: requests that a target then runs."""
+    """The pool for a demand. `at_once`: requests on each target."""
 
     formulas: Sequence[ClosedFormSpeedup]
     loads: Sequence[LoadPoint]
     pays_up_to: int
-    """Requests per target up to which speculation pays; 0: never."""
+    """Most requests per target with a gain from speculation; 0: never."""
     target_workers: int
     draft_workers: int
     at_once: float
@@ -83,11 +83,11 @@ class CapacityPlan:
 
 
 class CannotPlanError(Exception):
-    """No number of workers meets the demand; the text says why."""
+    """No number of workers meets the demand."""
 
 
 def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
-    """Raises `CannotPlanError`."""
+    """Size the pool. Raises `CannotPlanError`."""
     loads = [load(pair, requests) for requests in LOADS]
     within = [each for each in loads if each.token_ms <= demand.token_ms]
     if not within:
@@ -112,7 +112,7 @@ def plan_capacity(pair: SimulatedPair, demand: PlannedDemand) -> CapacityPlan:
 
 
 def formula(pair: SimulatedPair, guesses: int) -> ClosedFormSpeedup:
-    """Of a pair with a draft, for a step of one request."""
+    """The closed form for a pair with a draft and one request."""
     assert pair.draft is not None
     accepted = sum(pair.draft.agreement**depth for depth in range(1, guesses + 1))
     plain, verified = pair.target.seconds(1), pair.target.seconds(1 + guesses)
@@ -122,19 +122,19 @@ def formula(pair: SimulatedPair, guesses: int) -> ClosedFormSpeedup:
 
 
 def load(pair: SimulatedPair, requests: int) -> LoadPoint:
-    """Simulate so many requests at once, plainly and streamed."""
+    """Simulate `requests` requests at once, plainly and streamed."""
     return LoadPoint(requests, rate(replace(pair, draft=None), requests), rate(pair, requests))
 
 
 def rate(pair: SimulatedPair, requests: int) -> float:
-    """Tokens per second that one target gives so many requests together."""
+    """Tokens per second of one target for `requests` requests together."""
     sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
-    submissions = [Submission(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
+    submissions = [GenerationRequest(f"r{number}", [number + 1, 2, 3], sampling) for number in range(requests)]
     return simulate(pair, [(0.0, submission) for submission in submissions]).tokens_per_s
 
 
 def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
-    """How many requests a target runs at once when it has to give so many tokens: Little's law, between the loads."""
+    """Requests at once on a target that gives `tokens_per_s`: Little's law, interpolated between the loads."""
     requests, known = 0.0, 0.0
     for each in loads:
         if each.best >= tokens_per_s:
@@ -144,7 +144,7 @@ def requests_at(loads: Sequence[LoadPoint], tokens_per_s: float) -> float:
 
 
 def drafts_for(pair: SimulatedPair, requests: int) -> int:
-    """How many draft workers feed one target with so many requests: twice as many would hardly bring more."""
+    """Number of draft workers for one target with `requests` requests: twice as many would hardly add speed."""
     drafts = 1
     here = rate(replace(pair, drafts=drafts), requests)
     while drafts < requests:

@@ -1,7 +1,7 @@
-"""A target and a draft in virtual time: the real engine, scheduler, tree, budget, growing loop and frames.
+"""A target and a draft in virtual time: the real engine, scheduler, tree, row budget, draft loop and frames.
 
-What is not real: the models (`paceline_lab.fake_models.timed_model`), the network (a delay each way), and the
-processes that speak, which take no time. What it computes is what a machine would do that has nothing else to do.
+Simulated are the models (`paceline_lab.fake_models.timed_model`), the network (a delay each way), and the processes'
+communication, which takes no time. The result is that of an otherwise idle machine.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.core.policy.step_cost import RowCost
-from paceline.drafting.best_first import MAX_ROWS
 from paceline.drafting.draft_loop import DraftLoop, DraftRounds, LinkEvents
+from paceline.drafting.draw_prediction import MAX_ROWS
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.engine.engine import Engine
@@ -34,18 +34,18 @@ from paceline_lab.simulation.virtual_time import DelayedLink, VirtualTime
 
 ADDRESS = "draft"
 FRAME_OVERHEAD = 14
-"""Bytes around each message: HTTP/2's and gRPC's headers."""
+"""Bytes of HTTP/2's and gRPC's headers per message."""
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatedPair:
-    """What is simulated. `draft` None: plain decoding."""
+    """A target and its drafts. `draft` None: plain decoding."""
 
     target: TimedModelConfig
     draft: TimedModelConfig | None
     rtt_s: float = 0.0
     drafts: int = 1
-    """Draft workers; requests go to them in turns."""
+    """Draft workers; requests are assigned in turn."""
     speculation: SpeculativeConfig = field(
         default_factory=lambda: SpeculativeConfig(
             method="draft_model", model=ADDRESS, num_speculative_tokens=16, tree_width=4, max_tree_nodes=64
@@ -58,16 +58,16 @@ class SimulatedPair:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """What came of it. Times in seconds since the beginning."""
+    """The result. Times in seconds since the beginning."""
 
     tokens: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     times: defaultdict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """Of each token, when it was committed."""
+    """Commit time of each token."""
     steps: int = 0
     seconds: float = 0.0
     wire_bytes: int = 0
     step_cpu_s: list[tuple[int, float]] = field(default_factory=list, compare=False)
-    """Of each step: requests that got tokens, CPU seconds that it took without the model. No two runs have the same."""
+    """By step: requests that got tokens, and CPU seconds without the model. They differ from run to run."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -79,7 +79,7 @@ class SimulationResult:
 
 
 class _Pipe(MessageDispatcher):
-    """In the place of `paceline.ipc.pipe.Pipe`."""
+    """Replaces `paceline.ipc.pipe.Pipe`."""
 
     def __init__(self, time: VirtualTime, sent: Callable[[object], None]) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class _Pipe(MessageDispatcher):
         self._sent = sent
 
     def put(self, message: object) -> None:
-        """For the computing end."""
+        """Send a message to the computing end."""
         self._wire.put(message)
 
     def send(self, message: object) -> None:
@@ -98,8 +98,8 @@ class _Pipe(MessageDispatcher):
             self.dispatch(message)
 
 
-class _Metered(TimedModel):
-    """Knows what it has taken of a real CPU itself."""
+class _MeteredModel(TimedModel):
+    """A timed model that measures its own CPU time."""
 
     cpu_s = 0.0
 
@@ -111,18 +111,20 @@ class _Metered(TimedModel):
             self.cpu_s += time.thread_time() - began
 
 
-def simulate(pair: SimulatedPair, submissions: Sequence[tuple[float, Submission]]) -> SimulationResult:
-    """Serve each submission from its time on, until all have ended."""
-    return _Run(pair, submissions).outcome()
+def simulate(pair: SimulatedPair, submissions: Sequence[tuple[float, GenerationRequest]]) -> SimulationResult:
+    """Serve each submission from its arrival time on, until all have ended."""
+    return _Run(pair, submissions).result()
 
 
 class _Run:
-    def __init__(self, pair: SimulatedPair, submissions: Sequence[tuple[float, Submission]]) -> None:
+    """One simulation."""
+
+    def __init__(self, pair: SimulatedPair, submissions: Sequence[tuple[float, GenerationRequest]]) -> None:
         self._time = VirtualTime()
         self._pair = pair
-        self._outcome = SimulationResult()
+        self._result = SimulationResult()
         self._running = len(submissions)
-        self._engine_pipe = _Pipe(self._time, self._engine_says)
+        self._engine_pipe = _Pipe(self._time, self._receive_from_engine)
         self._draft_pipes: list[_Pipe] = []
         for number, (when, submission) in enumerate(submissions):
             drafted = replace(submission, drafts=[f"{ADDRESS}-{number % pair.drafts}"])
@@ -140,7 +142,7 @@ class _Run:
     def _start_draft(self, spec: TimedModelConfig, link: int) -> None:
         address = f"{ADDRESS}-{link}"
         self._engine_pipe.put(SessionUp(link, address, address, hidden_state_layers=()))
-        pipe = _Pipe(self._time, partial(self._draft_says, link))
+        pipe = _Pipe(self._time, partial(self._receive_from_draft, link))
         self._draft_pipes.append(pipe)
         model, cost = self._model(spec, MAX_ROWS)
         speculation = self._pair.speculation
@@ -149,30 +151,30 @@ class _Run:
         )
         self._time.start(DraftLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
 
-    def outcome(self) -> SimulationResult:
+    def result(self) -> SimulationResult:
         self._time.run(lambda: not self._running)
-        self._outcome.seconds = self._time.now()
-        return self._outcome
+        self._result.seconds = self._time.now()
+        return self._result
 
-    def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_Metered, RowCost]:
+    def _model(self, spec: TimedModelConfig, most_rows: int) -> tuple[_MeteredModel, RowCost]:
         rows = sorted({1, min(spec.knee_rows, most_rows), most_rows})
-        model = _Metered("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
+        model = _MeteredModel("timed:", spec, self._pair.engine.slots, 2**14, self._time.now, self._time.sleep)
         return model, RowCost(rows, [max(spec.seconds(count), 1e-9) for count in rows])
 
-    def _engine_says(self, message: object) -> None:
-        """Called by the engine's thread; what it takes of a CPU here is not the engine's."""
+    def _receive_from_engine(self, message: object) -> None:
+        """Called in the engine's thread. Its own CPU time does not count as the engine's."""
         cpu_s = self._engine_cpu_s()
         match message:
             case StepResult(deltas):
-                self._outcome.steps += 1
-                self._outcome.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
+                self._result.steps += 1
+                self._result.step_cpu_s.append((len(deltas), cpu_s - self._step_began_s))
                 for delta in deltas:
-                    self._outcome.tokens[delta.request_id] += delta.tokens
-                    self._outcome.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
+                    self._result.tokens[delta.request_id] += delta.tokens
+                    self._result.times[delta.request_id] += [self._time.now()] * len(delta.tokens)
                     self._running -= delta.finish_reason is not None
                 self._step_began_s = cpu_s
             case SendDraftFrame(link, frame):
-                self._travel(frame.SerializeToString(), partial(self._draft_hears, link))
+                self._transmit(frame.SerializeToString(), partial(self._deliver_to_draft, link))
             case ConnectDrafts():
                 pass
         self._step_began_s += self._engine_cpu_s() - cpu_s
@@ -180,18 +182,18 @@ class _Run:
     def _engine_cpu_s(self) -> float:
         return time.thread_time() - self._target.cpu_s
 
-    def _draft_says(self, link: int, message: object) -> None:
+    def _receive_from_draft(self, link: int, message: object) -> None:
         assert isinstance(message, DraftRounds)
         for _, grown in message.grown:
-            self._travel(encode_growth_frame(grown).SerializeToString(), partial(self._engine_hears, link))
+            self._transmit(encode_growth_frame(grown).SerializeToString(), partial(self._deliver_to_engine, link))
 
-    def _travel(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
-        self._outcome.wire_bytes += len(data) + FRAME_OVERHEAD
+    def _transmit(self, data: bytes, arrive: Callable[[bytes], None]) -> None:
+        self._result.wire_bytes += len(data) + FRAME_OVERHEAD
         self._time.after(self._pair.rtt_s / 2, lambda: arrive(data))
 
-    def _draft_hears(self, link: int, data: bytes) -> None:
+    def _deliver_to_draft(self, link: int, data: bytes) -> None:
         self._draft_pipes[link].put(LinkEvents(link, parse_draft_frame(data), self._time.now()))
 
-    def _engine_hears(self, link: int, data: bytes) -> None:
+    def _deliver_to_engine(self, link: int, data: bytes) -> None:
         grown = parse_growth_frame(data, self._pair.target.vocabulary)
         self._engine_pipe.put(SessionUpdate(link, grown))

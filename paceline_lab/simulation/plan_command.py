@@ -1,4 +1,4 @@
-"""`paceline plan`: sizes a pool from a few figures, by simulating it (`paceline_lab.simulation.capacity_plan`)."""
+"""`paceline plan`: sizes a pool from a few figures, by simulation (`paceline_lab.simulation.capacity_plan`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline_lab.simulation.pair_simulation import SimulatedPair
 
 
 def run(console: Console, pair: SimulatedPair, demand: PlannedDemand) -> dict[str, Any]:
-    """Raises `CannotPlanError`."""
+    """Plan and show; return the JSON document. Raises `CannotPlanError`."""
     with console.status("simulating"):
         planned = plan_capacity(pair, demand)
     _show(console, planned)
@@ -23,12 +23,12 @@ def run(console: Console, pair: SimulatedPair, demand: PlannedDemand) -> dict[st
 
 
 def _show(console: Console, planned: CapacityPlan) -> None:
-    console.print("By formula, one request and a chain of guesses that are all as likely to be right:")
-    table = Table("guesses", "accepted, expected", "speed-up in lock-step", "if drafting is hidden")
+    console.print("By formula, for one request and a chain of draft tokens with one acceptance rate:")
+    table = Table("draft tokens", "accepted, expected", "speed-up in lock-step", "if drafting is hidden")
     for each in planned.formulas:
         table.add_row(str(each.guesses), f"{each.accepted:.2f}", f"{each.lockstep:.2f}", f"{each.hidden:.2f}")
     console.print(table)
-    console.print("Simulated, with trees of guesses that grow while the target computes:")
+    console.print("Simulated, with trees that grow while the target computes:")
     table = Table("requests per target", "plain tokens/s", "streamed tokens/s", "streamed / plain", "ms per token")
     for load in planned.loads:
         table.add_row(

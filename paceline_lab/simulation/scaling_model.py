@@ -1,7 +1,7 @@
-"""What a load takes of each part, from what each part costs: arithmetic, nothing is measured here.
+"""The number of processes for a load, computed from measured costs.
 
-A target's compute runs its pass and the engine's own work one after the other; the service around it moves the tokens
-meanwhile, on another core; gateways share all tokens. A process is full when it is busy for `FULL` of the time.
+A target's compute process runs the pass and the engine's own work one after the other; its service process handles the
+tokens meanwhile, on another core; gateways share all tokens. A process is full when it is busy for `FULL` of the time.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from dataclasses import dataclass
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 
 FULL = 0.7
-"""Beyond this share of a core queues grow faster than load."""
+"""Share of a core beyond which queues grow faster than load."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPerToken:
-    """CPU seconds of a process for each token that it passes on, and for each request."""
+    """CPU seconds of a process for each token that it handles, and for each request."""
 
     token_s: float
     request_s: float
 
     def busy(self, tokens_per_s: float, answer_tokens: int) -> float:
-        """Share of a core, answers having so many tokens."""
+        """Share of a core in use, with answers of `answer_tokens` tokens."""
         return tokens_per_s * (self.token_s + self.request_s / answer_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """`engine`: requests that a target runs at once, rising, and CPU seconds of a step beside the pass."""
+    """`engine`: requests at once, rising, and CPU seconds of a step beside the pass."""
 
     engine: Sequence[tuple[int, float]]
     service: CpuPerToken
     gateway: CpuPerToken
 
     def engine_s(self, requests: int) -> float:
-        """Between what was measured on straight lines, beyond it in proportion."""
+        """CPU seconds of a step: interpolated between measurements, proportional beyond them."""
         counts = [count for count, _ in self.engine]
         i = bisect_left(counts, requests)
         if i == len(counts):
@@ -51,7 +51,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class ProcessCounts:
-    """For so many requests at once. `engine`: its share of a target's step; `service`, `gateway`: of a core each."""
+    """For `requests` at once. `engine`: its share of a target's step; `service`, `gateway`: shares of a core."""
 
     requests: int
     targets: int
@@ -64,13 +64,13 @@ class ProcessCounts:
 
 
 class OutOfReachError(Exception):
-    """No number of targets gives tokens so fast; the text says what one request alone gets."""
+    """No number of targets meets the time per token."""
 
 
 def process_counts(
     requests: int, costs: Costs, target: TimedModelConfig, token_ms: float, answer_tokens: int
 ) -> ProcessCounts:
-    """The fewest processes that give each of so many requests a token every `token_ms`, plainly decoded.
+    """The fewest processes that give each of `requests` requests a token every `token_ms`, decoded plainly.
 
     Raises `OutOfReachError`.
     """

@@ -1,4 +1,4 @@
-"""What the simulation says of requests that a target serves one at a time: to be held against a stack that did."""
+"""A simulation of requests served one at a time, to compare with a real stack."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.config import SamplingParams
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline_lab.simulation.pair_simulation import SimulatedPair, simulate
 
 
 @dataclass(frozen=True, slots=True)
 class SequentialForecast:
     tokens_per_s: float
-    answers: Sequence[Sequence[int]]
-    """The tokens of each prompt's answer."""
+    outputs: Sequence[Sequence[int]]
+    """New tokens by prompt."""
 
 
 def forecast_sequential(pair: SimulatedPair, prompts: Sequence[Sequence[int]], tokens: int) -> SequentialForecast:
-    """Serve greedily so many tokens after each prompt, one after the other."""
-    answers: list[Sequence[int]] = []
+    """Decode `tokens` tokens greedily after each prompt, one prompt at a time."""
+    outputs: list[Sequence[int]] = []
     seconds = 0.0
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     for prompt in prompts:
-        outcome = simulate(pair, [(0.0, Submission("alone", list(prompt), sampling))])
-        answers.append(outcome.tokens["alone"])
-        seconds += outcome.seconds
-    return SequentialForecast(sum(map(len, answers)) / seconds, answers)
+        result = simulate(pair, [(0.0, GenerationRequest("alone", list(prompt), sampling))])
+        outputs.append(result.tokens["alone"])
+        seconds += result.seconds
+    return SequentialForecast(sum(map(len, outputs)) / seconds, outputs)

@@ -1,7 +1,7 @@
-"""Virtual time for code that blocks: it jumps to the next moment at which somebody has something to do.
+"""Virtual time for blocking code: time jumps to the next event.
 
-Each actor is a thread, of which only one runs at any moment; so an actor may be written as if it were alone, with
-loops and waits, and what happens depends on nothing but the program. (A discrete event simulation by processes.)
+Each actor is a thread, and only one thread runs at any moment. So an actor may be written as if it were alone, with
+loops and waits, and the result is deterministic. (A discrete event simulation by processes.)
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ Message = TypeVar("Message")
 
 
 class ActorStoppedError(BaseException):
-    """Raised in an actor that waits when time ends, so that it unwinds."""
+    """Raised in a waiting actor when the simulation ends, so that it unwinds."""
 
 
 class _Actor:
-    """One thread, which runs only between `resume` and its next `pause`."""
+    """A thread that runs only between `resume` and its next `pause`."""
 
     def __init__(self, body: Callable[[], None]) -> None:
         self.error: BaseException | None = None
@@ -33,14 +33,14 @@ class _Actor:
         threading.Thread(target=self._run, daemon=True).start()
 
     def resume(self) -> None:
-        """Let it run until it pauses or ends."""
+        """Run the actor until it pauses or ends. Raises what it raised."""
         self._go.release()
         self._back.acquire()
         if self.error is not None:
             raise self.error
 
     def pause(self) -> None:
-        """Called by the actor."""
+        """Called in the actor's thread: return at the next `resume`."""
         self._back.release()
         self._go.acquire()
         if self._stopping:
@@ -65,7 +65,7 @@ class _Actor:
 
 
 class VirtualTime:
-    """A clock, and everybody who waits for it. Seconds."""
+    """A clock in seconds, its events and its actors."""
 
     def __init__(self) -> None:
         self._now = 0.0
@@ -78,23 +78,23 @@ class VirtualTime:
         return self._now
 
     def sleep(self, seconds: float) -> None:
-        """Of the actor that calls."""
+        """Pause the calling actor."""
         actor = self._current()
         self.after(seconds, lambda: self._resume(actor))
         actor.pause()
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` then. It must not wait."""
+        """Call `action` after `seconds`. It must not wait."""
         heapq.heappush(self._events, (self._now + max(seconds, 0.0), next(self._serial), action))
 
     def start(self, body: Callable[[], None]) -> None:
-        """Begin an actor, now."""
+        """Start an actor now."""
         actor = _Actor(body)
         self._actors.append(actor)
         self.after(0.0, lambda: self._resume(actor))
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Let time pass until that is so, or nobody has anything left to do. Then every actor is stopped.
+        """Run until the condition holds or no event is left. Then stop every actor.
 
         Raises what an actor raised.
         """
@@ -103,7 +103,7 @@ class VirtualTime:
                 self._now, _, action = heapq.heappop(self._events)
                 action()
         except KeyboardInterrupt:
-            self._actors.clear()  # one of them is at work, and cannot be stopped; their threads end with the process
+            self._actors.clear()  # a running actor cannot be stopped; its thread ends with the process
             raise
         finally:
             for actor in self._actors:
@@ -121,8 +121,8 @@ class VirtualTime:
             raise RuntimeError("only an actor can wait")
         return self._running
 
-    def wait(self, ready: Callable[[], bool], bell: Wakeup, timeout_s: float | None) -> None:
-        """Until `bell` rings and it is ready, or so long."""
+    def wait(self, ready: Callable[[], bool], wakeup: Wakeup, timeout_s: float | None) -> None:
+        """Wait until `wakeup` is notified and `ready` holds, or for `timeout_s`."""
         if ready():
             return
         actor, over = self._current(), False
@@ -133,46 +133,46 @@ class VirtualTime:
                 over = True
                 self._resume(actor)
 
-        bell.listeners.append(wake)
+        wakeup.listeners.append(wake)
         if timeout_s is not None:
             self.after(timeout_s, wake)
         actor.pause()
 
 
 class Wakeup:
-    """Wakes whoever waits for it."""
+    """Wakes the actors that wait for it."""
 
     def __init__(self) -> None:
         self.listeners: list[Callable[[], None]] = []
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         listeners, self.listeners = self.listeners, []
         for listener in listeners:
             listener()
 
 
 class DelayedLink(Generic[Message]):
-    """One direction of a link: what is put in comes out later, in order."""
+    """One direction of a link: messages arrive after a delay, in order."""
 
     def __init__(self, time: VirtualTime, delay_s: float) -> None:
         self.delay_s = delay_s
         self.sent = 0
         self._time = time
         self._arrived: deque[Message] = deque()
-        self._bell = Wakeup()
+        self._wakeup = Wakeup()
 
     def put(self, message: Message) -> None:
         self.sent += 1
         self._time.after(self.delay_s, lambda: self._arrive(message))
 
     def take(self, timeout_s: float | None) -> list[Message]:
-        """Everything that has arrived. Waits so long (None: for ever) if nothing has."""
+        """All arrived messages. Waits up to `timeout_s` (None: without limit) if there are none."""
         if timeout_s != 0.0:
-            self._time.wait(lambda: bool(self._arrived), self._bell, timeout_s)
+            self._time.wait(lambda: bool(self._arrived), self._wakeup, timeout_s)
         taken = list(self._arrived)
         self._arrived.clear()
         return taken
 
     def _arrive(self, message: Message) -> None:
         self._arrived.append(message)
-        self._bell.ring()
+        self._wakeup.notify()

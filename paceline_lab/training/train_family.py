@@ -2,11 +2,11 @@
 
     python -m paceline_lab.training.train_family all --minutes 120 --work-dir work --out paceline/family
 
-`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` deepens
-them and trains on, `target` teaches it to edit code and to extract facts; `draft` lets the target write and read, and
-trains the draft on what it said; `heads` trains heads for the target on the same text; `card` measures all and writes
-their cards; `export` writes the newest checkpoint of a target still in training. Everything can be stopped by SIGTERM
-and started again, with other threads or another budget.
+`tokenizer` trains the tokenizer and encodes the corpus; `shallow` trains the target's first 16 layers, `deep` adds
+layers and trains on, `target` trains it to edit code and to extract facts; `draft` lets the target write and read, and
+trains the draft on its outputs; `heads` trains heads for the target on the same text; `card` measures all and writes
+their cards; `export` writes the newest checkpoint of a target still in training. Every step can be stopped by SIGTERM
+and resumed, with other threads or another budget.
 """
 
 import argparse
@@ -39,7 +39,7 @@ from paceline_lab.training.family.family_models import (
 from paceline_lab.training.family.family_tokenizer import train_tokenizer
 from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
 from paceline_lab.training.family.stdlib_corpus import source_texts
-from paceline_lab.training.family.target_text import PIECE, answers_by_target, continuations_by_target
+from paceline_lab.training.family.target_text import PIECE, continuations_by_target, question_responses
 from paceline_lab.training.family.token_corpus import (
     Ids,
     corpus_documents,
@@ -64,14 +64,14 @@ DRAFT_SCHEDULE = Schedule((Phase(1.0, 4, 1024),))
 ANSWERED = 48
 """About the tokens of a question and its answer."""
 EDITS, EXTRACTIONS, READ = 9000, 3000, 700_000
-"""Chats of two kinds that the target is taught at last, and tokens of the other text, lest it forgets that."""
+"""Chats of two kinds for the target's last training, and tokens of other text, so that it forgets nothing."""
 PART = 6000
-"""Most tokens of one document among these."""
+"""Most tokens of one document of the other text."""
 MODELS = ("shallow", "deep", "target", "draft")
 SHARES = {"shallow": 0.35, "deep": 0.15, "target": 0.2, "draft": 0.1, "heads": 0.2}
-"""Of the minutes given to `all`."""
+"""Shares of the minutes of `all`."""
 HEAD_SHARES = {"eagle3": 0.6, "eagle": 0.1, "mtp": 0.1, "medusa": 0.1, "mlp_speculator": 0.1}
-"""Of the heads' minutes."""
+"""Shares of the heads' minutes."""
 
 
 def build_tokenizer(space: Workspace) -> None:
@@ -85,23 +85,17 @@ def build_tokenizer(space: Workspace) -> None:
 
 def train_shallow(space: Workspace) -> None:
     """Train the first layers until their budget is spent."""
-    trainer = _shallow_trainer(space)
-    train(trainer, space.folder / "shallow", held_out_loss_of(trainer.model, space.held_out()))
-    save_model(trainer.model, space.tokenizer(), space.shallow_folder)
+    _train_model(space, "shallow", _shallow_trainer(space), space.shallow_folder)
 
 
 def train_deep(space: Workspace) -> None:
     """Deepen the target and train it until its budget is spent."""
-    trainer = _deep_trainer(space)
-    train(trainer, space.folder / "deep", held_out_loss_of(trainer.model, space.held_out()))
-    save_model(trainer.model, space.tokenizer(), space.deep_folder)
+    _train_model(space, "deep", _deep_trainer(space), space.deep_folder)
 
 
 def train_target(space: Workspace) -> None:
-    """Teach the deepened target until its budget is spent, then export it."""
-    trainer = _target_trainer(space)
-    train(trainer, space.folder / "target", held_out_loss_of(trainer.model, space.held_out()))
-    save_model(trainer.model, space.tokenizer(), space.target_folder)
+    """Train the deepened target on edits and facts until its budget is spent, then export it."""
+    _train_model(space, "target", _target_trainer(space), space.target_folder)
 
 
 def export_target(space: Workspace) -> None:
@@ -110,10 +104,14 @@ def export_target(space: Workspace) -> None:
 
 
 def train_draft(space: Workspace) -> None:
-    """Train the draft on the exported target's laws, then export it."""
-    trainer = _draft_trainer(space)
-    train(trainer, space.folder / "draft", held_out_loss_of(trainer.model, space.held_out()))
-    save_model(trainer.model, space.tokenizer(), space.draft_folder)
+    """Train the draft on the exported target's distributions, then export it."""
+    _train_model(space, "draft", _draft_trainer(space), space.draft_folder)
+
+
+def _train_model(space: Workspace, name: str, trainer: Trainer[LlamaForCausalLM], folder: Path) -> None:
+    """Train until the budget is spent, with checkpoint and journal named `name`, then write the model to `folder`."""
+    train(trainer, space.folder / name, held_out_loss_of(trainer.model, space.held_out()))
+    save_model(trainer.model, space.tokenizer(), folder)
 
 
 def train_heads(space: Workspace) -> None:
@@ -169,21 +167,21 @@ def build_all(space: Workspace) -> None:
 
 
 def _shallow_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
-    """The trainer of the first layers, where its last checkpoint left it."""
+    """The trainer of the first layers, resumed from its last checkpoint."""
     model, stream = new_model(shallow_config(), seed=0).to(space.device), corpus_stream(space.corpus(), seed=1)
     trainer = Trainer(model, stream, next_token_loss, SHALLOW_SCHEDULE, 60 * space.minutes)
     return _resumed(trainer, space.folder / "shallow.pt")
 
 
 def _deep_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
-    """The trainer of all layers, where its last checkpoint left it."""
+    """The trainer of all layers, resumed from its last checkpoint."""
     model, stream = deepened(space.shallow(), target_config()).to(space.device), corpus_stream(space.corpus(), seed=6)
     trainer = Trainer(model, stream, next_token_loss, DEEP_SCHEDULE, 60 * space.minutes)
     return _resumed(trainer, space.folder / "deep.pt")
 
 
 def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
-    """The target's trainer, where its last checkpoint left it."""
+    """The target's trainer, resumed from its last checkpoint."""
     stream = corpus_stream(_taught(space), seed=31)
     model = deepened(space.deep(), target_config()).to(space.device)
     trainer = Trainer(model, stream, next_token_loss, TAUGHT_SCHEDULE, 60 * space.minutes)
@@ -191,7 +189,7 @@ def _target_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
 
 
 def _taught(space: Workspace) -> list[Ids]:
-    """What the target reads last: copies, and some of everything else."""
+    """The target's last training text: copies, and some of everything else."""
     corpus = space.corpus()
     order = iter(np.random.default_rng(5).permutation(len(corpus)))
     others: list[Ids] = []
@@ -201,14 +199,14 @@ def _taught(space: Workspace) -> list[Ids]:
 
 
 def _copies(space: Workspace) -> list[Ids]:
-    """Chats in which most of an answer is a copy of what was asked about."""
+    """Chats in which most of an answer is a copy of the question."""
     tokenizer = space.tokenizer()
     copies = [*edits(source_texts(), EDITS, seed=1), *extractions(EXTRACTIONS, seed=2)]
     return encode_documents(tokenizer, render_chats(tokenizer, copies))
 
 
 def _draft_trainer(space: Workspace) -> Trainer[LlamaForCausalLM]:
-    """The draft's trainer, where its last checkpoint left it."""
+    """The draft's trainer, resumed from its last checkpoint."""
     lessons = _lessons(space)
     draft = new_model(draft_config(), seed=4).to(space.device)
     begin_draft(draft, space.target())
@@ -229,11 +227,13 @@ def _lessons(space: Workspace) -> DistillationData:
         target, read = space.target(), space.corpus() + _copies(space)
         quarter, length = space.lesson_rows // 4, DRAFT_SCHEDULE.phases[0].length
         pieces = continuations_by_target(target, read, quarter * length // PIECE, seed=2)
-        answers = answers_by_target(target, space.tokenizer(), questions(quarter * length // ANSWERED, seed=3), seed=3)
-        log.info("the target wrote %d pieces and %d answers", len(pieces), len(answers))
+        responses = question_responses(
+            target, space.tokenizer(), questions(quarter * length // ANSWERED, seed=3), seed=3
+        )
+        log.info("the target wrote %d pieces and %d answers", len(pieces), len(responses))
         rows = [
             windows(documents, length, seed=4)[: share * quarter, :-1]
-            for documents, share in ((read, 2), (pieces, 1), (answers, 1))
+            for documents, share in ((read, 2), (pieces, 1), (responses, 1))
         ]
         target_top_probs(target, torch.cat(rows)).save(stored)
     return DistillationData.load(stored)

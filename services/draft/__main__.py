@@ -1,45 +1,40 @@
 """python -m paceline_services.draft: one draft worker.
 
-This process speaks: gRPC with targets, Redis, metrics. Its speculator runs in another one, `compute`.
+This process serves gRPC to targets and metrics, and connects to Redis. Its speculator runs in a process of its own,
+`speculator_process`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
 from paceline.drafting.draft_loop import DraftRounds, SpeculatorFacts
-from paceline.ipc.model_process import model_process
-from paceline.state import WorkerRecord, open_store
+from paceline.ipc.model_process import ModelProcess
+from paceline.state import StateStore, WorkerRecord, WorkerRegistration
 from paceline.telemetry import logs
 from paceline.telemetry.draft_metrics import DraftMetrics
+from paceline.tls import Certificates
 from paceline.v1 import draft_pb2
 from paceline.v1.draft_pb2_grpc import add_DraftServiceServicer_to_server
 from paceline.wire.channels import draft_frame_bytes
 from paceline.wire.credentials import TARGET
-from paceline.wire.draft_codec import DraftDescription
-from paceline.wire.grpc_server import GrpcServer
 from paceline_services.draft.draft_servicer import DraftServicer
 from paceline_services.service_entrypoint import (
-    metrics_endpoint,
+    Worker,
     parse_with_config_file,
     run_service,
-    service_parser,
-    wait_until_ready,
-    wait_until_stopped,
+    serve_worker,
+    worker_parser,
 )
-from paceline_services.tls_options import add_tls_options, service_certificates
 
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
-
-log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -49,61 +44,61 @@ def main() -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    known = service_parser("draft", "Grows trees of guesses for target workers.")
-    known.add_argument("--target-model", metavar="MODEL", help="what it drafts for; methods made for one model need it")
-    add_tls_options(known)
-    options = parse_with_config_file(known, arguments)
+    parser = worker_parser("draft", "Grows trees of draft tokens for target workers.")
+    parser.add_argument("--target-model", metavar="MODEL", help="the target's model; some methods need it")
+    options = parse_with_config_file(parser, arguments)
     if not options.speculative_config.enabled:
-        known.error('--speculative-config is needed, with a method or a model, such as {"method": "ngram"}')
+        parser.error('--speculative-config is needed, with a method or a model, such as {"method": "ngram"}')
     return options
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """From starting the speculator's process to the last word on every link."""
-    tls = service_certificates(options)
-    async with AsyncExitStack() as stack:
-        compute = await stack.enter_async_context(model_process("paceline_services.draft.speculator_process", options))
-        store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
-        facts = await wait_until_ready(compute, stop)
-        assert isinstance(facts, SpeculatorFacts)
-        metrics = CollectorRegistry()
-        series = DraftMetrics(metrics, facts.method)
-        servicer = DraftServicer(options.worker_id, facts, compute.connection.send)
-        series.set_gauge_sources(lambda: servicer.open_requests, lambda: servicer.target_links)
+    await serve_worker("draft", "paceline_services.draft.speculator_process", draft_worker, options, stop)
 
-        def grown(this: DraftRounds) -> None:
-            for each in this.stats:
-                series.observe_round(each)
-            servicer.send_growth(this.grown)
 
-        compute.connection.on(DraftRounds, grown)
-        most = draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers))
-        server = GrpcServer(options.host, options.port, tls=tls, peer=TARGET, receive_bytes=most)
-        stack.enter_context(metrics_endpoint(metrics, options, server))
-        server.add(add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
-        stack.push_async_callback(server.stop)  # however this ends
-        address = await server.start()
-        record = worker_record(servicer.description, options.advertise or address)
-        async with store.registration(record, lambda: {"requests": float(servicer.open_requests)}):
-            log.info("draft ready on %s", address)
-            await wait_until_stopped(stop, compute.exited)
-            await server.drain()
+@asynccontextmanager
+async def draft_worker(
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None
+) -> AsyncIterator[Worker]:
+    """Connect servicer and metrics to the speculator."""
+    facts = process.ready.result()
+    assert isinstance(facts, SpeculatorFacts)
+    registry = CollectorRegistry()
+    metrics = DraftMetrics(registry, facts.method)
+    servicer = DraftServicer(options.worker_id, facts, process.connection.send)
+    metrics.set_gauge_sources(lambda: servicer.open_requests, lambda: servicer.target_links)
+
+    def on_rounds(rounds: DraftRounds) -> None:
+        for stats in rounds.stats:
+            metrics.observe_round(stats)
+        servicer.send_growth(rounds.grown)
+
+    process.connection.on(DraftRounds, on_rounds)
+
+    async def drain(registration: WorkerRegistration) -> None:
         servicer.drain()
-        await server.stop(grace_s=1.0)
-        if compute.exited.done():
-            compute.exited.result()  # raises what is known of its end
-    log.info("draft stopped")
 
+    def record(address: str) -> WorkerRecord:
+        return WorkerRecord(
+            kind="draft",
+            worker_id=options.worker_id,
+            address=address,
+            model=facts.model,
+            method=facts.method,
+            fingerprint=facts.vocabulary_fingerprint,
+            started_at=time.time(),
+        )
 
-def worker_record(description: DraftDescription, address: str) -> WorkerRecord:
-    return WorkerRecord(
-        kind="draft",
-        worker_id=description.worker_id,
-        address=address,
-        model=description.model,
-        method=description.method,
-        fingerprint=description.vocabulary_fingerprint,
-        started_at=time.time(),
+    yield Worker(
+        servicer=servicer,
+        register=add_DraftServiceServicer_to_server,
+        service=DRAFT_SERVICE,
+        peer=TARGET,
+        receive_bytes=draft_frame_bytes(hidden_states=bool(facts.hidden_state_layers)),
+        metrics=registry,
+        record=record,
+        load=lambda: {"requests": float(servicer.open_requests)},
+        drain=drain,
     )
 
 

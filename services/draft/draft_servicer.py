@@ -1,4 +1,4 @@
-"""`DraftService`: links of targets on one side, the growing loop on the other."""
+"""`DraftService`: passes messages between the links of targets and the draft loop."""
 
 from __future__ import annotations
 
@@ -22,32 +22,18 @@ from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.bidi_stream import serve_bidi_stream
 from paceline.wire.channels import GROWTH_FRAME_BYTES
-from paceline.wire.draft_codec import (
-    DraftDescription,
-    decode_draft_frame,
-    encode_draft_description,
-    encode_growth_frame,
-)
+from paceline.wire.draft_codec import decode_draft_frame, encode_draft_description, encode_growth_frame
 from paceline.wire.link_errors import Congested, Draining, WireError
 from paceline.wire.outbox import Outbox
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
-
-
 SendToLoop: TypeAlias = Callable[[LinkEvents | LinkClosed], None]
-"""To the growing loop."""
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
     def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop) -> None:
-        self.description = DraftDescription(
-            worker_id=worker_id,
-            method=facts.method,
-            model=facts.model,
-            vocabulary_fingerprint=facts.vocabulary_fingerprint,
-            hidden_state_layers=facts.hidden_state_layers,
-            position_limit=facts.position_limit,
-        )
+        """`send` passes a message to the draft loop."""
+        self._worker_id = worker_id
         self._facts = facts
         self._send = send
         self._numbers = itertools.count(1)
@@ -56,18 +42,18 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
     @property
     def open_requests(self) -> int:
-        """Requests that targets opened here and have not closed. Any thread."""
+        """Number of open requests. Any thread."""
         return sum(len(link.open_requests) for link in list(self._links.values()))
 
     @property
     def target_links(self) -> int:
-        """Targets connected. Any thread."""
+        """Number of connected targets. Any thread."""
         return len(self._links)
 
     async def Describe(
         self, request: pb.DraftServiceDescribeRequest, context: ServicerContext
     ) -> pb.DraftServiceDescribeResponse:
-        return encode_draft_description(self.description)
+        return encode_draft_description(self._worker_id, self._facts)
 
     async def Grow(
         self, incoming: AsyncIterator[pb.DraftFrame], context: ServicerContext
@@ -85,21 +71,21 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
             del self._links[number]
             self._send(LinkClosed(number))
 
-    def send_growth(self, grown: Sequence[tuple[int, DraftUpdate]]) -> None:
-        """What one round has for the links."""
-        for number, each in grown:
+    def send_growth(self, updates: Sequence[tuple[int, DraftUpdate]]) -> None:
+        """Send each update of a round on its link, given by number."""
+        for number, update in updates:
             if link := self._links.get(number):
-                link.put(each)
+                link.send(update)
 
     def drain(self) -> None:
-        """End every link. Targets go on without guesses, or find them elsewhere; nobody loses a token."""
+        """End every link. Targets continue without this worker; no token is lost."""
         self._draining = True
         for link in self._links.values():
             link.outbox.close(Draining("this draft worker drains"))
 
 
 class _TargetLink:
-    """One target's stream."""
+    """The stream of one target."""
 
     def __init__(self, number: int, facts: SpeculatorFacts, send: SendToLoop) -> None:
         self.outbox = Outbox(pb.GrowthFrame, GROWTH_FRAME_BYTES)
@@ -111,36 +97,37 @@ class _TargetLink:
         self._last_request_id = 0
 
     def receive(self, frame: pb.DraftFrame) -> None:
-        """Raises `WireError` for what this worker cannot be told."""
+        """Pass the events of a frame to the draft loop. Raises `WireError`."""
         if not self._layers and _has_hidden_states(frame):
-            raise WireError("hidden_states: this worker asked for none")  # and loads no torch to read them
-        said = decode_draft_frame(frame)
-        for each in said:
-            self._check(each)
-        self._send(LinkEvents(self._number, said))
+            raise WireError("hidden_states: this worker asked for none")  # decoding them would import torch
+        events = decode_draft_frame(frame)
+        for event in events:
+            self._check(event)
+        self._send(LinkEvents(self._number, events))
 
-    def put(self, grown: DraftUpdate) -> None:
-        self.open_requests.difference_update(grown.dropped)
+    def send(self, update: DraftUpdate) -> None:
+        self.open_requests.difference_update(update.dropped)
         try:
-            self.outbox.put(encode_growth_frame(grown))
+            self.outbox.put(encode_growth_frame(update))
         except Congested as error:
             self.outbox.close(error)
 
-    def _check(self, said: RequestEvent) -> None:
-        if isinstance(said, Opening):
-            if said.request_id <= self._last_request_id:
-                raise WireError(f"opens.request_id: {said.request_id} is not higher than {self._last_request_id}")
-            self._last_request_id = said.request_id
-            self.open_requests.add(said.request_id)
-            self._check_tokens(said.tokens)
-        elif isinstance(said, Commit):
-            self._check_tokens(said.tokens)
-            if said.hidden_states is not None:
-                self._check_layers(said.hidden_states.shape[1])
-        elif isinstance(said, Context):
-            self._check_layers(said.hidden_states.shape[1])
-        elif isinstance(said, RequestClosed):
-            self.open_requests.discard(said.request_id)
+    def _check(self, event: RequestEvent) -> None:
+        """Check an event against the state of the link, and update it. Raises `WireError`."""
+        if isinstance(event, Opening):
+            if event.request_id <= self._last_request_id:
+                raise WireError(f"opens.request_id: {event.request_id} is not higher than {self._last_request_id}")
+            self._last_request_id = event.request_id
+            self.open_requests.add(event.request_id)
+            self._check_tokens(event.tokens)
+        elif isinstance(event, Commit):
+            self._check_tokens(event.tokens)
+            if event.hidden_states is not None:
+                self._check_layers(event.hidden_states.shape[1])
+        elif isinstance(event, Context):
+            self._check_layers(event.hidden_states.shape[1])
+        elif isinstance(event, RequestClosed):
+            self.open_requests.discard(event.request_id)
 
     def _check_tokens(self, tokens: Sequence[int]) -> None:
         if self._vocabulary_size and max(tokens) >= self._vocabulary_size:

@@ -1,4 +1,4 @@
-"""python -m paceline_services.draft.speculator_process FD: the process in which a draft worker's speculator runs."""
+"""python -m paceline_services.draft.speculator_process FD: a draft worker's model process."""
 
 from __future__ import annotations
 
@@ -11,44 +11,41 @@ from paceline.drafting.draft_loop import DraftLoop, SpeculatorFacts
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
+from paceline.launcher import StartError
 from paceline.model.loading import DTYPES
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process
-from paceline_services.service_entrypoint import ServiceStartError
 
 
 def serve_speculator(pipe: Pipe, options: argparse.Namespace) -> None:
-    """Build the speculator, and grow until the pipe closes."""
+    """Build the speculator, and run the draft loop until the pipe closes."""
     speculator = load_speculator(options.speculative_config, options.engine_config, options.target_model)
     freeze_gc_heap()
     pipe.send(Ready(SpeculatorFacts.of(speculator)))
     DraftLoop(speculator, pipe).run()
 
 
-def load_speculator(wanted: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
-    """`target_model`: of the target, whose matrices a head borrows, and to whose vocabulary another one is mapped.
+def load_speculator(config: SpeculativeConfig, engine: EngineConfig, target_model: str | None) -> Speculator:
+    """Build the speculator that a draft worker's configuration describes.
 
-    Raises `ServiceStartError` with what to do.
+    `target_model`: heads share its embedding and output matrices, and a `vocabulary_mapping` maps to its vocabulary.
+    Raises `StartError`.
     """
-    with as_start_errors(wanted):
-        speculation = complete_config(wanted, target_model)
+    with as_start_errors(config):
+        speculation = complete_config(config, target_model)
 
-    def lend() -> TargetWeights:
+    def target_parts() -> TargetWeights:
         if target_model is None:
-            raise ServiceStartError(
-                f"--target-model is needed for {speculation.method}: a head drafts for one model alone"
-            )
+            raise StartError(f"--target-model is needed for {speculation.method}: a head drafts for one model only")
         return load_target_weights(target_model, DTYPES.get(engine.dtype), engine.device)
 
     if engine.tensor_parallel_size not in (1, speculation.draft_tensor_parallel_size):
-        raise ServiceStartError(
+        raise StartError(
             "--engine-config: tensor_parallel_size is the target's; set draft_tensor_parallel_size for drafts"
         )
     if speculation.vocabulary_mapping != "none" and target_model is None:
-        raise ServiceStartError(
-            "--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary alone"
-        )
-    return build_configured_speculator(speculation, engine, lend, target_model)
+        raise StartError("--target-model is needed for a vocabulary_mapping: a draft is mapped to one vocabulary only")
+    return build_configured_speculator(speculation, engine, target_parts, target_model)
 
 
 if __name__ == "__main__":

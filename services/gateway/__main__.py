@@ -7,7 +7,8 @@ import asyncio
 import os
 import secrets
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import fields
 from pathlib import Path
 
 from paceline.model_names import served_name
@@ -25,67 +26,46 @@ def main() -> int:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Exits, saying why, if they make no sense."""
+    """The options. Exits with a message if they are wrong."""
     parser = _parser()
     options = parse_with_config_file(parser, arguments)
     try:
-        _names(options)
+        options.models = _models(options.model, options.served_model_name)
+        options.aliases = _aliases(options.alias, options.models)
     except ValueError as error:
         parser.error(str(error))
     return options
 
 
 async def _serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    await serve(_settings(options), options.redis_url, stop)
+    await serve(gateway_settings(options), options.redis_url, stop)
 
 
-def _settings(options: argparse.Namespace) -> GatewaySettings:
-    ((model, name), *more), aliases = _names(options)
+def gateway_settings(options: argparse.Namespace) -> GatewaySettings:
+    """The settings that parsed options amount to."""
     return GatewaySettings(
-        model=model,
-        served_model_name=name,
-        more_models=more,
-        aliases=aliases,
-        host=options.host,
-        port=options.port,
-        grpc_port=options.grpc_port,
-        drain_s=options.drain_s,
-        limits=AdmissionLimits(
-            max_in_flight=options.max_in_flight,
-            max_body_bytes=options.max_body_bytes,
-            resume_s=options.resume_s,
-            max_body_s=options.max_body_s,
-            max_queue=options.max_queue,
-        ),
-        api_keys=options.api_keys,
-        allow_origin=options.allow_origin,
+        **{each.name: getattr(options, each.name) for each in fields(GatewaySettings) if hasattr(options, each.name)},
+        limits=AdmissionLimits(**{each.name: getattr(options, each.name) for each in fields(AdmissionLimits)}),
         edge_tls=load_certificates({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
         tls=service_certificates(options),
-        worker_id=options.worker_id,
     )
 
 
-def _names(options: argparse.Namespace) -> tuple[list[tuple[str, str]], dict[str, str]]:
-    """The models, and further names for them. Raises ValueError."""
-    models = _models(options)
-    return models, _aliases(options.alias, [name for _, name in models])
-
-
-def _models(options: argparse.Namespace) -> list[tuple[str, str]]:
-    """Where each model is, and the name by which it is served. Raises ValueError."""
-    wanted = options.served_model_name or [None] * len(options.model)
-    if len(wanted) != len(options.model):
+def _models(models: Sequence[str], names: Sequence[str] | None) -> dict[str, str]:
+    """Each model by the name under which it is served. Raises ValueError."""
+    wanted: Sequence[str | None] = names or [None] * len(models)
+    if len(wanted) != len(models):
         raise ValueError("--served-model-name: give it once for every --model, in the same order, or not at all")
-    models = [(model, name or model) for model, name in zip(options.model, wanted, strict=True)]
-    for model, name in zip(options.model, wanted, strict=True):
+    for model, name in zip(models, wanted, strict=True):
         served_name(model, name)
-    if len({name for _, name in models}) < len(models):
+    served = {name or model: model for model, name in zip(models, wanted, strict=True)}
+    if len(served) < len(models):
         raise ValueError("--model: two have the same name; tell them apart with --served-model-name")
-    return models
+    return served
 
 
-def _aliases(given: Sequence[str], names: Sequence[str]) -> dict[str, str]:
-    """Further names of models. Raises ValueError."""
+def _aliases(given: Sequence[str], names: Collection[str]) -> dict[str, str]:
+    """The model of each alias. Raises ValueError."""
     aliases: dict[str, str] = {}
     for each in given:
         alias, _, model = each.partition("=")

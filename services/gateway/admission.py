@@ -1,7 +1,7 @@
-"""Whether there is room for a request. Whoever finds none is told at once, and when to come back.
+"""Admission: limits on the completions that run and wait, and on the request bodies that arrive.
 
-What is let in is let in for good: it waits at its target, and is answered. So the limits are on what runs and on what
-waits, and are checked before the work of reading and encoding a request, and once more, exactly, when it begins.
+An admitted request waits at its target for as long as it takes: it is never refused afterwards. So the limits are
+checked before a body is read, before its prompts are encoded, and once more when its completions begin.
 """
 
 from __future__ import annotations
@@ -14,109 +14,98 @@ from paceline_services.gateway.api_errors import OverloadedError
 from paceline_services.gateway.routing.fleet import Fleet
 
 MAX_BODIES_BYTES = 256 * 2**20
-"""Of all bodies that are being read. While there are more, large ones are refused: they would fill the memory."""
+"""Of all bodies being read. Above it, bodies larger than `SMALL_BODY_BYTES` are refused: they would fill the memory."""
 SMALL_BODY_BYTES = 65_536
 
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """`resume_s`: see `Run`. `max_in_flight`: choices being generated at once, over all requests and models.
-
-    `max_queue`: choices of one model that wait for their first token, over all its targets and all gateways.
-    """
+    """Limits of one gateway; sizes in bytes."""
 
     max_in_flight: int = 1024
+    """Completions generated at once, over all requests and models."""
     max_body_bytes: int = 8 * 2**20
     resume_s: float = 30.0
+    """How long a request waits for another target when its target is lost."""
     max_queue: int = 1024
+    """Completions of one model without a first token, over all its targets and all gateways."""
     max_body_s: float = 60.0
 
 
 @dataclass(slots=True)
 class Capacity:
-    """Of a whole gateway. `closing`: no new requests."""
+    """What all models of a gateway share. `closing`: new requests are refused."""
 
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     in_flight: int = 0
     bytes_reading: int = 0
-    """Bytes of bodies that have come and are not whole yet."""
+    """Bytes received of bodies that are not complete."""
     closing: bool = False
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
     def check_body(self, size: int) -> None:
-        """Raises `OverloadedError` if a body, of which so much has come, is one large one too many."""
+        """Raises `OverloadedError` for a large body, `size` bytes so far, while too many bytes are being read."""
         if size > SMALL_BODY_BYTES and self.bytes_reading > max(MAX_BODIES_BYTES, self.limits.max_body_bytes):
             raise OverloadedError(
                 f"{self.bytes_reading} bytes of bodies are being read; try again soon", reason="bodies"
             )
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no new requests, and wait until those that run have ended, or so many seconds."""
+        """Refuse new requests, and wait until the running ones have ended, at most `timeout_s`."""
         self.closing = True
-        with suppress(TimeoutError):  # those that still run are cut off
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.in_flight:
                     self._idle.clear()
                     await self._idle.wait()
 
-    def released(self) -> None:
-        self.in_flight -= 1
+    def release(self, completions: int) -> None:
+        """So many completions have ended."""
+        self.in_flight -= completions
         if not self.in_flight:
             self._idle.set()
 
 
 class AdmissionQueue:
-    """What runs and waits of one model."""
+    """Admits the completions of one model."""
 
-    def __init__(self, room: Capacity, fleet: Fleet) -> None:
+    def __init__(self, capacity: Capacity, fleet: Fleet) -> None:
         self.in_flight = 0
-        """Choices of this gateway."""
-        self._capacity = room
+        """Completions that this gateway generates."""
+        self._capacity = capacity
         self._fleet = fleet
 
     @property
     def waiting(self) -> int:
-        """Choices, from everybody, that wait for their first token: at a target, or here for one to take them."""
+        """Completions of all gateways without a first token: at a target, or waiting here for a target."""
         return self._fleet.waiting + max(0, self.in_flight - self._fleet.in_flight)
 
-    def check(self, choices: int) -> None:
-        """Raises `OverloadedError` if so many more choices are too many.
+    def check(self, completions: int) -> None:
+        """Raises `OverloadedError` if so many more completions exceed a limit.
 
-        An empty queue takes a request that is longer than the queue may be: else it would never be served.
+        An empty queue takes a request that is larger than the queue: otherwise it would never be served.
         """
-        room, most = self._capacity, self._capacity.limits
-        if room.in_flight + choices > most.max_in_flight:
+        in_flight, limits = self._capacity.in_flight, self._capacity.limits
+        if in_flight + completions > limits.max_in_flight:
             raise OverloadedError(
-                f"{room.in_flight} completions are being generated, the limit is {most.max_in_flight}",
+                f"{in_flight} completions are being generated, the limit is {limits.max_in_flight}",
                 self._fleet.retry_after_s(),
                 reason="in_flight",
             )
-        if (waiting := self.waiting) and waiting + choices > most.max_queue:
+        if (waiting := self.waiting) and waiting + completions > limits.max_queue:
             raise OverloadedError(
-                f"{waiting} completions wait for their first token, the limit is {most.max_queue}",
+                f"{waiting} completions wait for their first token, the limit is {limits.max_queue}",
                 self._fleet.retry_after_s(),
                 reason="queue",
             )
 
-    def permits(self, choices: int) -> list[Permit]:
-        """A place for each. Raises `OverloadedError`."""
-        self.check(choices)
-        self.in_flight += choices
-        self._capacity.in_flight += choices
-        return [Permit(self._capacity, self) for _ in range(choices)]
+    def acquire(self, completions: int) -> None:
+        """Count completions that begin, until `release`. Raises `OverloadedError` if they exceed a limit."""
+        self.check(completions)
+        self.in_flight += completions
+        self._capacity.in_flight += completions
 
-
-class Permit:
-    """One choice's."""
-
-    def __init__(self, room: Capacity, queue: AdmissionQueue) -> None:
-        self._capacity = room
-        self._queue = queue
-        self._held = True
-
-    def close(self) -> None:
-        """It has ended. Harmless if it had before."""
-        if self._held:
-            self._held = False
-            self._queue.in_flight -= 1
-            self._capacity.released()
+    def release(self, completions: int) -> None:
+        """So many completions have ended."""
+        self.in_flight -= completions
+        self._capacity.release(completions)

@@ -1,7 +1,7 @@
-"""Who calls, by API key: whether they may, how much they have used, and whom their cached prefixes are shared with.
+"""Clients, by API key: authentication, rate limits, and which clients share cached prefixes.
 
-Limits count in this process: another gateway has counts of its own. Counts shared over Redis would put Redis into the
-path of every request, and make it a choice between stopping and counting nothing when it is away.
+Each gateway counts for itself. Counts in Redis would put Redis into the path of every request, and without Redis a
+gateway would have to refuse every request or count none.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ MINUTE_S = 60.0
 
 
 class RateLimitBucket:
-    """So much per minute: it holds a minute's worth and fills evenly.
+    """A token bucket: it holds `per_minute` and fills evenly within a minute.
 
-    What is taken is known only afterwards, so the bucket may be overdrawn; then it has to fill up first. (Libraries for
-    rate limits refuse such a taking, and do not count it.)
+    An amount is known only after it is used, so the bucket may be overdrawn. (Libraries for rate limits refuse to
+    overdraw, and then do not count the amount.)
     """
 
     def __init__(self, per_minute: int, clock: Clock) -> None:
@@ -53,7 +53,7 @@ class RateLimitBucket:
 
 
 class ApiClient:
-    """Whoever holds one key, or everybody where no keys are asked for."""
+    """The holder of one API key, or every client of a gateway without keys."""
 
     def __init__(
         self, key: ApiKey | None = None, metrics: KeyMetrics | None = None, clock: Clock = time.monotonic
@@ -68,7 +68,7 @@ class ApiClient:
 
     @contextmanager
     def admit(self) -> Iterator[None]:
-        """One request, for as long as it is being answered. Raises `RateLimitError` if it is one too many."""
+        """Count one request while it is served. Raises `RateLimitError` if it exceeds a limit."""
         self._check()
         if "requests" in self._buckets:
             self._buckets["requests"].take(1)
@@ -88,29 +88,29 @@ class ApiClient:
             self._metrics.tokens.labels(self.name, kind).inc(tokens)
 
     def cache_salt_for(self, salt: str | None) -> str:
-        """With whom a request shares what was computed and learned: nobody who has another key or says another salt.
+        """Requests share cached prefixes and learned statistics only if their key and their salt are equal.
 
-        A digest, so that no worker hears the salt itself. Without either, everybody.
+        A digest, so that workers do not see the client's salt; "" without key and salt.
         """
         if not self.name and salt is None:
             return ""
-        said = f"{len(self.name)}:{self.name}{'' if salt is None else ':' + salt}"
-        return blake2b(said.encode(), digest_size=16).hexdigest()
+        source = f"{len(self.name)}:{self.name}{'' if salt is None else ':' + salt}"
+        return blake2b(source.encode(), digest_size=16).hexdigest()
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """What is left, as OpenAI says it."""
-        told = {}
+        """What is left of the limits, in OpenAI's headers."""
+        headers = {}
         for kind, bucket in self._buckets.items():
-            told[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
-            told[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
-            told[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
-        return told
+            headers[f"x-ratelimit-limit-{kind}"] = str(bucket.per_minute)
+            headers[f"x-ratelimit-remaining-{kind}"] = str(max(0, math.floor(bucket.level)))
+            headers[f"x-ratelimit-reset-{kind}"] = f"{bucket.seconds_until(bucket.per_minute):.3f}s"
+        return headers
 
     def _check(self) -> None:
-        most = self.key.max_concurrent if self.key else None
-        if most is not None and self._running >= most:
-            raise self._refusal("concurrent", f"{self._running} requests run, the limit of this key is {most}", 1.0)
+        limit = self.key.max_concurrent if self.key else None
+        if limit is not None and self._running >= limit:
+            raise self._refusal("concurrent", f"{self._running} requests run, the limit of this key is {limit}", 1.0)
         for kind, bucket in self._buckets.items():
             if wait_s := bucket.seconds_until(1.0):
                 message = f"the limit of this key is {bucket.per_minute} {kind} per minute"
@@ -126,7 +126,7 @@ ANONYMOUS = ApiClient()
 
 
 class Authenticator:
-    """Who may come in: whoever has a key in the file, which is looked at for every request; without a file, anyone."""
+    """Admits clients whose key is in the file, which is checked for changes at every request. Without a file, all."""
 
     def __init__(self, path: Path | None, metrics: KeyMetrics, clock: Clock = time.monotonic) -> None:
         """Raises `KeyFileError`."""
@@ -144,23 +144,23 @@ class Authenticator:
         return self._path is not None
 
     def client_for(self, authorization: str | None) -> ApiClient:
-        """By the header of that name. Raises `AuthenticationError`."""
+        """The client with this `Authorization` header. Raises `AuthenticationError`."""
         if self._path is None:
             return ANONYMOUS
         self._refresh(self._path)
         scheme, _, key = (authorization or "").partition(" ")
         presented = digest(key.strip())
         found = None
-        for known, caller in self._clients.items():  # all of them, so that time tells nothing
+        for known, client in self._clients.items():  # compare with every key, so that the time is always the same
             if hmac.compare_digest(known, presented):
-                found = caller
+                found = client
         if found is None or scheme.lower() != "bearer":
             self._metrics.unknown.inc()
-            raise AuthenticationError(bool(authorization))
+            raise AuthenticationError(with_key=bool(authorization))
         return found
 
     def _refresh(self, path: Path) -> None:
-        """Keys that were withdrawn are refused from the next request on. A file that is none changes nothing."""
+        """Read the file again if it has changed. An unreadable file changes nothing."""
         before, self._file_version = self._file_version, None
         try:
             self._file_version = _file_version(path)
@@ -168,12 +168,12 @@ class Authenticator:
                 self._read(path)
                 log.info("API keys were read again", extra={"keys": len(self._clients)})
         except KeyFileError as error:
-            if self._file_version != before:  # once, not for every request
+            if self._file_version != before:  # log it once
                 log.error("the API keys stay as they were: %s", error)
 
     def _read(self, path: Path) -> None:
-        """Whoever's entry did not change keeps the counts."""
-        before = {caller.key: caller for caller in self._clients.values()}
+        """Clients whose entry is unchanged keep their counts."""
+        before = {client.key: client for client in self._clients.values()}
         self._clients = {
             key.sha256: before.get(key) or ApiClient(key, self._metrics, self._clock) for key in read(path).keys
         }

@@ -16,15 +16,15 @@ from paceline_services.gateway.served_model import ServedModel
 
 
 class ModelDirectory:
-    """One or more. They share the process: its room, its metrics, its ports."""
+    """One or more models, which share the gateway's capacity, metrics and ports."""
 
-    def __init__(self, gateways: Sequence[ServedModel], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
+    def __init__(self, models: Sequence[ServedModel], aliases: Mapping[str, str] = MappingProxyType({})) -> None:
         """`aliases`: further names, and the models that they mean."""
-        self._gateways = {gateway.model: gateway for gateway in gateways}
-        self._names = {alias: self._gateways[model] for alias, model in aliases.items()} | self._gateways
+        self._models = {model.model: model for model in models}
+        self._names = {alias: self._models[name] for alias, name in aliases.items()} | self._models
 
     def __iter__(self) -> Iterator[ServedModel]:
-        return iter(self._gateways.values())
+        return iter(self._models.values())
 
     @property
     def first(self) -> ServedModel:
@@ -35,33 +35,33 @@ class ModelDirectory:
         return self.first.capacity
 
     def model(self, name: str | None) -> ServedModel:
-        """No name at all means the only model. Raises `UnknownModelError`."""
+        """By name; None means the only model. Raises `UnknownModelError` or `InvalidRequestError`."""
         if name is None:
-            if len(self._gateways) == 1:
+            if len(self._models) == 1:
                 return self.first
-            raise InvalidRequestError(f"model: required, one of {', '.join(self._gateways)}", param="model")
+            raise InvalidRequestError(f"model: required, one of {', '.join(self._models)}", param="model")
         if name not in self._names:
-            raise UnknownModelError(name, self._gateways)
+            raise UnknownModelError(name, self._models)
         return self._names[name]
 
     def check_capacity(self) -> None:
-        """Whether there may be room for a request that nobody has read yet. Raises `OverloadedError` if not."""
-        full = []
-        for gateway in self:
+        """Check, before a request is read, whether any model admits one more. Raises `OverloadedError` if none does."""
+        errors = []
+        for model in self:
             try:
-                gateway.queue.check(1)
+                model.queue.check(1)
                 return
             except OverloadedError as error:
-                full.append(error)
-        self.count_rejection(full[0])
-        raise full[0]
+                errors.append(error)
+        self.count_rejection(errors[0])
+        raise errors[0]
 
     def count_rejection(self, error: RetryLaterError) -> None:
-        """Count a request that was turned away unread. Nobody knows its model: it counts as the first one's."""
+        """Count a request refused before its model is known: it counts as the first model's."""
         self.first.metrics.rejected(self.first.model, error.reason)
 
     def check_available(self) -> None:
-        """Raises `NoTargetError` unless requests for some model would be served."""
-        reasons = [gateway.unavailable() for gateway in self]
-        if all(reasons) and reasons[0]:
-            raise reasons[0]
+        """Raises `UnavailableError` unless some model can serve requests."""
+        errors = [model.unavailable() for model in self]
+        if all(errors) and errors[0]:
+            raise errors[0]

@@ -1,40 +1,31 @@
-"""The core that HTTP and gRPC share: what is served, whether there is room, a choice turned into pieces."""
+"""One served model, for HTTP and gRPC alike: whether a request can be served, and its output."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, closing, contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 
-from paceline.core.messages import Delta, Submission
+from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage
+from paceline.output_processor import OutputProcessor
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import Tokenizer
-from paceline_services.gateway.admission import AdmissionLimits, AdmissionQueue, Capacity, Permit
-from paceline_services.gateway.api_errors import NoTargetError, OverloadedError
+from paceline_services.gateway.admission import AdmissionQueue, Capacity
+from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
+from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.failover import FailoverRequest
-from paceline_services.gateway.generation import GenerationRequest, OutputChunk, OutputProcessor
 from paceline_services.gateway.routing.fleet import Fleet
-from paceline_services.gateway.structured_output import GrammarChecks, StructuredBody
+from paceline_services.gateway.structured_output import GrammarChecks
 
 FINAL_STATS_TIMEOUT_S = 2.0
 """How long to wait for the statistics of a request that a stop string ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """The model as requests are checked against it."""
-
-    max_model_len: int
-    vocabulary_size: int
-    eos_token_ids: Sequence[int]
-
-
 @dataclass(slots=True)
 class ServedModel:
-    """One model, served by a fleet, in the room that all models of a gateway share."""
+    """One model and the fleet that serves it. All models of a gateway share `capacity`, `metrics` and `grammars`."""
 
     model: str
     tokenizer: Tokenizer
@@ -47,158 +38,130 @@ class ServedModel:
 
     def __post_init__(self) -> None:
         self.queue = AdmissionQueue(self.capacity, self.fleet)
-        self.metrics.set_queue_source(self.model, lambda: self.queue.waiting)
-        self.metrics.set_target_count_source(self.model, lambda: self.fleet.targets_up)
-        self.metrics.set_breaker_source(self.model, self.fleet.breaker_states)
-
-    @property
-    def limits(self) -> AdmissionLimits:
-        return self.capacity.limits
-
-    @property
-    def in_flight(self) -> int:
-        return self.queue.in_flight
+        self.metrics.set_sources(
+            self.model, lambda: self.queue.waiting, lambda: self.fleet.targets_up, self.fleet.breaker_states
+        )
 
     @property
     def max_model_len(self) -> int | None:
-        """Longest prompt plus output; None while no target is up."""
+        """Longest prompt plus output, in tokens; None while no target is up."""
         description = self.fleet.description
         return None if description is None else description.max_model_len
 
     @property
     def vocabulary_size(self) -> int:
-        """Of the model, as far as is known: its tokenizer may have fewer tokens."""
+        """The model's; the tokenizer's, which may be smaller, while no target is up."""
         description = self.fleet.description
         return max(len(self.tokenizer.pieces), 0 if description is None else description.vocabulary_size)
 
-    def unavailable(self) -> NoTargetError | None:
-        """Why no request would be served now; None if one would."""
+    def unavailable(self) -> UnavailableError | None:
+        """Why no request can be served now; None if one can."""
         if self.capacity.closing:
-            return NoTargetError("the gateway is closing", reason="closing")
-        if not self.fleet.has_targets:
-            return NoTargetError("no target is up; try again soon")
+            return UnavailableError("the gateway is closing", reason="closing")
+        if not self.fleet.targets_up:
+            return UnavailableError("no target is up; try again soon")
         if not self.fleet.available:
-            return NoTargetError("every target fails; try again soon", self.fleet.retry_after_s(), reason="breaker")
+            return UnavailableError("every target fails; try again soon", self.fleet.retry_after_s(), reason="breaker")
         return None
 
-    def model_limits(self) -> ModelLimits:
-        """Raises `NoTargetError`: only a target knows."""
+    def description(self) -> TargetDescription:
+        """The model as its targets serve it. Raises `UnavailableError` while no request can be served."""
         if error := self.unavailable():
-            raise self._count_rejection(error)
+            raise error
         description = self.fleet.description
         assert description is not None
-        return ModelLimits(description.max_model_len, description.vocabulary_size, description.eos_token_ids)
+        return description
 
-    def admit(self, choices: int) -> None:
-        """Raises `OverloadedError` if so many more choices are too many."""
-        with self.counting_rejections():
-            self.queue.check(choices)
+    async def generate(self, request: GenerationRequest, client: ApiClient = ANONYMOUS) -> AsyncGenerator[Delta]:
+        """The deltas of one completion, with their text; the last one has a finish reason.
 
-    async def grammar_of(self, body: StructuredBody) -> str:
-        """The grammar that a body asks for, or none. Raises `InvalidRequestError` or `OverloadedError`."""
-        with self.counting_rejections():
-            return await self.grammars.grammar_of(body)
-
-    def permits(self, choices: int) -> list[Permit]:
-        """A place for each choice that is about to begin. Raises `OverloadedError`."""
-        with self.counting_rejections():
-            return self.queue.permits(choices)
-
-    async def generate(self, choice: GenerationRequest, place: Permit) -> AsyncGenerator[OutputChunk]:
-        """The pieces of one completion; the last one has a finish reason. Closing it cancels everywhere.
-
-        Raises an `ApiError` if the target is lost for good, or cannot serve it.
+        Closing the generator cancels the request at its target. Raises an `ApiError` if the request cannot be served.
         """
-        if error := self.unavailable():
-            place.close()
-            raise self._count_rejection(error)
-        if choice.counts_prompt:
-            choice.client.count_tokens(len(choice.prompt), "prompt")
-        submission = Submission(
-            uuid.uuid4().hex,
-            choice.prompt,
-            choice.sampling,
-            choice.speculative,
-            cache_salt=choice.cache_salt,
-            client=choice.client.name,
-            group=choice.group,
-        )
-        text = OutputProcessor(choice, self.tokenizer)
-        with closing(place), self.metrics.track(self.model) as progress:
-            run = FailoverRequest(self.fleet, submission, self.limits.resume_s, progress, choice.session)
+        if request.choice == 0:
+            client.count_tokens(len(request.prompt), "prompt")
+        output = OutputProcessor(request, self.tokenizer)
+        with self.metrics.track(self.model) as metrics:
+            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics)
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
-                    piece = text.process(delta)
-                    progress.tokens(len(piece.tokens))
-                    choice.client.count_tokens(len(piece.tokens), "output")
-                    if piece.finish_reason is None:
-                        yield piece
-                        continue
-                    if delta.finish_reason is None:
-                        run.finish_early()
-                        if choice.speculative.report:
-                            await _add_final_stats(piece, deltas)
-                    progress.finished(piece.finish_reason, text.usage(len(choice.prompt), piece))
-                    yield piece
-                    return
+                    target_finished = delta.finish_reason is not None
+                    output.process(delta)
+                    metrics.tokens(len(delta.tokens))
+                    client.count_tokens(len(delta.tokens), "output")
+                    if delta.finish_reason is not None:
+                        if not target_finished:
+                            run.finish_early()
+                            if request.speculative.report:
+                                await _add_final_stats(delta, deltas)
+                        assert delta.usage is not None
+                        metrics.finished(delta.finish_reason, delta.usage)
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+
+    async def generate_all(
+        self, requests: Sequence[GenerationRequest], client: ApiClient = ANONYMOUS
+    ) -> AsyncGenerator[tuple[int, Delta]]:
+        """The deltas of several completions as they come, each with its request's index. The first error ends all.
+
+        Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
+        """
+        with self.counting_rejections():
+            self.description()
+            self.queue.acquire(len(requests))
+        held = len(requests)
+        try:
+            outputs = [self.generate(request, client) for request in requests]
+            async with aclosing(_single(outputs[0]) if len(outputs) == 1 else interleaved(outputs)) as deltas:
+                async for index, delta in deltas:
+                    yield index, delta
+                    if delta.finish_reason is not None:
+                        held -= 1
+                        self.queue.release(1)
+        finally:
+            self.queue.release(held)
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
-        """Requests that are turned away for want of room."""
+        """Count in the metrics every request refused for want of capacity or of a target."""
         try:
             yield
-        except OverloadedError as error:
-            raise self._count_rejection(error) from None
-
-    def _count_rejection(self, error: OverloadedError | NoTargetError) -> OverloadedError | NoTargetError:
-        self.metrics.rejected(self.model, error.reason)
-        return error
+        except RetryLaterError as error:
+            self.metrics.rejected(self.model, error.reason)
+            raise
 
 
-async def _add_final_stats(piece: OutputChunk, deltas: AsyncGenerator[Delta]) -> None:
-    """A stop string ended the choice here; the target reports on it once it knows."""
-    with suppress(TimeoutError):  # then the answer goes without statistics
+async def _add_final_stats(last: Delta, deltas: AsyncGenerator[Delta]) -> None:
+    """Complete the delta that a stop string ended with the statistics that the target sends on being cancelled."""
+    with suppress(TimeoutError):  # the response goes without statistics
         async with asyncio.timeout(FINAL_STATS_TIMEOUT_S):
             async for delta in deltas:
-                piece.speculation, piece.timings = delta.speculation, delta.timings
-                piece.cached_tokens = delta.usage.cached_tokens if delta.usage else 0
+                last.speculation, last.timings = delta.speculation, delta.timings
+                cached = delta.usage.cached_tokens if delta.usage else 0
+                last.usage = replace(last.usage or Usage(0, 0), cached_tokens=cached)
 
 
-async def generate_all(
-    gateway: ServedModel, choices: Sequence[GenerationRequest]
-) -> AsyncGenerator[tuple[int, OutputChunk]]:
-    """The pieces of several choices as they come, each with its choice's index. The first error ends all."""
-    places = gateway.permits(len(choices))
-    try:
-        runs = [gateway.generate(choice, place) for choice, place in zip(choices, places, strict=True)]
-        async with aclosing(_single(runs[0]) if len(runs) == 1 else _interleaved(runs)) as parts:
-            async for part in parts:
-                yield part
-    finally:
-        for place in places:  # of choices that were cancelled before they began
-            place.close()
+async def _single(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[int, Delta]]:
+    async with aclosing(deltas):
+        async for delta in deltas:
+            yield 0, delta
 
 
-async def _single(pieces: AsyncGenerator[OutputChunk]) -> AsyncGenerator[tuple[int, OutputChunk]]:
-    async with aclosing(pieces):
-        async for piece in pieces:
-            yield 0, piece
-
-
-async def _interleaved(runs: Sequence[AsyncGenerator[OutputChunk]]) -> AsyncGenerator[tuple[int, OutputChunk]]:
-    ready: asyncio.Queue[tuple[int, OutputChunk | Exception]] = asyncio.Queue()
+async def interleaved(outputs: Sequence[AsyncGenerator[Delta]]) -> AsyncGenerator[tuple[int, Delta]]:
+    """The deltas of several generators as they come, each with its generator's index. The first error ends all."""
+    ready: asyncio.Queue[tuple[int, Delta | Exception]] = asyncio.Queue()
     tasks = []
     try:
-        for index, pieces in enumerate(runs):
-            tasks.append(asyncio.create_task(_enqueue(ready, index, pieces)))
-            await asyncio.sleep(0)  # to submit one may take milliseconds, and a thousand of them seconds: others go on
+        for index, deltas in enumerate(outputs):
+            tasks.append(asyncio.create_task(_enqueue(ready, index, deltas)))
+            await asyncio.sleep(0)  # a thousand submissions take seconds: let other requests run between them
         running = len(tasks)
         while running:
-            index, piece = await ready.get()
-            if isinstance(piece, Exception):
-                raise piece
-            running -= piece.finish_reason is not None
-            yield index, piece
+            index, delta = await ready.get()
+            if isinstance(delta, Exception):
+                raise delta
+            running -= delta.finish_reason is not None
+            yield index, delta
     finally:
         for task in tasks:
             task.cancel()
@@ -206,11 +169,11 @@ async def _interleaved(runs: Sequence[AsyncGenerator[OutputChunk]]) -> AsyncGene
 
 
 async def _enqueue(
-    ready: asyncio.Queue[tuple[int, OutputChunk | Exception]], index: int, pieces: AsyncGenerator[OutputChunk]
+    ready: asyncio.Queue[tuple[int, Delta | Exception]], index: int, deltas: AsyncGenerator[Delta]
 ) -> None:
     try:
-        async with aclosing(pieces):
-            async for piece in pieces:
-                ready.put_nowait((index, piece))
-    except Exception as error:  # noqa: BLE001 - raised again where the pieces are read
+        async with aclosing(deltas):
+            async for delta in deltas:
+                ready.put_nowait((index, delta))
+    except Exception as error:  # noqa: BLE001 - `interleaved` raises it
         ready.put_nowait((index, error))

@@ -1,4 +1,4 @@
-"""The life of a gateway process: open everything, serve until told to stop, finish what runs, close everything."""
+"""The life of a gateway process: open everything, serve until stopped, finish the running requests, close."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 from paceline.api_keys import KeyFileError
+from paceline.launcher import StartError
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -32,54 +33,51 @@ from paceline_services.gateway.openai.http_app import create_app
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured_output import GrammarChecks
-from paceline_services.service_entrypoint import ServiceStartError
 
 log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 KEEP_ALIVE_S = 75
-"""Clients and load balancers give up an idle connection after 5 to 60 seconds. They have to be the first: a request
-that meets a connection as it closes here is lost."""
+"""Longer than the 5 to 60 seconds after which clients and load balancers close an idle connection: a request that
+arrives on a connection as the gateway closes it is lost."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewaySettings:
-    """`model`: where the tokenizer is. `drain_s`: how long requests may go on after the gateway was told to stop.
+    """The options of one gateway, under their command-line names where these are the same."""
 
-    `more_models`: further ones, each with the name by which it is served. `aliases`: further names of models.
-    """
-
-    model: str
-    served_model_name: str
+    models: Mapping[str, str]
+    """Each served model: the name for clients and targets, and where its tokenizer is."""
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int = 0
     drain_s: float = 60.0
+    """How long running requests may go on after the gateway is stopped."""
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
-    more_models: Sequence[tuple[str, str]] = ()
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names of models."""
     api_keys: Path | None = None
-    """Who may come in; None: anyone."""
+    """The file of API keys; None: clients need no key."""
     allow_origin: Sequence[str] = ()
     """Sites whose pages may use this server from a browser."""
     edge_tls: Certificates | None = None
-    """What clients are shown; None: HTTP and gRPC are in the clear."""
+    """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
-    """What targets and Redis are shown."""
+    """For targets and Redis."""
     worker_id: str = field(default_factory=lambda: f"gateway-{secrets.token_hex(3)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where a running gateway listens, as host:port."""
+    """The addresses of a running gateway, as host:port."""
 
     http: str
     grpc: str
 
 
 async def serve(settings: GatewaySettings, redis_url: str | None, stop: asyncio.Event) -> None:
-    """Run until `stop` is set. Raises what `paceline_services.service_entrypoint.run_service` tells in one line."""
+    """Run until `stop` is set. Raises the errors that `service_entrypoint.run_service` reports in one line."""
     async with open_store(redis_url, tls=settings.tls) as store, running(settings, store) as (models, addresses):
         scheme = "https" if settings.edge_tls else "http"
         log.info("gateway ready on %s://%s", scheme, addresses.http, extra={"grpc": addresses.grpc})
@@ -89,17 +87,16 @@ async def serve(settings: GatewaySettings, redis_url: str | None, stop: asyncio.
 
 @asynccontextmanager
 async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator[tuple[ModelDirectory, Addresses]]:
-    """A gateway that serves for as long as the context lasts; at its end, requests that run are finished."""
-    places = [(settings.model, settings.served_model_name), *settings.more_models]
-    tokenizers = {name: await asyncio.to_thread(_load_tokenizer, place) for place, name in places}
-    metrics = CollectorRegistry()
+    """A gateway that serves until the context ends, which waits for the running requests."""
+    tokenizers = {name: await asyncio.to_thread(_load_tokenizer, model) for name, model in settings.models.items()}
+    registry = CollectorRegistry()
     async with AsyncExitStack() as stack:
         listener = stack.enter_context(_listen(settings.host, settings.port))
-        series = GatewayMetrics(metrics)
-        callers = _authenticator(settings, series)
-        models = await _open_models(tokenizers, settings, store, series, stack)
-        grpc_server = await stack.enter_async_context(_grpc_server(settings, models, callers))
-        app = create_app(models, metrics, callers, settings.allow_origin)
+        metrics = GatewayMetrics(registry)
+        authenticator = _authenticator(settings, metrics)
+        models = await _open_models(tokenizers, settings, store, metrics, stack)
+        grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
+        app = create_app(models, registry, authenticator, settings.allow_origin)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)
@@ -116,25 +113,25 @@ async def _open_models(
     metrics: GatewayMetrics,
     stack: AsyncExitStack,
 ) -> ModelDirectory:
-    """A fleet for each; their links are closed by `stack`."""
-    room, grammars = Capacity(settings.limits), GrammarChecks()
+    """Opens a fleet for each model; `stack` closes them."""
+    capacity, grammars = Capacity(settings.limits), GrammarChecks()
     stack.push_async_callback(grammars.close)
-    gateways = []
+    models = []
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
-        gateways.append(ServedModel(name, tokenizer, fleet, metrics, room, grammars))
-    return ModelDirectory(gateways, settings.aliases)
+        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars))
+    return ModelDirectory(models, settings.aliases)
 
 
 def _record(worker_id: str, addresses: Addresses, models: ModelDirectory) -> WorkerRecord:
-    names = ",".join(gateway.model for gateway in models)
-    fingerprints = ",".join(gateway.tokenizer.fingerprint for gateway in models)
+    names = ",".join(each.model for each in models)
+    fingerprints = ",".join(each.tokenizer.fingerprint for each in models)
     return WorkerRecord("gateway", worker_id, addresses.http, names, "", fingerprints, time.time())
 
 
 class _HttpServer(uvicorn.Server):
-    """uvicorn, without its signal handling: the process has another server to stop, in order."""
+    """uvicorn without its signal handling: this process stops its servers in order."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -151,7 +148,7 @@ class _HttpServer(uvicorn.Server):
 
 @asynccontextmanager
 async def _http_server(app: ASGIApp, listener: socket.socket, tls: Certificates | None) -> AsyncIterator[None]:
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # it tells what this module tells
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # this module logs the same
     context = None if tls is None else ServerContext(tls).context
     config = uvicorn.Config(
         app,
@@ -176,9 +173,9 @@ async def _http_server(app: ASGIApp, listener: socket.socket, tls: Certificates 
 
 @asynccontextmanager
 async def _grpc_server(
-    settings: GatewaySettings, models: ModelDirectory, callers: Authenticator
+    settings: GatewaySettings, models: ModelDirectory, authenticator: Authenticator
 ) -> AsyncIterator[GrpcServer]:
-    server = create_server(settings.host, settings.grpc_port, models, callers, settings.edge_tls)
+    server = create_server(settings.host, settings.grpc_port, models, authenticator, settings.edge_tls)
     try:
         await server.start()
         yield server
@@ -188,26 +185,26 @@ async def _grpc_server(
 
 def _authenticator(settings: GatewaySettings, metrics: GatewayMetrics) -> Authenticator:
     try:
-        callers = Authenticator(settings.api_keys, metrics.keys)
+        authenticator = Authenticator(settings.api_keys, metrics.keys)
     except KeyFileError as error:
-        raise ServiceStartError(f"--api-keys: {error}; make one with `paceline keys add NAME --file FILE`") from error
-    if callers.requires_key and settings.edge_tls is None and settings.host not in LOOPBACK:
-        log.warning("API keys travel in the clear: give --ssl-certfile and --ssl-keyfile, or put a proxy in front")
-    return callers
+        raise StartError(f"--api-keys: {error}; make one with `paceline keys add NAME --file FILE`") from error
+    if authenticator.requires_key and settings.edge_tls is None and settings.host not in LOOPBACK:
+        log.warning("API keys travel in plain text: give --ssl-certfile and --ssl-keyfile, or put a proxy in front")
+    return authenticator
 
 
 def _load_tokenizer(model: str) -> Tokenizer:
-    """Ready for its first request: what it would work out then is worked out now."""
+    """A tokenizer whose tables are computed, so that no request waits for them."""
     try:
         tokenizer = Tokenizer.load(model)
         tokenizer.prepare()
     except (ChatTemplateError, ValueError) as error:
-        raise ServiceStartError(f"--model {model}: {error}") from error
+        raise StartError(f"--model {model}: {error}") from error
     return tokenizer
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Bound before anything else is opened: a port that is taken is found out at once."""
+    """Bind the port before anything else is opened, so that a port in use is reported at once."""
     try:
         return socket.create_server((host, port), backlog=BACKLOG)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What a client says the text must be: OpenAI's `response_format`, and vLLM's `structured_outputs`."""
+"""Structured output: OpenAI's `response_format` and vLLM's `structured_outputs`, as grammars."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from paceline.grammar.lark import WHITE_SPACE
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
 
 MAX_WAITING_GRAMMARS = 32
-"""Grammars that wait to be checked. One may take a second, in which all others wait."""
+"""Grammars that wait to be checked; more are refused. One may take a second, while all others wait."""
 MAX_CACHED_GRAMMARS = 256
-"""Grammars that need not be checked again."""
+"""Checked grammars that are remembered."""
 UNHASHED_FIELDS: dict[str, set[str]] = {"json_schema": {"name", "description"}}
-"""What says nothing of a grammar, and may be of any length."""
+"""Fields that do not change the grammar, and may be of any length."""
 ANY_OBJECT: dict[str, Any] = {"type": "object"}
 
 
@@ -37,7 +37,7 @@ class StructureBody(BaseModel):
 
 
 def _parsed(value: Any) -> Any:
-    """JSON inside of JSON has its parser's limits, too: ValueError if it is nested too deep."""
+    """A JSON text as its value. Raises ValueError, also for JSON that is nested too deep."""
     return from_json(value) if isinstance(value, str) else value
 
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 def _within_limit(value: T) -> T:
-    """As a grammar it has no fewer characters than as JSON, which is written in no time."""
+    """Checks the length as JSON, which is quick: the grammar is never shorter."""
     if (length := len(to_json(value).decode())) > MAX_GRAMMAR_LENGTH:
         raise ValueError(f"{length} characters, {MAX_GRAMMAR_LENGTH} are the most")
     return value
@@ -77,11 +77,11 @@ class ResponseFormat(StructureBody):
 
     @property
     def field(self) -> str:
-        """What is to blame for a grammar that cannot be compiled."""
+        """The field to name when the grammar cannot be compiled."""
         return "response_format.json_schema.schema"
 
     def to_grammar(self) -> str:
-        """As a grammar; empty: any text. May raise `GrammarError`."""
+        """The grammar; "": any text. Raises `GrammarError`."""
         if self.json_schema is not None:
             return grammar_from_schema(self.json_schema.schema_)
         return grammar_from_schema(ANY_OBJECT) if self.type == "json_object" else ""
@@ -107,11 +107,11 @@ class StructuredOutputs(StructureBody):
 
     @property
     def field(self) -> str:
-        """What is to blame for a grammar that cannot be compiled."""
+        """The field to name when the grammar cannot be compiled."""
         return f"structured_outputs.{self._given()[0][0]}"
 
     def to_grammar(self) -> str:
-        """As a grammar. May raise `GrammarError`."""
+        """The grammar. Raises `GrammarError`."""
         match self._given()[0]:
             case "json", schema:
                 return grammar_from_schema(schema, self._white_space)
@@ -140,15 +140,14 @@ class StructuredOutputs(StructureBody):
 
 
 class StructuredBody(Protocol):
-    """A body, as far as it says what the text must be."""
+    """The fields of a body that ask for structured output."""
 
     response_format: ResponseFormat | None
     structured_outputs: StructuredOutputs | None
 
 
 class GrammarChecks:
-    """Checks grammars in processes of their own, so that a hostile one costs little, and delays nobody but those that
-    bring others, too."""
+    """Checks grammars in other processes: a hostile grammar delays only requests that bring grammars, too."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "grammars")
@@ -156,7 +155,7 @@ class GrammarChecks:
         self._tasks: OrderedDict[bytes, Future[str | InvalidRequestError]] = OrderedDict()
 
     async def grammar_of(self, body: StructuredBody) -> str:
-        """The grammar that a body asks for, or none. Raises `InvalidRequestError` with its field, `OverloadedError`."""
+        """The grammar that a body asks for; "": none. Raises `InvalidRequestError` or `OverloadedError`."""
         asked = [each for each in (body.response_format, body.structured_outputs) if each is not None]
         if len(asked) > 1:
             message = "response_format and structured_outputs cannot both say what the text must be"
@@ -165,17 +164,17 @@ class GrammarChecks:
             return ""
         grammar = await shield(self._check_task(asked[0]))
         if isinstance(grammar, InvalidRequestError):
-            # A new one each time: what is raised keeps the frames it passed, and with them the body that was sent.
+            # A new error each time: a raised one keeps its frames alive, and with them the request's body.
             raise InvalidRequestError(grammar.message, param=grammar.param)
         return grammar
 
     async def close(self) -> None:
-        """Nobody waits any more."""
+        """Stop all checks."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._checker.close()
 
     async def _check(self, asked: ResponseFormat | StructuredOutputs) -> str | InvalidRequestError:
-        """The grammar, or what is wrong with it."""
+        """The grammar, or the error in it."""
         try:
             if grammar := await get_running_loop().run_in_executor(self._thread, compile_grammar_text, asked):
                 await self._checker.check(grammar)
@@ -197,7 +196,7 @@ class GrammarChecks:
 
 
 def compile_grammar_text(asked: ResponseFormat | StructuredOutputs) -> str:
-    """The grammar. Raises `GrammarError`. May take a second."""
+    """The grammar; takes up to a second. Raises `GrammarError`."""
     grammar = asked.to_grammar()
     if len(grammar) > MAX_GRAMMAR_LENGTH:
         raise GrammarError(f"{len(grammar)} characters as a grammar, {MAX_GRAMMAR_LENGTH} are the most")

@@ -1,1 +1,1 @@
-"""The target worker: decodes, verifying what drafts guess."""
+"""The target worker: decodes, and verifies draft tokens."""

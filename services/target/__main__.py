@@ -1,25 +1,26 @@
 """python -m paceline_services.target: one target worker.
 
-This process speaks: gRPC with gateways and drafts, Redis, metrics. Its engine runs in another one, `compute`.
+This process serves gRPC to gateways and metrics, and connects to drafts and Redis. Its engine runs in a process of its
+own, `engine_process`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import logging
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from paceline.core.messages import Submission, TargetDescription
+from paceline.core.messages import TargetDescription
 from paceline.core.verify import strategy_of
-from paceline.engine.engine_messages import CalibrationSeed, CancelRequest, ModelInfo, StepResult
-from paceline.ipc.model_process import ModelProcess, PipeConnection, model_process
-from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, open_store
+from paceline.engine.engine_messages import CalibrationSeed, EngineInfo, StepResult
+from paceline.ipc.model_process import ModelProcess
+from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
@@ -27,27 +28,22 @@ from paceline.v1 import target_pb2
 from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from paceline.wire.channels import SUBMIT_FRAME_BYTES
 from paceline.wire.credentials import GATEWAY
-from paceline.wire.draft_link import DraftLinkConfig
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.grpc_server import GrpcServer
+from paceline.wire.draft_session import DraftLinkConfig
 from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame
 from paceline_services.service_entrypoint import (
-    metrics_endpoint,
+    Worker,
     parse_with_config_file,
     run_service,
-    service_parser,
-    wait_until_ready,
-    wait_until_stopped,
+    serve_worker,
+    worker_parser,
 )
 from paceline_services.target.draft_discovery import draft_discovery
 from paceline_services.target.engine_watchdog import EngineWatchdog
 from paceline_services.target.stat_logger import StatLogger
 from paceline_services.target.target_servicer import TargetServicer
-from paceline_services.tls_options import add_tls_options, service_certificates
 
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
-
-log = logging.getLogger(__name__)
 
 
 def main() -> int:
@@ -57,116 +53,93 @@ def main() -> int:
 
 
 def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
-    known = service_parser("target", "Decodes, and verifies what draft workers guess.")
-    known.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
-    known.add_argument("--served-model-name", help="what clients call it; default: --model")
-    known.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
-    known.add_argument("--hang-s", type=float, default=120.0, help="an engine without a step for so long is ended")
-    add_tls_options(known)
-    return parse_with_config_file(known, arguments)
+    parser = worker_parser("target", "Decodes, and verifies the draft tokens of draft workers.")
+    parser.add_argument("--model", required=True, help="a folder, a shipped model's name, or table:SIZE")
+    parser.add_argument("--served-model-name", help="the model's name for clients; default: --model")
+    parser.add_argument("--drain-s", type=float, default=30.0, help="seconds for running requests to finish")
+    parser.add_argument(
+        "--hang-s", type=float, default=120.0, help="seconds without a step before the engine is killed"
+    )
+    return parse_with_config_file(parser, arguments)
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    """From loading the model to the last word on every link."""
-    tls = service_certificates(options)
+    await serve_worker("target", "paceline_services.target.engine_process", target_worker, options, stop)
+
+
+@asynccontextmanager
+async def target_worker(
+    options: argparse.Namespace, process: ModelProcess, store: StateStore, tls: Certificates | None
+) -> AsyncIterator[Worker]:
+    """Connect servicer, statistics, watchdog and draft pool to the engine."""
+    info = process.ready.result()
+    assert isinstance(info, EngineInfo)
+    engine, speculation = process.connection, options.speculative_config
+    description = target_description(info, options)
+    registry = CollectorRegistry()
+    metrics = TargetMetrics(registry, description.model, info.slots)
+    metrics.rows_invariant.set(info.rows_invariant)
+    metrics.set_strategy(strategy_of(speculation))
     async with AsyncExitStack() as stack:
-        compute = await stack.enter_async_context(model_process("paceline_services.target.engine_process", options))
-        store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
-        facts = await wait_until_ready(compute, stop)
-        assert isinstance(facts, ModelInfo)
-        description = target_description(facts, options)
-        metrics = CollectorRegistry()
-        servicer = await build_servicer(facts, description, options, store, tls, compute, metrics, stack)
-        server = GrpcServer(options.host, options.port, tls=tls, peer=GATEWAY, receive_bytes=SUBMIT_FRAME_BYTES)
-        stack.enter_context(metrics_endpoint(metrics, options, server))
-        server.add(add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
-        stack.push_async_callback(server.stop)  # however this ends
-        address = await server.start()
-        record = worker_record(description, options.advertise or address)
-        speed = {"rows_per_s": facts.rows_per_s}
-        async with store.registration(record, lambda: {**speed, **servicer.load_metrics()}) as registration:
-            log.info("target ready on %s", address, extra={"numerics": facts.numerics})
-            await wait_until_stopped(stop, compute.exited)
-            await server.drain()
-            if not compute.exited.done():
+        recorder = await stack.enter_async_context(store.recorder())
+        stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
+        servicer = TargetServicer(description, stats, engine.send)
+        watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.process.kill)
+        await stack.enter_async_context(watchdog)
+
+        def on_step(step: StepResult) -> None:
+            watchdog.reset()
+            stats.observe(step.stats)
+            if step.deltas:
+                servicer.send_deltas(step.deltas, step.load)
+
+        engine.on(StepResult, on_step)
+        known = await stored_acceptance(store, description)
+        engine.send(CalibrationSeed(known.cell_drafted, known.cell_accepted))
+        if speculation.enabled and speculation.draft_placement == "worker":
+            config = DraftLinkConfig(info.fingerprint, info.vocabulary_size, tls=tls)
+            pool = DraftPool(config, engine.send, info.layers, metrics)
+            engine.on(ConnectDrafts, pool.connect)
+            engine.on(SendDraftFrame, pool.send)
+            metrics.draft_links.set_function(lambda: len(pool.connected))
+            await stack.enter_async_context(draft_discovery(pool, store))
+
+        async def drain(registration: WorkerRegistration) -> None:
+            if not process.exited.done():
                 servicer.stop_accepting()
-                await registration.run_once()  # gateways without a link learn it from the registry
-            await servicer.drain(options.drain_s, compute.exited)
-        await server.stop(grace_s=1.0)
-        if compute.exited.done():
-            compute.exited.result()  # raises what is known of its end
-    log.info("target stopped")
+                await registration.run_once()  # gateways without a link read it in the registry
+            await servicer.drain(options.drain_s, process.exited)
+
+        yield Worker(
+            servicer=servicer,
+            register=add_TargetServiceServicer_to_server,
+            service=TARGET_SERVICE,
+            peer=GATEWAY,
+            receive_bytes=SUBMIT_FRAME_BYTES,
+            metrics=registry,
+            record=partial(worker_record, description),
+            load=lambda: {"rows_per_s": info.rows_per_s, **servicer.load_metrics()},
+            drain=drain,
+        )
 
 
-class PipeEngineClient:
-    """The servicer's `EngineClient`: the engine at the other end of the pipe."""
-
-    def __init__(self, connection: PipeConnection) -> None:
-        self._connection = connection
-
-    def submit(self, submission: Submission) -> None:
-        self._connection.send(submission)
-
-    def cancel(self, request_id: str) -> None:
-        self._connection.send(CancelRequest(request_id))
-
-
-async def build_servicer(
-    facts: ModelInfo,
-    description: TargetDescription,
-    options: argparse.Namespace,
-    store: StateStore,
-    tls: Certificates | None,
-    compute: ModelProcess,
-    metrics: CollectorRegistry,
-    stack: AsyncExitStack,
-) -> TargetServicer:
-    """Everything around the engine: books, links to drafts, the servicer. What has to be closed is left on `stack`."""
-    series = TargetMetrics(metrics, description.model, facts.slots)
-    series.set_rows_invariant(invariant=facts.rows_invariant)
-    series.set_strategy(strategy_of(options.speculative_config))
-    recorder = await stack.enter_async_context(store.recorder())
-    bookkeeping = await stack.enter_async_context(StatLogger(description, recorder, series))
-    servicer = TargetServicer(description, bookkeeping, PipeEngineClient(compute.connection))
-    watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, compute.process.kill)
-    await stack.enter_async_context(watchdog)
-
-    def stepped(step: StepResult) -> None:
-        watchdog.reset()
-        bookkeeping.observe(step.stats)
-        if step.deltas:
-            servicer.send_deltas(step.deltas, step.load)
-
-    compute.connection.on(StepResult, stepped)
-    known = await stored_acceptance(store, description)
-    compute.connection.send(CalibrationSeed(known.cell_drafted, known.cell_accepted))
-    if options.speculative_config.enabled and options.speculative_config.draft_placement == "worker":
-        terms = DraftLinkConfig(facts.fingerprint, facts.vocabulary_size, tls=tls)
-        pool = DraftPool(terms, compute.connection.send, facts.layers, series)
-        compute.connection.on(ConnectDrafts, pool.connect)
-        compute.connection.on(SendDraftFrame, pool.send)
-        series.set_link_count_source(lambda: len(pool.connected))
-        await stack.enter_async_context(draft_discovery(pool, store))
-    return servicer
-
-
-def target_description(facts: ModelInfo, options: argparse.Namespace) -> TargetDescription:
+def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetDescription:
     return TargetDescription(
         worker_id=options.worker_id,
         model=options.served_model_name or options.model,
-        vocabulary_fingerprint=facts.fingerprint,
-        vocabulary_size=facts.vocabulary_size,
-        max_model_len=facts.max_model_len,
-        slots=facts.slots,
-        rows_invariant=facts.rows_invariant,
-        eos_token_ids=facts.eos_token_ids,
-        method=facts.method,
-        numerics=facts.numerics,
+        vocabulary_fingerprint=info.fingerprint,
+        vocabulary_size=info.vocabulary_size,
+        max_model_len=info.max_model_len,
+        slots=info.slots,
+        rows_invariant=info.rows_invariant,
+        eos_token_ids=info.eos_token_ids,
+        method=info.method,
+        numerics=info.numerics,
     )
 
 
 async def stored_acceptance(store: StateStore, description: TargetDescription) -> AcceptanceCounts:
-    """What targets learned before about this model and method; nothing if that is not to be had now."""
+    """Return what targets have recorded about this model and method; nothing if Redis is away."""
     try:
         return await store.acceptance.acceptance(description.model, description.method or "none")
     except StateUnavailableError:

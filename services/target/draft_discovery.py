@@ -1,4 +1,4 @@
-"""Keeps a target in touch with every draft worker in the registry, before a request names them."""
+"""Connects a target to every draft worker in the registry, before a request names it."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from paceline.wire.session_messages import ConnectDrafts
 
 @asynccontextmanager
 async def draft_discovery(pool: DraftPool, store: StateStore) -> AsyncIterator[None]:
-    """Reach for every worker that appears, for as long as the context lasts; then end all links."""
+    """Connect to every worker that registers, for as long as the context lasts; then end all links."""
     async with store.watcher("draft") as workers:
-        following = asyncio.create_task(_connect_registered(workers, pool), name="follow the drafts")
+        task = asyncio.create_task(_connect_registered(workers, pool), name="draft discovery")
         try:
             yield
         finally:
-            following.cancel()
+            task.cancel()
             await pool.stop()
 
 
 async def _connect_registered(workers: WorkerWatcher, pool: DraftPool) -> None:
     known: set[str] = set()
 
-    def news(registered: Sequence[RegisteredWorker]) -> bool:
+    def has_changed(registered: Sequence[RegisteredWorker]) -> bool:
         return known != {worker.record.address for worker in registered}
 
     while True:
-        known = {worker.record.address for worker in await workers.wait_for(news)}
+        known = {worker.record.address for worker in await workers.wait_for(has_changed)}
         pool.connect(ConnectDrafts(tuple(known)))

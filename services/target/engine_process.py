@@ -1,4 +1,4 @@
-"""python -m paceline_services.target.engine_process FD: the process in which a target's engine runs."""
+"""python -m paceline_services.target.engine_process FD: a target's model process, which runs the engine."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paceline.drafting import build_model_free, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
-from paceline.engine.engine_messages import ModelInfo
+from paceline.engine.engine_messages import EngineInfo
 from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
+from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process
-from paceline_services.service_entrypoint import ServiceStartError
 
 log = logging.getLogger(__name__)
 
 
 def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
-    """Load the model, and decode until the pipe closes."""
+    """Load the model, and run the engine until the pipe closes."""
     if cpus := options.engine_config.cpus:
         bind_cpus(cpus)
     with as_start_errors(options.speculative_config):
@@ -40,15 +40,15 @@ def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
 
 
 def bind_cpus(cpus: Sequence[int]) -> None:
-    """Compute on these cores only. Without leave to do so, anywhere: it is only slower."""
+    """Run this process on these cores only. If the system refuses, log a warning: it costs only speed."""
     try:
         os.sched_setaffinity(0, cpus)
-    except (OSError, AttributeError) as error:  # not every system can
+    except (OSError, AttributeError) as error:  # AttributeError: not on this system
         log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error)
 
 
 def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:
-    """Raises `ServiceStartError` or `ModelNotFoundError` with what to do."""
+    """Raises `StartError` or `ModelNotFoundError`."""
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config)
     cost = measure_row_cost(model, config.max_num_batched_rows)
@@ -57,22 +57,22 @@ def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation:
 
 
 def load_model(name: str, config: EngineConfig) -> Model:
-    began = time.perf_counter()
+    started_at = time.perf_counter()
     try:
         model = load(name, config)
     except (ValueError, OSError) as error:
-        raise ServiceStartError(f"--model {name} cannot be loaded: {error}") from error
+        raise StartError(f"--model {name} cannot be loaded: {error}") from error
     limit_torch_threads(model)
-    log.info("model loaded", extra={"seconds": time.perf_counter() - began, "slots": model.slots})
+    log.info("model loaded", extra={"seconds": time.perf_counter() - started_at, "slots": model.slots})
     if not model.rows_invariant:
-        log.warning("rows are not invariant on this machine: tokens may depend on what else is decoded")
+        log.warning("rows are not invariant on this machine: tokens may depend on the other requests of a batch")
     return model
 
 
 def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, config: EngineConfig) -> DraftClient:
-    """Who drafts for this target: workers of the pool, a speculator in this process, or nobody.
+    """Return the target's draft client: remote workers, a speculator in this process, or none.
 
-    Raises `ServiceStartError` if a local speculator cannot be built or knows another vocabulary.
+    Raises `StartError` if a local speculator cannot be built or has another vocabulary.
     """
     if not speculation.enabled:
         return NoDraftClient()
@@ -80,19 +80,19 @@ def build_drafting(model: Model, pipe: Pipe, speculation: SpeculativeConfig, con
         return RemoteDrafting(pipe)
     local = build_configured_speculator(speculation, config, model.target_weights, model.name)
     if local.vocabulary_fingerprint not in ("", model.fingerprint):
-        raise ServiceStartError(
+        raise StartError(
             f"{local.model} and {model.name} have different vocabularies: "
             f"choose a draft model that shares the target's tokenizer, {MAPPING_HINT}"
         )
     return LocalDraftClient(local)
 
 
-def model_facts(engine: Engine, speculation: SpeculativeConfig) -> ModelInfo:
+def model_facts(engine: Engine, speculation: SpeculativeConfig) -> EngineInfo:
     model = engine.model
-    return ModelInfo(
+    return EngineInfo(
         fingerprint=model.fingerprint,
         vocabulary_size=model.vocabulary_size,
-        max_model_len=min(model.max_model_len, model.slots),  # one request may have no more than all slots
+        max_model_len=min(model.max_model_len, model.slots),  # a request cannot use more than all slots
         slots=model.slots,
         rows_invariant=model.rows_invariant,
         eos_token_ids=tuple(model.eos_token_ids),

@@ -1,4 +1,4 @@
-"""Notices an engine that hangs: it answers nothing, holds requests, and its process lives."""
+"""Detects an engine that hangs: its process lives and it has requests, but it makes no step."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from paceline.state.periodic_task import PeriodicTask
 log = logging.getLogger(__name__)
 
 CHECKS_PER_TIMEOUT = 4
-"""Within the limit. Looks are counted, not seconds: a machine that was suspended as a whole did not hang."""
+"""The watchdog counts checks, not seconds: an engine on a suspended machine does not hang."""
 
 
 class EngineWatchdog(PeriodicTask):
-    """Calls `end` once if the engine makes no step for `limit_s` seconds, for as long as the context lasts."""
+    """Calls `kill` once if the engine is busy and makes no step for `timeout_s` seconds, while the context lasts."""
 
-    def __init__(self, limit_s: float, busy: Callable[[], bool], end: Callable[[], None]) -> None:
-        """`busy`: whether there is anything that it should be working at."""
-        self.interval_s = limit_s / CHECKS_PER_TIMEOUT
-        self._limit_s = limit_s
+    def __init__(self, timeout_s: float, busy: Callable[[], bool], kill: Callable[[], None]) -> None:
+        self.interval_s = timeout_s / CHECKS_PER_TIMEOUT
+        self._timeout_s = timeout_s
         self._busy = busy
-        self._kill = end
+        self._kill = kill
         self._idle_checks = 0
 
     def reset(self) -> None:
@@ -31,5 +30,5 @@ class EngineWatchdog(PeriodicTask):
     async def run_once(self) -> None:
         self._idle_checks = self._idle_checks + 1 if self._busy() else 0
         if self._idle_checks == CHECKS_PER_TIMEOUT + 1:
-            log.critical("the engine has requests and made no step for %g s: it is ended", self._limit_s)
+            log.critical("the engine has requests and made no step for %g s: it is killed", self._timeout_s)
             self._kill()

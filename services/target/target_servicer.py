@@ -1,7 +1,7 @@
-"""`TargetService`: links of gateways on one side, the engine on the other.
+"""`TargetService`: passes messages between the links of gateways and the engine.
 
-A gateway chooses request ids that are unique on its link; the engine knows them as "link/id". Deltas come back from
-the engine once per step, and leave as one frame per link.
+A gateway chooses request ids that are unique on its link; the engine's ids are "link/id". The engine returns deltas
+once per step, and each link gets them as one frame.
 """
 
 from __future__ import annotations
@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from itertools import count
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 
-from paceline.core.messages import Delta, EngineLoad, FinishReason, Submission, TargetDescription
+from paceline.core.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
+from paceline.engine.engine_messages import CancelRequest
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.bidi_stream import serve_bidi_stream
@@ -25,38 +26,27 @@ from paceline.wire.channels import FRAME_BYTES
 from paceline.wire.link_errors import Congested, Draining, EngineDeadError, WireError
 from paceline.wire.outbox import Outbox
 from paceline.wire.target_codec import decode_submission, encode_delta, encode_load, encode_target_description
+from paceline_services.target.stat_logger import StatLogger
 
 log = logging.getLogger(__name__)
 
 ServicerContext: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 
-class EngineClient(Protocol):
-    """What the servicer needs of an engine. Answers come to `deliver`."""
-
-    def submit(self, submission: Submission) -> None: ...
-
-    def cancel(self, request_id: str) -> None: ...
-
-
-class RequestObserver(Protocol):
-    """Hears of every request. Deltas carry the engine's name for it, submissions the gateway's."""
-
-    def submitted(self, engine_id: str, submission: Submission) -> None: ...
-
-    def committed(self, delta: Delta) -> None: ...
-
-    def finished(self, engine_id: str) -> None: ...
-
-
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
-    def __init__(self, description: TargetDescription, observer: RequestObserver, decoder: EngineClient) -> None:
+    def __init__(
+        self,
+        description: TargetDescription,
+        stats: StatLogger,
+        send: Callable[[GenerationRequest | CancelRequest], None],
+    ) -> None:
+        """`send` passes a message to the engine; `send_deltas` takes its answers."""
         self.load = EngineLoad(0, 0, description.slots, 0, 0.0)
         """As of the engine's last step."""
         self._description = description
-        self._observer = observer
-        self._engine = decoder
-        self._serial = count(1)
+        self._stats = stats
+        self._send = send
+        self._link_numbers = count(1)
         self._links: set[_GatewayLink] = set()
         self._owners: dict[str, _GatewayLink] = {}
         self._idle = asyncio.Event()
@@ -73,7 +63,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     ) -> AsyncGenerator[pb.DeltaFrame]:
         if self._draining:
             raise Draining("this target drains")
-        link = _GatewayLink(next(self._serial))
+        link = _GatewayLink(next(self._link_numbers))
         self._links.add(link)
         link.put(pb.DeltaFrame(load=encode_load(self.load)))
         try:
@@ -85,37 +75,40 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         finally:
             self._links.discard(link)
             for engine_id in list(link.running):
-                self._engine.cancel(engine_id)
+                self._send(CancelRequest(engine_id))
                 self._forget(engine_id)
 
     @property
     def busy(self) -> bool:
-        """Whether any request runs or waits."""
+        """Whether a request runs or waits."""
         return bool(self._owners)
 
     def load_metrics(self) -> Mapping[str, float]:
-        """For the registry; gateways of other links route by it, and make none to a target that drains."""
-        load = self.load
-        told = {"running": load.running, "waiting": load.waiting, "free_slots": load.free_slots}
-        return told | {"draining": float(self._draining)}
+        """Return the load for the registry. Gateways route by it, and open no link to a target that drains."""
+        return {
+            "running": self.load.running,
+            "waiting": self.load.waiting,
+            "free_slots": self.load.free_slots,
+            "draining": float(self._draining),
+        }
 
     def stop_accepting(self) -> None:
-        """Take nothing new from now on, and say so on every link."""
+        """Hand over new requests from now on, and announce it on every link."""
         self._draining = True
         for link in self._links:
             link.put(pb.DeltaFrame(draining=True))
 
     def send_deltas(self, deltas: Sequence[Delta], load: EngineLoad) -> None:
-        """What one engine step has to say."""
+        """Send the deltas of one engine step, one frame per link."""
         self.load = load
         frames: defaultdict[_GatewayLink, pb.DeltaFrame] = defaultdict(pb.DeltaFrame)
         for delta in deltas:
             link = self._owners.get(delta.request_id)
             if link is None:
-                continue  # its gateway went away a moment ago
-            self._observer.committed(delta)
+                continue  # its gateway has just disconnected
+            self._stats.committed(delta)
             if delta.finish_reason is None:
-                delta.speculation = None  # gateways hear of it at the end
+                delta.speculation = None  # only the last delta has statistics
             else:
                 self._forget(delta.request_id)
             frames[link].deltas.append(encode_delta(delta, link.request_id(delta.request_id)))
@@ -123,17 +116,17 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
             frame.load.CopyFrom(encode_load(load))
             link.put(frame)
 
-    async def drain(self, limit_s: float, engine_ended: asyncio.Future[None]) -> None:
-        """Take nothing new, let what runs finish for so many seconds, and hand over the rest; then end the links.
+    async def drain(self, timeout_s: float, engine_exited: asyncio.Future[None]) -> None:
+        """Let running requests finish for up to `timeout_s` seconds, hand over the rest, and end the links.
 
-        Without its engine nothing will finish: every link breaks at once, and says why.
+        If the engine dies, every link ends at once with `EngineDeadError`.
         """
-        if not (self._draining or engine_ended.done()):
+        if not (self._draining or engine_exited.done()):
             self.stop_accepting()
         idle = asyncio.ensure_future(self._idle.wait())
-        await asyncio.wait((idle, engine_ended), timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((idle, engine_exited), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
         idle.cancel()
-        if engine_ended.done():
+        if engine_exited.done():
             self._draining = True
             for link in self._links:
                 link.outbox.close(EngineDeadError("the engine has died"))
@@ -141,7 +134,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         if self._owners:
             log.warning("%d requests are handed over", len(self._owners))
         for engine_id, link in list(self._owners.items()):
-            self._engine.cancel(engine_id)
+            self._send(CancelRequest(engine_id))
             self._forget(engine_id)
             link.hand_over(link.request_id(engine_id))
         for link in self._links:
@@ -153,10 +146,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         for cancel in frame.cancels:
             engine_id = link.engine_id(cancel.request_id)
             if engine_id in link.running:
-                self._engine.cancel(engine_id)
+                self._send(CancelRequest(engine_id))
 
     def _submit(self, link: _GatewayLink, message: pb.SubmitFrame.Submit) -> None:
-        """A request that cannot be decoded ends with an error of its own; only a reused id breaks the link."""
+        """Submit a request. An invalid one ends with an error in its own delta. Raises `WireError` for an id in use."""
         engine_id = link.engine_id(message.request_id)
         if engine_id in link.running:
             raise WireError(f"submits.request_id: {message.request_id!r} is in use on this link")
@@ -171,23 +164,23 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         self._owners[engine_id] = link
         link.running.add(engine_id)
         self._idle.clear()
-        self._observer.submitted(engine_id, submission)
-        self._engine.submit(replace(submission, request_id=engine_id))
+        self._stats.submitted(engine_id, submission)
+        self._send(replace(submission, request_id=engine_id))
 
     def _forget(self, engine_id: str) -> None:
         self._owners.pop(engine_id).running.discard(engine_id)
-        self._observer.finished(engine_id)
+        self._stats.finished(engine_id)
         if not self._owners:
             self._idle.set()
 
 
 class _GatewayLink:
-    """One gateway's stream."""
+    """The stream of one gateway."""
 
     def __init__(self, number: int) -> None:
         self.outbox = Outbox(pb.DeltaFrame, FRAME_BYTES)
         self.running: set[str] = set()
-        """The engine's names of its requests."""
+        """The engine's ids of its requests."""
         self._prefix = f"{number}/"
 
     def engine_id(self, request_id: str) -> str:
@@ -206,6 +199,6 @@ class _GatewayLink:
         self.put(pb.DeltaFrame(deltas=[encode_delta(delta, self.request_id(delta.request_id))]))
 
     def hand_over(self, request_id: str) -> None:
-        """Tell the gateway to submit this request elsewhere."""
+        """Ask the gateway to submit this request to another target."""
         delta = pb.DeltaFrame.Delta(request_id=request_id, finish_reason=common_pb2.FINISH_REASON_HANDED_OVER)
         self.put(pb.DeltaFrame(deltas=[delta]))

@@ -16,7 +16,7 @@ from rich.console import Console
 from paceline.cli.cpu_affinity import available
 from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline_lab.bench.demo import TEMPERATURES, DemoAct, play, verdict
+from paceline_lab.bench.demo import TEMPERATURES, DemoAct, DemoFigures, play, verdict
 from paceline_lab.bench.workloads import Workload, workloads
 
 SPEEDS = ("plain_tokens_per_s", "speculative_tokens_per_s", "plain_tokens_per_s_http", "speculative_tokens_per_s_http")
@@ -34,14 +34,15 @@ async def test_an_act_is_shown_and_measured_and_gives_the_cores_back() -> None:
         [Workload("counting", "/v1/completions", [{"prompt": "1 2 3"}])],
         repetitions=1,
     )
-    figures, whole = await play(Console(file=(shown := io.StringIO())), act, time.monotonic())
-    assert whole
-    assert figures.identical
+    figures = DemoFigures()
+    await play(Console(file=(shown := io.StringIO())), act, figures, time.monotonic())
     assert (figures.outputs, figures.same) == (2, 2)
     assert verdict([figures, figures]).startswith("4 of 4 outputs identical, up to ")
-    assert figures.ready_s > 0
-    assert [(each.name, each.temperature) for each in figures.workloads] == [("counting", t) for t in TEMPERATURES]
-    assert all(getattr(each, speed) > 0 for each in figures.workloads for speed in SPEEDS)
+    document = figures.as_json()
+    assert document["identical"]
+    assert document["ready_s"] > 0
+    assert _cases(document) == [("counting", t) for t in TEMPERATURES]
+    assert all(row[speed] > 0 for row in document["workloads"] for speed in SPEEDS)
     assert "Title" in shown.getvalue()
     assert "What it shows." in shown.getvalue()
     assert shown.getvalue().count("identical output: 1 prompts, 2 answers each") == len(TEMPERATURES)
@@ -58,13 +59,13 @@ def test_both_acts_through_the_command(tmp_path: Path) -> None:
     shown, last = ran.stdout.strip().rsplit("\n", 1)
     assert shown.index("Act one: the shipped model") < shown.index("Act two: the widened model")
     assert "188 million parameters in a temporary folder" in " ".join(shown.split())
-    told = json.loads(last)
-    widened = told.pop("widened")
-    assert set(told) == set(widened) == FIGURES
-    assert told["identical"] is widened["identical"] is True
-    assert _cases(told) == [(each.name, temperature) for each in workloads() for temperature in TEMPERATURES]
+    document = json.loads(last)
+    widened = document.pop("widened")
+    assert set(document) == set(widened) == FIGURES
+    assert document["identical"] is widened["identical"] is True
+    assert _cases(document) == [(each.name, temperature) for each in workloads() for temperature in TEMPERATURES]
     assert _cases(widened) == [("code completion", temperature) for temperature in TEMPERATURES]
-    for measured in (*told["workloads"], *widened["workloads"]):
+    for measured in (*document["workloads"], *widened["workloads"]):
         assert set(measured) == MEASURED
         assert min(measured[speed] for speed in SPEEDS) > 0
     assert not list(tmp_path.glob("paceline-demo-*"))

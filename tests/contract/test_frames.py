@@ -1,4 +1,4 @@
-"""Everything that travels arrives as it left."""
+"""Messages between services round-trip, and decoders refuse invalid ones."""
 
 import math
 import string
@@ -15,16 +15,16 @@ from paceline.core.messages import (
     Delta,
     EngineLoad,
     FinishReason,
+    GenerationRequest,
     LogProbs,
     SpeculationStats,
-    Submission,
     TargetDescription,
     Timings,
     Usage,
 )
-from paceline.drafting.draft_loop import DraftUpdate, RequestClosed
+from paceline.drafting.draft_loop import DraftUpdate, RequestClosed, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
-from paceline.v1 import draft_pb2, target_pb2
+from paceline.v1 import common_pb2, draft_pb2, target_pb2
 from paceline.wire import draft_codec, target_codec
 from paceline.wire.link_errors import WireError
 from paceline.wire.node_codec import LOG_ODDS, log_probability
@@ -63,7 +63,7 @@ options = st.builds(
     report=st.booleans(),
 )
 submissions = st.builds(
-    Submission,
+    GenerationRequest,
     request_id=texts,
     prompt=st.lists(tokens, min_size=1, max_size=5),
     sampling=samplings,
@@ -135,19 +135,19 @@ openings = st.builds(
 
 @st.composite
 def drawn_growths(draw: st.DrawFn) -> Growth:
-    """Each node from a law that has it, or certain."""
+    """Growth with a draft distribution for each node, or certainty."""
     growth = draw(growths().filter(len))
     others = st.dictionaries(st.integers(0, VOCABULARY - 1), weights, max_size=5)
-    laws = [draw(st.just({}) | others.map(lambda law, token=token: law | {token: 9})) for token in growth.tokens]
-    return replace(growth, distributions=laws)
+    distributions = [draw(st.just({}) | others.map(lambda d, token=token: d | {token: 9})) for token in growth.tokens]
+    return replace(growth, distributions=distributions)
 
 
-def rounds(queue_us: int, compute_us: int) -> Timings:
+def round_timings(queue_us: int, compute_us: int) -> Timings:
     return Timings(queue_us / 1e6, compute_us / 1e6, (queue_us + compute_us) / 1e6)
 
 
 @given(submissions)
-def test_submission(submission: Submission) -> None:
+def test_submission(submission: GenerationRequest) -> None:
     wire = target_codec.encode_submission(submission).SerializeToString()
     assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
 
@@ -169,25 +169,27 @@ def test_target_description() -> None:
 
 
 def test_draft_description() -> None:
+    facts = SpeculatorFacts("custom", "m", "f", 4096, (0, 3, 7), 2048)
     description = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
-    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description(description)) == description
+    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description("w", facts)) == description
 
 
-@given(openings)
-def test_opening(opening: Opening) -> None:
-    wire = draft_pb2.DraftFrame(opens=[draft_codec.encode_opening(opening, opening.request_id)])
-    said = draft_codec.decode_draft_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString()))
-    assert said == [opening]
+def test_every_sampling_parameter_has_a_field() -> None:
+    """The codec encodes a parameter by its field, so this is all that a new one needs."""
+    assert set(SamplingParams.model_fields) == set(common_pb2.SamplingParams.DESCRIPTOR.fields_by_name)
 
 
-@given(st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))
-def test_limit(limit: Limit) -> None:
-    wire = draft_pb2.DraftFrame(limits=[draft_codec.encode_limit(limit, limit.request_id)])
-    assert draft_codec.decode_draft_frame(draft_pb2.DraftFrame.FromString(wire.SerializeToString())) == [limit]
+@given(openings, st.builds(Limit, counts, counts, st.integers(0, draft_codec.MAX_NODES), st.floats(0, 1, width=32)))
+def test_opening_and_limit(opening: Opening, limit: Limit) -> None:
+    frame = draft_pb2.DraftFrame(
+        opens=[draft_codec.encode_opening(opening, opening.request_id)],
+        limits=[draft_codec.encode_limit(limit, limit.request_id)],
+    )
+    assert draft_codec.parse_draft_frame(frame.SerializeToString()) == [opening, limit]
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
-def test_a_limit_that_is_no_probability(value: float) -> None:
+def test_a_limit_must_be_a_probability(value: float) -> None:
     limited = draft_pb2.DraftFrame.Limit(request_id=1, least_path_probability=value)
     opening = Opening(1, [1], 0, SamplingParams(), 1, 1, least_path_probability=value)
     opened = draft_codec.encode_opening(opening, 1)
@@ -210,12 +212,12 @@ def test_tensor_in_any_layout() -> None:
     assert torch.equal(decode_tensor(encode_tensor(tensor.transpose(0, 2)[1:])), tensor.transpose(0, 2)[1:])
 
 
-def test_tensor_keeps_what_is_not_a_number() -> None:
+def test_tensor_keeps_nan_and_infinity() -> None:
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
     assert decode_tensor(encode_tensor(odd)).view(torch.int32).equal(odd.view(torch.int32))
 
 
-def test_frame_says_everything_in_order() -> None:
+def test_the_events_of_a_frame_are_in_order() -> None:
     states = torch.randn(2, 3, 4, dtype=torch.bfloat16)
     context = Context(7, 5, states)
     commit = Commit(7, 9, [4, 5], 1, states)
@@ -243,16 +245,16 @@ def test_frame_says_everything_in_order() -> None:
         ),
         dropped=st.dictionaries(st.integers(1, 2**64 - 1), texts, max_size=2),
         applied=counts,
-        timings=st.builds(rounds, st.integers(0, 10**9), st.integers(0, 10**9)),
+        timings=st.builds(round_timings, st.integers(0, 10**9), st.integers(0, 10**9)),
     )
 )
-def test_grown(grown: DraftUpdate) -> None:
-    wire = draft_codec.encode_growth_frame(grown).SerializeToString()
-    assert draft_codec.decode_growth_frame(draft_pb2.GrowthFrame.FromString(wire), VOCABULARY) == grown
+def test_growth_frame(update: DraftUpdate) -> None:
+    wire = draft_codec.encode_growth_frame(update).SerializeToString()
+    assert draft_codec.parse_growth_frame(wire, VOCABULARY) == update
 
 
 def test_two_rounds_merge_into_one_frame() -> None:
-    """A slow link carries several rounds at once; the growths of a request stay apart and in order."""
+    """The growths of a request stay separate and in order."""
     first = Growth(3, 1, [0], [10], [log_probability(2.0)])
     second = Growth(3, 2, [1], [11], [log_probability(-2.0)])
     frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, first)]), {}, 4, Timings(0.25, 0.5, 0.75)))
@@ -261,22 +263,21 @@ def test_two_rounds_merge_into_one_frame() -> None:
             DraftUpdate(GrowthBatch.of([(1, second)]), {2: "full"}, 5, Timings(1e-9, 0.125, 0.125))
         )
     )
-    grown = draft_codec.decode_growth_frame(frame, VOCABULARY)
-    assert list(grown.growths) == [(1, first), (1, second)]
-    assert (grown.dropped, grown.applied) == ({2: "full"}, 5)
-    assert grown.timings == rounds(1, 125_000)
+    update = draft_codec.decode_growth_frame(frame, VOCABULARY)
+    assert list(update.growths) == [(1, first), (1, second)]
+    assert (update.dropped, update.applied) == ({2: "full"}, 5)
+    assert update.timings == round_timings(1, 125_000)
 
 
-def test_a_round_of_hours_is_the_longest_that_can_be_said() -> None:
-    grown = DraftUpdate(timings=Timings(-1.0, math.inf, math.inf))
-    assert draft_codec.decode_growth_frame(draft_codec.encode_growth_frame(grown), VOCABULARY).timings == rounds(
-        0, 2**32 - 1
-    )
+def test_the_timings_of_a_round_are_clamped() -> None:
+    update = DraftUpdate(timings=Timings(-1.0, math.inf, math.inf))
+    assert draft_codec.decode_growth_frame(
+        draft_codec.encode_growth_frame(update), VOCABULARY
+    ).timings == round_timings(0, 2**32 - 1)
 
 
-def test_what_a_typical_growth_costs() -> None:
-    """Twenty nodes of a tree of width two: 12 bits for a token, 5 for a probability, 1 or 2 for most parents and 38 for
-    all of them, so 48 bytes."""
+def test_the_size_of_a_typical_growth() -> None:
+    """Twenty nodes, in a tree of width two: 12 bits per token, 5 per probability, 38 for all parents: 48 bytes."""
     parents = [0, 0, *(100 + i // 2 for i in range(18))]
     growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
     frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
@@ -284,48 +285,48 @@ def test_what_a_typical_growth_costs() -> None:
     assert frame.ByteSize() == 61
 
 
-def law_message(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftLaw:
+def distribution(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftLaw:
     return draft_pb2.DraftLaw(token_steps=token_steps, weights=weights)
 
 
 @pytest.mark.parametrize(
-    ("law", "complaint"),
+    ("message", "complaint"),
     [
-        (law_message([5], [1, 2]), "1 tokens with 2 weights"),
-        (law_message([5], []), "1 tokens with 0 weights"),
-        (law_message([], [1]), "0 tokens with 1 weights"),
-        (law_message([5, 0], [1, 1]), "do not rise"),
-        (law_message([5, VOCABULARY - 5], [1, 1]), "outside the vocabulary of 1000"),
-        (law_message([5, 2**32 - 1], [1, 1]), "outside the vocabulary"),
-        (law_message([5, 1], [1, 0]), "weights from 0 to 1"),
-        (law_message([5], [2**16]), "weights from 65536"),
-        (law_message([6], [1]), "token 5 cannot have been drawn"),
-        (law_message([1] * 257, [1] * 257), "257 tokens with 257 weights, of at most 256"),
+        (distribution([5], [1, 2]), "1 tokens with 2 weights"),
+        (distribution([5], []), "1 tokens with 0 weights"),
+        (distribution([], [1]), "0 tokens with 1 weights"),
+        (distribution([5, 0], [1, 1]), "do not rise"),
+        (distribution([5, VOCABULARY - 5], [1, 1]), "outside the vocabulary of 1000"),
+        (distribution([5, 2**32 - 1], [1, 1]), "outside the vocabulary"),
+        (distribution([5, 1], [1, 0]), "weights from 0 to 1"),
+        (distribution([5], [2**16]), "weights from 65536"),
+        (distribution([6], [1]), "token 5 cannot have been drawn"),
+        (distribution([1] * 257, [1] * 257), "257 tokens with 257 weights, of at most 256"),
     ],
 )
-def test_a_law_that_no_guess_can_come_from_is_refused(law: draft_pb2.DraftLaw, complaint: str) -> None:
+def test_an_invalid_distribution_is_refused(message: draft_pb2.DraftLaw, complaint: str) -> None:
     frame = draft_codec.encode_growth_frame(
         DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))]))
     )
-    frame.growths[0].draft_laws[0].CopyFrom(law)
+    frame.growths[0].draft_laws[0].CopyFrom(message)
     with pytest.raises(WireError, match=complaint):
         draft_codec.decode_growth_frame(frame, VOCABULARY)
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_there_is_a_law_for_every_node_or_none(count: int) -> None:
+def test_every_node_has_a_distribution_or_none_has(count: int) -> None:
     frame = draft_codec.encode_growth_frame(
         DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))]))
     )
-    frame.growths[0].draft_laws.extend([law_message([5], [1])] * count)
+    frame.growths[0].draft_laws.extend([distribution([5], [1])] * count)
     with pytest.raises(WireError, match=f"draft_laws: {count} for 2 nodes"):
         draft_codec.decode_growth_frame(frame, VOCABULARY)
 
 
-def test_laws_travel_bit_for_bit_and_cost_four_bytes_a_token() -> None:
-    law = {500 * i + 7: 2**15 - i for i in range(64)}
-    growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [law])
+def test_distributions_are_exact_and_take_five_bytes_per_token() -> None:
+    weights = {500 * i + 7: 2**15 - i for i in range(64)}
+    growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [weights])
     frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
     assert len(frame.growths[0].draft_laws[0].SerializeToString()) <= 64 * 5 + 6
     [(_, decoded)] = draft_codec.decode_growth_frame(frame, 2**15).growths
-    assert decoded.distributions == [law]
+    assert decoded.distributions == [weights]

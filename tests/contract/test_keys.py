@@ -1,4 +1,4 @@
-"""API keys at the gateway: who is let in, how much of what, and what is told of whom. Over real sockets."""
+"""API keys at the gateway: authentication, limits, and what is reported of each key. Over real sockets."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from paceline_services.gateway.api_errors import OverloadedError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import CompletionBody
-from paceline_services.gateway.openai.request_builder import build_completion_requests
-from paceline_services.gateway.served_model import generate_all
+from paceline_services.gateway.openai.request_builder import build_requests
 from tests.helpers.openai_stack import Stack, counts, open_stack
 
 HELLO = {"prompt": "hello", "max_tokens": 30}
@@ -68,12 +67,12 @@ async def ask(stack: Stack, headers: dict[str, str], **fields: Any) -> httpx.Res
     return await stack.http.post("/v1/completions", json=HELLO | fields, headers=headers)
 
 
-async def test_a_key_lets_in(stack: Stack, keys: Keys) -> None:
+async def test_a_known_key_is_accepted(stack: Stack, keys: Keys) -> None:
     assert (await ask(stack, keys["alice"])).status_code == 200
     assert (await ask(stack, {"authorization": f"bearer  {keys.given['bob']}"})).status_code == 200
 
 
-async def test_anything_else_does_not(stack: Stack, keys: Keys) -> None:
+async def test_other_credentials_are_refused(stack: Stack, keys: Keys) -> None:
     key = keys.given["alice"]
     wrong = [
         "",
@@ -91,7 +90,7 @@ async def test_anything_else_does_not(stack: Stack, keys: Keys) -> None:
         error = answer.json()["error"]
         assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
         assert key not in answer.text
-    assert stack.decoder.submissions == []
+    assert stack.decoder.requests == []
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ async def test_anything_else_does_not(stack: Stack, keys: Keys) -> None:
         ("OPTIONS", "/v1/completions"),
     ],
 )
-async def test_what_is_not_open_is_closed(stack: Stack, method: str, path: str) -> None:
+async def test_all_other_paths_need_a_key(stack: Stack, method: str, path: str) -> None:
     assert (await stack.http.request(method, path)).status_code == 401
 
 
@@ -118,7 +117,7 @@ async def test_probes_need_no_key(stack: Stack) -> None:
 
 
 async def test_a_body_without_a_key_is_not_read(stack: Stack) -> None:
-    """The answer comes while the body does not."""
+    """The response comes before the body."""
     reader, writer = await connected(stack)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1000000\r\n\r\n{")
     assert b"401 Unauthorized" in await reader.readline()
@@ -147,17 +146,17 @@ async def test_the_official_client(stack: Stack, keys: Keys) -> None:
 
 async def test_requests_per_minute(stack: Stack, keys: Keys) -> None:
     keys.add("carol", requests_per_minute=2)
-    answers = [await ask(stack, keys["carol"]) for _ in range(3)]
-    assert [answer.status_code for answer in answers] == [200, 200, 429]
-    assert [answer.headers["x-ratelimit-limit-requests"] for answer in answers] == ["2"] * 3
-    assert answers[0].headers["x-ratelimit-remaining-requests"] == "1"
-    assert answers[2].json()["error"]["type"] == "requests"
+    responses = [await ask(stack, keys["carol"]) for _ in range(3)]
+    assert [answer.status_code for answer in responses] == [200, 200, 429]
+    assert [answer.headers["x-ratelimit-limit-requests"] for answer in responses] == ["2"] * 3
+    assert responses[0].headers["x-ratelimit-remaining-requests"] == "1"
+    assert responses[2].json()["error"]["type"] == "requests"
     assert (await ask(stack, keys["alice"])).status_code == 200
-    assert len(stack.decoder.submissions) == 3
+    assert len(stack.decoder.requests) == 3
 
 
 async def test_tokens_per_minute(stack: Stack, keys: Keys) -> None:
-    """The request that uses them up is served; the next waits until what was overdrawn has come in again."""
+    """The request that uses up the limit is served; the next one waits until the bucket has filled up again."""
     keys.add("dave", tokens_per_minute=20)
     first = await ask(stack, keys["dave"])
     assert first.status_code == 200
@@ -178,24 +177,24 @@ async def test_prompts_count_once_and_choices_each(stack: Stack, keys: Keys) -> 
     assert 'paceline_key_tokens_total{key="bob",kind="output"} 30.0' in counted
 
 
-async def test_who_is_turned_away_pays_nothing() -> None:
-    """There was room when the request was read, and when it is to begin there is none."""
-    caller = ApiClient(ApiKey(name="alice", sha256=digest("x"), tokens_per_minute=1000), clock=lambda: 0.0)
+async def test_a_request_refused_as_it_begins_costs_nothing() -> None:
+    """There was capacity when the request was read, and there is none when it begins."""
+    client = ApiClient(ApiKey(name="alice", sha256=digest("x"), tokens_per_minute=1000), clock=lambda: 0.0)
     async with open_stack(counts) as stack:
-        gateway, room = stack.gateway, stack.gateway.capacity
+        model, capacity = stack.model, stack.model.capacity
         body = CompletionBody.model_validate({"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 5})
-        choices = await build_completion_requests(body, gateway, caller)
-        room.in_flight += gateway.limits.max_in_flight
+        requests = await build_requests(body, model, "r", client)
+        capacity.in_flight += capacity.limits.max_in_flight
         with pytest.raises(OverloadedError):
-            await anext(generate_all(gateway, choices))
-        assert caller.headers["x-ratelimit-remaining-tokens"] == "1000"
-        room.in_flight -= gateway.limits.max_in_flight
-        assert len([each async for each in generate_all(gateway, choices)]) > 0
-        assert caller.headers["x-ratelimit-remaining-tokens"] == str(1000 - 4 - 4 * 5)
+            await anext(model.generate_all(requests, client))
+        assert client.headers["x-ratelimit-remaining-tokens"] == "1000"
+        capacity.in_flight -= capacity.limits.max_in_flight
+        assert len([each async for each in model.generate_all(requests, client)]) > 0
+        assert client.headers["x-ratelimit-remaining-tokens"] == str(1000 - 4 - 4 * 5)
 
 
 async def test_requests_at_once(stack: Stack, keys: Keys) -> None:
-    """While an answer streams another request is one too many; when its client has left, it is not."""
+    """While a response streams, another request exceeds the limit; after its client has left, it does not."""
     keys.add("eve", max_concurrent=1)
     stack.decoder.hold_after = 2
     streamed = stack.http.stream("POST", "/v1/completions", json=HELLO | {"stream": True}, headers=keys["eve"])
@@ -220,7 +219,7 @@ async def test_keys_come_and_go_without_a_restart(stack: Stack, keys: Keys) -> N
     assert (await ask(stack, keys["bob"])).status_code == 200
 
 
-async def test_a_file_that_is_none_changes_nothing(stack: Stack, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_unreadable_file_changes_nothing(stack: Stack, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
     keys.path.write_text('{"keys": [{"name": "mallory", "sha256": "secret-in-the-wrong-place"}]}')
     assert (await ask(stack, keys["alice"])).status_code == 200
     keys.path.unlink()
@@ -230,7 +229,7 @@ async def test_a_file_that_is_none_changes_nothing(stack: Stack, keys: Keys, cap
 
 
 async def test_counts_outlive_a_reload(stack: Stack, keys: Keys) -> None:
-    """Somebody else's new key is no fresh start."""
+    """A new key in the file does not reset the counts of others."""
     keys.add("carol", requests_per_minute=1)
     assert (await ask(stack, keys["carol"])).status_code == 200
     keys.add("new")
@@ -257,10 +256,10 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await generated(stub, keys["carol"])
         assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        told: Any = dict(refused.value.trailing_metadata())  # type: ignore[arg-type]
-        assert 0 < int(told["retry-after"]) <= 60
-        assert int(told["grpc-retry-pushback-ms"]) == 1000 * int(told["retry-after"])
-        assert told["x-ratelimit-limit-requests"] == "1"
+        trailing: Any = dict(refused.value.trailing_metadata())  # type: ignore[arg-type]
+        assert 0 < int(trailing["retry-after"]) <= 60
+        assert int(trailing["grpc-retry-pushback-ms"]) == 1000 * int(trailing["retry-after"])
+        assert trailing["x-ratelimit-limit-requests"] == "1"
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
     assert 'endpoint="Generate",status="UNAUTHENTICATED"' in (await stack.http.get("/metrics")).text
@@ -268,7 +267,7 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])
 async def test_a_message_without_a_key_is_not_read(stack: Stack, method: str) -> None:
-    """The answer comes while the message does not."""
+    """The response comes before the message."""
     path = f"/paceline.v1.InferenceService/{method}"
     async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
         call = channel.stream_stream(path)(timeout=10.0)
@@ -284,13 +283,13 @@ async def test_large_messages_without_a_key_are_refused_and_counted_once(stack: 
                 await anext(aiter(stub.Generate(request)))
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
             assert refused.value.details() == "no API key: send it as `Authorization: Bearer KEY`"
-    told = (await stack.http.get("/metrics")).text
-    assert 'paceline_requests_total{endpoint="Generate",status="UNAUTHENTICATED"} 3.0' in told
-    assert "paceline_unknown_keys_total 3.0" in told
+    metrics = (await stack.http.get("/metrics")).text
+    assert 'paceline_requests_total{endpoint="Generate",status="UNAUTHENTICATED"} 3.0' in metrics
+    assert "paceline_unknown_keys_total 3.0" in metrics
 
 
 async def test_tenants_share_no_prefix(stack: Stack, keys: Keys) -> None:
-    """Salts as the target hears them: the same exactly if key and salt are the same."""
+    """Salts at the target are equal if and only if key and salt are."""
     asked = [
         ("alice", None),
         ("bob", None),
@@ -302,43 +301,43 @@ async def test_tenants_share_no_prefix(stack: Stack, keys: Keys) -> None:
     ]
     for name, salt in asked:
         await ask(stack, keys[name], cache_salt=salt)
-    salts = [submission.cache_salt for submission in stack.decoder.submissions]
+    salts = [request.cache_salt for request in stack.decoder.requests]
     assert len(set(salts)) == 5
     assert salts[0] == salts[5]
     assert salts[2] == salts[6]
-    assert all(len(salt) == 32 for salt in salts), "digests, and nothing that a client said"
+    assert all(len(salt) == 32 for salt in salts), "digests, not the client's text"
 
 
-async def test_targets_hear_who_asks_and_which_choices_belong_together(stack: Stack, keys: Keys) -> None:
-    """They share their places by it."""
+async def test_requests_carry_client_and_group_to_the_target(stack: Stack, keys: Keys) -> None:
+    """The target's scheduler alternates by them."""
     for name in ("alice", "alice", "bob"):
         await ask(stack, keys[name], n=2)
-    told = [(submission.client, submission.group) for submission in stack.decoder.submissions]
-    assert [client for client, _ in told] == ["alice"] * 4 + ["bob"] * 2
-    assert told[::2] == told[1::2], "the choices of a request"
-    assert len({group for _, group in told}) == 3
+    owners = [(request.client, request.group) for request in stack.decoder.requests]
+    assert [client for client, _ in owners] == ["alice"] * 4 + ["bob"] * 2
+    assert owners[::2] == owners[1::2], "the choices of a request"
+    assert len({group for _, group in owners}) == 3
 
 
 async def test_without_keys_salts_alone_keep_apart() -> None:
     async with open_stack(counts) as stack:
         for salt in (None, "a", "b", "a"):
             assert (await ask(stack, {}, cache_salt=salt)).status_code == 200
-        salts = [submission.cache_salt for submission in stack.decoder.submissions]
+        salts = [request.cache_salt for request in stack.decoder.requests]
         assert salts[0] == ""
         assert len(set(salts)) == 3
         assert salts[1] == salts[3]
         assert (await ask(stack, {}, cache_salt="")).status_code == 400
 
 
-async def test_metrics_say_names_and_no_secrets(stack: Stack, keys: Keys) -> None:
+async def test_metrics_show_names_and_no_secrets(stack: Stack, keys: Keys) -> None:
     keys.add("carol", requests_per_minute=1)
     for headers in (keys["alice"], keys["carol"], keys["carol"], {"authorization": "Bearer pl-wrong"}):
         await ask(stack, headers)
-    told = (await stack.http.get("/metrics")).text
-    assert 'paceline_key_requests_total{key="alice"} 1.0' in told
-    assert 'paceline_key_refused_total{key="carol",limit="requests"} 1.0' in told
-    assert "paceline_unknown_keys_total 1.0" in told
+    metrics = (await stack.http.get("/metrics")).text
+    assert 'paceline_key_requests_total{key="alice"} 1.0' in metrics
+    assert 'paceline_key_refused_total{key="carol",limit="requests"} 1.0' in metrics
+    assert "paceline_unknown_keys_total 1.0" in metrics
     for key in keys.given.values():
-        assert key not in told
-        assert digest(key) not in told
-    assert "pl-wrong" not in told
+        assert key not in metrics
+        assert digest(key) not in metrics
+    assert "pl-wrong" not in metrics

@@ -1,4 +1,4 @@
-"""What an HTTP client may send, and how slowly; and that the manual says so. Over real sockets."""
+"""Limits on what HTTP clients send, and how slowly, and their values in the manual. Over real sockets."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_second_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("line", [b"x: y\r\n", b"y"], ids=["many trailers", "one without an end"])
 async def test_endless_trailers(line: bytes) -> None:
-    """Where nobody has a key and nobody reads a body, and where somebody waits for it."""
+    """On a route that reads no body, and on one that does."""
     begun = b" HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\nz: "
     async with open_stack(counts) as stack:
         for method in (b"GET /version", b"POST /v1/completions"):
@@ -171,7 +171,7 @@ async def test_a_line_too_many_does_not_end_an_answer_that_is_due(monkeypatch: p
         stack.decoder.gate.clear()
         body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
         writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        while not stack.decoder.submissions:
+        while not stack.decoder.requests:
             await asyncio.sleep(0.01)
         monkeypatch.setattr(connection_limits, "HEAD_TIMEOUT_S", SOON_S)
         writer.write(b"\r\n" + HEAD)
@@ -181,7 +181,7 @@ async def test_a_line_too_many_does_not_end_an_answer_that_is_due(monkeypatch: p
 
 
 async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told when to come back, probes are answered, and those that were there before are served."""
+    """It gets 503 with Retry-After; probes and earlier connections are served."""
     async with open_stack(counts) as stack:
         body = {"prompt": "x", "max_tokens": 1}
         assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
@@ -192,8 +192,8 @@ async def test_one_connection_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
             assert refused.json()["error"]["code"] == "crowded"
             probed = await late.get("/health")
             assert (probed.status_code, probed.headers["connection"]) == (200, "close")
-        told = (await stack.http.get("/metrics")).text
-        assert 'paceline_rejections_total{model_name="pydoc",reason="connections"} 1.0' in told
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'paceline_rejections_total{model_name="pydoc",reason="connections"} 1.0' in metrics
         assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
 
 
@@ -213,11 +213,11 @@ async def test_large_bodies_that_come_slowly_do_not_fill_the_memory(monkeypatch:
     monkeypatch.setattr(admission, "SMALL_BODY_BYTES", 2**12)
     large = b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 200000\r\n\r\n"
     async with open_stack(counts, limits=AdmissionLimits(max_body_bytes=2**18)) as stack, AsyncExitStack() as clients:
-        room = stack.gateway.capacity
+        capacity = stack.model.capacity
         for number in (1, 2):
             reader, writer = await clients.enter_async_context(connected(stack))
             writer.write(large + b" " * 150_000)
-            while number == 1 and room.bytes_reading < 150_000:
+            while number == 1 and capacity.bytes_reading < 150_000:
                 await asyncio.sleep(SOON_S)
         assert await status(reader) == 429
         assert (await stack.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
@@ -225,12 +225,12 @@ async def test_large_bodies_that_come_slowly_do_not_fill_the_memory(monkeypatch:
             'paceline_rejections_total{model_name="pydoc",reason="bodies"} 1.0'
             in (await stack.http.get("/metrics")).text
         )
-        assert room.bytes_reading == 150_000
-    assert room.bytes_reading == 0
+        assert capacity.bytes_reading == 150_000
+    assert capacity.bytes_reading == 0
 
 
 async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """Its request is cancelled at the target: nobody generates into a full pipe. Nor does the connection stay."""
+    """Its request is cancelled at the target, and its connection is closed."""
     monkeypatch.setattr(event_stream, "CLIENT_READ_TIMEOUT_S", SOON_S)
     lost = asyncio.Event()
 
@@ -251,13 +251,13 @@ async def test_a_client_that_does_not_read(monkeypatch: pytest.MonkeyPatch, capl
             await asyncio.get_running_loop().sock_sendall(client, head.encode() + body)
             async with asyncio.timeout(60.0):
                 await lost.wait()
-                while not stack.decoder.submissions or stack.gateway.in_flight:
+                while not stack.decoder.requests or stack.model.queue.in_flight:
                     await asyncio.sleep(0.02)
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As over HTTP. It has told gRPC to take nothing that it did not ask for."""
+    """As over HTTP. The client's options stop gRPC from reading ahead."""
     monkeypatch.setattr(event_stream, "CLIENT_READ_TIMEOUT_S", SOON_S)
     options = [("grpc.http2.lookahead_bytes", 0), ("grpc.http2.bdp_probe", 0)]
     request = pb.GenerateRequest(text="x", sampling=pb.GenerateRequest.Sampling(max_tokens=100))
@@ -267,12 +267,12 @@ async def test_a_client_that_does_not_read_over_grpc(monkeypatch: pytest.MonkeyP
             unread = InferenceServiceStub(channel).Generate(request)
             async with asyncio.timeout(10.0):
                 await stack.decoder.cancelled.get()
-                while stack.gateway.capacity.in_flight:
+                while stack.model.capacity.in_flight:
                     await asyncio.sleep(0.01)
-                with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as told:
+                with pytest.raises(grpc.aio.AioRpcError, match="not read in time") as error:
                     async for _ in unread:
                         pass
-                assert told.value.code() is grpc.StatusCode.CANCELLED
+                assert error.value.code() is grpc.StatusCode.CANCELLED
         assert 'endpoint="Generate",status="CANCELLED"' in (await stack.http.get("/metrics")).text
 
 
@@ -303,7 +303,7 @@ async def test_fields_that_are_too_large(fields: dict[str, Any], param: str) -> 
         answer = await stack.http.post("/v1/completions", json={"prompt": "x"} | fields)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == param
-        assert stack.decoder.submissions == []
+        assert stack.decoder.requests == []
 
 
 async def test_json_that_is_too_deep() -> None:
@@ -323,17 +323,17 @@ def test_the_tests_that_the_manual_names_exist() -> None:
 
 
 def limits() -> list[tuple[str, str]]:
-    """Of the manual's table: what it says, and where it says that this stands."""
+    """The rows of the manual's table: the value and the name of its constant."""
     rows = re.findall(r"^\| [^|]+ \| ([\d,]+)[^|]* \| `([\w.]+)`[^|]* \|$", MANUAL.read_text(), re.MULTILINE)
     return [(number.replace(",", ""), name) for number, name in rows]
 
 
 def test_the_manual_s_limits_are_the_code_s() -> None:
     assert len(limits()) >= 20
-    for number, place in limits():
-        module, _, name = place.rpartition(".")
+    for number, path in limits():
+        module, _, name = path.rpartition(".")
         where = AdmissionLimits() if module.endswith(".AdmissionLimits") else import_module(module)
-        assert float(number) == getattr(where, name), place
+        assert float(number) == getattr(where, name), path
 
 
 def request(*headers: bytes, body: bytes = b'{"prompt": "x", "max_tokens": 2}') -> bytes:
@@ -357,7 +357,7 @@ LENGTH = b"content-length: 32"
     ],
 )
 async def test_pages_of_other_sites_and_doubtful_framing(headers: list[bytes], expected: int) -> None:
-    """A browser asks nobody before it sends text, whoever wrote the page."""
+    """A browser sends plain text to any site without a preflight request."""
     async with (
         open_stack(counts, allow_origin=["https://friend.example"]) as stack,
         connected(stack) as (reader, writer),
@@ -374,7 +374,7 @@ async def test_no_page_of_another_site_may_by_default() -> None:
         assert (await stack.http.get("/v1/models", headers={"origin": "https://friend.example"})).status_code == 200
 
 
-async def test_a_browser_learns_whose_pages_may() -> None:
+async def test_a_preflight_request_names_the_allowed_sites() -> None:
     asked = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
     async with open_stack(counts, allow_origin=["https://friend.example"]) as stack:
         for origin, allowed in (("https://friend.example", "https://friend.example"), ("https://x.example", None)):
@@ -425,7 +425,7 @@ async def test_a_text_that_cannot_fit_is_not_encoded(monkeypatch: pytest.MonkeyP
             assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_huge_texts_wait_for_each_other_and_nobody_else_for_them() -> None:
+async def test_huge_texts_are_encoded_one_at_a_time_and_delay_no_other_text() -> None:
     threads, held, running, most = EncodingThreads(), threading.Event(), 0, 0
 
     def work() -> None:

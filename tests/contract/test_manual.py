@@ -1,4 +1,4 @@
-"""What the gateway says of its API is what the API takes, and can be read without a network."""
+"""The API's description matches the API, and can be read without a network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.openai_stack import counts, open_stack
 BODIES = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
 
-async def test_bodies_and_answers_are_described() -> None:
+async def test_bodies_and_responses_are_described() -> None:
     async with open_stack(counts) as stack:
         schema = (await stack.http.get("/openapi.json")).json()
         for path, body in BODIES.items():

@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from paceline.text import Tokenizer
 from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT
-from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, says
+from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, text_script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -24,8 +24,8 @@ OUTPUT = TOKENIZER.encode(TEXT)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def speaking() -> AsyncIterator[Stack]:
-    """A model that always says TEXT."""
-    async with open_stack(says(TEXT)) as stack:
+    """A model whose output is always TEXT."""
+    async with open_stack(text_script(TEXT)) as stack:
         yield stack
 
 
@@ -83,7 +83,7 @@ async def test_the_official_client_gets_completions(speaking: Stack) -> None:
 
 
 async def test_usage_counts_a_prompt_once_and_so_what_a_cache_held_of_it(counting: Stack) -> None:
-    """The scripted target says of every choice that one token was cached."""
+    """The scripted target reports one cached token for every completion."""
     body = {"prompt": ["def f", "import"], "n": 4, "max_tokens": 5}
     whole = (await counting.http.post("/v1/completions", json=body)).json()["usage"]
     streamed = await events(counting, "/v1/completions", body | {"stream_options": {"include_usage": True}})
@@ -101,7 +101,7 @@ async def test_completions_default_to_16_tokens_and_chat_to_the_context(counting
     assert chat.usage.total_tokens == 128
 
 
-async def test_a_stream_never_shows_half_a_character_and_joins_to_the_whole(speaking: Stack) -> None:
+async def test_a_stream_never_shows_half_a_character_and_is_complete(speaking: Stack) -> None:
     chunks = await events(speaking, "/v1/completions", {"prompt": "x", "max_tokens": 100})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == TEXT
@@ -174,7 +174,7 @@ async def test_the_stop_string_may_be_kept_and_min_tokens_comes_first(speaking: 
     assert late.json()["choices"][0]["text"] == text
 
 
-async def test_stop_tokens_end_the_text_and_say_which(speaking: Stack) -> None:
+async def test_a_stop_token_ends_the_text_and_is_the_stop_reason(speaking: Stack) -> None:
     stop = OUTPUT[4]
     assert stop not in OUTPUT[:4]
     body = {"prompt": "x", "max_tokens": 100, "stop_token_ids": [stop]}
@@ -196,10 +196,10 @@ async def test_n_choices_are_reproducible_and_the_first_has_the_seed(counting: S
 
 
 async def test_without_a_seed_each_request_gets_its_own(counting: Stack) -> None:
-    counting.decoder.submissions.clear()
+    counting.decoder.requests.clear()
     for _ in range(2):
         await counting.client.completions.create(model=MODEL, prompt=["x", "x"], max_tokens=1)
-    assert len({submission.sampling.seed for submission in counting.decoder.submissions}) == 4
+    assert len({request.sampling.seed for request in counting.decoder.requests}) == 4
 
 
 async def test_streams_of_several_choices_join_to_the_whole_ones(counting: Stack) -> None:
@@ -236,13 +236,13 @@ def offsets(tokens: list[int]) -> list[int]:
 async def test_log_probs_of_completions_carry_offsets(speaking: Stack) -> None:
     body = {"prompt": "x", "max_tokens": 40, "logprobs": 1}
     choice = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
-    told = choice["logprobs"]
+    logprobs = choice["logprobs"]
     pieces = [TOKENIZER.piece(token) for token in OUTPUT[:40]]
-    assert told["tokens"] == [piece.decode(errors="replace") for piece in pieces]
-    assert told["token_logprobs"] == [-0.5] * len(pieces)
-    assert told["text_offset"] == offsets(OUTPUT[:40])
+    assert logprobs["tokens"] == [piece.decode(errors="replace") for piece in pieces]
+    assert logprobs["token_logprobs"] == [-0.5] * len(pieces)
+    assert logprobs["text_offset"] == offsets(OUTPUT[:40])
     expected = log_probs(OUTPUT[0], 1).top[0]
-    assert told["top_logprobs"][0] == {pieces[0].decode(): expected[1]}
+    assert logprobs["top_logprobs"][0] == {pieces[0].decode(): expected[1]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -267,7 +267,7 @@ async def test_echo_puts_the_prompt_first(speaking: Stack, prompt: str | list[in
 
 
 @pytest.mark.parametrize("stop", [None, "str"])
-async def test_statistics_come_with_the_answer_if_asked_for(speaking: Stack, stop: str | None) -> None:
+async def test_statistics_come_on_request(speaking: Stack, stop: str | None) -> None:
     body = {"messages": CHAT, "speculation_stats": True, "stop": stop}
     whole = (await speaking.http.post("/v1/chat/completions", json=body)).json()
     assert whole["speculation"] == {
@@ -290,12 +290,12 @@ async def test_statistics_come_with_the_answer_if_asked_for(speaking: Stack, sto
         assert [chunk.get("speculation") for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["speculation"]]
 
 
-async def test_no_statistics_unless_asked_for(speaking: Stack) -> None:
+async def test_no_statistics_without_a_request_for_them(speaking: Stack) -> None:
     answer = (await speaking.http.post("/v1/chat/completions", json={"messages": CHAT})).json()
     assert "speculation" not in answer
 
 
-async def test_token_ids_come_if_asked_for(speaking: Stack) -> None:
+async def test_token_ids_come_on_request(speaking: Stack) -> None:
     body = {"messages": CHAT, "return_token_ids": True}
     answer = (await speaking.http.post("/v1/chat/completions", json=body)).json()
     chunks = await events(speaking, "/v1/chat/completions", body)
@@ -304,7 +304,7 @@ async def test_token_ids_come_if_asked_for(speaking: Stack) -> None:
     assert answer["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
 
 
-async def test_each_token_says_whether_it_was_guessed_if_asked_for(speaking: Stack) -> None:
+async def test_accepted_tokens_are_marked_on_request(speaking: Stack) -> None:
     body = {"prompt": "x", "max_tokens": 7, "return_accepted": True}
     whole = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
     assert whole["accepted"] == [False, True, True, False, True, True, False], "the script says so, three to a delta"
@@ -314,7 +314,7 @@ async def test_each_token_says_whether_it_was_guessed_if_asked_for(speaking: Sta
 
 
 async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
-    counting.decoder.submissions.clear()
+    counting.decoder.requests.clear()
     same = {
         "temperature": 0.25,
         "top_p": 0.5,
@@ -336,16 +336,16 @@ async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
         "speculative": {"num_speculative_tokens": 2, "max_tree_nodes": 4},
     }
     assert (await counting.http.post("/v1/completions", json=body)).status_code == 200
-    submission = counting.decoder.submissions[0]
-    sampling = submission.sampling.model_dump()
+    request = counting.decoder.requests[0]
+    sampling = request.sampling.model_dump()
     assert {name: sampling[name] for name in same} == same
-    assert submission.prompt == [456, 281]
+    assert request.prompt == [456, 281]
     assert sampling["logit_bias"] == {17: -100.0, 18: 2.5}
     assert sampling["stop_token_ids"] == (5, 6, EOS)
     assert sampling["logprobs"] == 2
     assert tuple(TOKENIZER.encode("import")) in sampling["bad_words"]
     assert tuple(TOKENIZER.encode(" import")) in sampling["bad_words"]
-    assert submission.speculative.model_dump() == {
+    assert request.speculative.model_dump() == {
         "enabled": None,
         "num_speculative_tokens": 2,
         "max_tree_nodes": 4,
@@ -362,21 +362,21 @@ async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monke
         return encode(self, text, **options)
 
     monkeypatch.setattr(Tokenizer, "encode", counted)
-    counting.decoder.submissions.clear()
+    counting.decoder.requests.clear()
     body = {"prompt": ["a", "b", "c"], "bad_words": ["import"], "n": 2}
     assert (await counting.http.post("/v1/completions", json=body)).status_code == 200
     assert encoded == {"a": 1, "b": 1, "c": 1, "import": 1, " import": 1}
-    assert len({submission.sampling.bad_words for submission in counting.decoder.submissions}) == 1
-    assert len({submission.sampling.seed for submission in counting.decoder.submissions}) == 6
+    assert len({request.sampling.bad_words for request in counting.decoder.requests}) == 1
+    assert len({request.sampling.seed for request in counting.decoder.requests}) == 6
 
 
 async def test_speculation_can_be_switched_off_and_the_end_token_ignored(counting: Stack) -> None:
-    counting.decoder.submissions.clear()
+    counting.decoder.requests.clear()
     body = {"messages": CHAT, "speculative": False, "ignore_eos": True, "max_tokens": 2}
     assert (await counting.http.post("/v1/chat/completions", json=body)).status_code == 200
-    submission = counting.decoder.submissions[0]
-    assert submission.speculative.enabled is False
-    assert submission.sampling.stop_token_ids == ()
+    request = counting.decoder.requests[0]
+    assert request.speculative.enabled is False
+    assert request.sampling.stop_token_ids == ()
 
 
 async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
@@ -404,17 +404,19 @@ async def test_models_are_listed(speaking: Stack) -> None:
 
 
 async def test_tokenize_and_detokenize(speaking: Stack) -> None:
-    told = (await speaking.http.post("/tokenize", json={"prompt": "def f", "return_token_strs": True})).json()
-    assert told == {"count": 2, "max_model_len": 128, "tokens": [456, 281], "token_strs": ["def", "Ġf"]}
-    text = (await speaking.http.post("/detokenize", json={"tokens": told["tokens"]})).json()
+    content = (await speaking.http.post("/tokenize", json={"prompt": "def f", "return_token_strs": True})).json()
+    assert content == {"count": 2, "max_model_len": 128, "tokens": [456, 281], "token_strs": ["def", "Ġf"]}
+    text = (await speaking.http.post("/detokenize", json={"tokens": content["tokens"]})).json()
     assert text == {"prompt": "def f"}
     for token in (4096, 2**32, 2**64):
         refused = await speaking.http.post("/detokenize", json={"tokens": [456, token]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
     long = {"prompt": " a" * LONG_TEXT, "return_token_strs": True}
-    told = (await speaking.http.post("/tokenize", json=long)).json()
-    assert len(told["token_strs"]) == told["count"] >= LONG_TEXT
-    assert (await speaking.http.post("/detokenize", json={"tokens": told["tokens"]})).json()["prompt"] == long["prompt"]
+    content = (await speaking.http.post("/tokenize", json=long)).json()
+    assert len(content["token_strs"]) == content["count"] >= LONG_TEXT
+    assert (await speaking.http.post("/detokenize", json={"tokens": content["tokens"]})).json() == {
+        "prompt": long["prompt"]
+    }
     chat = (await speaking.http.post("/tokenize", json={"messages": CHAT})).json()
     usage = (await speaking.client.chat.completions.create(model=MODEL, messages=CHAT)).usage
     assert usage is not None

@@ -1,4 +1,4 @@
-"""What goes wrong is told in OpenAI's shape, names the field, and disturbs nobody else."""
+"""Errors have OpenAI's shape, name the field, and disturb no other request."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def schema_of(schema: dict[str, Any] | str) -> dict[str, Any]:
 
 
 def nested(depth: int) -> str:
-    """A schema as a string, which JSON's own limits do not see through."""
+    """A schema as a string: JSON's own limits do not apply inside it."""
     return '{"enum": ' + "[" * depth + "]" * depth + "}"
 
 
@@ -38,7 +38,7 @@ async def stack() -> AsyncIterator[Stack]:
         yield stack
 
 
-def told(response: httpx.Response, status: int) -> dict[str, Any]:
+def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error of a response, which must have OpenAI's shape."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"].startswith("application/json")
@@ -102,10 +102,10 @@ def told(response: httpx.Response, status: int) -> dict[str, Any]:
     ],
 )
 async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:
-    stack.decoder.submissions.clear()
-    error = told(await stack.http.post("/v1/completions", json=body), 400)
+    stack.decoder.requests.clear()
+    error = error_of(await stack.http.post("/v1/completions", json=body), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
-    assert stack.decoder.submissions == [], "nothing reaches a target"
+    assert stack.decoder.requests == [], "nothing reaches a target"
 
 
 @pytest.mark.parametrize(
@@ -156,36 +156,36 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
     ],
 )
 async def test_chat_names_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:
-    assert told(await stack.http.post("/v1/chat/completions", json=body), 400)["param"] == param
+    assert error_of(await stack.http.post("/v1/chat/completions", json=body), 400)["param"] == param
 
 
 @pytest.mark.parametrize(
     "content", [b"{", b"", b"[1]", b'"text"', b"\xff", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}']
 )
 async def test_broken_json_is_refused(stack: Stack, content: bytes) -> None:
-    told(await stack.http.post("/v1/completions", content=content), 400)
+    error_of(await stack.http.post("/v1/completions", content=content), 400)
 
 
 async def test_bodies_over_the_limit_are_refused(stack: Stack) -> None:
     body = {"prompt": "x" * BODY_LIMIT}
-    assert told(await stack.http.post("/v1/completions", json=body), 413)["code"] == "body_too_large"
+    assert error_of(await stack.http.post("/v1/completions", json=body), 413)["code"] == "body_too_large"
 
 
-async def test_unknown_paths_and_methods_are_told_in_the_same_shape(stack: Stack) -> None:
-    told(await stack.http.get("/v1/nothing"), 404)
-    told(await stack.http.get("/v1/completions"), 405)
+async def test_errors_of_unknown_paths_and_methods_have_the_same_shape(stack: Stack) -> None:
+    error_of(await stack.http.get("/v1/nothing"), 404)
+    error_of(await stack.http.get("/v1/completions"), 405)
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
 async def test_an_unknown_model_is_not_found(stack: Stack, path: str) -> None:
     body = {"model": "gpt-4"} | ({"messages": CHAT} if "chat" in path else {"prompt": "x"})
-    error = told(await stack.http.post(path, json=body), 404)
+    error = error_of(await stack.http.post(path, json=body), 404)
     assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
 async def test_an_error_comes_before_the_headers_of_a_stream(stack: Stack) -> None:
     body = {"prompt": "x", "temperature": -1, "stream": True}
-    assert told(await stack.http.post("/v1/completions", json=body), 400)["param"] == "temperature"
+    assert error_of(await stack.http.post("/v1/completions", json=body), 400)["param"] == "temperature"
 
 
 async def test_the_official_client_raises_its_own_exceptions(stack: Stack) -> None:
@@ -198,13 +198,13 @@ async def test_the_official_client_raises_its_own_exceptions(stack: Stack) -> No
     assert missing.value.code == "model_not_found"
 
 
-async def test_a_failure_of_the_gateway_is_told_and_counted(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_of_the_gateway_is_an_error_and_counted(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise KeyError("secret")
 
     monkeypatch.setattr(stack.models, "check_available", fails)
     answer = await stack.http.get("/health")
-    assert "secret" not in told(answer, 500)["message"]
+    assert "secret" not in error_of(answer, 500)["message"]
     assert 'endpoint="/health",status="500"} 1.0' in (await stack.http.get("/metrics")).text
 
 
@@ -219,28 +219,28 @@ async def test_an_upload_cut_short_is_no_failure(stack: Stack, caplog: pytest.Lo
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
-async def test_without_a_target_clients_are_told_to_come_back() -> None:
+async def test_without_a_target_responses_have_retry_after() -> None:
     async with open_stack() as empty:
         for response in (
             await empty.http.get("/health"),
             await empty.http.post("/v1/completions", json={"prompt": "x"}),
             await empty.http.post("/v1/completions", json={"prompt": "x", "stream": True}),
         ):
-            assert told(response, 503)["code"] == "no_target"
+            assert error_of(response, 503)["code"] == "no_target"
             assert response.headers["retry-after"] == "1"
         with pytest.raises(openai.InternalServerError):
             await empty.client.completions.create(model=MODEL, prompt="x")
 
 
-async def test_too_many_requests_are_turned_away_at_once() -> None:
+async def test_too_many_requests_are_refused_at_once() -> None:
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=2)) as busy:
         busy.decoder.gate.clear()
         stream = busy.http.stream("POST", "/v1/completions", json={"prompt": "x", "n": 2, "stream": True})
         waiting = asyncio.create_task(stream.__aenter__())
-        while len(busy.decoder.submissions) < 2:
+        while len(busy.decoder.requests) < 2:
             await asyncio.sleep(0.01)
         response = await busy.http.post("/v1/completions", json={"prompt": "x"})
-        assert told(response, 429)["code"] == "overloaded"
+        assert error_of(response, 429)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
         with pytest.raises(openai.RateLimitError):
             await busy.client.completions.create(model=MODEL, prompt="x")
@@ -262,19 +262,19 @@ async def test_too_many_requests_are_turned_away_at_once() -> None:
 async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good(
     path: str, body: dict[str, Any], param: str
 ) -> None:
-    """They were told to come back, for ever."""
+    """A past bug: they got 429 with Retry-After, for ever."""
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
-        assert told(await stack.http.post(path, json=body), 400)["param"] == param
+        assert error_of(await stack.http.post(path, json=body), 400)["param"] == param
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "n": 4})).status_code == 200
 
 
 async def test_a_request_that_a_target_cannot_serve_fails_alone() -> None:
-    def script(submission: Any) -> list[int]:
-        if submission.sampling.seed == 13:
+    def script(request: Any) -> list[int]:
+        if request.sampling.seed == 13:
             raise RuntimeError("out of slots")
-        return list(counts(submission))
+        return list(counts(request))
 
     async with open_stack(script) as stack:
-        error = told(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
+        error = error_of(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
         assert error["message"] == "out of slots"
         assert (await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 14})).status_code == 200

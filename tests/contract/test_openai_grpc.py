@@ -13,7 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from paceline_services.gateway.grpc import inference_servicer
-from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, says
+from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, text_script
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -23,7 +23,7 @@ Request = inference_pb2.GenerateRequest
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def stack() -> AsyncIterator[Stack]:
-    async with open_stack(says(TEXT)) as stack:
+    async with open_stack(text_script(TEXT)) as stack:
         yield stack
 
 
@@ -63,15 +63,15 @@ async def test_every_kind_of_prompt_is_answered(channel: grpc.aio.Channel, reque
     "structure", [{"json_schema": '{"type": "integer"}'}, {"regex": "[a-c]+"}, {"grammar": 'root ::= "x"'}], ids=str
 )
 async def test_structure_reaches_the_target(stack: Stack, channel: grpc.aio.Channel, structure: dict[str, str]) -> None:
-    stack.decoder.submissions.clear()
+    stack.decoder.requests.clear()
     await generated(channel, Request(text="x", **structure))
-    assert "start" in stack.decoder.submissions[0].sampling.grammar
+    assert "start" in stack.decoder.requests[0].sampling.grammar
     with pytest.raises(grpc.aio.AioRpcError, match="structured_outputs"):
         await generated(channel, Request(text="x", **dict.fromkeys(structure, "(")))
 
 
 async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Channel) -> None:
-    stack.decoder.submissions.clear()
+    stack.decoder.requests.clear()
     request = Request(
         model=MODEL,
         text="x",
@@ -80,11 +80,11 @@ async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Chann
         speculative=common_pb2.SpeculativeOptions(enabled=False, report=True),
     )
     responses = await generated(channel, request)
-    submission = stack.decoder.submissions[0]
-    sampling = submission.sampling
+    request = stack.decoder.requests[0]
+    sampling = request.sampling
     assert (sampling.temperature, sampling.seed, sampling.top_k, sampling.max_tokens) == (0.0, 5, 3, 50)
     assert sampling.logit_bias == {7: 1.5}
-    assert submission.speculative.enabled is False
+    assert request.speculative.enabled is False
     assert "".join(response.text for response in responses) == "json.dumps → a "
     assert responses[-1].speculation.accepted_tokens == 4
 
@@ -139,17 +139,17 @@ async def test_without_a_target_the_call_is_unavailable() -> None:
         assert error.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-async def test_a_bug_is_counted_as_what_the_caller_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bug_is_counted_with_the_status_that_the_client_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     async def fails(*_: object) -> None:
         raise RuntimeError("nobody foresaw this")
 
-    monkeypatch.setattr(inference_servicer, "build_completion_requests", fails)
+    monkeypatch.setattr(inference_servicer, "build_requests", fails)
     async with open_stack(counts) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await generated(channel, Request(text="x"))
         assert error.value.code() == grpc.StatusCode.INTERNAL
-        told = (await stack.http.get("/metrics")).text
-        assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in told
+        metrics = (await stack.http.get("/metrics")).text
+        assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in metrics
 
 
 async def test_cancelling_the_call_cancels_at_the_target() -> None:
@@ -160,5 +160,5 @@ async def test_cancelling_the_call_cancels_at_the_target() -> None:
         await call.read()
         call.cancel()
         await stack.decoder.cancelled.get()
-        while stack.gateway.in_flight:
+        while stack.model.queue.in_flight:
             await asyncio.sleep(0.01)

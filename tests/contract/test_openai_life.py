@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.failover import MAX_TARGET_LOSSES
@@ -24,8 +24,8 @@ from tests.helpers.openai_stack import (
     Stack,
     counts,
     open_stack,
-    says,
     start_target,
+    text_script,
 )
 
 LONG: dict[str, Any] = {"prompt": "x", "seed": 7, "max_tokens": 60}
@@ -57,7 +57,7 @@ async def whole_text(stack: Stack, body: dict[str, Any] = LONG) -> str:
 
 
 async def idle(stack: Stack) -> None:
-    while stack.gateway.in_flight or stack.gateway.fleet.in_flight:
+    while stack.model.queue.in_flight or stack.model.fleet.in_flight:
         await asyncio.sleep(0.01)
 
 
@@ -75,7 +75,7 @@ async def test_a_client_that_leaves_before_the_first_token_frees_everything(body
     async with open_stack(counts) as stack:
         stack.decoder.gate.clear()
         asking = asyncio.create_task(stack.http.post("/v1/completions", json=body))
-        while len(stack.decoder.submissions) < body.get("n", 1):
+        while len(stack.decoder.requests) < body.get("n", 1):
             await asyncio.sleep(0.01)
         asking.cancel()
         for _ in range(body.get("n", 1)):
@@ -96,7 +96,7 @@ async def test_a_lost_target_is_a_pause_and_no_more() -> None:
             received += [event async for event in events]
         assert text_of(received) == expected
         assert received[-1]["choices"][0]["finish_reason"] == "length"
-        resumed = second.decoder.submissions[0]
+        resumed = second.decoder.requests[0]
         assert list(resumed.committed) == list(counts(resumed))[: len(resumed.committed)]
         assert len(resumed.committed) == 8
         assert resumed.sampling.seed == 7
@@ -105,7 +105,7 @@ async def test_a_lost_target_is_a_pause_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_what_has_tokens_goes_on_where_numerics_are_the_same_however_busy(
+async def test_a_request_with_tokens_goes_on_at_a_target_with_the_same_numerics_however_busy(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with open_stack(burst=2) as stack:
@@ -114,22 +114,22 @@ async def test_what_has_tokens_goes_on_where_numerics_are_the_same_however_busy(
         idle_one = await stack.add_target(counts, numerics="avx2")
         busy_one = await stack.add_target(counts, numerics="avx512")
         await stack.store.registry.heartbeat(busy_one.record, {"running": 1000.0, "beat": 1.0})
-        while not any(target.load.other_requests for target in stack.gateway.fleet.targets.values()):
+        while not any(target.load.other_requests for target in stack.model.fleet.targets.values()):
             await asyncio.sleep(0.01)
         await first.die()
         assert len((await asking).text)
         chosen = busy_one if begun else idle_one
-        assert [len(each.decoder.submissions) for each in (idle_one, busy_one)] == [not begun, begun]
-        assert bool(chosen.decoder.submissions[0].committed) == begun
+        assert [len(each.decoder.requests) for each in (idle_one, busy_one)] == [not begun, begun]
+        assert bool(chosen.decoder.requests[0].committed) == begun
         assert "tokens may differ" not in caplog.text
         assert "paceline_replays_other_numerics_total{" not in (await stack.http.get("/metrics")).text
 
 
 @pytest.mark.parametrize("begun", [True, False])
-async def test_what_has_tokens_goes_on_with_other_numerics_rather_than_not_at_all(
+async def test_a_request_with_tokens_goes_on_with_other_numerics_if_there_is_no_choice(
     begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so. What has none goes anywhere, and nobody is told."""
+    """With a warning. A request without tokens may go to any target, without a warning."""
     async with open_stack(burst=2) as stack:
         first = await stack.add_target(counts, numerics="avx512")
         expected = await whole_text(stack)
@@ -137,26 +137,26 @@ async def test_what_has_tokens_goes_on_with_other_numerics_rather_than_not_at_al
         older = await stack.add_target(counts)  # which does not say
         await first.die()
         assert (await asking).json()["choices"][0]["text"] == expected
-        [resumed] = older.decoder.submissions
-        told = [each.getMessage() for each in caplog.records if "tokens may differ" in each.getMessage()]
+        [resumed] = older.decoder.requests
+        warnings = [each.getMessage() for each in caplog.records if "tokens may differ" in each.getMessage()]
         counted = (await stack.http.get("/metrics")).text.count(
             'paceline_replays_other_numerics_total{model_name="pydoc"} 1.0'
         )
-        assert (len(told), counted) == (begun, begun)
-        for line in told:
+        assert (len(warnings), counted) == (begun, begun)
+        for line in warnings:
             assert resumed.request_id.partition("/")[2] in line
-            assert line.endswith("drawn by (avx512) so far, by (a worker that does not say) from now on")
+            assert line.endswith("drawn by (avx512) so far, by (an unknown worker version) from now on")
 
 
 async def held(stack: Stack, *, begun: bool) -> asyncio.Task[httpx.Response]:
     """A completion that its target holds, after some tokens or before any."""
-    decoder, before = stack.decoder, len(stack.decoder.submissions)
+    decoder, before = stack.decoder, len(stack.decoder.requests)
     if begun:
         decoder.hold_after = 4
     else:
         decoder.gate.clear()
     asking = asyncio.create_task(stack.http.post("/v1/completions", json=LONG))
-    while len(decoder.submissions) == before or (begun and decoder.gate.is_set()):
+    while len(decoder.requests) == before or (begun and decoder.gate.is_set()):
         await asyncio.sleep(0.01)
     return asking
 
@@ -216,19 +216,19 @@ async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on(monkey
     poison = "die"
     deadly, killed = TOKENIZER.encode(poison), 0
 
-    def script(submission: Submission) -> Sequence[int]:
+    def script(request: GenerationRequest) -> Sequence[int]:
         nonlocal killed
-        if list(submission.prompt) == deadly:
+        if list(request.prompt) == deadly:
             killed += 1
             raise KillsEngines
-        return counts(submission)
+        return counts(request)
 
     async with open_stack(script, burst=1) as stack:
         expected = await whole_text(stack)
         stack.decoder.gate.clear()
-        before = len(stack.decoder.submissions)
+        before = len(stack.decoder.requests)
         neighbours = [asyncio.create_task(whole_text(stack)) for _ in range(3)]
-        while len(stack.decoder.submissions) < before + 3:
+        while len(stack.decoder.requests) < before + 3:
             await asyncio.sleep(0.01)
         asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": poison, "max_tokens": 5}))
         while not killed:
@@ -244,8 +244,8 @@ async def test_a_request_that_kills_engines_ends_and_its_neighbours_go_on(monkey
         assert await asyncio.gather(*neighbours) == [expected] * 3
 
 
-async def test_one_that_draws_tokens_again_is_not_what_an_engine_died_of() -> None:
-    """A long one may be there when many engines die of others."""
+async def test_engine_deaths_count_only_without_a_token_between_them() -> None:
+    """A long request may outlive many engines that other requests kill."""
     async with open_stack(counts, burst=1) as stack:
         expected = await whole_text(stack)
         asking = await held(stack, begun=True)
@@ -274,7 +274,7 @@ async def test_no_other_target_is_an_error_of_the_stream() -> None:
 
 async def test_an_idle_connection_is_the_clients_to_close() -> None:
     """Clients keep theirs for 5 seconds, as uvicorn would; a request sent just then would fail."""
-    async with open_stack(says("hello")) as stack:
+    async with open_stack(text_script("hello")) as stack:
         address = stack.http.base_url
         reader, writer = await asyncio.open_connection(address.host, address.port)
         for wait_s in (6, 0):
@@ -289,21 +289,21 @@ async def test_an_idle_connection_is_the_clients_to_close() -> None:
 async def test_health_follows_the_targets() -> None:
     async with open_stack() as stack:
         assert (await stack.http.get("/health")).status_code == 503
-        target = await stack.add_target(says("hello"))
+        target = await stack.add_target(text_script("hello"))
         assert (await stack.http.get("/health")).status_code == 200
         await target.die()
-        while stack.gateway.fleet.available:
+        while stack.model.fleet.available:
             await asyncio.sleep(0.01)
         assert (await stack.http.get("/health")).status_code == 503
 
 
 async def test_a_target_with_another_vocabulary_or_model_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
     async with open_stack() as stack:
-        target = await start_target(says("hello"), 1, "stranger", fingerprint="another")
+        target = await start_target(text_script("hello"), 1, "stranger", fingerprint="another")
         await stack.store.registry.register(target.record)
         while "its vocabulary differs" not in caplog.text:
             await asyncio.sleep(0.01)
-        assert not stack.gateway.fleet.available
+        assert not stack.model.fleet.available
         await target.die()
 
 
@@ -322,7 +322,7 @@ async def test_a_target_that_was_not_used_is_used_once_it_is_started_anew_as_it_
             await wrong.die()
         right = await start_target(counts, 1, "stranger", port=port)
         assert right.record.address == wrong.record.address
-        assert await stack.gateway.fleet.wait_for_target(10.0)
+        assert await stack.model.fleet.wait_for_target(10.0)
         assert caplog.text.count("its vocabulary differs") == 1
         await right.die()
 
@@ -332,10 +332,10 @@ async def test_a_gateway_that_drains_finishes_its_streams_and_takes_no_more() ->
         expected = await whole_text(stack)
         stack.decoder.gate.clear()
         asking = asyncio.create_task(whole_text(stack))
-        while not stack.gateway.in_flight:
+        while not stack.model.queue.in_flight:
             await asyncio.sleep(0.01)
-        draining = asyncio.create_task(stack.gateway.capacity.drain(10.0))
-        while not stack.gateway.capacity.closing:
+        draining = asyncio.create_task(stack.model.capacity.drain(10.0))
+        while not stack.model.capacity.closing:
             await asyncio.sleep(0)
         refused = await stack.http.post("/v1/completions", json=LONG)
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
@@ -350,16 +350,16 @@ async def test_requests_that_begin_alike_go_to_one_target_and_load_spreads_the_r
     async with open_stack(counts, counts, counts) as stack:
         for _ in range(4):
             await whole_text(stack, {"prompt": "the same beginning", "max_tokens": 1})
-        assert sorted(len(target.decoder.submissions) for target in stack.targets) == [0, 0, 4]
+        assert sorted(len(target.decoder.requests) for target in stack.targets) == [0, 0, 4]
         for target in stack.targets:
             target.decoder.gate.clear()
-            target.decoder.submissions.clear()
+            target.decoder.requests.clear()
         asking = asyncio.create_task(whole_text(stack, {"prompt": "the same beginning", "n": 30, "max_tokens": 1}))
-        while stack.gateway.fleet.in_flight < 30:
+        while stack.model.fleet.in_flight < 30:
             await asyncio.sleep(0.01)
-        while sum(len(target.decoder.submissions) for target in stack.targets) < 30:
+        while sum(len(target.decoder.requests) for target in stack.targets) < 30:
             await asyncio.sleep(0.01)
-        assert all(len(target.decoder.submissions) >= 7 for target in stack.targets)
+        assert all(len(target.decoder.requests) >= 7 for target in stack.targets)
         for target in stack.targets:
             target.decoder.gate.set()
         await asking
@@ -371,17 +371,17 @@ async def test_drafts_are_offered_in_turn_and_strangers_never() -> None:
         for address, fingerprint in [("a:1", record.fingerprint), ("b:1", ""), ("c:1", "another")]:
             draft = type(record)("draft", address, address, "", "ngram", fingerprint, record.started_at)
             await stack.store.registry.register(draft)
-        while len(stack.gateway.fleet.drafts.breakers) < 2:
+        while len(stack.model.fleet.drafts.breakers) < 2:
             await asyncio.sleep(0.01)
-        stack.decoder.submissions.clear()
+        stack.decoder.requests.clear()
         for _ in range(4):
             await whole_text(stack, {"prompt": "x", "max_tokens": 1})
-        orders = [tuple(submission.drafts) for submission in stack.decoder.submissions]
-        assert set(orders) == {("a:1", "b:1"), ("b:1", "a:1")}
-        assert orders[0] == orders[2] != orders[1] == orders[3]
+        drafts = [tuple(request.drafts) for request in stack.decoder.requests]
+        assert set(drafts) == {("a:1", "b:1"), ("b:1", "a:1")}
+        assert drafts[0] == drafts[2] != drafts[1] == drafts[3]
 
 
-async def test_the_loss_of_redis_disturbs_nobody() -> None:
+async def test_the_loss_of_redis_disturbs_no_request() -> None:
     """Running and new requests go on, without it and with one that has forgotten everything."""
     with EmbeddedRedis() as redis:
         async with open_stack(counts, burst=1, redis_url=redis.url) as stack:
@@ -404,7 +404,7 @@ async def test_the_loss_of_redis_disturbs_nobody() -> None:
 
 async def test_a_slow_reader_gets_everything() -> None:
     """Its stream fills the socket's buffers; nothing may be lost or dropped."""
-    async with open_stack(says("x" * 60_000), burst=1) as stack:
+    async with open_stack(text_script("x" * 60_000), burst=1) as stack:
         async with httpx.AsyncClient(base_url=stack.http.base_url, timeout=20.0) as http:
             body = {"prompt": "x", "max_tokens": 60, "stream": True}
             async with http.stream("POST", "/v1/completions", json=body) as response:

@@ -1,4 +1,4 @@
-"""More requests than there is room for: the rest is told so at once, those let in are served as ever."""
+"""More requests than the limits admit: the rest is refused at once, the admitted ones are served as usual."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from tests.helpers.openai_stack import counts, open_stack
 from tests.helpers.targets import target_worker
 
 TIMED = "timed:vocabulary=512,step_ms=50"
-"""Far longer than a step takes to compute: only what is left of it can be made to stand still."""
+"""A step much longer than its computation: the rest of the step is the sleep that tests can stop."""
 SERVED = "tested"
-"""As `tests.helpers.targets` calls it."""
+"""The model name of `tests.helpers.targets`."""
 QUEUE = 40
 
 
 @asynccontextmanager
 async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.AsyncClient]:
-    """A gateway, a target and its engine over a model that takes its time, and stands still unless `moving` is set."""
+    """A gateway, a target and its engine over a slow model, which stands still unless `moving` is set."""
     spec = TimedModelConfig.parse(TIMED)
 
     def sleep(seconds: float) -> None:
@@ -45,7 +45,7 @@ async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.
     async with (
         target_worker(model=model) as worker,
         open_store(None, ttl_s=3600.0) as store,
-        running(GatewaySettings(TIMED, SERVED, port=0, limits=limits), store) as (models, addresses),
+        running(GatewaySettings({SERVED: TIMED}, port=0, limits=limits), store) as (models, addresses),
     ):
         record = WorkerRecord("target", "t", worker.address, SERVED, "", spec.fingerprint, time.time())
         await store.registry.register(record)
@@ -63,10 +63,10 @@ def body(number: int) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 12, "seed": number, "temperature": 0.8, "return_token_ids": True}
 
 
-async def test_a_flood_is_served_as_far_as_there_is_room_and_nobody_is_served_wrong() -> None:
-    """Five times what is let in, all at once, and then again: nothing is left behind of the first flood.
+async def test_a_flood_is_served_up_to_the_limit_and_correctly() -> None:
+    """Five times the limit at once, twice: the first flood leaves nothing behind.
 
-    Those who find no room know it while nothing moves. Those let in are more than the target has slots for at once.
+    Requests are refused while the target stands still. The admitted ones need more slots than the target has.
     """
     moving = Event()
     moving.set()
@@ -88,13 +88,13 @@ async def test_a_flood_is_served_as_far_as_there_is_room_and_nobody_is_served_wr
             for number, answer in enumerate(await asyncio.gather(*asking)):
                 if answer.status_code != 429:
                     assert answer.json()["choices"][0]["token_ids"] == alone[number % 5]
-        told = (await http.get("/metrics")).text
-        assert f'paceline_requests_queued{{model_name="{SERVED}"}} 0.0' in told
-        assert f'paceline_rejections_total{{model_name="{SERVED}",reason="queue"}} {8 * QUEUE}.0' in told
+        metrics = (await http.get("/metrics")).text
+        assert f'paceline_requests_queued{{model_name="{SERVED}"}} 0.0' in metrics
+        assert f'paceline_rejections_total{{model_name="{SERVED}",reason="queue"}} {8 * QUEUE}.0' in metrics
 
 
 async def answer_to_a_beginning(base_url: httpx.URL) -> tuple[int, str | None]:
-    """Status and Retry-After of a request whose body begins, and never ends."""
+    """Status and Retry-After of a request whose body never ends."""
     reader, writer = await asyncio.open_connection(base_url.host, base_url.port)
     writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"prompt": "')
     status = int((await reader.readline()).split()[1])
@@ -106,13 +106,13 @@ async def answer_to_a_beginning(base_url: httpx.URL) -> tuple[int, str | None]:
     return status, headers.get("retry-after")
 
 
-async def test_whoever_finds_the_queue_full_is_told_while_nothing_moves() -> None:
-    """And before the body is read: this one never ends."""
+async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
+    """The body of the refused request never ends."""
     async with open_stack(counts, limits=AdmissionLimits(max_queue=3)) as stack:
         stack.decoder.gate.clear()
         body = {"prompt": "x", "max_tokens": 5, "seed": 3}
         waiting = [asyncio.create_task(stack.http.post("/v1/completions", json=body)) for _ in range(3)]
-        while len(stack.decoder.submissions) < 3:
+        while len(stack.decoder.requests) < 3:
             await asyncio.sleep(0.01)
 
         assert await answer_to_a_beginning(stack.http.base_url) == (429, "1")
@@ -124,20 +124,20 @@ async def test_whoever_finds_the_queue_full_is_told_while_nothing_moves() -> Non
 
 
 async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
-    """Everybody has been checked before anybody has begun."""
+    """Every request passes the first check before any begins."""
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
         asking = [asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(12)]
         while sum(task.done() for task in asking) < 8:
             await asyncio.sleep(0.01)
-        assert len(stack.decoder.submissions) <= 4
+        assert len(stack.decoder.requests) <= 4
         stack.decoder.gate.set()
         statuses = Counter([(await task).status_code for task in asking])
         assert statuses == {200: 4, 429: 8}
 
 
 async def test_a_queue_counts_choices() -> None:
-    """One request of many may be the first, since else it were never served, but finds no room behind others."""
+    """A request larger than the queue is served if the queue is empty, and refused otherwise."""
     async with open_stack(counts, limits=AdmissionLimits(max_queue=4)) as stack:
 
         async def asked(choices: int) -> int:
@@ -146,11 +146,11 @@ async def test_a_queue_counts_choices() -> None:
 
         stack.decoder.gate.clear()
         one = asyncio.create_task(asked(1))
-        while len(stack.decoder.submissions) < 1:
+        while len(stack.decoder.requests) < 1:
             await asyncio.sleep(0.01)
         assert await asked(4) == 429
         three = asyncio.create_task(asked(3))
-        while len(stack.decoder.submissions) < 4:
+        while len(stack.decoder.requests) < 4:
             await asyncio.sleep(0.01)
         assert await asked(1) == 429
         stack.decoder.gate.set()
@@ -161,24 +161,24 @@ async def test_choices_that_never_began_leave_no_trace() -> None:
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
         asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x", "n": 4}))
-        while stack.gateway.in_flight < 4:
+        while stack.model.queue.in_flight < 4:
             await asyncio.sleep(0)
         asking.cancel()
-        while stack.gateway.in_flight:
+        while stack.model.queue.in_flight:
             await asyncio.sleep(0.01)
-        assert stack.gateway.capacity.in_flight == 0
+        assert stack.model.capacity.in_flight == 0
 
 
 async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request of many choices once cut the links to all targets, one after the other, and everybody's streams."""
+    """A past bug: a request of many completions broke the links to all targets, and with them every stream."""
     monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 20_000)
     async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
         body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 3, "bad_words": ["word " * 200]}
         answer = await stack.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
-        assert len(stack.decoder.submissions) == 64
-        assert sum(encode_submission(each).ByteSize() for each in stack.decoder.submissions) > 2 * 20_000
-        [target] = stack.gateway.fleet.targets.values()
+        assert len(stack.decoder.requests) == 64
+        assert sum(encode_submission(each).ByteSize() for each in stack.decoder.requests) > 2 * 20_000
+        [target] = stack.model.fleet.targets.values()
         assert not target.link.lost
 
 
@@ -192,14 +192,14 @@ async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("full", [True, False])
-async def test_grpc_clients_are_told_when_to_come_back(full: bool) -> None:
-    """In the trailer that gRPC's own retries obey."""
+async def test_grpc_errors_carry_the_retry_delay(full: bool) -> None:
+    """In the trailing metadata that gRPC's own retries use."""
     scripts = [counts] if full else []
     async with open_stack(*scripts, limits=AdmissionLimits(max_queue=1)) as stack:
         if full:
             stack.decoder.gate.clear()
             waiting = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"}))
-            while not stack.decoder.submissions:
+            while not stack.decoder.requests:
                 await asyncio.sleep(0.01)
         async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
             stub = inference_pb2_grpc.InferenceServiceStub(channel)

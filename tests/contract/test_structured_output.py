@@ -13,7 +13,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from tests.failure.test_supervisor_stack import Served, serving
+from tests.helpers.served import Served, serving
 
 CHAT: Any = [{"role": "user", "content": "def area(width, height):"}]
 START_S = 240
@@ -43,7 +43,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def said(client: openai.OpenAI, outputs: Mapping[str, Any], **fields: Any) -> str:
+def generated(client: openai.OpenAI, outputs: Mapping[str, Any], **fields: Any) -> str:
     answer = client.completions.create(
         model="pydoc", prompt="The answer: ", max_tokens=300, extra_body={"structured_outputs": outputs}, **fields
     )
@@ -71,7 +71,7 @@ def test_what_is_parsed_is_what_was_asked_for(client: openai.OpenAI, seed: int) 
 
 
 @pytest.mark.timeout(START_S)
-def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+def test_a_stream_has_the_same_text(client: openai.OpenAI) -> None:
     asked: Any = {"model": "pydoc", "messages": CHAT, "response_format": Shape, "seed": 3}
     whole = client.chat.completions.parse(**asked)
     with client.chat.completions.stream(**asked) as stream:
@@ -83,7 +83,7 @@ def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
 
 @pytest.mark.timeout(START_S)
 def test_speculation_changes_nothing(client: openai.OpenAI) -> None:
-    answers = {}
+    texts = {}
     for speculative in (True, False):
         answer = client.chat.completions.parse(
             model="pydoc",
@@ -92,16 +92,16 @@ def test_speculation_changes_nothing(client: openai.OpenAI) -> None:
             seed=5,
             extra_body={"speculative": speculative},
         )
-        answers[speculative] = answer.choices[0].message.content
-    assert answers[True] == answers[False]
+        texts[speculative] = answer.choices[0].message.content
+    assert texts[True] == texts[False]
 
 
 @pytest.mark.timeout(START_S)
 def test_vllms_fields_on_completions(client: openai.OpenAI) -> None:
-    assert said(client, {"choice": ["left", "right"]}, seed=1) in ("left", "right")
-    assert said(client, {"regex": "[a-f]{3}-[0-9]{4}"}, seed=2)[3] == "-"
-    assert set(said(client, {"grammar": 'root ::= "(" root ")" | "x"'}, temperature=0.0).strip("()")) == {"x"}
-    text = said(client, {"json": Shape.model_json_schema(), "disable_any_whitespace": True}, seed=4)
+    assert generated(client, {"choice": ["left", "right"]}, seed=1) in ("left", "right")
+    assert generated(client, {"regex": "[a-f]{3}-[0-9]{4}"}, seed=2)[3] == "-"
+    assert set(generated(client, {"grammar": 'root ::= "(" root ")" | "x"'}, temperature=0.0).strip("()")) == {"x"}
+    text = generated(client, {"json": Shape.model_json_schema(), "disable_any_whitespace": True}, seed=4)
     assert Shape.model_validate_json(text)
     names = [side["name"] for side in json.loads(text)["sides"]]
     assert " " not in "".join(text.replace(json.dumps(name, ensure_ascii=False), "") for name in names[:1])
@@ -137,7 +137,7 @@ def test_a_target_that_is_killed_takes_no_token_along(client: openai.OpenAI, ser
     seeds = range(4)
     expected = [client.completions.create(**LONG, seed=seed).choices[0].text for seed in seeds]
     assert len(set(expected)) == len(expected)
-    answers: dict[int, str] = {}
+    texts: dict[int, str] = {}
     begun = threading.Barrier(len(seeds) + 1, timeout=120.0)
 
     def follow(seed: int) -> None:
@@ -146,7 +146,7 @@ def test_a_target_that_is_killed_takes_no_token_along(client: openai.OpenAI, ser
             text += chunk.choices[0].text
             if number == 2:
                 begun.wait()
-        answers[seed] = text
+        texts[seed] = text
 
     threads = [threading.Thread(target=follow, args=(seed,)) for seed in seeds]
     for thread in threads:
@@ -156,5 +156,5 @@ def test_a_target_that_is_killed_takes_no_token_along(client: openai.OpenAI, ser
     os.kill(victim, signal.SIGKILL)
     for thread in threads:
         thread.join()
-    assert [answers[seed] for seed in seeds] == expected
+    assert [texts[seed] for seed in seeds] == expected
     assert all(8 <= len(json.loads(text)) <= 12 for text in expected)

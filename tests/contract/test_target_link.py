@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SamplingParams
-from paceline.core.messages import FinishReason, Submission
+from paceline.core.messages import FinishReason, GenerationRequest
 from paceline.v1 import common_pb2, target_pb2, target_pb2_grpc
 from paceline.wire.link_errors import TargetLost, WireError
 from paceline.wire.target_codec import encode_submission
@@ -35,21 +35,17 @@ async def test_a_request_from_beginning_to_end() -> None:
         assert link.load.running == 0
 
 
-async def test_requests_share_a_link_and_its_ids_are_its_own() -> None:
-    """Two gateways call their requests alike; one of them runs many at once."""
+async def test_request_ids_belong_to_a_link() -> None:
+    """Two gateways use the same ids."""
     async with target_worker() as worker, linked(worker, worker) as [here, there]:
-        wanted = [submission(str(i)) for i in range(6)]
-        answers = await asyncio.gather(
-            *(collect(here, each) for each in wanted), *(collect(there, each) for each in wanted)
-        )
-        assert len(answers) == 12
-        assert all(tokens == answers[0][0] for tokens, _ in answers)
+        results = await asyncio.gather(*(collect(link, submission(str(i))) for link in (here, there) for i in range(6)))
+        assert all(tokens == results[0][0] for tokens, _ in results)
 
 
 async def test_only_the_last_delta_has_statistics() -> None:
     async with target_worker() as worker, linked(worker) as [link], aclosing(link.submit(submission())) as deltas:
-        told = [delta.speculation is not None async for delta in deltas]
-    assert told == [False] * (len(told) - 1) + [True]
+        have_statistics = [delta.speculation is not None async for delta in deltas]
+    assert have_statistics == [False] * (len(have_statistics) - 1) + [True]
 
 
 async def test_resuming_continues_exactly() -> None:
@@ -70,19 +66,19 @@ async def test_cancel_ends_with_a_last_delta() -> None:
         assert last.finish_reason is FinishReason.CANCELLED
         assert last.usage is not None
         assert last.usage.completion_tokens < NEVER_ENDS
-        assert worker.notebook.running == {}
+        assert worker.requests.running == {}
 
 
 async def test_leaving_early_cancels() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         async with aclosing(link.submit(submission(max_tokens=NEVER_ENDS))) as deltas:
             await anext(deltas)
-        await until(lambda: worker.notebook.running == {})
-        assert worker.notebook.heard[-1].finish_reason is FinishReason.CANCELLED
-        assert await collect(link, submission()), "the id is free again"
+        await until(lambda: worker.requests.running == {})
+        assert worker.requests.deltas[-1].finish_reason is FinishReason.CANCELLED
+        assert await collect(link, submission()), "the id can be used again"
 
 
-async def test_a_gateway_that_goes_away_leaves_nothing_behind() -> None:
+async def test_closing_a_link_cancels_its_requests() -> None:
     async with target_worker() as worker:
         async with linked(worker) as [link]:
             deltas = link.submit(submission(max_tokens=NEVER_ENDS))
@@ -91,7 +87,7 @@ async def test_a_gateway_that_goes_away_leaves_nothing_behind() -> None:
             with pytest.raises(TargetLost):
                 async for _ in deltas:
                     pass
-        await until(lambda: worker.notebook.running == {})
+        await until(lambda: worker.requests.running == {})
         await until(lambda: not worker.engine.busy)
 
 
@@ -103,19 +99,19 @@ BAD_SUBMITS = {
 
 
 @pytest.mark.parametrize("bad", BAD_SUBMITS)
-async def test_a_bad_submit_ends_itself_alone(bad: str) -> None:
-    named, changes = BAD_SUBMITS[bad]
+async def test_an_invalid_request_ends_with_an_error_of_its_own(bad: str) -> None:
+    field, changes = BAD_SUBMITS[bad]
     async with target_worker() as worker, linked(worker) as [link]:
         good = asyncio.create_task(collect(link, submission("good")))
         tokens, last = await collect(link, replace(submission("bad"), **changes))  # type: ignore[arg-type]
         assert tokens == []
         assert last.finish_reason is FinishReason.ERROR
-        assert named in last.error
+        assert field in last.error
         assert len((await good)[0]) == 20
 
 
-async def test_sampling_that_cannot_be_is_named() -> None:
-    """A gateway that does not validate gets the same answer: the field, in the request's own delta."""
+async def test_invalid_sampling_is_named() -> None:
+    """For gateways that do not validate it."""
     async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
         message = encode_submission(submission())
         message.sampling.top_p = 1.5
@@ -129,32 +125,32 @@ async def test_an_id_in_use_breaks_the_link() -> None:
         message = encode_submission(submission(max_tokens=NEVER_ENDS))
         call = target_pb2_grpc.TargetServiceStub(channel).Serve()
         await call.write(target_pb2.SubmitFrame(submits=[message, message]))
-        with pytest.raises(grpc.aio.AioRpcError, match="'r' is in use") as caught:
+        with pytest.raises(grpc.aio.AioRpcError, match="'r' is in use") as error:
             async for _ in call:
                 pass
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        await until(lambda: worker.notebook.running == {})
+        assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+        await until(lambda: worker.requests.running == {})
 
 
-async def test_what_the_contract_cannot_carry_is_refused_here() -> None:
+async def test_a_value_that_does_not_fit_its_field_is_refused() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         with pytest.raises(WireError, match="request huge cannot be sent"):
-            await anext(link.submit(Submission("huge", [2**32], SamplingParams())))
+            await anext(link.submit(GenerationRequest("huge", [2**32], SamplingParams())))
         assert len((await collect(link, submission()))[0]) == 20
 
 
-async def test_a_target_that_is_not_there() -> None:
+async def test_connecting_to_no_target() -> None:
     link = TargetLink("127.0.0.1:9")
     with pytest.raises(TargetLost, match=r"target 127\.0\.0\.1:9 does not answer"):
         await link.connect(timeout_s=5.0)
     assert link.lost
 
 
-async def test_draining_finishes_what_runs_and_hands_over_the_rest() -> None:
+async def test_a_draining_target_finishes_running_requests_and_hands_over_new_ones() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         running = asyncio.create_task(collect(link, submission("running", max_tokens=1000)))
-        await until(lambda: bool(worker.notebook.heard))
-        draining = asyncio.create_task(worker.servicer.drain(60, worker.ended))
+        await until(lambda: bool(worker.requests.deltas))
+        draining = asyncio.create_task(worker.servicer.drain(60, worker.engine_exited))
         await until(lambda: link.draining)
         with pytest.raises(TargetLost, match="handed the request over"):
             await collect(link, submission("late"))
@@ -167,25 +163,25 @@ async def test_draining_finishes_what_runs_and_hands_over_the_rest() -> None:
                 await collect(too_late, submission())
 
 
-async def test_draining_has_a_limit() -> None:
+async def test_draining_has_a_timeout() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         running = asyncio.create_task(collect(link, submission(max_tokens=NEVER_ENDS)))
-        await until(lambda: bool(worker.notebook.heard))
-        await worker.servicer.drain(0.0, worker.ended)
+        await until(lambda: bool(worker.requests.deltas))
+        await worker.servicer.drain(0.0, worker.engine_exited)
         with pytest.raises(TargetLost, match="handed the request over"):
             await running
-        assert worker.notebook.running == {}
+        assert worker.requests.running == {}
 
 
-async def test_health_turns_before_the_end() -> None:
+async def test_a_draining_server_is_not_serving() -> None:
     async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
         for name in ("", "paceline.v1.TargetService"):
-            answer = await health.Check(health_pb2.HealthCheckRequest(service=name))
-            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+            response = await health.Check(health_pb2.HealthCheckRequest(service=name))
+            assert response.status == health_pb2.HealthCheckResponse.SERVING
         await worker.server.drain()
-        answer = await health.Check(health_pb2.HealthCheckRequest(service="paceline.v1.TargetService"))
-        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+        response = await health.Check(health_pb2.HealthCheckRequest(service="paceline.v1.TargetService"))
+        assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def test_reflection_names_the_services() -> None:
@@ -199,7 +195,7 @@ async def test_reflection_names_the_services() -> None:
 
 
 async def first_deltas(channel: grpc.aio.Channel, frame: target_pb2.SubmitFrame) -> target_pb2.DeltaFrame:
-    """The first frame with deltas in it that answers `frame`."""
+    """Return the first answer with deltas."""
     call = target_pb2_grpc.TargetServiceStub(channel).Serve()
     await call.write(frame)
     async for answer in call:

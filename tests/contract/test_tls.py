@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 
+from paceline.launcher import StartError
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.state.state_errors import StateError
 from paceline.state.state_store import open_store
@@ -26,7 +27,6 @@ from paceline.wire.channels import open_channel
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
-from paceline_services.service_entrypoint import ServiceStartError
 from paceline_services.tls_options import load_certificates
 from tests.helpers.certificates import Authority
 from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target
@@ -92,7 +92,7 @@ Files = Callable[[Authority, Authority], Certificates | None]
         (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET, expired=True), False),
         (lambda a, s: s.issue(GATEWAY), lambda a, s: a.issue(TARGET), False),
         (lambda a, s: a.issue(DRAFT), lambda a, s: a.issue(TARGET), False),
-        (lambda a, s: a.issue(TARGET), lambda a, s: a.issue(TARGET, place="other"), False),
+        (lambda a, s: a.issue(TARGET), lambda a, s: a.issue(TARGET, file="other"), False),
         (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(DRAFT), False),
     ],
     ids=[
@@ -139,7 +139,7 @@ async def test_a_client_without_a_certificate(authority: Authority) -> None:
         assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
-async def test_who_may_not_call_may_not_stream(authority: Authority) -> None:
+async def test_a_client_that_may_not_call_may_not_stream(authority: Authority) -> None:
     """A draft's certificate is good for being called, and for nothing else."""
     tls = authority.issue(DRAFT)
     async with served(authority.issue(TARGET)) as running:
@@ -192,7 +192,7 @@ async def test_growth_comes_through_tls(authority: Authority, stranger: Authorit
 async def test_a_gateway_reaches_its_targets_through_tls(authority: Authority) -> None:
     async with open_stack(tls=authority.issue(GATEWAY)) as stack, served(authority.issue(TARGET)) as running:
         await stack.store.registry.register(running.record)
-        while not stack.gateway.fleet.available:
+        while not stack.model.fleet.available:
             await asyncio.sleep(0.01)
         answer = await stack.http.post("/v1/completions", json=HELLO)
         assert answer.json()["usage"]["completion_tokens"] == 30
@@ -224,7 +224,7 @@ async def test_the_edge_rotates_while_a_stream_runs(authority: Authority, strang
             stack.decoder.gate.set()
             async for event in events:
                 tokens += event["choices"][0].get("token_ids", [])
-        assert tokens == list(counts(stack.decoder.submissions[0])[:30])
+        assert tokens == list(counts(stack.decoder.requests[0])[:30])
 
 
 async def test_grpc_and_the_official_client_at_the_edge(authority: Authority) -> None:
@@ -245,7 +245,7 @@ def test_old_protocols_are_not_spoken(authority: Authority) -> None:
 
 async def test_redis_behind_tls(authority: Authority, stranger: Authority) -> None:
     """A `rediss://` URL uses the service's own files; Redis asks for a certificate, as it does by default."""
-    context = authority.issue("127.0.0.1", place="redis").server_context()
+    context = authority.issue("127.0.0.1", file="redis").server_context()
     context.verify_mode = ssl.CERT_REQUIRED
     context.load_verify_locations(cadata=authority.pem.decode())
     with EmbeddedRedis() as redis:
@@ -276,9 +276,9 @@ def test_options_come_together_or_not_at_all(authority: Authority) -> None:
     certificate, key, ca = authority.replace(TARGET)
     assert load_certificates({"tls_cert": None, "tls_key": None, "tls_ca": None}) is None
     assert load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": ca}) is not None
-    with pytest.raises(ServiceStartError, match="--tls-key and --tls-ca must be given, too"):
+    with pytest.raises(StartError, match="--tls-key and --tls-ca must be given, too"):
         load_certificates({"tls_cert": certificate, "tls_key": None, "tls_ca": None})
-    with pytest.raises(ServiceStartError, match=f"{ca}"):
+    with pytest.raises(StartError, match=f"{ca}"):
         load_certificates({"tls_cert": certificate, "tls_key": ca, "tls_ca": ca})
-    with pytest.raises(ServiceStartError, match="no-such"):
+    with pytest.raises(StartError, match="no-such"):
         load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": Path("no-such")})

@@ -1,6 +1,6 @@
-"""Every combination of the chart's main values; `python -m tests.deploy.combinations` (`make chart`) tries them all.
+"""Every combination of the chart's main values; `python -m tests.deploy.combinations` (`make chart`) checks them all.
 
-The last line is JSON: how many were rendered, how many objects of which kind Kubernetes would take.
+The last line is JSON: numbers of combinations and of valid objects by kind.
 """
 
 from __future__ import annotations
@@ -61,18 +61,18 @@ CHOICES: dict[str, dict[str, Values]] = {
     "policies": {"on": {}, "off": {"networkPolicy": {"enabled": False}}},
     "monitoring": {"off": {}, "on": MONITORING},
 }
-"""What is chosen, and its values by choice."""
+"""Values by topic and choice."""
 
 
 def combinations() -> Iterator[tuple[str, Values]]:
-    """Name and values of each."""
+    """Name and values of each combination."""
     for chosen in product(*(choices.items() for choices in CHOICES.values())):
         name = " ".join(f"{what}={choice}" for what, (choice, _) in zip(CHOICES, chosen, strict=True))
         yield name, merged(*(values for _, values in chosen))
 
 
 def few() -> Iterator[tuple[str, Values]]:
-    """Those in which every choice is taken once, beside the plainest of the others; by the choice's name."""
+    """Combinations that take every choice once, with the default of all other topics; by the choice's name."""
     cpu = CHOICES["machines"]["cpu"]
     yield "cpu", cpu
     yield "gpu", GPU
@@ -85,24 +85,24 @@ def few() -> Iterator[tuple[str, Values]]:
 
 @dataclass
 class Checked:
-    """What has been found good. Most objects are the same in many combinations, and are looked at once."""
+    """Valid objects. Most objects are the same in many combinations, and are checked once."""
 
     objects: int = 0
     distinct: dict[str, str] = field(default_factory=dict)
-    """The kind of each, by its whole content."""
+    """The kind of each object, by its content."""
     command_lines: int = 0
 
     def check(self, document: Document) -> None:
-        """Exits with what is wrong."""
+        """Raises a validation error, or exits with the complaint about a pod."""
         self.objects += 1
         content = json.dumps(document, sort_keys=True)
         if content in self.distinct:
             return
         self.distinct[content] = document["kind"]
         check(document)
-        for where, template in pod_templates([document]):
+        for name, template in pod_templates([document]):
             if wrong := list(complaints(template["spec"])):
-                sys.exit(f"{where} is not restricted: {', '.join(wrong)}")
+                sys.exit(f"{name} is not restricted: {', '.join(wrong)}")
             self.command_lines += commands.parsed(template["spec"])
 
 
@@ -117,7 +117,7 @@ def main() -> int:
         for document in documents:
             checked.check(document)
     kinds = Counter(checked.distinct.values())
-    told = {
+    summary = {
         "combinations": len(every),
         "objects": checked.objects,
         "distinct_objects": kinds.total(),
@@ -125,7 +125,7 @@ def main() -> int:
         "command_lines": checked.command_lines,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    print(json.dumps(told))
+    print(json.dumps(summary))
     return 0
 
 

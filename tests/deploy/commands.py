@@ -1,4 +1,4 @@
-"""Command lines of rendered containers, read by the services' own parsers: what these refuse cannot be deployed."""
+"""Command lines of rendered containers, parsed by the services' own parsers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POD = {
     "PACELINE_REDIS_URL": "rediss://:secret@redis.example:6380/0",
     "REDIS_PASSWORD": "secret",
 }
-"""What Kubernetes would fill in."""
+"""Variables that Kubernetes fills in."""
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
 
@@ -28,7 +28,7 @@ SERVICES: dict[str, Parse] = {"gateway": gateway.parse, "target": target.parse_o
 
 
 def options(container: Document) -> argparse.Namespace:
-    """What the service in this container would understand. Raises `SystemExit` for what it refuses."""
+    """The options of the service in this container. Raises `SystemExit` for an invalid command line."""
     name, *arguments = command_line(container, POD)
     with patch.dict(os.environ, environment(container, POD)):
         if name == "sh":
@@ -37,7 +37,7 @@ def options(container: Document) -> argparse.Namespace:
 
 
 def shown(container: Document) -> Sequence[str]:
-    """What everybody on the node can read of its process."""
+    """The command line, visible to every process on the node."""
     return command_line(container, POD)
 
 
@@ -50,7 +50,7 @@ def command_of_shell(arguments: Sequence[str]) -> Sequence[str]:
 
 
 def parsed(pod: Document) -> int:
-    """Parses those of a pod that are services'; how many."""
+    """Parse the command lines of a pod's services; returns their number."""
     ours = [container for container in pod["containers"] if container["name"] in (*SERVICES, "ray-head")]
     for container in ours:
         options(container)

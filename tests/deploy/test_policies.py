@@ -1,4 +1,4 @@
-"""Who may talk to whom, worked out from the rendered policies as Kubernetes does: both sides have to allow it."""
+"""Allowed connections, computed from the rendered policies as Kubernetes does: both sides must allow them."""
 
 import copy
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ VALUES = merged(
 
 
 class Pod:
-    """One that sends or receives. `namespace`: those of the release are in its own."""
+    """A sender or receiver."""
 
     def __init__(self, namespace: str, labels: dict[str, str]) -> None:
         self.namespace = namespace
@@ -43,7 +43,7 @@ def allowed(documents: list[Document], sender: Pod, receiver: Pod, port: int) ->
 
 
 def _side(policies: Iterable[Document], owner: Pod, peer: Pod, port: int, direction: str, key: str) -> bool:
-    """Whether `owner`'s own policies let it. One whom none selects may do anything."""
+    """Whether the policies of `owner` allow the connection. A pod without a policy may do anything."""
     mine = [
         policy["spec"]
         for policy in policies
@@ -104,11 +104,11 @@ def documents() -> list[Document]:
     return render(VALUES)
 
 
-def test_nobody_talks_but_along_the_lines(documents: list[Document]) -> None:
+def test_only_the_wanted_links_are_allowed(documents: list[Document]) -> None:
     assert links(documents) == WANTED
 
 
-def test_everybody_may_call_gateways_where_no_namespace_is_named() -> None:
+def test_gateways_are_open_without_client_namespaces() -> None:
     open_to_all = render(merged(VALUES, {"networkPolicy": {"clientNamespaces": []}}))
     strangers = {link for link in links(open_to_all) - WANTED if link[1] == "gateway"}
     assert links(open_to_all) - WANTED == strangers
@@ -122,12 +122,12 @@ def test_a_rule_without_a_peer_is_found(documents: list[Document]) -> None:
     assert ("stranger", "target", "target") in links(loose) - WANTED
 
 
-def test_without_policies_everybody_may(documents: list[Document]) -> None:
+def test_without_policies_everything_is_allowed(documents: list[Document]) -> None:
     assert ("stranger", "draft", "draft") in links(render(merged(VALUES, {"networkPolicy": {"enabled": False}})))
 
 
 def of_release(documents: list[Document], name: str) -> dict[str, Pod]:
-    """The same pods, were they another release's."""
+    """The same pods as another release's."""
     return {
         component: Pod(NAMESPACE, pod.labels | {"app.kubernetes.io/instance": name})
         for component, pod in components(documents).items()
@@ -147,7 +147,7 @@ def test_releases_that_share_a_redis_reach_each_other() -> None:
     assert allowed(without_redis, components(drawn)["gateway"], small["redis"], PORTS["redis"])
 
 
-def test_ray_and_its_pods_talk_to_each_other_alone() -> None:
+def test_ray_pods_reach_only_each_other() -> None:
     on_ray = links(render(merged(VALUES, {"target": {"ray": {"enabled": True}}})))
     among_themselves = {("ray", "target"), ("target", "ray")}
     assert {(*pair, name) for pair in among_themselves for name in PORTS} == on_ray - WANTED

@@ -1,4 +1,4 @@
-"""values.yaml, its schema and the templates say the same: no value without a meaning, a use, and a check."""
+"""values.yaml, its schema and the templates agree: every value has a description, a use, and a check."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from paceline.config import SpeculativeConfig
 from paceline.config.key_aliases import METHOD_ALIASES, SWITCHES
 from paceline.config.method_names import Method
 from tests.deploy import combinations
-from tests.deploy.helm import CHART, ROOT, Values, answers, defaults, merged, refusal
+from tests.deploy.helm import CHART, ROOT, Values, defaults, merged, outputs, refusal
 from tests.unit.test_config import OTHER_WORDS, WRONG
 
 CHOICES = combinations.CHOICES
@@ -26,7 +26,7 @@ CONTEXTS = [
     merged(combinations.GPU, CHOICES["ray"]["on"], {"target": {"resources": {"limits": {"nvidia.com/gpu": None}}}}),
     merged(combinations.GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
 ]
-"""Between them, everything is on."""
+"""Together they switch everything on."""
 
 
 def script(name: str) -> ModuleType:
@@ -41,7 +41,7 @@ def script(name: str) -> ModuleType:
 @pytest.mark.parametrize(
     ("name", "path"), [("schema", CHART / "values.schema.json"), ("dashboard", CHART / "dashboards" / "paceline.json")]
 )
-def test_what_is_generated_is_fresh(name: str, path: Path) -> None:
+def test_generated_files_are_fresh(name: str, path: Path) -> None:
     assert script(name).generated() == path.read_text(encoding="utf-8"), f"run python deploy/k8s/{name}.py"
 
 
@@ -74,7 +74,7 @@ def test_the_schema_is_closed() -> None:
 
 
 ENOUGH = {"model": "d", "hidden_states_path": "h"}
-"""For whatever method."""
+"""Keys that satisfy every method."""
 SPELLINGS: list[Values] = [
     *({"method": name, **ENOUGH} for name in (*get_args(Method), *METHOD_ALIASES)),
     *({"speculative_method": [name, "suffix"], **ENOUGH} for name, ours in METHOD_ALIASES.items() if ours != "none"),
@@ -98,12 +98,12 @@ def speculation_refused(values: Values) -> bool:
 
 
 @pytest.mark.parametrize("given", SPELLINGS, ids=str)
-def test_speculation_takes_every_spelling_that_services_take(given: Values) -> None:
+def test_the_schema_accepts_every_spelling(given: Values) -> None:
     SpeculativeConfig.model_validate(given)
     assert not speculation_refused(given)
 
 
-def test_no_key_of_speculation_is_unknown_to_services() -> None:
+def test_the_schema_has_no_unknown_key() -> None:
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["speculation"]
     for key in schema["properties"]:
         with pytest.raises(ValidationError) as caught:
@@ -112,14 +112,14 @@ def test_no_key_of_speculation_is_unknown_to_services() -> None:
 
 
 @pytest.mark.parametrize("given", UNKNOWN, ids=str)
-def test_speculation_refuses_what_services_do_not_know(given: Values) -> None:
+def test_the_schema_refuses_unknown_names(given: Values) -> None:
     with pytest.raises(ValidationError):
         SpeculativeConfig.model_validate(given)
     assert speculation_refused(given)
 
 
 def test_a_wrong_value_of_one_key_is_refused_before_anything_is_installed() -> None:
-    """What several keys say together, services refuse when they start."""
+    """Contradictions between keys are refused by the services when they start."""
     refused = 0
     for kind, given, _ in WRONG:
         if kind is SpeculativeConfig and not any(value != value for value in given.values()):  # JSON has no NaN
@@ -131,7 +131,7 @@ def test_a_wrong_value_of_one_key_is_refused_before_anything_is_installed() -> N
     assert refused > 20
 
 
-def test_helm_reads_the_schema_of_speculation_so() -> None:
+def test_helm_applies_the_schema_of_speculation() -> None:
     known = {"method": ["suffix", "eagle3"], "draft_model_path": "d", "speculative_num_steps": 3}
     assert not refusal({**combinations.GPU, "speculation": known})
     assert "speculation" in refusal(merged(combinations.GPU, {"speculation": {"speculative_num_step": 3}}))
@@ -164,7 +164,7 @@ OTHER: dict[str, Any] = {
 
 
 def other(key: str, value: Any) -> Any:
-    """A value that is not the one that is there."""
+    """A value that differs from this one."""
     if key in OTHER:
         return OTHER[key]
     if isinstance(value, bool):
@@ -196,16 +196,16 @@ def at(values: Values, path: tuple[str, ...]) -> Any:
 
 
 def test_every_value_changes_what_is_rendered() -> None:
-    """A value that no template uses would change nothing, in whatever combination."""
+    """A value that no template uses changes no combination."""
     base = defaults()
-    before = list(answers(CONTEXTS))
+    before = list(outputs(CONTEXTS))
     tried = [
         (path, number, merged(context, nested(path, other(path[-1], at(merged(base, context), path)))))
         for path, _ in leaves(base)
         for number, context in enumerate(CONTEXTS)
     ]
     used = set()
-    for (path, number, _), answer in zip(tried, answers([values for *_, values in tried]), strict=True):
+    for (path, number, _), answer in zip(tried, outputs([values for *_, values in tried]), strict=True):
         if "error" not in answer and answer != before[number]:
             used.add(path)
     unused = [".".join(path) for path, _ in leaves(base) if path not in used]
@@ -219,8 +219,8 @@ def keys(values: Values) -> Iterator[str]:
             yield from keys(value)
 
 
-def test_templates_ask_for_no_value_that_is_not_there() -> None:
-    """Helm would render a misspelt one as nothing. Fields of its own objects are capitalised."""
+def test_templates_use_existing_values_only() -> None:
+    """Helm renders a misspelt value as nothing. Fields of its own objects are capitalised."""
     known = set(keys(defaults()))
     asked = {
         (template.name, field)

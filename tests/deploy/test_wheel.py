@@ -15,7 +15,7 @@ import pytest
 
 from paceline.model.native import build
 from tests.deploy.helm import ROOT
-from tests.helpers.compilers import ASK, Fake, real_compiler, write_sources
+from tests.helpers.compilers import ASK, FakeCompiler, real_compiler, write_sources
 
 BUILD = "import sys; from hatchling import build; print(getattr(build, sys.argv[1])(sys.argv[2]))"
 SOURCES = {f"paceline/model/native/{name}" for name in ("__init__.py", "build.py", "native.cpp", "answer.hpp")}
@@ -24,7 +24,7 @@ ISAS = build.ISAS.get(platform.machine(), ())
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """What a wheel is made of, without what does not matter here."""
+    """The files of a wheel, as far as they matter here."""
     folder = tmp_path / "project"
     native = folder / "paceline" / "model" / "native"
     native.mkdir(parents=True)
@@ -38,12 +38,12 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No compiler, but what a test says."""
+def no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No compiler unless a test sets one."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PACELINE_CACHE_DIR", str(tmp_path / "cache"))
-    if importlib.util.find_spec("ziglang"):  # a package before it whose compiler does not exist
+    if importlib.util.find_spec("ziglang"):  # an earlier package without a compiler
         (tmp_path / "path").mkdir()
         (tmp_path / "path" / "ziglang.py").touch()
         monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"))
@@ -95,7 +95,7 @@ def test_a_wheel_without_a_compiler_has_the_sources(
     project: Path, tmp_path: Path, compiler: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if compiler != "none":
-        fake = Fake(tmp_path / "fake-c++", tmp_path)
+        fake = FakeCompiler(tmp_path / "fake-c++", tmp_path)
         fake.behave(before="exit 1")
         monkeypatch.setenv("CXX", str(fake.path))
     made = wheel(project)
@@ -104,21 +104,21 @@ def test_a_wheel_without_a_compiler_has_the_sources(
 
 
 def test_the_platform_in_a_wheels_name(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Zig links runs with any C library from 2.28 on; others link with the one that is there."""
-    (tmp_path / "answer").write_text("no library, but here nobody loads it")
+    """Zig links for glibc 2.28 and later; other compilers link with the installed one."""
+    (tmp_path / "answer").write_text("no library, but it is never loaded")
     own = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     any_linux = f"manylinux_2_28_{platform.machine()}" if sys.platform == "linux" else own
     for name, expected in {"g++": own, "zig": any_linux}.items():
-        fake = Fake(tmp_path / name, tmp_path / "answer")
+        fake = FakeCompiler(tmp_path / name, tmp_path / "answer")
         monkeypatch.setenv("CXX", str(fake.path))
         assert wheel(project).name.endswith(f"-py3-none-{expected}.whl")
-        both = [f"-target {platform.machine()}-linux-gnu.2.28" in line for line in fake.asked if "native.o" in line]
+        both = [f"-target {platform.machine()}-linux-gnu.2.28" in line for line in fake.calls if "native.o" in line]
         assert set(both) == {name == "zig" and sys.platform == "linux"}
-        fake.path.with_name("asked").unlink()
+        fake.path.with_name("calls").unlink()
 
 
 def test_a_clone_compiles_at_its_first_use(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = Fake(tmp_path / "fake-c++", tmp_path)
+    fake = FakeCompiler(tmp_path / "fake-c++", tmp_path)
     monkeypatch.setenv("CXX", str(fake.path))
     wheel(project, "build_editable")
-    assert fake.asked == []
+    assert fake.calls == []

@@ -1,8 +1,8 @@
-"""Whether Kubernetes would take an object.
+"""Validation of rendered objects.
 
-Its own kinds are checked against its own schemas, for the oldest version that the chart allows and a later one, and
-fields it does not know are refused. Of other people's kinds no schema is packaged anywhere: the fields that the chart
-uses stand here, closed.
+Kubernetes' kinds are checked against its schemas, of the oldest version that the chart allows and of the latest one;
+unknown fields are refused. For custom resources no schema is packaged: this file has closed schemas of the fields that
+the chart uses.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ SPECS: dict[tuple[str, str], Schema] = {
 
 
 def check(document: Document) -> None:
-    """Raises `jsonschema.ValidationError`, or `kubernetes_validate.SchemaNotFoundError` for a kind nobody knows."""
+    """Raises `jsonschema.ValidationError`, or `kubernetes_validate.SchemaNotFoundError` for an unknown kind."""
     _check(json.dumps(document))
 
 
@@ -107,7 +107,7 @@ def _check(content: str) -> None:
     spec = SPECS.get((document["apiVersion"], document["kind"]))
     if spec is not None:
         jsonschema.validate(document["spec"], spec)
-        _check_own({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]})  # the same for all
+        _check_own({"apiVersion": "v1", "kind": "ConfigMap", "metadata": document["metadata"]})
         for _, template in pod_templates([document]):
             _check_own({"apiVersion": "v1", "kind": "Pod", **template})
     else:

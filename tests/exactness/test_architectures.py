@@ -1,4 +1,4 @@
-"""Some of `make models`: one architecture of each kind of attention."""
+"""A part of `make models`: one architecture for each kind of attention."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_tokens_are_those_of_transformers(architecture: str) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "why"), REFUSED.items())
-def test_what_is_not_computed_here_is_refused_with_a_sentence(architecture: str, why: str) -> None:
+def test_an_architecture_that_differs_is_refused_with_a_reason(architecture: str, why: str) -> None:
     verdict = judge(architecture)
     assert verdict.what == "refused"
     assert why in verdict.why

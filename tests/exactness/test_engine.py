@@ -1,4 +1,4 @@
-"""The same tokens with speculation on and off, whatever drafts, however requests are mixed, preempted, resumed."""
+"""The same tokens with speculation on and off, for any draft, batch, preemption and resumption."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.tree import TokenTree
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
@@ -20,8 +20,8 @@ from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
-from paceline.engine.draft_manager import POOL_SOURCE
 from paceline.engine.engine import Engine
+from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.loading import build
 from paceline.model.model import Model
 from paceline.telemetry.step_stats import StepStats
@@ -38,7 +38,7 @@ def llama(dtype: torch.dtype, noise: float = 0.0, slots: int = 2048) -> Model:
 
 
 class Liar(Speculator):
-    """Guesses at random, is sure of itself, and never says the same twice."""
+    """Sends random tokens with high probabilities."""
 
     method = "custom"
 
@@ -93,11 +93,13 @@ def engine(
     return Engine(model, config, speculation, source, FREE, beside=beside)
 
 
-def submissions() -> list[Submission]:
+def submissions() -> list[GenerationRequest]:
     rng = random.Random(4)
     loop = rng.choices(range(VOCABULARY), k=5) * 30  # something for n-grams to find
     prompts = [rng.choices(range(VOCABULARY), k=n) for n in (1, 3, 63, 64, 65, 130)] + [loop, loop[:77]]
-    return [Submission(f"r{i}", prompt, law) for i, (prompt, law) in enumerate(zip(prompts, LAWS, strict=True))]
+    return [
+        GenerationRequest(f"r{i}", prompt, params) for i, (prompt, params) in enumerate(zip(prompts, LAWS, strict=True))
+    ]
 
 
 def same(ours: dict[str, Delta], plain: dict[str, Delta]) -> bool:
@@ -108,28 +110,28 @@ def same(ours: dict[str, Delta], plain: dict[str, Delta]) -> bool:
 
 
 def run(
-    target: Engine, requests: Sequence[Submission], together: int = 100, steps: list[StepStats] | None = None
+    target: Engine, requests: Sequence[GenerationRequest], together: int = 100, steps: list[StepStats] | None = None
 ) -> dict[str, Delta]:
     """Serve all requests, `together` at a time; the whole answers by request. `steps` gets every step's numbers."""
-    answers = {request.request_id: Delta(request.request_id) for request in requests}
+    results = {request.request_id: Delta(request.request_id) for request in requests}
     queue, live = list(requests), 0
     while queue or target.busy:
         while queue and live < together:
             target.submit(queue.pop(0))
             live += 1
         for delta in target.step():
-            answer = answers[delta.request_id]
-            answer.tokens += delta.tokens
-            answer.accepted += delta.accepted
-            answer.log_probs += delta.log_probs
-            answer.finish_reason = delta.finish_reason or answer.finish_reason
-            answer.usage = delta.usage or answer.usage
-            answer.error = delta.error
+            result = results[delta.request_id]
+            result.tokens += delta.tokens
+            result.accepted += delta.accepted
+            result.log_probs += delta.log_probs
+            result.finish_reason = delta.finish_reason or result.finish_reason
+            result.usage = delta.usage or result.usage
+            result.error = delta.error
             live -= delta.finish_reason is not None
         if steps is not None:
             steps.append(target.last_step)
         target.check_integrity()
-    return answers
+    return results
 
 
 @pytest.fixture(scope="module", params=[torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -140,9 +142,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 @pytest.fixture(scope="module")
 def plain(dtype: torch.dtype) -> dict[str, Delta]:
     """One request at a time, no speculation: what everything else is compared with."""
-    answers = run(engine(llama(dtype), NoDraftClient()), submissions(), together=1)
-    assert len({tuple(answer.tokens[:8]) for answer in answers.values()}) == len(answers)
-    return answers
+    results = run(engine(llama(dtype), NoDraftClient()), submissions(), together=1)
+    assert len({tuple(result.tokens[:8]) for result in results.values()}) == len(results)
+    return results
 
 
 def accepted(target: Engine, source: int) -> float:
@@ -152,20 +154,20 @@ def accepted(target: Engine, source: int) -> float:
 
 @pytest.mark.parametrize("method", ["draft_model", "liar"])
 @pytest.mark.parametrize("beside", [("ngram",), ("suffix", "ngram")])
-def test_speculators_that_grow_one_tree_change_no_token(
+def test_several_drafts_of_one_tree_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, beside: Sequence[str]
 ) -> None:
     others = [drafting(name, dtype, 2, 6) for name in beside]
     target = engine(llama(dtype), drafting(method, dtype, 3, 6), beside=others, depth=6, nodes=24)
     assert same(run(target, submissions()), plain)
-    sources = range(POOL_SOURCE + 1, POOL_SOURCE + 1 + len(beside))
+    sources = range(OWN_DRAFT_SOURCE + 1, OWN_DRAFT_SOURCE + 1 + len(beside))
     assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
     assert sum(accepted(target, source) for source in sources) > 0, "what the other one does not find"
-    assert method == "liar" or accepted(target, POOL_SOURCE) > 5, "and what the other one guesses"
+    assert method == "liar" or accepted(target, OWN_DRAFT_SOURCE) > 5, "and what the other one guesses"
 
 
-def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> None:
-    """Whoever lies is not believed, and takes nobody else's credit."""
+def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
+    """The acceptance rates of a bad and a good draft are learned apart."""
     others = [drafting(name, dtype, 2, 6) for name in ("liar", "perfect")]
     target = engine(llama(dtype), drafting("ngram", dtype, 2, 6), beside=others, depth=6, nodes=24)
     run(target, submissions())
@@ -173,19 +175,17 @@ def test_each_of_a_stack_has_a_calibration_of_its_own(dtype: torch.dtype) -> Non
     def share(source: int) -> float:
         return accepted(target, source) / sum(sum(target.calibrations[source, g].drafted) for g in (True, False))
 
-    assert share(POOL_SOURCE + 1) < 0.1
-    assert share(POOL_SOURCE + 2) > 0.4
+    assert share(OWN_DRAFT_SOURCE + 1) < 0.1
+    assert share(OWN_DRAFT_SOURCE + 2) > 0.4
 
 
-def test_what_was_answered_before_is_guessed_when_it_is_asked_again(
-    plain: dict[str, Delta], dtype: torch.dtype
-) -> None:
+def test_a_repeated_request_is_drafted_from_its_first_output(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
     target = engine(llama(dtype), NoDraftClient(), beside=others, depth=6, nodes=24)
     run(target, submissions())
-    first = accepted(target, POOL_SOURCE + 2)
+    first = accepted(target, OWN_DRAFT_SOURCE + 2)
     assert same(run(target, submissions()), plain)
-    assert accepted(target, POOL_SOURCE + 2) > 2 * first + 20
+    assert accepted(target, OWN_DRAFT_SOURCE + 2) > 2 * first + 20
 
 
 @pytest.mark.parametrize("method", ["draft_model", "perfect", "ngram", "suffix", "liar"])
@@ -223,7 +223,7 @@ def test_preemption_amid_guesses_of_one_pass_changes_no_token(
     assert sum(step.preemptions for step in steps) > 3
 
 
-def test_company_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+def test_other_requests_change_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     assert same(run(engine(llama(dtype), NoDraftClient()), submissions(), together=5), plain)
 
 
@@ -254,17 +254,19 @@ def test_prefix_cache_changes_no_token(plain: dict[str, Delta], dtype: torch.dty
 @pytest.mark.parametrize("split", [1, 7, 33])
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, split: int) -> None:
     resumed = [
-        Submission(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
+        GenerationRequest(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
         for s in submissions()
         if len(plain[s.request_id].tokens) > split
     ]
-    answers = run(engine(llama(dtype), drafting("perfect", dtype, 2, 4)), resumed)
+    results = run(engine(llama(dtype), drafting("perfect", dtype, 2, 4)), resumed)
     for s in resumed:
-        assert [*s.committed, *answers[s.request_id].tokens] == plain[s.request_id].tokens
+        assert [*s.committed, *results[s.request_id].tokens] == plain[s.request_id].tokens
 
 
 def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
-    requests = [Submission(s.request_id, s.prompt, s.sampling, SpeculativeOptions(report=True)) for s in submissions()]
+    requests = [
+        GenerationRequest(s.request_id, s.prompt, s.sampling, SpeculativeOptions(report=True)) for s in submissions()
+    ]
     target = engine(llama(dtype), drafting("perfect", dtype, 2, 6), depth=6, nodes=12)
     finals = []
     for request in requests:
@@ -277,29 +279,31 @@ def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
         assert delta.speculation.drafts == ["local"]
 
 
-def test_a_request_may_ask_for_less(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+def test_a_request_may_lower_the_limits(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     target = engine(llama(dtype), drafting("perfect", dtype, 2, 6))
     options = itertools.cycle(
         [SpeculativeOptions(enabled=False), SpeculativeOptions(num_speculative_tokens=1), SpeculativeOptions()]
     )
-    requests = [Submission(s.request_id, s.prompt, s.sampling, o) for s, o in zip(submissions(), options, strict=False)]
+    requests = [
+        GenerationRequest(s.request_id, s.prompt, s.sampling, o) for s, o in zip(submissions(), options, strict=False)
+    ]
     assert same(run(target, requests), plain)
 
 
 def test_usage_and_reason_agree_with_the_tokens(plain: dict[str, Delta]) -> None:
     for request in submissions():
-        answer = plain[request.request_id]
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == len(answer.tokens)
-        assert answer.usage.prompt_tokens == len(request.prompt)
+        result = plain[request.request_id]
+        assert result.usage is not None
+        assert result.usage.completion_tokens == len(result.tokens)
+        assert result.usage.prompt_tokens == len(request.prompt)
         stops = request.sampling.stop_token_ids
-        assert not any(t in stops for t in answer.tokens[:-1])
-        if answer.finish_reason is FinishReason.STOP:
-            assert answer.tokens[-1] in stops
-            assert len(answer.tokens) >= request.sampling.min_tokens
+        assert not any(t in stops for t in result.tokens[:-1])
+        if result.finish_reason is FinishReason.STOP:
+            assert result.tokens[-1] in stops
+            assert len(result.tokens) >= request.sampling.min_tokens
         else:
-            assert answer.finish_reason is FinishReason.LENGTH
-            assert len(answer.tokens) == request.sampling.max_tokens
+            assert result.finish_reason is FinishReason.LENGTH
+            assert len(result.tokens) == request.sampling.max_tokens
 
 
 def test_cancelling_frees_everything() -> None:
@@ -318,19 +322,19 @@ def test_cancelling_frees_everything() -> None:
 
 
 @pytest.mark.parametrize(
-    ("submission", "word"),
+    ("submission", "message"),
     [
-        (Submission("a", [], LAWS[0]), "empty"),
-        (Submission("b", [VOCABULARY], LAWS[0]), "vocabulary"),
-        (Submission("c", [1] * 600, LAWS[0]), "600"),
-        (Submission("d", [1], SamplingParams(max_tokens=2), committed=[1, 2]), "over already"),
-        (Submission("e", [1], SamplingParams(stop_token_ids=(2,)), committed=[1, 2]), "over already"),
+        (GenerationRequest("a", [], LAWS[0]), "empty"),
+        (GenerationRequest("b", [VOCABULARY], LAWS[0]), "vocabulary"),
+        (GenerationRequest("c", [1] * 600, LAWS[0]), "600"),
+        (GenerationRequest("d", [1], SamplingParams(max_tokens=2), committed=[1, 2]), "over already"),
+        (GenerationRequest("e", [1], SamplingParams(stop_token_ids=(2,)), committed=[1, 2]), "over already"),
     ],
 )
-def test_a_bad_request_ends_alone(submission: Submission, word: str) -> None:
+def test_an_invalid_request_ends_alone(submission: GenerationRequest, message: str) -> None:
     target = engine(TableModel(VOCABULARY, 512, 512), NoDraftClient())
-    good = Submission("good", [1, 2], SamplingParams(max_tokens=3))
-    answers = run(target, [good, submission])
-    assert answers[submission.request_id].finish_reason is FinishReason.ERROR
-    assert word in answers[submission.request_id].error
-    assert len(answers["good"].tokens) == 3
+    good = GenerationRequest("good", [1, 2], SamplingParams(max_tokens=3))
+    results = run(target, [good, submission])
+    assert results[submission.request_id].finish_reason is FinishReason.ERROR
+    assert message in results[submission.request_id].error
+    assert len(results["good"].tokens) == 3

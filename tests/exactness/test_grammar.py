@@ -1,4 +1,4 @@
-"""Grammars: the same tokens with speculation on and off, whoever drafts, resumed or not; none outside the grammar."""
+"""Grammars: the same tokens with any draft or none, resumed or not, and none outside the grammar."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
@@ -23,7 +23,7 @@ from tests.exactness.test_engine import FREE, Liar, llama, run
 from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, grammars, text_of, tight
 
 PROMPT = [13, 23, 24, 25, 13, 23, 24, 25, 40]
-LAWS = {
+SAMPLING = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=60, stop_token_ids=(END,)),
     "sampled": SamplingParams(temperature=1.0, seed=5, max_tokens=60, stop_token_ids=(END,), logprobs=1),
     "penalised": SamplingParams(
@@ -36,16 +36,16 @@ LAWS = {
 }
 
 
-def submissions(grammars: Sequence[str] = tuple(GRAMMARS)) -> list[Submission]:
+def submissions(grammars: Sequence[str] = tuple(GRAMMARS)) -> list[GenerationRequest]:
     return [
-        Submission(f"{name}, {law}", PROMPT, params.model_copy(update={"grammar": GRAMMARS[name]}))
+        GenerationRequest(f"{name}, {sampling}", PROMPT, params.model_copy(update={"grammar": GRAMMARS[name]}))
         for name in grammars
-        for law, params in LAWS.items()
+        for sampling, params in SAMPLING.items()
     ]
 
 
 FEW = ("schema", "choice")
-"""Enough to see that something is wrong."""
+"""A subset that shows an error."""
 
 
 def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> DraftClient:
@@ -67,30 +67,30 @@ def plain() -> dict[str, Delta]:
     return run(engine(NoDraftClient()), submissions(), together=1)
 
 
-def outcome(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None]]:
-    return {key: (answer.tokens, answer.finish_reason) for key, answer in answers.items()}
+def outcome(outputs: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None]]:
+    return {key: (output.tokens, output.finish_reason) for key, output in outputs.items()}
 
 
-def outside(answer: Delta, grammar: str) -> bool:
-    """Whether an output is no beginning of what the grammar allows, by parsing it afresh."""
+def outside(output: Delta, grammar: str) -> bool:
+    """Whether an output leaves the grammar, found with a new state."""
     state = grammars().start(grammar, (END,), [])
     state.wait(10.0)
-    return not all(state.permits(answer.tokens[:i], token) for i, token in enumerate(answer.tokens))
+    return not all(state.permits(output.tokens[:i], token) for i, token in enumerate(output.tokens))
 
 
-def test_plain_outputs_are_what_the_grammars_say(plain: dict[str, Delta]) -> None:
+def test_plain_outputs_fit_their_grammars(plain: dict[str, Delta]) -> None:
     ended = 0
     for request in submissions():
-        answer = plain[request.request_id]
-        assert not outside(answer, request.sampling.grammar), request.request_id
-        if answer.finish_reason is FinishReason.STOP:
+        output = plain[request.request_id]
+        assert not outside(output, request.sampling.grammar), request.request_id
+        if output.finish_reason is FinishReason.STOP:
             ended += 1
             if "schema" in request.request_id:
-                rows = json.loads(text_of(answer.tokens))
+                rows = json.loads(text_of(output.tokens))
                 assert 1 <= len(rows) <= 3
                 assert all(0 <= row["a"] <= 120 and len(row["b"]) <= 6 for row in rows)
         else:
-            assert answer.finish_reason is FinishReason.LENGTH
+            assert output.finish_reason is FinishReason.LENGTH
     assert ended > len(plain) / 2
 
 
@@ -114,27 +114,27 @@ def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, wid
     assert accepted > (0.5 * drafted if drafter in ("knows", "perfect") and width == 1 else 0)
 
 
-def test_a_draft_that_knows_the_grammar_guesses_better() -> None:
+def test_a_draft_that_knows_the_grammar_is_accepted_more() -> None:
     accepted = {}
     for knows in (False, True):
         target = engine(draft_model(1, knows=knows))
-        answers = run(target, submissions(("regex", "compact schema")))
-        accepted[knows] = sum(sum(answer.accepted) for answer in answers.values())
+        outputs = run(target, submissions(("regex", "compact schema")))
+        accepted[knows] = sum(sum(output.accepted) for output in outputs.values())
     assert accepted[True] > 1.2 * accepted[False]
 
 
 @pytest.mark.parametrize("split", [1, 4, 11])
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], split: int) -> None:
     resumed = [
-        Submission(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
+        GenerationRequest(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
         for s in submissions()
         if len(plain[s.request_id].tokens) > split
     ]
     assert len(resumed) > 10
-    answers = run(engine(draft_model(3, knows=True)), resumed)
+    outputs = run(engine(draft_model(3, knows=True)), resumed)
     for s in resumed:
-        assert [*s.committed, *answers[s.request_id].tokens] == plain[s.request_id].tokens
-        assert answers[s.request_id].finish_reason == plain[s.request_id].finish_reason
+        assert [*s.committed, *outputs[s.request_id].tokens] == plain[s.request_id].tokens
+        assert outputs[s.request_id].finish_reason == plain[s.request_id].finish_reason
 
 
 STRATEGIES: list[dict[str, object]] = [
@@ -158,55 +158,55 @@ STRATEGIES: list[dict[str, object]] = [
 @pytest.mark.parametrize("drafter", ["does not know", "liar"])
 def test_no_strategy_commits_a_token_outside_the_grammar(keys: dict[str, object], drafter: str) -> None:
     drafting = LocalDraftClient(Liar()) if drafter == "liar" else draft_model(2, knows=False)
-    answers = run(engine(drafting, **keys), submissions(FEW))
+    outputs = run(engine(drafting, **keys), submissions(FEW))
     for request in submissions(FEW):
-        answer = answers[request.request_id]
-        assert answer.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), answer.error
-        assert not outside(answer, request.sampling.grammar), request.request_id
+        output = outputs[request.request_id]
+        assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
+        assert not outside(output, request.sampling.grammar), request.request_id
 
 
-def always_the_roots(self: GrammarState, path: Sequence[int]) -> Mask | None:
+def root_mask(self: GrammarState, path: Sequence[int]) -> Mask | None:
     return ALLOWED(self, ())
 
 
-def a_guess_late(self: GrammarState, path: Sequence[int]) -> Mask | None:
+def mask_one_token_late(self: GrammarState, path: Sequence[int]) -> Mask | None:
     return ALLOWED(self, path[:-1])
 
 
 def never_advanced(self: GrammarState, tokens: Sequence[int]) -> None: ...
 
 
-def nothing(self: GrammarState, path: Sequence[int]) -> Mask | None:
+def no_mask(self: GrammarState, path: Sequence[int]) -> Mask | None:
     return None
 
 
 ALLOWED = GrammarState.allowed
 MUTANTS = {
-    "the root's mask at every node": ("allowed", always_the_roots),
-    "a guess late": ("allowed", a_guess_late),
-    "not advanced along what is committed": ("extend", never_advanced),
-    "no mask": ("allowed", nothing),
+    "the root's mask at every node": ("allowed", root_mask),
+    "one token late": ("allowed", mask_one_token_late),
+    "not advanced by commits": ("extend", never_advanced),
+    "no mask": ("allowed", no_mask),
 }
 
 
 @pytest.mark.parametrize(("name", "mutant"), MUTANTS.values(), ids=MUTANTS)
 def test_mutants_are_caught(plain: dict[str, Delta], name: str, mutant: object) -> None:
     with patch.object(GrammarState, name, mutant):
-        answers = run(engine(draft_model(2, knows=False)), submissions(FEW))
-    assert outcome(answers) != {key: each for key, each in outcome(plain).items() if key in answers}
+        outputs = run(engine(draft_model(2, knows=False)), submissions(FEW))
+    assert outcome(outputs) != {key: each for key, each in outcome(plain).items() if key in outputs}
 
 
 def test_the_last_token_of_a_text_ends_the_request_without_a_stop_token(plain: dict[str, Delta]) -> None:
-    for law in LAWS:
-        answer = plain[f"choice, {law}"]
-        assert answer.finish_reason is FinishReason.STOP
-        assert END not in answer.tokens[:-1]
-        assert answer.usage is not None
-        assert answer.usage.completion_tokens == len(answer.tokens)
-        assert text_of(answer.tokens) in ("abc", "abcabc", "de", "true", "[10, 10]")
+    for sampling in SAMPLING:
+        output = plain[f"choice, {sampling}"]
+        assert output.finish_reason is FinishReason.STOP
+        assert END not in output.tokens[:-1]
+        assert output.usage is not None
+        assert output.usage.completion_tokens == len(output.tokens)
+        assert text_of(output.tokens) in ("abc", "abcabc", "de", "true", "[10, 10]")
 
 
-def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
+def test_an_unusable_grammar_ends_only_its_request() -> None:
     params = SamplingParams(max_tokens=9, seed=1)
     bad = {
         "unknown": "start: nowhere",
@@ -214,22 +214,22 @@ def test_a_grammar_that_cannot_be_followed_ends_its_request_alone() -> None:
         "empty": 'start: ""',
         "committed": GRAMMARS["choice"],
     }
-    said = {"committed": [2]}
+    committed = {"committed": [2]}
     requests = [
-        Submission(key, PROMPT, params.model_copy(update={"grammar": grammar}), committed=said.get(key, []))
+        GenerationRequest(key, PROMPT, params.model_copy(update={"grammar": grammar}), committed=committed.get(key, []))
         for key, grammar in bad.items()
     ]
-    good = Submission("good", PROMPT, params, SpeculativeOptions(enabled=False))
-    answers = run(engine(NoDraftClient()), [*requests, good])
-    assert len(answers.pop("good").tokens) == 9
-    assert all(answer.finish_reason is FinishReason.ERROR and not answer.tokens for answer in answers.values())
-    words = {
+    good = GenerationRequest("good", PROMPT, params, SpeculativeOptions(enabled=False))
+    outputs = run(engine(NoDraftClient()), [*requests, good])
+    assert len(outputs.pop("good").tokens) == 9
+    assert all(output.finish_reason is FinishReason.ERROR and not output.tokens for output in outputs.values())
+    parts = {
         "unknown": "nowhere",
         "unsayable": "continue",
         "empty": "nothing",
         "committed": "outside",
     }
-    assert [key for key, answer in answers.items() if words[key] not in answer.error] == [], answers
+    assert [key for key, output in outputs.items() if parts[key] not in output.error] == [], outputs
 
 
 def test_cancelling_while_a_grammar_is_compiled_frees_everything() -> None:
@@ -252,13 +252,13 @@ TIGHT: dict[str, tuple[str, dict[str, int], set[FinishReason]]] = {
 """A grammar, limits, and how its requests end."""
 
 
-def limited(grammar: str) -> list[Submission]:
-    law = {"temperature": 0.9, "max_tokens": 50, "stop_token_ids": (END,), "grammar": grammar}
-    return [Submission(f"{seed}", PROMPT, SamplingParams(seed=seed, **law)) for seed in range(4)]
+def limited(grammar: str) -> list[GenerationRequest]:
+    params = {"temperature": 0.9, "max_tokens": 50, "stop_token_ids": (END,), "grammar": grammar}
+    return [GenerationRequest(f"{seed}", PROMPT, SamplingParams(seed=seed, **params)) for seed in range(4)]
 
 
-def ends(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None, str]]:
-    return {key: (answer.tokens, answer.finish_reason, answer.error) for key, answer in answers.items()}
+def ends(outputs: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason | None, str]]:
+    return {key: (output.tokens, output.finish_reason, output.error) for key, output in outputs.items()}
 
 
 @pytest.mark.parametrize(
@@ -270,8 +270,8 @@ def ends(answers: dict[str, Delta]) -> dict[str, tuple[list[int], FinishReason |
         pytest.param("fuel for what is new", marks=pytest.mark.slow),
     ],
 )
-def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(name: str) -> None:
-    """Parsers of one grammar share a lexer: what guesses and other requests leave of its limits is nobody's outcome."""
+def test_a_limit_depends_on_the_request_and_its_tokens_alone(name: str) -> None:
+    """Parsers of one grammar share a lexer: draft tokens and other requests that exhaust it change no output."""
     grammar, limits, reasons = TIGHT[name]
     replays, replay = 0, GrammarCompiler.replay
 
@@ -285,7 +285,7 @@ def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(name: str) -> None:
         alone: dict[str, Delta] = {}
         for request in requests:
             alone |= run(engine(NoDraftClient()), [request])
-        assert {answer.finish_reason for answer in alone.values()} == reasons
+        assert {output.finish_reason for output in alone.values()} == reasons
         assert all("too many" in a.error.lower() for a in alone.values() if a.finish_reason is FinishReason.ERROR)
         for drafting in (lambda: LocalDraftClient(NGramSpeculator(1, 3, 2)), lambda: draft_model(2, knows=True)):
             replays = 0
@@ -296,48 +296,49 @@ def test_a_limit_is_hit_by_a_request_and_its_tokens_alone(name: str) -> None:
         for _ in range(2):
             assert ends(run(plain, requests)) == ends(alone)
         resumed = [
-            Submission(s.request_id, PROMPT, s.sampling, committed=alone[s.request_id].tokens[:20]) for s in requests
+            GenerationRequest(s.request_id, PROMPT, s.sampling, committed=alone[s.request_id].tokens[:20])
+            for s in requests
         ]
         for key, (tokens, *end) in ends(run(plain, resumed)).items():
             assert ([*alone[key].tokens[:20], *tokens], *end) == ends(alone)[key]
 
 
-def test_who_takes_over_ends_what_a_lost_target_had_not_ended_yet() -> None:
-    """Whether a token was the last one may be known only after a replay, and its target be lost meanwhile."""
+def test_another_target_ends_a_request_whose_end_was_not_sent() -> None:
+    """Whether a token is the last may be known only after a replay, and the target may be lost before."""
     requests = [replace(s, sampling=s.sampling.model_copy(update={"max_tokens": 12})) for s in limited(MEMORY)]
-    said: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
+    deltas: dict[str, list[Delta]] = {request.request_id: [] for request in requests}
     with tight(states=60):
         target = engine(NoDraftClient())
         for request in requests:
             target.submit(request)
         while target.busy:
             for delta in target.step():
-                said[delta.request_id].append(delta)
-        late = [request for request in requests if not said[request.request_id][-1].tokens]
+                deltas[delta.request_id].append(delta)
+        late = [request for request in requests if not deltas[request.request_id][-1].tokens]
         assert late
         for request in late:
-            *before, last = said[request.request_id]
+            *before, last = deltas[request.request_id]
             committed = [token for delta in before for token in delta.tokens]
-            answer = run(engine(NoDraftClient()), [replace(request, committed=committed)])[request.request_id]
-            assert (answer.tokens, answer.finish_reason, answer.error) == ([], last.finish_reason, last.error)
+            output = run(engine(NoDraftClient()), [replace(request, committed=committed)])[request.request_id]
+            assert (output.tokens, output.finish_reason, output.error) == ([], last.finish_reason, last.error)
 
 
-def test_who_takes_over_a_text_that_is_complete_ends_it() -> None:
+def test_another_target_ends_a_complete_text() -> None:
     params = SamplingParams(max_tokens=9, grammar=GRAMMARS["choice"])
-    answer = run(engine(NoDraftClient()), [Submission("r", PROMPT, params, committed=[PIECES.index("de")])])["r"]
-    assert (answer.tokens, answer.finish_reason, answer.error) == ([], FinishReason.STOP, "")
+    output = run(engine(NoDraftClient()), [GenerationRequest("r", PROMPT, params, committed=[PIECES.index("de")])])["r"]
+    assert (output.tokens, output.finish_reason, output.error) == ([], FinishReason.STOP, "")
 
 
-def test_who_waits_for_a_replay_holds_up_nobody() -> None:
+def test_a_replay_delays_only_its_request() -> None:
     first, second, *_ = limited(MEMORY)
-    good = Submission("good", PROMPT, SamplingParams(max_tokens=200, seed=1))
-    answers = {each.request_id: Delta(each.request_id) for each in (first, second, good)}
+    good = GenerationRequest("good", PROMPT, SamplingParams(max_tokens=200, seed=1))
+    outputs = {each.request_id: Delta(each.request_id) for each in (first, second, good)}
     gate = threading.Event()
 
     def step() -> None:
         for delta in target.step():
-            answers[delta.request_id].tokens += delta.tokens
-            answers[delta.request_id].finish_reason = delta.finish_reason
+            outputs[delta.request_id].tokens += delta.tokens
+            outputs[delta.request_id].finish_reason = delta.finish_reason
         target.check_integrity()
 
     with tight(states=90):
@@ -346,17 +347,17 @@ def test_who_waits_for_a_replay_holds_up_nobody() -> None:
         target = engine(NoDraftClient(), known)
         for each in (first, second, good):
             target.submit(each)
-        while not answers[first.request_id].tokens:
+        while not outputs[first.request_id].tokens:
             step()
         known._thread.submit(gate.wait)
         known._replays.submit(gate.wait)
-        while answers["good"].finish_reason is None:
+        while outputs["good"].finish_reason is None:
             step()
         assert target.load.running == 0
-        assert answers[first.request_id].finish_reason is answers[second.request_id].finish_reason is None
+        assert outputs[first.request_id].finish_reason is outputs[second.request_id].finish_reason is None
         target.cancel(second.request_id)
         gate.set()
         while target.busy:
             step()
-    assert answers[second.request_id].finish_reason is FinishReason.CANCELLED
-    assert outcome({first.request_id: answers[first.request_id]}) == outcome(alone)
+    assert outputs[second.request_id].finish_reason is FinishReason.CANCELLED
+    assert outcome({first.request_id: outputs[first.request_id]}) == outcome(alone)

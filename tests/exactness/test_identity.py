@@ -1,7 +1,8 @@
-"""Shared noise as algebra: for any two laws, what draft and target draw together, in closed form and exactly.
+"""Shared noise as algebra: the joint distribution of the draft's and the target's draws, exactly and in closed form.
 
-A draw by Gumbel noise is a race: token i arrives at E_i / law_i, with E_i exponential, and the first wins. Draft and
-target run the same race with different speeds. No sampling here; `test_drawn_law` ties the code to these formulas.
+A draw by Gumbel noise is a race: token i arrives at E_i / p_i, with E_i exponential, and the first wins. Draft and
+target run the same race with different speeds. No sampling here; `test_draw_distribution` ties the code to these
+formulas.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from fractions import Fraction
 
 import pytest
 
-Law = Sequence[Fraction]
+Distribution = Sequence[Fraction]
 
 
-def random_law(rng: random.Random, size: int) -> Law:
+def random_distribution(rng: random.Random, size: int) -> Distribution:
     weights = [rng.choice([1, 2, 3, 10, 100]) * rng.randint(1, 9) for _ in range(size)]
     return [Fraction(w, sum(weights)) for w in weights]
 
 
-def both_draw(target: Law, draft: Law, token: int) -> Fraction:
+def both_draw(target: Distribution, draft: Distribution, token: int) -> Fraction:
     """The probability that both draw `token`."""
     return 1 / sum(max(p / target[token], q / draft[token]) for p, q in zip(target, draft, strict=True))
 
 
-def draws_differ(target: Law, draft: Law, a: int, b: int) -> Fraction:
+def draws_differ(target: Distribution, draft: Distribution, a: int, b: int) -> Fraction:
     """The probability that the draft draws `a` and the target `b`, another token.
 
     Given E_a = t and E_b = r t, the others must arrive later in both races, so their exponents are linear in t with
@@ -46,40 +47,40 @@ def draws_differ(target: Law, draft: Law, a: int, b: int) -> Fraction:
     return sum(((s - r) / (slope(r) * slope(s)) for r, s in itertools.pairwise(ends)), Fraction(0))
 
 
-def joint(target: Law, draft: Law) -> list[list[Fraction]]:
+def joint(target: Distribution, draft: Distribution) -> list[list[Fraction]]:
     """[draft's draw][target's draw]."""
     size = range(len(target))
     return [[both_draw(target, draft, a) if a == b else draws_differ(target, draft, a, b) for b in size] for a in size]
 
 
 @pytest.mark.parametrize("seed", range(40))
-class TestRandomLaws:
-    def laws(self, seed: int) -> tuple[Law, Law]:
+class TestRandomDistributions:
+    def distributions(self, seed: int) -> tuple[Distribution, Distribution]:
         rng = random.Random(seed)
         size = rng.randint(2, 6)
-        return random_law(rng, size), random_law(rng, size)
+        return random_distribution(rng, size), random_distribution(rng, size)
 
-    def test_the_output_has_the_targets_law(self, seed: int) -> None:
+    def test_the_output_has_the_targets_distribution(self, seed: int) -> None:
         """Accept if the draws agree, else commit the target's: either way the token is the target's draw."""
-        target, draft = self.laws(seed)
+        target, draft = self.distributions(seed)
         table = joint(target, draft)
         for token, probability in enumerate(target):
             accepted = table[token][token]
             bonus = sum(row[token] for a, row in enumerate(table) if a != token)
             assert accepted + bonus == probability
 
-    def test_the_draft_has_its_own_law(self, seed: int) -> None:
-        target, draft = self.laws(seed)
+    def test_the_draft_has_its_own_distribution(self, seed: int) -> None:
+        target, draft = self.distributions(seed)
         assert [sum(row) for row in joint(target, draft)] == list(draft)
 
-    def test_acceptance_is_within_the_known_bounds(self, seed: int) -> None:
+    def test_acceptance_is_within_known_bounds(self, seed: int) -> None:
         """Between (1 - TV) / (1 + TV) and 1 - TV, the best that any rule can do with one guess."""
-        target, draft = self.laws(seed)
+        target, draft = self.distributions(seed)
         distance = sum(abs(p - q) for p, q in zip(target, draft, strict=True)) / 2
         acceptance = sum(both_draw(target, draft, token) for token in range(len(target)))
         assert (1 - distance) / (1 + distance) <= acceptance <= 1 - distance
 
 
-def test_equal_laws_always_agree() -> None:
-    law = random_law(random.Random(1), 5)
-    assert sum(both_draw(law, law, token) for token in range(5)) == 1
+def test_equal_distributions_always_agree() -> None:
+    distribution = random_distribution(random.Random(1), 5)
+    assert sum(both_draw(distribution, distribution, token) for token in range(5)) == 1

@@ -1,4 +1,4 @@
-"""The output of the real draw, tree and walk does not depend on what was guessed, under any sampling parameters.
+"""The output of draw, tree and walk does not depend on the draft tokens, under any sampling parameters.
 
 The model is a table: its logits after a prefix are random, and the same whenever the same few tokens come last.
 """
@@ -27,7 +27,7 @@ def table_logits(prefix: Sequence[int]) -> Tensor:
 
 
 def plain(params: SamplingParams) -> list[int]:
-    """One token at a time; nobody guesses."""
+    """One token at a time, without draft tokens."""
     output: list[int] = []
     for _ in range(LENGTH):
         row = SamplingRow(params, len(PROMPT) + len(output), History(params, PROMPT, output, VOCABULARY))
@@ -38,15 +38,15 @@ def plain(params: SamplingParams) -> list[int]:
 Rows = Callable[[SamplingRow], SamplingRow]
 
 
-def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | None = None) -> list[int]:
-    """Trees of guesses, some of them right; `alter` breaks the rows of guesses."""
+def speculative(params: SamplingParams, rng: random.Random, alter: Rows | None = None) -> list[int]:
+    """Trees with some right nodes; `alter` changes the rows of nodes."""
     right = plain(params)
     history = History(params, PROMPT, [], VOCABULARY)
     tree = TokenTree(len(PROMPT) - 1, PROMPT[-1])
     output: list[int] = []
     while len(output) < LENGTH:
-        grow(tree, right[len(output) :], guesser)
-        verified = tree.best(guesser.randrange(12), max_depth=guesser.randrange(7))
+        grow(tree, right[len(output) :], rng)
+        verified = tree.best(rng.randrange(12), max_depth=rng.randrange(7))
         paths = [tree.path_tokens(node) for node in (ROOT, *verified)]
         rows = [SamplingRow(params, len(PROMPT) + len(output) + len(path), history, path) for path in paths]
         if alter is not None:
@@ -59,14 +59,14 @@ def speculative(params: SamplingParams, guesser: random.Random, alter: Rows | No
     return output[:LENGTH]
 
 
-def grow(tree: TokenTree, right: Sequence[int], guesser: random.Random) -> None:
-    """Some lines that follow the right continuation for a while, then guess."""
-    for _ in range(guesser.randrange(4)):
+def grow(tree: TokenTree, right: Sequence[int], rng: random.Random) -> None:
+    """Add paths that follow the right continuation for a while, then random tokens."""
+    for _ in range(rng.randrange(4)):
         node, astray = ROOT, False
-        for token in right[: guesser.randrange(8)]:
-            astray = astray or guesser.random() < 0.15
-            guess = guesser.randrange(VOCABULARY) if astray else token
-            node = tree.child(node, guess) or tree.add(node, guess, -guesser.random())
+        for token in right[: rng.randrange(8)]:
+            astray = astray or rng.random() < 0.15
+            guess = rng.randrange(VOCABULARY) if astray else token
+            node = tree.child(node, guess) or tree.add(node, guess, -rng.random())
 
 
 PARAMS = {
@@ -93,9 +93,9 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("seed", range(5))
-def test_guesses_change_nothing(params: SamplingParams, strategy: str, seed: int) -> None:
-    law = STRATEGIES[strategy].effective_params(params)
-    assert speculative(law, random.Random(seed)) == plain(law)
+def test_draft_tokens_change_nothing(params: SamplingParams, strategy: str, seed: int) -> None:
+    effective = STRATEGIES[strategy].effective_params(params)
+    assert speculative(effective, random.Random(seed)) == plain(effective)
 
 
 def caught(alter: Rows, **settings: object) -> bool:
@@ -103,7 +103,7 @@ def caught(alter: Rows, **settings: object) -> bool:
     return any(speculative(params, random.Random(seed), alter) != plain(params) for seed in range(5))
 
 
-def test_leaving_rows_as_they_are_is_not_caught() -> None:
+def test_unchanged_rows_are_not_caught() -> None:
     assert not any(caught(lambda row: row, **settings) for settings in PARAMS.values())
 
 
@@ -123,6 +123,6 @@ def test_rows_with_the_wrong_noise_are_caught(alter: Rows) -> None:
 
 
 @pytest.mark.parametrize("rules", ["penalties", "greedy penalties", "bars"])
-def test_rules_that_are_not_told_of_the_path_are_caught(rules: str) -> None:
+def test_rules_without_the_path_are_caught(rules: str) -> None:
     assert caught(lambda row: row._replace(path=()), **PARAMS[rules])
     assert caught(lambda row: row._replace(path=row.path[:-1]), **PARAMS[rules])

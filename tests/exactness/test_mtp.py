@@ -1,4 +1,4 @@
-"""Drafting with a target's own multi-token-prediction layer changes no token, and is fed with the right states."""
+"""Drafting with a target's own multi-token-prediction layer changes no token, and reads the right states."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import pytest
 from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
-from paceline.core.messages import Delta, Submission
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.core.policy.step_cost import RowCost
+from paceline.drafting.heads.head_network import HeadNetwork
 from paceline.drafting.heads.head_speculator import HeadSpeculator
-from paceline.drafting.methods.mtp import MtpNetwork, load_mtp
+from paceline.drafting.methods.mtp import load_mtp
 from paceline.drafting.speculator import Context, Opening
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
@@ -32,7 +33,7 @@ DRAWN = SamplingParams(temperature=0.8, seed=3, max_tokens=40)
 
 
 def half(family: str, sees: int) -> int:
-    """Where the projection has what an oracle sees: MiMo's has the hidden state first."""
+    """The half of the projection's input with what an oracle reads: MiMo's has the hidden state first."""
     return 1 - sees if family == "mimo" else sees
 
 
@@ -42,15 +43,15 @@ def target(folder: Path, family: str, tensors: Mapping[str, Tensor], dtype: str 
     return model
 
 
-def layer_of(model: TransformersModel) -> MtpNetwork:
-    lent = model.target_weights()
-    return load_mtp(Checkpoint(lent.folder), lent, slots=1024)
+def layer_of(model: TransformersModel) -> HeadNetwork:
+    weights = model.target_weights()
+    return load_mtp(Checkpoint(weights.folder), weights, slots=1024)
 
 
 def head(model: TransformersModel, width: int = 2) -> HeadSpeculator:
-    lent = model.target_weights()
+    weights = model.target_weights()
     return HeadSpeculator(
-        "mtp", layer_of(model), lent.fingerprint, lent.vocabulary_size, width, least_path_probability=0.0
+        "mtp", layer_of(model), weights.fingerprint, weights.vocabulary_size, width, least_path_probability=0.0
     )
 
 
@@ -58,39 +59,39 @@ def tokens(count: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=count)
 
 
-def submissions() -> list[Submission]:
-    laws = [GREEDY, DRAWN]
-    return [Submission(f"r{i}", tokens(n, n), laws[i % 2]) for i, n in enumerate((1, 3, 40, 64, 65, 130))]
+def submissions() -> list[GenerationRequest]:
+    params = [GREEDY, DRAWN]
+    return [GenerationRequest(f"r{i}", tokens(n, n), params[i % 2]) for i, n in enumerate((1, 3, 40, 64, 65, 130))]
 
 
 def serve(model: TransformersModel, drafting: DraftClient, **settings: int) -> dict[str, Delta]:
-    """The whole answers by request."""
+    """The whole outputs by request."""
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=16)
     engine = Engine(model, EngineConfig(slots=1024, **settings), speculation, drafting, FREE)
-    answers = {}
+    outputs = {}
     for submission in submissions():
-        answers[submission.request_id] = Delta(submission.request_id)
+        outputs[submission.request_id] = Delta(submission.request_id)
         engine.submit(submission)
     while engine.busy:
         for delta in engine.step():
-            answers[delta.request_id].tokens += delta.tokens
-            answers[delta.request_id].speculation = delta.speculation
+            outputs[delta.request_id].tokens += delta.tokens
+            outputs[delta.request_id].speculation = delta.speculation
         engine.check_integrity()
-    return answers
+    return outputs
 
 
-def texts(answers: Mapping[str, Delta]) -> dict[str, Sequence[int]]:
-    return {key: answer.tokens for key, answer in answers.items()}
+def texts(outputs: Mapping[str, Delta]) -> dict[str, Sequence[int]]:
+    return {key: output.tokens for key, output in outputs.items()}
 
 
-def accepted(answers: Mapping[str, Delta]) -> int:
-    return sum(sum(answer.speculation.accepted_by_depth) for answer in answers.values() if answer.speculation)
+def accepted(outputs: Mapping[str, Delta]) -> int:
+    return sum(sum(output.speculation.accepted_by_depth) for output in outputs.values() if output.speculation)
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_target_s_own_layer_changes_no_token(family: str, dtype: str, tmp_path: Path) -> None:
-    """Greedy and drawn, for a layer that guesses well: one that looks the last token up, as its target nearly does."""
+def test_a_targets_own_layer_changes_no_token(family: str, dtype: str, tmp_path: Path) -> None:
+    """Greedy and drawn, with a layer that drafts well: it looks up the last token, as its target nearly does."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)), dtype)
     plain = serve(model, NoDraftClient())
     drafted = serve(model, LocalDraftClient(head(model)))
@@ -100,21 +101,21 @@ def test_a_target_s_own_layer_changes_no_token(family: str, dtype: str, tmp_path
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_that_knows_nothing_changes_no_token(family: str, tmp_path: Path) -> None:
+def test_a_random_layer_changes_no_token(family: str, tmp_path: Path) -> None:
     model = target(tmp_path, family, layer_tensors(family))
     assert texts(serve(model, LocalDraftClient(head(model)))) == texts(serve(model, NoDraftClient()))
 
 
 ALWAYS = {"draft_schedule": "lockstep", "row_budget": False}
-"""Guess at every step and verify every guess, however fast this machine is."""
+"""Draft at every step and verify every draft token, on machines of any speed."""
 
 
-def test_the_library_finds_the_layer_in_the_target_s_checkpoint(tmp_path: Path) -> None:
+def test_the_library_finds_the_layer_in_the_targets_checkpoint(tmp_path: Path) -> None:
     folder = save_target(tmp_path, "deepseek_v3", oracle_tensors("deepseek_v3", half=TOKEN))
     llm = LLM(str(folder), {"method": "deepseek_mtp", "num_speculative_tokens": 3, **ALWAYS}, {"slots": 512})
-    for law in (GREEDY, DRAWN):
-        [drafted] = llm.generate([tokens(70, 1)], law)
-        [plain] = llm.generate([tokens(70, 1)], law, speculative=False)
+    for params in (GREEDY, DRAWN):
+        [drafted] = llm.generate([tokens(70, 1)], params)
+        [plain] = llm.generate([tokens(70, 1)], params, speculative=False)
         assert drafted.tokens == plain.tokens
         assert sum(drafted.speculation.accepted_by_depth) > 5
 
@@ -130,39 +131,39 @@ def test_a_layer_of_the_speculators_library_drafts_for_a_qwen3_target(tmp_path: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_layer_that_hands_on_its_state_says_what_the_target_said_there(family: str, tmp_path: Path) -> None:
-    """So row i is fed with the state of position i, behind the final norm."""
+def test_a_layer_that_passes_on_its_state_predicts_what_the_target_did(family: str, tmp_path: Path) -> None:
+    """So row i reads the state of position i, after the final norm."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, HIDDEN)))
-    network, sequence, lane = layer_of(model), tokens(40, 5), SlotTable()
-    lane.slots = list(range(1, 41))
-    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    said = model.run(rows, range(40), network.hidden_state_layers)
-    assert said.hidden is not None
-    output = network.run(rows, network.encode(said.hidden), range(40))
-    assert (output.logits - said.logits).abs().max() < 1e-3 * said.logits.abs().max()
-    drafted = first_guesses(head(model, width=1), sequence, said.hidden)
-    assert drafted == said.logits[38:39].argmax(-1).tolist() * 3, "each guess hands on what it was fed with"
+    network, sequence, table = layer_of(model), tokens(40, 5), SlotTable()
+    table.slots = list(range(1, 41))
+    rows = [table.row(token, i) for i, token in enumerate(sequence)]
+    predicted = model.run(rows, range(40), network.hidden_state_layers)
+    assert predicted.hidden is not None
+    output = network.run(rows, network.encode(predicted.hidden), range(40))
+    assert (output.logits - predicted.logits).abs().max() < 1e-3 * predicted.logits.abs().max()
+    drafted = first_guesses(head(model, width=1), sequence, predicted.hidden)
+    assert drafted == predicted.logits[38:39].argmax(-1).tolist() * 3, "each draft token passes on its feature"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_that_looks_up_its_token_looks_up_the_next_one(family: str, tmp_path: Path) -> None:
-    """So row i is fed with the token of position i + 1: the first row's guess follows from the root, and so on."""
+    """So row i reads the token of position i + 1: the first prediction follows from the root, and so on."""
     model = target(tmp_path, family, oracle_tensors(family, half=half(family, TOKEN)))
-    lent, sequence, lane = model.target_weights(), tokens(40, 5), SlotTable()
-    lane.slots = list(range(1, 41))
-    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
-    said = model.run(rows, [], (lent.final_layer,))
-    assert said.hidden is not None
+    weights, sequence, table = model.target_weights(), tokens(40, 5), SlotTable()
+    table.slots = list(range(1, 41))
+    rows = [table.row(token, i) for i, token in enumerate(sequence)]
+    predicted = model.run(rows, [], (weights.final_layer,))
+    assert predicted.hidden is not None
     expected, token = [], sequence[-1]
     for _ in range(3):
-        embedded = lent.embedding()[[token]]
-        token = int(lent.output(embedded * embedded.square().mean(-1, keepdim=True).rsqrt()).argmax())
+        embedded = weights.embedding()[[token]]
+        token = int(weights.output(embedded * embedded.square().mean(-1, keepdim=True).rsqrt()).argmax())
         expected.append(token)
-    assert first_guesses(head(model, width=1), sequence, said.hidden) == expected
+    assert first_guesses(head(model, width=1), sequence, predicted.hidden) == expected
 
 
 def first_guesses(drafter: HeadSpeculator, sequence: Sequence[int], states: Tensor) -> list[int]:
-    """A chain of three, told of all states but the root's."""
+    """A chain of three, from all states but the root's."""
     drafter.open(Opening(1, sequence, 0, GREEDY, max_depth=3, max_nodes=3))
     drafter.context(Context(1, 0, states[: len(sequence) - 1]))
     guesses: list[int] = []

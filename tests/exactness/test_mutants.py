@@ -1,4 +1,4 @@
-"""Rules that are almost right. The checker that passes the right ones must reject every one of these."""
+"""Coupled rules that are almost right: the checker rejects each of them. `test_residual` has those of `residual`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,8 @@ from fractions import Fraction
 import pytest
 
 from paceline.core.tree import ROOT, TokenTree
-from tests.helpers.rules import (
-    Chain,
-    Coupled,
-    Rule,
-    drafter_changes_output,
-    draw,
-    law_error,
-    likely_as,
-    normalised,
-    truncated,
-)
-from tests.helpers.worlds import DRAFTERS, Law, Scene, World, drawn, nobody
+from tests.helpers.rules import Coupled, distribution_error, drafter_changes_output, draw
+from tests.helpers.worlds import DRAFTERS, Scene, World, drawn
 
 # The smallest first: mutants that waste noise take long to count.
 WORLDS = [World(vocabulary=2, length=2), *(World(vocabulary=3, length=3, seed=seed) for seed in range(3))]
@@ -38,13 +28,13 @@ def draw_with_noise_by_depth(scene: Scene, node: int) -> int:
 
 
 def draw_with_noise_by_guess(scene: Scene, node: int) -> int:
-    """Rows of guesses have noise of their own. The law is right, but the output depends on what was guessed."""
+    """Rows of draft tokens have their own noise. The distribution is right, but the output depends on the draft."""
     prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix), scene.chance.noise((len(prefix), node != ROOT)))
 
 
 def draw_again_on_a_miss(scene: Scene, node: int) -> int:
-    """A draw that nobody guessed is taken back once, for a better chance of acceptance."""
+    """A draw without a node is repeated once, for a better chance of acceptance."""
     token = draw(scene, node)
     if scene.tree.child(node, token) or not scene.tree.children(node):
         return token
@@ -53,7 +43,7 @@ def draw_again_on_a_miss(scene: Scene, node: int) -> int:
 
 
 def draw_by_committed_history(scene: Scene, node: int) -> int:
-    """A rule that looks back is not told of the guesses on the way."""
+    """A penalty does not see the path."""
     prefix = scene.prefix(node)
     return drawn(scene.world.target(prefix, history=scene.output), scene.chance.noise(len(prefix)))
 
@@ -101,77 +91,14 @@ COUPLED = {
     "penalties not advanced along the path": Coupled(draw=draw_by_committed_history),
     "walks into an unverified child": Coupled(walk=walk_into_unverified),
     "accepts a sibling": Coupled(walk=walk_to_a_sibling),
-    "commits a guess nobody drew": Coupled(walk=walk_without_bonus_on_a_miss),
+    "commits a token that was not drawn": Coupled(walk=walk_without_bonus_on_a_miss),
 }
 
 
 @pytest.mark.parametrize("rule", COUPLED.values(), ids=COUPLED)
 def test_mutants_of_the_coupled_rule_are_caught(rule: Coupled) -> None:
     assert any(
-        law_error(rule, world, drafter) > VISIBLE or drafter_changes_output(rule, world, drafter)
+        distribution_error(rule, world, drafter) > VISIBLE or drafter_changes_output(rule, world, drafter)
         for world in WORLDS
         for drafter in DRAFTERS.values()
     )
-
-
-def sharpened(law: Law) -> Law:
-    """The law at half the temperature."""
-    return normalised([p * p for p in law])
-
-
-class AcceptsOnArgmax:
-    """A miss path: some fallback guesses a token, which is accepted if it is the target's likeliest."""
-
-    def __call__(self, world: World, drafter: object, chance: object) -> tuple[int, ...]:
-        output: tuple[int, ...] = ()
-        while len(output) < world.length:
-            law = world.target(output)
-            likeliest = law.index(max(law))
-            guess = max(range(world.vocabulary), key=world.draft(output).__getitem__)
-            output = (*output, likeliest if guess == likeliest else chance.choose(law))
-        return output
-
-
-CHAIN: dict[str, Rule] = {
-    "resamples from the target's law": Chain(replace=lambda target, claimed: target),
-    "resamples from the reversed residual": Chain(
-        replace=lambda target, claimed: normalised(
-            [max(q - p, Fraction(0)) for p, q in zip(target, claimed, strict=True)]
-        )
-    ),
-    "swapped ratio": Chain(
-        accept=lambda target, claimed: min(Fraction(1), claimed / target) if target else Fraction(1)
-    ),
-    "accepts at equality too": Chain(
-        # A uniform of 60 levels that may be 0: `u <= ratio` accepts one level too many.
-        accept=lambda target, claimed: min(Fraction(1), likely_as(target, claimed) + Fraction(1, 60))
-    ),
-    "draft temperature mismatch": Chain(sampled=sharpened),
-    "unnormalised truncated draft law": Chain(
-        sampled=lambda law: normalised(truncated(law)), claimed=lambda law: truncated(law)
-    ),
-    "a slot chosen by its own token": Chain(admitted=lambda claimed: claimed >= Fraction(1, 2)),
-    "miss path accepts on argmax": AcceptsOnArgmax(),
-}
-
-
-@pytest.mark.parametrize("rule", CHAIN.values(), ids=CHAIN)
-def test_mutants_of_rejection_sampling_are_caught(rule: Rule) -> None:
-    assert max(law_error(rule, world, nobody) for world in WORLDS) > VISIBLE
-
-
-def test_a_known_bias_is_measured_right() -> None:
-    """A published example: target (1/2, 1/2), draft (9/10, 1/10), verified only where the draft is sure.
-
-    The output's law is then (0.55, 0.45).
-    """
-
-    class TwoTokens(World):
-        def target(self, prefix: tuple[int, ...], history: tuple[int, ...] | None = None) -> Law:
-            return [Fraction(1, 2), Fraction(1, 2)]
-
-        def draft(self, prefix: tuple[int, ...]) -> Law:
-            return [Fraction(9, 10), Fraction(1, 10)]
-
-    rule = Chain(admitted=lambda claimed: claimed > Fraction(1, 2), guesses=1)
-    assert law_error(rule, TwoTokens(vocabulary=2, length=1), nobody) == Fraction(5, 100)

@@ -1,7 +1,7 @@
-"""The native pass: what it computes, for every kind of layer that it has; and that nothing but a row's path decides.
+"""The native pass computes the formula for every kind of layer, and a row depends on its own path alone.
 
-Architectures that transformers knows are in test_rows.py. Here are what no architecture there has, odd sizes, and
-threads; the reference is the formula, in float64.
+test_rows.py has transformers' architectures. This file has layers that no architecture there has, odd sizes, and
+threads; the reference is the formula in float64.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WINDOWS = (1, 8, 32, 63, 64, 65, 96)
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a network of two layers."""
+    """The sizes and options of a network of two layers."""
 
     hidden: int = 64
     inner: int = 96
@@ -47,7 +47,7 @@ class Shape:
     biases: bool = False
     head_norms: bool = False
     fusion: str = ""
-    """Parts of the `StateFusion`, if there is one."""
+    """Names of the `StateFusion`'s parts; empty: no fusion."""
 
     @property
     def heads(self) -> Heads:
@@ -150,14 +150,14 @@ class Weights:
         return made
 
     def given(self, count: int) -> Tensor | None:
-        """States that are given with tokens, [count, hidden], if there is a fusion."""
+        """States for tokens, [count, hidden]; None without a fusion."""
         if self.fusion is None:
             return None
         generator = torch.Generator().manual_seed(11)
         return torch.randn(count, self.shape.hidden, generator=generator).to(self.dtype) * 3
 
-    def _begun(self, embedded: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the first layer is given, and what its attention multiplies."""
+    def _first_inputs(self, embedded: Tensor, given: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The first layer's input, and the input of its attention."""
         if self.fusion is None or given is None:
             return embedded, _normed(embedded, self.layers[0].input_norm)
         f, state = self.fusion, given.double()
@@ -169,8 +169,8 @@ class Weights:
         return x, _normed(x, self.layers[0].input_norm)
 
     def formula(self, tokens: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """Logits [tokens, vocabulary] and the states before each layer, after the last, and of the norm; float64."""
-        x, first = self._begun(self.embedding.double()[tokens], self.given(len(tokens)))
+        """Logits [tokens, vocabulary], and each layer's input, the last one's output and the final norm's; float64."""
+        x, first = self._first_inputs(self.embedding.double()[tokens], self.given(len(tokens)))
         states = [x]
         for n, layer in enumerate(self.layers):
             x = x + self._attention(layer, first if n == 0 else _normed(x, layer.input_norm))
@@ -223,31 +223,31 @@ def tokens(count: int) -> list[int]:
 
 
 def one_by_one(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
-    lane, logits = SlotTable(), []
+    table, logits = SlotTable(), []
     for i, token in enumerate(sequence):
-        lane.slots.append(SLOTS - 1 - i)
+        table.slots.append(SLOTS - 1 - i)
         state = None if given is None else given[i : i + 1]
-        logits.append(network.run([lane.row(token, i)], [0], states=state)[0])
+        logits.append(network.run([table.row(token, i)], [0], states=state)[0])
     return torch.cat(logits)
 
 
 def in_trees(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
-    """In steps of several rows: each verifies a part of the sequence as a branch among decoys, and commits it."""
-    rng, lane, logits = random.Random(3), SlotTable(), []
+    """Run in steps of several rows: each verifies a part of the sequence as a branch among decoys, and commits it."""
+    rng, table, logits = random.Random(3), SlotTable(), []
     free = list(range(1, SLOTS))
-    while (done := len(lane)) < len(sequence):
+    while (done := len(table)) < len(sequence):
         rows, wanted, inputs = [], [], []
         branch: list[int] = []
         for i, token in enumerate(sequence[done : done + rng.randint(1, 20)], done):
             for slot in rng.sample(free, rng.randint(0, 2)):
-                rows.append(lane.branch_row(rng.randrange(VOCABULARY), [*branch, slot]))
+                rows.append(table.branch_row(rng.randrange(VOCABULARY), [*branch, slot]))
                 inputs.append(i)
             branch.append(free.pop(rng.randrange(len(free))))
             wanted.append(len(rows))
-            rows.append(lane.branch_row(token, branch))
+            rows.append(table.branch_row(token, branch))
             inputs.append(i)
         logits.append(network.run(rows, wanted, states=None if given is None else given[inputs])[0])
-        lane.slots.extend(branch)
+        table.slots.extend(branch)
     return torch.cat(logits)
 
 
@@ -267,7 +267,7 @@ def test_logits_are_the_formula_s(shape: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rows_do_not_depend_on_their_company(shape: str, dtype: torch.dtype) -> None:
+def test_rows_do_not_depend_on_other_rows(shape: str, dtype: torch.dtype) -> None:
     weights, sequence = Weights(SHAPES[shape], dtype), tokens(140)
     given = weights.given(len(sequence))
     alone = one_by_one(weights.network(), sequence, given)
@@ -276,7 +276,7 @@ def test_rows_do_not_depend_on_their_company(shape: str, dtype: torch.dtype) -> 
 
 @pytest.fixture(params=[1, 2, 3, 5])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
-    """So many threads, and parts, whatever the machine has."""
+    """A library with this number of threads and parts."""
     before = NativeLibrary.instance()
     NativeLibrary.set_instance(NativeLibrary(request.param))
     yield request.param
@@ -292,8 +292,8 @@ def test_rows_do_not_depend_on_the_number_of_threads(shape: str, threads: int, d
     assert torch.equal(ours, one_by_one(weights.network(), sequence, given))
 
 
-def test_networks_may_run_in_several_threads(threads: int) -> None:
-    """Of Python: a user may have an LLM in each. The team would mix up two passes at once."""
+def test_networks_may_run_in_several_python_threads(threads: int) -> None:
+    """A user may have an LLM in each thread. The pool cannot run two passes at once."""
     weights, sequence = Weights(SHAPES["plain"], torch.float32), tokens(60)
     alone = one_by_one(weights.network(), sequence)
     networks = [weights.network() for _ in range(4)]
@@ -306,8 +306,8 @@ def test_networks_may_run_in_several_threads(threads: int) -> None:
 def test_states_of_layers_are_the_formula_s(shape: str, threads: int) -> None:
     weights, sequence = Weights(SHAPES[shape], torch.float32), tokens(50)
     _, expected = weights.formula(sequence)
-    lane = SlotTable(range(1, 51))
-    rows = [lane.row(token, i) for i, token in enumerate(sequence)]
+    table = SlotTable(range(1, 51))
+    rows = [table.row(token, i) for i, token in enumerate(sequence)]
     _, states = weights.network().run(rows, [49], [3, 0, 2, 1], states=weights.given(50))
     assert states is not None
     for got, n in zip(states.unbind(1), (3, 0, 2, 1), strict=True):

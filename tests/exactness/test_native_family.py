@@ -1,4 +1,4 @@
-"""Native code and transformers over the shipped target: the same model, but for rounding."""
+"""Native code and transformers on the shipped target: the same model, except for rounding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.text import Tokenizer
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
 PASSAGES, LENGTH = 12, 200
-"""2,400 positions, of docstrings, which is what this model knows."""
+"""2,400 positions of docstrings, which this model was trained on."""
 
 
 def passages() -> list[list[int]]:
@@ -43,12 +43,12 @@ def test_logits_are_those_of_transformers(dtype: str, largest: float, agreement:
     """Both are compared with transformers in float32. Measured: 2.7e-5 and 100 %, 0.13 and 99.67 %; transformers' own
     bfloat16: 0.31 and 97.9 %."""
     exact, native = transformers_model(torch.float32), load("pydoc", EngineConfig(dtype=dtype, slots=256))
-    lane = SlotTable(range(1, LENGTH + 1))
+    table = SlotTable(range(1, LENGTH + 1))
     off, agreed = 0.0, 0
     for passage in passages():
         with torch.inference_mode():
             expected = exact(torch.tensor([passage])).logits[0]
-        got = native.run([lane.row(token, i) for i, token in enumerate(passage)], range(LENGTH)).logits
+        got = native.run([table.row(token, i) for i, token in enumerate(passage)], range(LENGTH)).logits
         off = max(off, float((got - expected).abs().max()))
         agreed += int((got.argmax(-1) == expected.argmax(-1)).sum())
     share = agreed / (PASSAGES * LENGTH)

@@ -157,7 +157,7 @@ class TestGumbel:
         bits = torch.cat([ids(10_000), torch.arange(0, 2**32, 99_991)]).sort().values
         assert (gumbel(bits).diff() <= 0).all()
 
-    def test_its_law_is_gumbels(self) -> None:
+    def test_its_distribution_is_gumbels(self) -> None:
         """The Kolmogorov-Smirnov distance over an even sweep of all integers: no more than the sweep's own step."""
         bits = torch.arange(2**11, 2**32, 2**12)
         noise = gumbel(bits).double().flip(0)

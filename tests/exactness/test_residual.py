@@ -1,4 +1,4 @@
-"""`residual` and block verification, counted: the output's law is the target's, exactly; rules almost right are caught.
+"""`residual` and block verification by enumeration: exactly the target's distribution; almost right rules are caught.
 
 The rules are the real ones; they know nothing but `*` and `<` of a uniform number, so a `Coin` can stand for it.
 """
@@ -14,10 +14,10 @@ import pytest
 
 from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.residual import ChainAcceptance, ChainToken, accept_each
-from tests.exactness.test_identity import random_law
-from tests.helpers.chance import Chance, law_of
-from tests.helpers.rules import Coin, Rejection, by_position, law_error, left_over, normalised
-from tests.helpers.worlds import Law, Scene, Tokens, World, nobody
+from tests.exactness.test_identity import random_distribution
+from tests.helpers.chance import Chance, distribution_of
+from tests.helpers.rules import Coin, Rejection, by_position, distribution_error, left_over, normalised
+from tests.helpers.worlds import Distribution, Scene, Tokens, World, no_draft
 
 WORLDS = [
     *(World(vocabulary=2, length=3, seed=seed) for seed in (0, 2, 3)),
@@ -30,73 +30,73 @@ RULES = {"one by one": accept_each, "as a block": accept_block}
 
 
 class RandomPair:
-    """A target's and a draft's law after every prefix, any fractions."""
+    """A target's and a draft's distribution after every prefix, any fractions."""
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self.size = 2 + seed % 3
 
-    def laws(self, prefix: Tokens) -> tuple[Law, Law]:
+    def distributions(self, prefix: Tokens) -> tuple[Distribution, Distribution]:
         rng = random.Random(repr((self.seed, prefix)))
-        target, draft = random_law(rng, self.size), random_law(rng, self.size)
+        target, draft = random_distribution(rng, self.size), random_distribution(rng, self.size)
         return target, draft if rng.random() < 0.9 else target
 
     def link(self, prefix: Tokens, token: int) -> ChainToken:
-        target, draft = self.laws(prefix)
+        target, draft = self.distributions(prefix)
         return ChainToken(token, dict(enumerate(draft)), dict(enumerate(target)))
 
     def verified(self, rule: Any, guesses: int, chance: Chance) -> tuple[Tokens, Tokens]:
         """The chain, and what is committed after one verification."""
         chain: Tokens = ()
         for _ in range(guesses):
-            chain = (*chain, chance.choose(self.laws(chain)[1]))
+            chain = (*chain, chance.choose(self.distributions(chain)[1]))
         links = [self.link(chain[:i], token) for i, token in enumerate(chain)]
-        verdict = rule(links, [Coin(chance) for _ in links])
-        accepted = chain[: verdict.accepted]
-        target, draft = self.laws(accepted)
-        if verdict.accepted < guesses:
-            target = left_over(target, draft, Fraction(verdict.weight))
+        result = rule(links, [Coin(chance) for _ in links])
+        accepted = chain[: result.accepted]
+        target, draft = self.distributions(accepted)
+        if result.accepted < guesses:
+            target = left_over(target, draft, Fraction(result.weight))
         return chain, (*accepted, chance.choose(target))
 
 
 def probability(pair: RandomPair, tokens: Tokens) -> Fraction:
     total = Fraction(1)
     for i, token in enumerate(tokens):
-        total *= pair.laws(tokens[:i])[0][token]
+        total *= pair.distributions(tokens[:i])[0][token]
     return total
 
 
 @pytest.mark.parametrize("guesses", [1, 2])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 @pytest.mark.parametrize("seed", range(12))
-def test_random_laws_become_the_targets(seed: int, rule: Any, guesses: int) -> None:
-    """Whatever is committed, with the target's own draws for the places after it, has the target's law."""
+def test_the_output_has_the_targets_distribution(seed: int, rule: Any, guesses: int) -> None:
+    """The committed tokens, completed by the target's own draws, have the target's distribution."""
     pair = RandomPair(seed)
 
     def program(chance: Chance) -> Tokens:
         tokens = pair.verified(rule, guesses, chance)[1]
         while len(tokens) <= guesses:
-            tokens = (*tokens, chance.choose(pair.laws(tokens)[0]))
+            tokens = (*tokens, chance.choose(pair.distributions(tokens)[0]))
         return tokens
 
-    law = law_of(program)
-    assert sum(law.values()) == 1
-    assert all(weight == probability(pair, tokens) for tokens, weight in law.items())
+    distribution = distribution_of(program)
+    assert sum(distribution.values()) == 1
+    assert all(weight == probability(pair, tokens) for tokens, weight in distribution.items())
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_one_guess_is_accepted_as_often_as_can_be(seed: int) -> None:
+def test_one_token_has_the_optimal_acceptance(seed: int) -> None:
     pair = RandomPair(seed)
-    target, draft = pair.laws(())
-    accepted = law_of(lambda chance: len(pair.verified(accept_each, 1, chance)[1]) - 1)
+    target, draft = pair.distributions(())
+    accepted = distribution_of(lambda chance: len(pair.verified(accept_each, 1, chance)[1]) - 1)
     assert accepted.get(1, 0) == sum(map(min, target, draft))
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_block_accepts_at_least_as_many(seed: int) -> None:
+def test_block_verification_accepts_at_least_as_many(seed: int) -> None:
     def mean(rule: Any, pair: RandomPair) -> Fraction:
-        law = law_of(lambda chance: len(pair.verified(rule, 3, chance)[1]))
-        return sum((count * weight for count, weight in law.items()), Fraction(0))
+        distribution = distribution_of(lambda chance: len(pair.verified(rule, 3, chance)[1]))
+        return sum((count * weight for count, weight in distribution.items()), Fraction(0))
 
     pair = RandomPair(3 * seed)  # of two tokens
     assert mean(accept_block, pair) >= mean(accept_each, pair)
@@ -114,7 +114,7 @@ def rows_by_the_next_token(scene: Scene, nodes: Sequence[int]) -> int:
 
 
 def rows_by_prefix(scene: Scene, nodes: Sequence[int]) -> int:
-    """A guess has a row unless a 1 stands before it."""
+    """A token has a row unless a 1 precedes it."""
     return min(len(nodes), rows_by_own_token(scene, nodes) + 1)
 
 
@@ -139,21 +139,21 @@ RIGHT = {
 
 @pytest.mark.parametrize("world", WORLDS, ids=repr)
 @pytest.mark.parametrize("rule", RIGHT.values(), ids=RIGHT)
-def test_the_law_of_every_output_is_the_targets(rule: Rejection, world: World) -> None:
-    assert law_error(rule, world, nobody) == 0
+def test_every_world_has_the_targets_distribution(rule: Rejection, world: World) -> None:
+    assert distribution_error(rule, world, no_draft) == 0
 
 
-def sharper(law: Law) -> Law:
-    return normalised([p * p for p in law])
+def sharper(distribution: Distribution) -> Distribution:
+    return normalised([p * p for p in distribution])
 
 
 def unaccumulated(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
     """Block verification without the joint weight: each guess by its own ratio, the last success counts."""
-    verdict = ChainAcceptance(0)
+    result = ChainAcceptance(0)
     for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
         if u * link.draft_probs[link.token] < link.target_probs[link.token]:
-            verdict = ChainAcceptance(depth)
-    return verdict
+            result = ChainAcceptance(depth)
+    return result
 
 
 def unweighted(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
@@ -163,15 +163,15 @@ def unweighted(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcc
 
 def accepts_to_the_end(links: Sequence[ChainToken], uniforms: Sequence[Any]) -> ChainAcceptance:
     """The running weight alone decides at every place, as it should at the last one only."""
-    verdict, weight = ChainAcceptance(0), Fraction(1)
+    result, weight = ChainAcceptance(0), Fraction(1)
     for depth, (link, u) in enumerate(zip(links, uniforms, strict=True), 1):
         weight = min(Fraction(1), weight * link.target_probs[link.token] / link.draft_probs[link.token])
         if u < weight:
-            verdict = ChainAcceptance(depth, weight)
-    return verdict
+            result = ChainAcceptance(depth, weight)
+    return result
 
 
-def likeliest(target: Law, draft: Law, weight: Fraction) -> Law:
+def likeliest(target: Distribution, draft: Distribution, weight: Fraction) -> Distribution:
     """A miss path that takes the argmax."""
     best = max(range(len(target)), key=target.__getitem__)
     return [Fraction(token == best) for token in range(len(target))]
@@ -186,10 +186,15 @@ MUTANTS = {
     "replaces by the argmax": Rejection(replace=likeliest),
     "draft temperature mismatch": Rejection(sampled=sharper),
     "draws from the whole law, claims the truncated one": Rejection(
-        claimed=lambda law: {t: 6 for t, p in enumerate(law) if p == max(law)} | {t: 1 for t, p in enumerate(law) if p}
+        claimed=lambda distribution: (
+            {t: 6 for t, p in enumerate(distribution) if p == max(distribution)}
+            | {t: 1 for t, p in enumerate(distribution) if p}
+        )
     ),
     "a slot chosen by its own token": Rejection(ahead=3, rows=rows_by_own_token, beyond=False),
-    "a guess sent only if it is likely": Rejection(sent=lambda law, token: law[token] >= Fraction(1, 2)),
+    "a guess sent only if it is likely": Rejection(
+        sent=lambda distribution, token: distribution[token] >= Fraction(1, 2)
+    ),
     "accepts by argmax": Rejection(
         lambda links, uniforms: ChainAcceptance(
             next((i for i, x in enumerate(links) if x.target_probs[x.token] < max(x.target_probs.values())), len(links))
@@ -206,7 +211,7 @@ MUTANTS = {
 
 @pytest.mark.parametrize("rule", MUTANTS.values(), ids=MUTANTS)
 def test_mutants_of_residual_are_caught(rule: Rejection) -> None:
-    assert max(law_error(rule, world, nobody) for world in WORLDS) > VISIBLE
+    assert max(distribution_error(rule, world, no_draft) for world in WORLDS) > VISIBLE
 
 
 def test_a_swapped_ratio_is_caught() -> None:
@@ -218,18 +223,18 @@ def test_a_swapped_ratio_is_caught() -> None:
     for world in [World(2, 2, seed=seed) for seed in range(30)]:
         prefixes: list[Tokens] = [(), (0,), (1,)]
         if all(min(*world.target(p), *world.draft(p)) > 0 for p in prefixes):
-            errors.append(law_error(Rejection(swapped), world, nobody))
+            errors.append(distribution_error(Rejection(swapped), world, no_draft))
     assert max(errors) > VISIBLE
 
 
-def test_a_guess_that_the_target_cannot_draw_is_refused_by_every_uniform_number() -> None:
+def test_an_impossible_token_is_rejected_by_uniform_0() -> None:
     """The smallest one is 0: a rule that accepts at equality would let it pass."""
     impossible = ChainToken(0, {0: 1.0}, {0: 0.0})
     assert accept_each([impossible], [0.0]) == ChainAcceptance(0)
     assert accept_block([impossible], [0.0]).accepted == 0
 
 
-def test_uniform_numbers_on_a_grid_accept_their_share() -> None:
+def test_a_grid_of_uniform_numbers_accepts_its_share() -> None:
     levels = [i / 64 for i in range(64)]
     for share in (0, 16, 32, 63, 64):
         link = ChainToken(3, {3: 1.0}, {3: share / 64})

@@ -1,4 +1,4 @@
-"""A row's logits depend on its own path alone, bit for bit. Everything that is promised rests on this."""
+"""A row's logits depend on its own path alone, bit for bit: the basis of exactness."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.model.rows import TILE, Row, SlotTable
 
 VOCABULARY = 256
 LONGEST = 3 * TILE + 11
-"""Positions of the references."""
+"""Length of the reference sequence."""
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 128,
@@ -56,14 +56,14 @@ FAMILIES = {
     "llama-tied-rope3": {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4,
         "factor": 2.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 256}},
     "mistral": {"sliding_window": 96},
-    "mistral-narrow": {"sliding_window": 24},  # ends within the last tile
+    "mistral-narrow": {"sliding_window": 24},  # a window within the last tile
     "qwen2": {},
     "qwen3": {},
     "gemma2": {"sliding_window": 96, "attn_logit_softcapping": 0.5, "query_pre_attn_scalar": 1},
     "gemma3_text": {"sliding_window": 96},
     "phi3": {"num_key_value_heads": 4},
     "olmo2": {},
-    # Latent attention, whose values have another size than its keys, and experts, whose rows depend on the router.
+    # Latent attention, whose values and keys differ in size, and experts, whose rows depend on the router.
     "deepseek_v3": {**LATENT, **EXPERTS, "v_head_dim": 32},
     "deepseek_v3-wide-values": {**LATENT, **EXPERTS, "v_head_dim": 48},
     "glm4_moe": {"use_qk_norm": True, "attention_bias": True, **EXPERTS},
@@ -72,14 +72,14 @@ FAMILIES = {
     "gpt_oss": {"sliding_window": 96, "num_local_experts": 8, "num_experts_per_tok": 3},
 }  # fmt: skip
 BY_TORCH = " by torch"
-"""What the name of a family ends with whose model is made without native code."""
+"""Suffix of families whose model is made without native code."""
 ALL = (
     *FAMILIES,
     *(f"{family}{BY_TORCH}" for family in ("llama", "mistral", "mistral-narrow", "gemma2", "olmo2", "deepseek_v3")),
     "gpt_oss" + BY_TORCH,
 )
 WAYS = ("llama", "olmo2", "olmo2" + BY_TORCH)
-"""One that is native code, where it can be had, one whose attention is, and one with attention by torch's operators."""
+"""A family that runs as native code, one whose attention does, and one with attention by torch's operators."""
 
 
 def network(family: str, dtype: torch.dtype, **changes: int) -> PreTrainedModel:
@@ -102,16 +102,16 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tensor]:
-    lane, logits = SlotTable(), []
+    table, logits = SlotTable(), []
     for position, token in enumerate(sequence):
-        lane.slots.append(position + 1)
-        logits.append(model.run([lane.row(token, position)], [0]).logits[0])
+        table.slots.append(position + 1)
+        logits.append(model.run([table.row(token, position)], [0]).logits[0])
     return logits
 
 
 @cache
 def reference(family: str, dtype: torch.dtype) -> list[torch.Tensor]:
-    """The logits of `tokens(MAX_POSITIONS)`, one row at a time. A shorter sequence of the same seed begins alike."""
+    """The logits of `tokens(LONGEST)`, one row at a time. A shorter sequence of the same seed is a prefix of it."""
     return one_by_one(model(family, dtype), tokens(LONGEST))
 
 
@@ -124,11 +124,11 @@ def test_rows_compute_what_transformers_computes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "gemma3_text"])
-def test_the_embedding_that_is_lent_is_what_the_first_layer_is_given(family: str) -> None:
+def test_the_target_s_embedding_is_the_first_layer_s_input(family: str) -> None:
     """Gemma scales it."""
     target, sequence = model(family, torch.bfloat16), tokens(20)
-    lane = SlotTable(range(1, 21))
-    given = target.run([lane.row(token, i) for i, token in enumerate(sequence)], [], (0,)).hidden
+    table = SlotTable(range(1, 21))
+    given = target.run([table.row(token, i) for i, token in enumerate(sequence)], [], (0,)).hidden
     assert given is not None
     assert torch.equal(target.target_weights().embedding()[sequence], given[:, 0])
 
@@ -148,7 +148,7 @@ def test_chunked_prefill_equals_one_row_at_a_time(family: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", WAYS)
-def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dtype) -> None:
+def test_other_requests_change_nothing(family: str, dtype: torch.dtype) -> None:
     sequences = [tokens(n, seed=n) for n in (20, TILE + 1, 150, 2 * TILE, 7)]
     shared = model(family, dtype, slots=2048)
     together = lockstep(shared, sequences)
@@ -157,24 +157,24 @@ def test_company_of_other_requests_changes_nothing(family: str, dtype: torch.dty
 
 
 @pytest.mark.parametrize("family", WAYS)
-def test_a_path_that_is_taken_back_and_goes_on_otherwise_leaves_nothing_behind(family: str) -> None:
+def test_a_truncated_path_leaves_nothing_behind(family: str) -> None:
     before, after = tokens(2 * TILE + 9), tokens(2 * TILE + 9, seed=9)
     sequence = [*before[: TILE + 3], *after[TILE + 3 :]]
-    runner, lane, free = model(family, torch.float32), SlotTable(), iter(range(1, 1000))
+    runner, table, free = model(family, torch.float32), SlotTable(), iter(range(1, 1000))
     logits: list[torch.Tensor] = []
     for each in (before, sequence):
-        lane.truncate(TILE + 3)
+        table.truncate(TILE + 3)
         del logits[TILE + 3 :]
-        for position in range(len(lane), len(each)):
-            lane.slots.append(next(free))
-            logits.append(runner.run([lane.row(each[position], position)], [0]).logits[0])
+        for position in range(len(table), len(each)):
+            table.slots.append(next(free))
+            logits.append(runner.run([table.row(each[position], position)], [0]).logits[0])
     assert_same(logits, one_by_one(model(family, torch.float32), sequence))
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (2, 1), (14, 2)])
 @pytest.mark.parametrize("family", WAYS)
-def test_heads_that_fill_no_vector_change_nothing(family: str, heads: tuple[int, int]) -> None:
-    """Weights of the two parts of attention came out by another formula for the last few rows of a pass."""
+def test_heads_that_do_not_fill_vectors_change_nothing(family: str, heads: tuple[int, int]) -> None:
+    """The last few rows of a pass once had the weights of their two parts by another formula."""
     changes = {"hidden_size": 112, "num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     sequence = tokens(2 * TILE)
 
@@ -184,8 +184,8 @@ def test_heads_that_fill_no_vector_change_nothing(family: str, heads: tuple[int,
 
 @pytest.mark.parametrize("window", [1, 8, 32, TILE - 1, TILE, TILE + 1, 96])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "mistral" + BY_TORCH, "gemma2" + BY_TORCH])
-def test_a_window_of_any_size_hides_what_is_before_it(family: str, window: int) -> None:
-    """Where it is no longer than a tile it may hide all tiles before: kernels then gave their sum a weight of 1."""
+def test_a_window_of_any_size_hides_earlier_positions(family: str, window: int) -> None:
+    """A window within a tile may hide the whole prefix, to which kernels then give a weight of 1."""
     sequence = tokens(2 * TILE + 5)
     with torch.inference_mode():
         theirs = network(family, torch.float32, sliding_window=window)(torch.tensor([sequence])).logits[0]
@@ -194,22 +194,22 @@ def test_a_window_of_any_size_hides_what_is_before_it(family: str, window: int) 
 
 
 @pytest.mark.parametrize("family", ["llama", "olmo2", "llama" + BY_TORCH, "olmo2" + BY_TORCH])
-def test_what_is_not_a_number_stays_with_its_own_request(family: str) -> None:
-    """A pass of one request leaves NaN in its slots, and in those of the rows that fill it up."""
+def test_nan_stays_within_its_request(family: str) -> None:
+    """A request with NaN leaves it in its slots, and in those of padding rows."""
     sequence, runner = tokens(20), model(family, torch.float32)
     poison = next(token for token in range(VOCABULARY) if token not in sequence)
     runner.target_weights().embedding()[poison] = float("nan")
-    other, lane = SlotTable([900]), SlotTable()
+    other, table = SlotTable([900]), SlotTable()
     logits = []
     for position, token in enumerate(sequence):
-        lane.slots.append(position + 1)
-        both = runner.run([other.row(poison, 0), lane.row(token, position)], [0, 1]).logits
+        table.slots.append(position + 1)
+        both = runner.run([other.row(poison, 0), table.row(token, position)], [0, 1]).logits
         assert both[0].isnan().all()
         logits.append(both[1])
     assert_same(logits, one_by_one(model(family, torch.float32), sequence))
 
 
-def test_attention_that_is_not_known_is_refused_by_name() -> None:
+def test_an_unknown_argument_of_attention_is_refused_by_name() -> None:
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, 4, 8, 32), torch.zeros(1, 2, 8, 32)
     with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match="not known here: indices"):
@@ -217,8 +217,8 @@ def test_attention_that_is_not_known_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(4, 1, 32), (2, 2, 32), (4, 2, 64)], ids=str)
-def test_heads_that_the_cache_has_no_room_for_are_refused(sizes: tuple[int, int, int]) -> None:
-    """Native code would read beyond them, and torch cut them off."""
+def test_heads_that_do_not_fit_the_cache_are_refused(sizes: tuple[int, int, int]) -> None:
+    """Native code would read beyond them, and torch would truncate them."""
     queries, keys, size = sizes
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
@@ -227,11 +227,11 @@ def test_heads_that_the_cache_has_no_room_for_are_refused(sizes: tuple[int, int,
         attention_interface(torch.nn.Module(), query, key, key, None)
 
 
-def test_the_probe_says_so() -> None:
+def test_the_probe_accepts_invariant_rows() -> None:
     assert is_row_invariant(model("llama", torch.float32))
 
 
-def test_the_probe_notices_a_row_that_depends_on_its_company() -> None:
+def test_the_probe_notices_a_row_that_depends_on_other_rows() -> None:
     broken = model("llama", torch.float32)
     run = broken.run
 
@@ -247,12 +247,12 @@ def test_the_probe_notices_a_row_that_depends_on_its_company() -> None:
 
 
 MUTANTS: dict[str, Callable[[SlotTable, int, list[int]], Row]] = {
-    # The key of a guess stands in the column of its place in the batch, not of its position.
-    "column by arrival": lambda lane, token, branch: shuffled(lane.branch_row(token, branch)),
-    # A branch sees another branch's node in place of its own.
-    "sibling visible": lambda lane, token, branch: lane.branch_row(token, [*(s + 1 for s in branch[:-1]), branch[-1]]),
+    # The key of a guess is in the column of its index in the batch, not of its position.
+    "column by arrival": lambda table, token, branch: shuffled(table.branch_row(token, branch)),
+    # A branch sees another branch's node instead of its own.
+    "sibling visible": lambda table, token, branch: table.branch_row(token, [s + 1 for s in branch[:-1]] + branch[-1:]),
     # Position counted from the root instead of the tile's border.
-    "relative position": lambda lane, token, branch: repositioned(lane.branch_row(token, branch), len(branch)),
+    "relative position": lambda table, token, branch: repositioned(table.branch_row(token, branch), len(branch)),
 }  # fmt: skip
 
 
@@ -264,14 +264,14 @@ def test_mutants_are_caught(family: str, mutant: str) -> None:
 
 
 def shuffled(row: Row) -> Row:
-    """Its path with all slots of the last tile but its own in reverse."""
+    """The row with the slots of its last tile, except its own, reversed."""
     border = row.position // TILE * TILE
     *tile, own = row.path(border)
     return SlotTable([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
 
 
 def repositioned(row: Row, depth: int) -> Row:
-    """Its position counts from the root within the last tile; its path stays as it is."""
+    """The row with a position that counts from the root within the last tile, and the same path."""
     return row._replace(position=row.position // TILE * TILE + depth)
 
 
@@ -280,47 +280,46 @@ def random_trees(
     sequence: list[int],
     make: Callable[[SlotTable, int, list[int]], Row] = SlotTable.branch_row,
 ) -> list[torch.Tensor]:
-    """Runs `sequence` in steps: each verifies part of it as a path among decoys, then commits the path."""
+    """Run `sequence` in steps: each verifies a part of it as a path among decoys, then commits the path."""
     rng = random.Random(3)
-    lane, logits, free = SlotTable(), [], list(range(1000, 0, -1))
+    table, logits, free = SlotTable(), [], list(range(1000, 0, -1))
     while len(logits) < len(sequence):
         depth = min(rng.randint(1, 6), len(sequence) - len(logits))
         rows, wanted, path, decoys = [], [], [], []
         for token in sequence[len(logits) : len(logits) + depth]:
             for _ in range(rng.randint(0, 2)):
                 decoys.append(free.pop())
-                rows.append(make(lane, rng.randrange(VOCABULARY), [*path, decoys[-1]]))
+                rows.append(make(table, rng.randrange(VOCABULARY), [*path, decoys[-1]]))
             path.append(free.pop())
             wanted.append(len(rows))
-            rows.append(make(lane, token, path.copy()))
+            rows.append(make(table, token, path.copy()))
         logits += model.run(rows, wanted).logits.unbind()
-        lane.slots.extend(path)
+        table.slots.extend(path)
         free = decoys + free
     return logits
 
 
 def chunks(model: TransformersModel, sequence: list[int], size: int) -> list[torch.Tensor]:
-    lane, logits = SlotTable(), []
-    lane.slots = random.Random(9).sample(range(1, 1000), len(sequence))
-    slots, lane.slots = lane.slots, []
+    table, logits = SlotTable(), []
+    slots = random.Random(9).sample(range(1, 1000), len(sequence))
     for start in range(0, len(sequence), size):
         part = sequence[start : start + size]
-        lane.slots.extend(slots[start : start + size])
-        rows = [lane.row(token, start + i) for i, token in enumerate(part)]
+        table.slots.extend(slots[start : start + size])
+        rows = [table.row(token, start + i) for i, token in enumerate(part)]
         logits += model.run(rows, range(len(rows))).logits.unbind()
     return logits
 
 
 def lockstep(model: TransformersModel, sequences: list[list[int]]) -> list[list[torch.Tensor]]:
-    """One token of every sequence that is not at its end, pass by pass."""
-    lanes = [SlotTable() for _ in sequences]
+    """Run one token of every unfinished sequence in each pass."""
+    tables = [SlotTable() for _ in sequences]
     logits: list[list[torch.Tensor]] = [[] for _ in sequences]
     free = list(range(2000, 0, -1))
     for position in range(max(map(len, sequences))):
         live = [i for i, sequence in enumerate(sequences) if position < len(sequence)]
         for i in live:
-            lanes[i].slots.append(free.pop())
-        rows = [lanes[i].row(sequences[i][position], position) for i in live]
+            tables[i].slots.append(free.pop())
+        rows = [tables[i].row(sequences[i][position], position) for i in live]
         for i, row in zip(live, model.run(rows, range(len(rows))).logits, strict=True):
             logits[i].append(row)
     return logits

@@ -1,4 +1,4 @@
-"""Every rule between logits and the drawn token, against the same rules written plainly; and that rows are alone."""
+"""Every step from logits to the drawn token against a plain reference, and that rows are independent."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def reference_logits(
     """Bars, bias and penalties as vLLM documents them, one token at a time."""
     result = []
     for token, logit in enumerate(logits):
-        for word in params.bad_words:
-            before = word[:-1]
-            if word[-1] == token and tuple(output[len(output) - len(before) :]) == before:
+        for bad_word in params.bad_words:
+            before = bad_word[:-1]
+            if bad_word[-1] == token and tuple(output[len(output) - len(before) :]) == before:
                 logit = -math.inf
         if token in params.stop_token_ids and len(output) < params.min_tokens:
             logit = -math.inf
@@ -53,29 +53,29 @@ def reference_logits(
     return result
 
 
-def reference_law(logits: Sequence[float], params: SamplingParams) -> list[float]:
+def reference_distribution(logits: Sequence[float], params: SamplingParams) -> list[float]:
     """Temperature, min-p, top-k, top-p; each on what the one before left."""
 
-    def law(kept: set[int]) -> dict[int, float]:
+    def probs(kept: set[int]) -> dict[int, float]:
         largest = max(logits)
         weights = {t: math.exp((logits[t] - largest) / params.temperature) for t in kept}
         return {t: w / sum(weights.values()) for t, w in weights.items()}
 
     kept = {t for t, logit in enumerate(logits) if logit > -math.inf}
-    probabilities = law(kept)
+    probabilities = probs(kept)
     kept = {t for t in kept if probabilities[t] >= params.min_p * max(probabilities.values())}
     if 0 < params.top_k < len(kept):
         weakest = sorted((logits[t] for t in kept), reverse=True)[params.top_k - 1]
         kept = {t for t in kept if logits[t] >= weakest}
     if params.top_p < 1:
-        probabilities = law(kept)
+        probabilities = probs(kept)
         kept = {t for t in kept if sum(p for p in probabilities.values() if p > probabilities[t]) < params.top_p}
-    probabilities = law(kept)
+    probabilities = probs(kept)
     return [probabilities.get(t, 0.0) for t in range(len(logits))]
 
 
-def law_behind(logits: Tensor, row: SamplingRow) -> Tensor:
-    """The law that a row draws from: its scores without the noise."""
+def distribution_behind(logits: Tensor, row: SamplingRow) -> Tensor:
+    """The distribution that a row draws from: its scores without the noise."""
     noise = gumbel(noise_bits([row.params.seed], [row.position], torch.arange(len(logits))))
     return (scores(logits[None], [row]) - noise)[0].double().softmax(-1)
 
@@ -124,7 +124,7 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
 
 
 @pytest.mark.parametrize("seed", range(8))
-class TestLaw:
+class TestDistribution:
     def logits(self, seed: int) -> list[float]:
         rng = random.Random(seed)
         return torch.tensor([rng.gauss(0, 2.5) for _ in range(VOCABULARY)]).tolist()
@@ -132,10 +132,10 @@ class TestLaw:
     def test_it_is_the_references(self, params: SamplingParams, seed: int) -> None:
         logits = self.logits(seed)
         row = SamplingRow(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
-        expected = reference_law(reference_logits(logits, params, PROMPT, OUTPUT + PATH), params)
-        law = law_behind(torch.tensor(logits), row).tolist()
-        assert law == pytest.approx(expected, rel=2e-4, abs=1e-9)
-        assert [p > 0 for p in law] == [p > 0 for p in expected]
+        expected = reference_distribution(reference_logits(logits, params, PROMPT, OUTPUT + PATH), params)
+        probs = distribution_behind(torch.tensor(logits), row).tolist()
+        assert probs == pytest.approx(expected, rel=2e-4, abs=1e-9)
+        assert [p > 0 for p in probs] == [p > 0 for p in expected]
 
     def test_at_temperature_zero_the_largest_logit_wins(self, params: SamplingParams, seed: int) -> None:
         greedy = params.model_copy(update={"temperature": 0.0})
@@ -153,7 +153,7 @@ class TestHistory:
         guessed = history.apply_logits_rules(logits, PATH)
         assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply_logits_rules(logits, []))
 
-    def test_guesses_leave_no_trace(self, params: SamplingParams) -> None:
+    def test_paths_leave_no_trace(self, params: SamplingParams) -> None:
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
         before, given = history.apply_logits_rules(logits, []), logits.clone()
@@ -161,7 +161,7 @@ class TestHistory:
         assert torch.equal(history.apply_logits_rules(logits, []), before)
         assert torch.equal(logits, given)
 
-    def test_it_may_be_told_bit_by_bit(self, params: SamplingParams) -> None:
+    def test_it_may_be_extended_in_pieces(self, params: SamplingParams) -> None:
         logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
         history = History(params, PROMPT, [], VOCABULARY)
         for tokens in (OUTPUT[:1], [], OUTPUT[1:4], OUTPUT[4:]):
@@ -172,7 +172,7 @@ class TestHistory:
             History(params, PROMPT, OUTPUT, VOCABULARY).apply_logits_rules(logits, PATH),
         )
 
-    def test_ids_outside_the_vocabulary_are_void(self) -> None:
+    def test_ids_outside_the_vocabulary_are_ignored(self) -> None:
         params = SamplingParams(
             logit_bias={99: 5.0},
             bad_words=((99,), (1, 99)),
@@ -210,36 +210,36 @@ class TestDraw:
     @pytest.mark.parametrize(
         "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": 1e-9}]
     )
-    def test_a_barred_token_is_never_drawn_however_few_remain(self, settings: dict[str, object]) -> None:
+    def test_masked_tokens_are_never_drawn(self, settings: dict[str, object]) -> None:
         logits = torch.full((1, VOCABULARY), -3.0)
         logits[0, 5], logits[0, 6] = 30.0, 10.0
-        bars = {"bad_words": ((9, 5),), "stop_token_ids": (6,), "min_tokens": 3}
+        masks = {"bad_words": ((9, 5),), "stop_token_ids": (6,), "min_tokens": 3}
         for position in range(50):
             free = [self.row([9], position, **settings)]
             assert draw(logits, free).tolist() == [5]
-            assert draw(logits, [self.row([9], position, **bars, **settings)]).item() not in (5, 6)
+            assert draw(logits, [self.row([9], position, **masks, **settings)]).item() not in (5, 6)
 
     def test_only_one_token_left_is_drawn_whatever_its_noise(self) -> None:
         logits = torch.full((200, VOCABULARY), -math.inf)
         logits[:, 13] = -1e30
         assert draw(logits, [self.row(position=i) for i in range(200)]).tolist() == [13] * 200
 
-    def test_equal_logits_stand_or_fall_together(self) -> None:
+    def test_equal_logits_are_kept_or_dropped_together(self) -> None:
         logits = torch.zeros(VOCABULARY)
         logits[[2, 3, 4]] = 1.0
         for settings in ({"top_k": 1}, {"top_k": 2}, {"top_p": 0.01}):
-            law = law_behind(logits, self.row(**settings))
-            assert law[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
+            probs = distribution_behind(logits, self.row(**settings))
+            assert probs[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
 
     @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
     @pytest.mark.parametrize("top_p", [0.1, 0.6, 0.95, 0.999])
     def test_top_p_keeps_just_enough_of_a_large_vocabulary(self, spread: float, top_p: float) -> None:
         logits = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * spread
         params = SamplingParams(top_p=top_p)
-        kept = law_behind(logits, SamplingRow(params, 5, History(params, [], [], 3000))) > 0
-        law = logits.double().softmax(-1)
-        assert law[kept].min() > law[~kept].max()
-        assert law[kept].sum() >= top_p > law[kept].sum() - law[kept].min()
+        kept = distribution_behind(logits, SamplingRow(params, 5, History(params, [], [], 3000))) > 0
+        probs = logits.double().softmax(-1)
+        assert probs[kept].min() > probs[~kept].max()
+        assert probs[kept].sum() >= top_p > probs[kept].sum() - probs[kept].min()
 
     def test_very_low_temperatures_are_raised(self) -> None:
         logits = torch.randn(1, VOCABULARY) * 1e4
@@ -247,7 +247,7 @@ class TestDraw:
         assert torch.equal(raised, scores(logits, [self.row(temperature=LOWEST_TEMPERATURE)]))
         assert raised.isfinite().all()
 
-    def test_logits_are_left_as_they_are(self, params: SamplingParams) -> None:
+    def test_logits_are_not_modified(self, params: SamplingParams) -> None:
         logits = torch.randn(2, VOCABULARY)
         given = logits.clone()
         history = History(params, PROMPT, OUTPUT, VOCABULARY)
@@ -273,8 +273,10 @@ class TestDraw:
     ],
 )
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules: Sequence[str], device: str) -> None:
-    """Bit for bit the same scores whichever rows share the call, in whatever order."""
+def test_a_row_does_not_depend_on_other_rows(
+    vocabulary: int, dtype: torch.dtype, threads: int, rules: Sequence[str], device: str
+) -> None:
+    """Bit for bit the same scores for any other rows and any order."""
     every = [SamplingParams(seed=seed, **RULES[rule]) for seed, rule in enumerate(rules)]
     every += [every[-1], SamplingParams(temperature=0.0), every[0], SamplingParams(top_p=0.4)]
     rows = [SamplingRow(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
@@ -293,7 +295,7 @@ def test_a_row_is_alone(vocabulary: int, dtype: torch.dtype, threads: int, rules
         torch.set_num_threads(before)
 
 
-class TestRivals:
+class TestCandidates:
     """On CPUs a draw looks only at tokens whose integers are below a limit."""
 
     def drawn_and_scored(self, spread: float, count: int = 2000, **settings: object) -> tuple[Tensor, Tensor]:
@@ -306,17 +308,17 @@ class TestRivals:
 
     @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 9.0])
     @pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.9}])
-    def test_nobody_who_would_win_is_left_out(self, spread: float, settings: dict[str, object]) -> None:
+    def test_no_winner_is_left_out(self, spread: float, settings: dict[str, object]) -> None:
         drawn, largest = self.drawn_and_scored(spread, **settings)
         assert torch.equal(drawn, largest)
 
     @pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
-    def test_a_limit_that_is_too_low_is_seen(self, leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_limit_that_is_too_low_is_detected(self, leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sampling, "ROUNDING_MARGIN", leniency)
         drawn, largest = self.drawn_and_scored(0.3, 20_000)
         assert not torch.equal(drawn, largest)
 
-    def test_one_that_is_just_as_good_and_comes_first_wins(self) -> None:
+    def test_of_equal_scores_the_lowest_id_wins(self) -> None:
         """To the last bit: token 3 has a smaller logit than 7, and with its noise the same score."""
         ties = 0
         for position in range(300):
@@ -336,16 +338,16 @@ class TestRivals:
 class TestLogProbs:
     def test_they_are_the_models_own(self) -> None:
         logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(4)).bfloat16()
-        law = logits.double().log_softmax(-1)
+        probs = logits.double().log_softmax(-1)
         for row, (found, token) in enumerate(zip(log_probs(logits, [5, 0, 23], 4), [5, 0, 23], strict=True)):
-            assert found.log_prob == pytest.approx(law[row, token].item(), abs=1e-5)
+            assert found.log_prob == pytest.approx(probs[row, token].item(), abs=1e-5)
             assert len(found.top) == 4
-            best = law[row].sort(descending=True, stable=True)
+            best = probs[row].sort(descending=True, stable=True)
             assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
-            assert all(law[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+            assert all(probs[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
 
-    def test_of_equal_ones_the_lowest_ids_come_first(self) -> None:
-        """Logits in bfloat16 often are, and which of them are told must not depend on the rows that share the call."""
+    def test_among_equals_the_lowest_ids_come_first(self) -> None:
+        """Logits in bfloat16 often are equal, and the result must not depend on other rows."""
         logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
         logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
         for found in log_probs(logits, [0, 0], 20):
@@ -353,13 +355,13 @@ class TestLogProbs:
 
     @pytest.mark.parametrize("device", DEVICES)
     @pytest.mark.parametrize("vocabulary", [97, 4096, 50_257])
-    def test_a_row_is_alone(self, vocabulary: int, device: str) -> None:
+    def test_a_row_does_not_depend_on_other_rows(self, vocabulary: int, device: str) -> None:
         logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
         together = log_probs(logits, [*range(9)], 5)
         for first, end in ((0, 1), (1, 2), (3, 9), (8, 9)):
             assert log_probs(logits[first:end], [*range(first, end)], 5) == together[first:end]
 
-    def test_none_at_the_top_is_none(self) -> None:
+    def test_top_0_is_empty(self) -> None:
         (found,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
         assert found.log_prob == pytest.approx(-math.log(VOCABULARY))
         assert list(found.top) == []
@@ -368,13 +370,15 @@ class TestLogProbs:
 @pytest.mark.parametrize("count", [1, 5, VOCABULARY, 100])
 def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
     """For every rule but the filters by probability mass, which see nothing but the list; greedy rows among noisy."""
-    laws = [
+    every_params = [
         SamplingParams(temperature=0.8, seed=3),
         SamplingParams(temperature=0.0, repetition_penalty=1.5),
         SamplingParams(temperature=1.3, seed=4, min_p=0.1, top_k=4, logit_bias={7: 3.0}),
         SamplingParams(temperature=0.5, seed=5, presence_penalty=1.0),
     ]
-    rows = [SamplingRow(law, 9 + i, History(law, [1, 2], [3], VOCABULARY), [5]) for i, law in enumerate(laws)]
+    rows = [
+        SamplingRow(each, 9 + i, History(each, [1, 2], [3], VOCABULARY), [5]) for i, each in enumerate(every_params)
+    ]
     logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(1))
     whole = scores(logits, rows)
     tokens, listed = top_scores(logits, rows, count)
@@ -384,14 +388,14 @@ def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
         assert torch.equal(tokens.gather(-1, listed.argmax(-1, keepdim=True))[:, 0], draw(logits, rows))
 
 
-def test_nobody_draws_nothing() -> None:
+def test_no_rows_draw_nothing() -> None:
     assert scores(torch.zeros(0, VOCABULARY), []).shape == (0, VOCABULARY)
     assert draw(torch.zeros(0, VOCABULARY), []).shape == (0,)
 
 
 @pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 @pytest.mark.parametrize("vocabulary", [3, 16, 61, 4096])
-def test_native_code_and_numpy_find_the_same_rivals(vocabulary: int) -> None:
+def test_native_code_and_numpy_find_the_same_candidates(vocabulary: int) -> None:
     """Up to rounding at the limit, which is lenient: both have the winner, and no token that is far from winning."""
     generator = torch.Generator().manual_seed(vocabulary)
     for spread in (0.0, 0.5, 3.0, 30.0):

@@ -1,4 +1,4 @@
-"""Strategies through the real engine, with real drafts: `residual` has the target's law, a liar breaks nothing."""
+"""Strategies in the real engine with real drafts: `residual` is exact in distribution; false drafts break nothing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth, GrowthBatch
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
@@ -21,9 +21,9 @@ from paceline.engine.engine import Engine
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
 from paceline_lab.fake_models.table_model import TableModel
-from tests.exactness.test_drawn_law import SIGNIFICANCE, chi_square_tail
+from tests.exactness.test_draw_distribution import SIGNIFICANCE, chi_square_tail
 from tests.exactness.test_engine import FREE, Liar, llama, run
-from tests.exactness.test_sampling import reference_law
+from tests.exactness.test_sampling import reference_distribution
 
 SIZE = 16
 LENGTH = 3
@@ -38,14 +38,14 @@ def _favourites(begin: Sequence[int], count: int) -> list[int]:
 
 
 def _logits(model: Model, tokens: Sequence[int]) -> list[float]:
-    lane = SlotTable()
-    lane.slots.extend(range(1, len(tokens) + 1))
-    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    slot_table = SlotTable()
+    slot_table.slots.extend(range(1, len(tokens) + 1))
+    rows = [slot_table.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, [len(rows) - 1]).logits[0].float().tolist()  # type: ignore[no-any-return]
 
 
 PROMPT = [1, 2, 3, *_favourites([1, 2, 3], 4), 1, 2, 3]
-"""What it ends with was said before, and went on as the target likes best: something for n-grams to find."""
+"""Its end occurs earlier, followed by the target's most probable tokens: n-grams find a match."""
 
 
 def table(disagreement: float = 0.0) -> TableModel:
@@ -57,9 +57,9 @@ def engine(model: Model, drafting: DraftClient, keys: dict[str, object], beside:
     return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, beside=beside)
 
 
-def submissions(count: int, length: int = LENGTH, **settings: float) -> list[Submission]:
+def submissions(count: int, length: int = LENGTH, **settings: float) -> list[GenerationRequest]:
     return [
-        Submission(
+        GenerationRequest(
             str(seed),
             PROMPT,
             SamplingParams(seed=seed, max_tokens=length, **settings),
@@ -69,24 +69,26 @@ def submissions(count: int, length: int = LENGTH, **settings: float) -> list[Sub
     ]
 
 
-def law_after(model: Model, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
+def distribution_after(model: Model, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
     """Of the first tokens, by the chain rule. Paths that next to never come are left out."""
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(length):
-        law = {
+        distribution = {
             (*path, token): weight * p
-            for path, weight in law.items()
-            for token, p in enumerate(reference_law(_logits(model, [*PROMPT, *path]), params))
+            for path, weight in distribution.items()
+            for token, p in enumerate(reference_distribution(_logits(model, [*PROMPT, *path]), params))
             if weight * p > 1e-5
         }
-    return law
+    return distribution
 
 
-def tail(answers: Sequence[Sequence[int]], law: dict[tuple[int, ...], float]) -> float:
-    """Whatever is left out of the law counts as one more outcome."""
-    counts = Counter(map(tuple, answers))
-    known = [counts.pop(path, 0) for path in law]
-    return chi_square_tail([*known, sum(counts.values())], [*law.values(), max(0.0, 1 - sum(law.values()))])
+def tail(results: Sequence[Sequence[int]], distribution: dict[tuple[int, ...], float]) -> float:
+    """The chi-square tail; outcomes missing from the distribution count as one."""
+    counts = Counter(map(tuple, results))
+    known = [counts.pop(path, 0) for path in distribution]
+    return chi_square_tail(
+        [*known, sum(counts.values())], [*distribution.values(), max(0.0, 1 - sum(distribution.values()))]
+    )
 
 
 RESIDUAL = {"rejection_sampling_strategy": "residual"}
@@ -94,7 +96,7 @@ BLOCK = {**RESIDUAL, "block_verification": True}
 
 
 FILTERED = {"temperature": 0.7, "top_k": 2}
-EVERY_LAW = [
+METHODS = [
     pytest.param(
         *case,
         marks=[] if case in (("draft_model", RESIDUAL, {}), ("both", BLOCK, FILTERED)) else pytest.mark.slow,
@@ -104,8 +106,10 @@ EVERY_LAW = [
 ]
 
 
-@pytest.mark.parametrize(("method", "keys", "settings"), EVERY_LAW)
-def test_residual_has_the_targets_law(method: str, keys: dict[str, object], settings: dict[str, float]) -> None:
+@pytest.mark.parametrize(("method", "keys", "settings"), METHODS)
+def test_residual_has_the_targets_distribution(
+    method: str, keys: dict[str, object], settings: dict[str, float]
+) -> None:
     drafts = {
         "draft_model": DraftModelSpeculator(table(0.5), 1),
         "ngram": NGramSpeculator(1, 3, 1),
@@ -113,27 +117,27 @@ def test_residual_has_the_targets_law(method: str, keys: dict[str, object], sett
     }
     beside = [LocalDraftClient(NGramSpeculator(1, 3, 1))] if method == "both" else []
     target = engine(table(), LocalDraftClient(drafts[method]), keys, beside)
-    answers = run(target, submissions(800, **settings), together=40)
-    law = law_after(table(), SamplingParams(**settings), LENGTH)
-    assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
-    accepted = sum(sum(answer.accepted) for answer in answers.values())
+    results = run(target, submissions(800, **settings), together=40)
+    distribution = distribution_after(table(), SamplingParams(**settings), LENGTH)
+    assert tail([result.tokens for result in results.values()], distribution) > SIGNIFICANCE
+    accepted = sum(sum(result.accepted) for result in results.values())
     assert accepted > 100
 
 
 @pytest.mark.slow
-def test_residual_has_a_transformers_law() -> None:
+def test_residual_has_a_transformers_distribution() -> None:
     target = engine(
         llama(torch.float32), LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1)), RESIDUAL
     )
-    answers = run(target, submissions(400, 2), together=50)
-    law = law_after(llama(torch.float32), SamplingParams(), 2)
-    assert tail([answer.tokens for answer in answers.values()], law) > SIGNIFICANCE
+    results = run(target, submissions(400, 2), together=50)
+    distribution = distribution_after(llama(torch.float32), SamplingParams(), 2)
+    assert tail([result.tokens for result in results.values()], distribution) > SIGNIFICANCE
 
 
-def test_a_draft_that_claims_another_law_is_seen() -> None:
-    """What the test above is worth."""
+def test_a_false_draft_distribution_is_detected() -> None:
+    """The tests above can fail."""
 
-    class Flatterer(DraftModelSpeculator):
+    class FalseDistributions(DraftModelSpeculator):
         def grow(self) -> dict[int, Growth]:
             return {
                 key: Growth(
@@ -147,9 +151,11 @@ def test_a_draft_that_claims_another_law_is_seen() -> None:
                 for key, g in super().grow().items()
             }
 
-    target = engine(table(), LocalDraftClient(Flatterer(table(0.5), 1)), RESIDUAL)
-    answers = run(target, submissions(800), together=40)
-    assert tail([a.tokens for a in answers.values()], law_after(table(), SamplingParams(), LENGTH)) < SIGNIFICANCE
+    target = engine(table(), LocalDraftClient(FalseDistributions(table(0.5), 1)), RESIDUAL)
+    results = run(target, submissions(800), together=40)
+    assert (
+        tail([a.tokens for a in results.values()], distribution_after(table(), SamplingParams(), LENGTH)) < SIGNIFICANCE
+    )
 
 
 @pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
@@ -164,7 +170,7 @@ def test_residual_at_temperature_0_is_greedy_decoding(keys: dict[str, object]) -
 
 def test_the_same_drafting_gives_the_same_tokens() -> None:
     """Noise is keyed, so a run can be repeated."""
-    steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # what is guessed when asks no clock
+    steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # drafting does not depend on the clock
     first, second = (
         run(engine(table(), LocalDraftClient(DraftModelSpeculator(table(0.5), 1)), steady), submissions(10, 40))
         for _ in range(2)
@@ -172,8 +178,8 @@ def test_the_same_drafting_gives_the_same_tokens() -> None:
     assert [a.tokens for a in first.values()] == [a.tokens for a in second.values()]
 
 
-class LiarByLaw(Liar):
-    """Sends any laws, of any weights, and branches where a chain is wanted."""
+class LyingDistributions(Liar):
+    """Sends random distributions, and branches instead of chains."""
 
     def grow(self) -> dict[int, Growth]:
         rng = random.Random(3)
@@ -181,13 +187,13 @@ class LiarByLaw(Liar):
 
     def _lie(self, growth: Growth, rng: random.Random) -> Growth:
         tokens = [token % SIZE for token in growth.tokens]
-        laws = [
+        distributions = [
             {rng.randrange(SIZE + 1): rng.choice([1, 10**9]) for _ in range(rng.randrange(4))} | {token: 1}
             if rng.random() < 0.8
             else {}
             for token in tokens
         ]
-        return Growth(growth.base_position, growth.first_id, growth.parent_ids, tokens, growth.log_probs, laws)
+        return Growth(growth.base_position, growth.first_id, growth.parent_ids, tokens, growth.log_probs, distributions)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -204,18 +210,18 @@ class LiarByLaw(Liar):
 )
 def test_a_lying_draft_breaks_nothing(keys: dict[str, object], temperature: float) -> None:
     requests = submissions(6, 50, temperature=temperature)
-    answers = run(engine(table(), LocalDraftClient(LiarByLaw()), keys), requests)
-    assert all(len(answer.tokens) == 50 for answer in answers.values())
+    results = run(engine(table(), LocalDraftClient(LyingDistributions()), keys), requests)
+    assert all(len(result.tokens) == 50 for result in results.values())
 
 
 @pytest.mark.parametrize("keys", [RESIDUAL, BLOCK, {"rejection_sampling_strategy": "logit-comparison"}], ids=str)
-def test_greedy_requests_are_exact_whatever_a_draft_says_of_its_law(keys: dict[str, object]) -> None:
+def test_greedy_requests_are_exact_with_false_distributions(keys: dict[str, object]) -> None:
     plain = run(engine(table(), NoDraftClient(), {}), submissions(3, 40, temperature=0.0))
-    ours = run(engine(table(), LocalDraftClient(LiarByLaw()), keys), submissions(3, 40, temperature=0.0))
+    ours = run(engine(table(), LocalDraftClient(LyingDistributions()), keys), submissions(3, 40, temperature=0.0))
     assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
 
 
-def test_synthetic_acceptance_comes_out_as_asked() -> None:
+def test_synthetic_acceptance_rate() -> None:
     target = engine(
         table(),
         LocalDraftClient(DraftModelSpeculator(table(0.9), 3, least_path_probability=0.0)),
@@ -241,7 +247,7 @@ def test_synthetic_acceptance_comes_out_as_asked() -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "said"),
+    ("keys", "expected"),
     [
         ({}, ("coupled", False, True)),
         ({"rejection_sampling_strategy": "greedy"}, ("greedy", True, True)),
@@ -251,13 +257,13 @@ def test_synthetic_acceptance_comes_out_as_asked() -> None:
     ],
     ids=str,
 )
-def test_the_report_says_how_guesses_were_verified(keys: dict[str, object], said: tuple[str, bool, bool]) -> None:
+def test_statistics_name_the_strategy(keys: dict[str, object], expected: tuple[str, bool, bool]) -> None:
     target = engine(table(), LocalDraftClient(DraftModelSpeculator(table(), 1)), keys)
     target.submit(submissions(1)[0])
     last = [delta for _ in range(20) for delta in target.step() if delta.finish_reason]
     stats = last[0].speculation
     assert stats is not None
-    assert (stats.strategy, stats.lossy, stats.drafter_invariant) == said
+    assert (stats.strategy, stats.lossy, stats.drafter_invariant) == expected
 
 
 class TestChain:
@@ -268,14 +274,14 @@ class TestChain:
         assert tree.graft(Growth(0, 1, [0, 0, 2], [5, 6, 7], [-0.1] * 3), 10) == 1
         assert tree.tokens == [0, 5]
 
-    def test_the_same_guess_of_another_goes_by_its_id_and_keeps_the_first_law(self) -> None:
+    def test_a_second_drafts_node_keeps_the_first_distribution(self) -> None:
         tree = TokenTree(0, 0, chain=True)
         tree.graft(Growth(0, 1, [0], [5], [-0.1], [{5: 1, 6: 2}]), 10)
         assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
         assert tree.distributions[1] == {5: 1, 6: 2}
         assert (tree.tokens, tree.parents) == ([0, 5, 8], [-1, ROOT, 1])
 
-    def test_laws_stay_with_their_nodes_in_growth(self) -> None:
+    def test_growth_keeps_distributions_with_their_nodes(self) -> None:
         tree = TokenTree(0, 0)
         first = tree.add(ROOT, 5, -0.1, {5: 2})
         both = [(1, tree.growth([first])), (1, tree.growth([tree.add(first, 6, -0.1)]))]
@@ -283,7 +289,7 @@ class TestChain:
         assert growth.distributions == [{5: 2}, {}]
         assert (tree.growth([tree.add(first, 7, -0.1)])).distributions == ()
 
-    @pytest.mark.parametrize("law", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
-    def test_a_law_that_a_guess_cannot_come_from_is_no_growth(self, law: dict[int, int]) -> None:
+    @pytest.mark.parametrize("distribution", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
+    def test_a_distribution_without_the_token_is_rejected(self, distribution: dict[int, int]) -> None:
         with pytest.raises(ValueError, match="cannot have been drawn"):
-            Growth(0, 1, [0], [5], [-0.1], [law]).check()
+            Growth(0, 1, [0], [5], [-0.1], [distribution]).check()

@@ -1,4 +1,4 @@
-"""A model shared by two, three and four processes: its rows depend on their own paths alone, whoever adds what."""
+"""A model shared by two, three and four ranks: a row depends on its own path alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator as build_speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
-from paceline.engine.draft_manager import POOL_SOURCE
+from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.loading import load
 from paceline.model.parallel.sharding import tp_plan_for
 from paceline.model.rows import TILE, SlotTable
@@ -29,7 +29,7 @@ from tests.exactness.test_rows import (
     tokens,
 )
 from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
-from tests.helpers.ranks import Followers
+from tests.helpers.ranks import RankProcesses
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SHAPES: dict[int, dict[str, int]] = {
@@ -37,16 +37,15 @@ SHAPES: dict[int, dict[str, int]] = {
     3: {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3},  # does not divide the vocabulary
     4: {"num_key_value_heads": 4},
 }
-"""By number of ranks: what differs from `test_rows`."""
+"""By number of ranks, changes to the sizes of `test_rows`."""
 LAYERED = ["gemma2", "phi3", "olmo2", "qwen3_moe", "deepseek_v3"]
-"""One of each kind of plan that transformers has, beside Llama's."""
+"""One architecture for each kind of plan that transformers has, apart from Llama's."""
 
 
 @pytest.fixture(scope="module")
-def followers() -> Iterator[Followers]:
-    processes = Followers()
-    yield processes
-    processes.close()
+def ranks() -> Iterator[RankProcesses]:
+    with RankProcesses() as processes:
+        yield processes
 
 
 def saved(folder: Path, family: str, dtype: str = "float32", **changes: int) -> Path:
@@ -64,12 +63,12 @@ def saved(folder: Path, family: str, dtype: str = "float32", **changes: int) -> 
         *(pytest.param(4, dtype, marks=pytest.mark.slow) for dtype in DTYPES),
     ],
 )
-def test_rows_of_a_shared_model_do_not_depend_on_their_company(
-    followers: Followers, size: int, dtype: str, tmp_path: Path
+def test_rows_of_a_shared_model_do_not_depend_on_other_rows(
+    ranks: RankProcesses, size: int, dtype: str, tmp_path: Path
 ) -> None:
     folder = saved(tmp_path, "llama", dtype, **SHAPES[size])
     sequence = tokens(2 * TILE + 9)
-    with followers.led(folder, size, dtype) as model:
+    with ranks.load(folder, size, dtype) as model:
         assert model.rows_invariant
         alone = one_by_one(model, sequence)
         assert_same(random_trees(model, sequence), alone)
@@ -88,11 +87,11 @@ def test_rows_of_a_shared_model_do_not_depend_on_their_company(
     "family", [*(pytest.param(name, marks=pytest.mark.slow) for name in LAYERED[:-1]), LAYERED[-1]]
 )
 def test_every_kind_of_plan_computes_what_the_whole_model_does(
-    followers: Followers, family: str, tmp_path: Path
+    ranks: RankProcesses, family: str, tmp_path: Path
 ) -> None:
     folder = saved(tmp_path, family)
     sequence = tokens(TILE + 20)
-    with followers.led(folder, 2) as model:
+    with ranks.load(folder, 2) as model:
         assert model.rows_invariant
         parts = torch.stack(one_by_one(model, sequence))
     whole = torch.stack(one_by_one(load(str(folder), EngineConfig(slots=1024)), sequence))
@@ -100,9 +99,9 @@ def test_every_kind_of_plan_computes_what_the_whole_model_does(
 
 
 @pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_sum_whose_order_depends_on_the_place_is_caught(followers: Followers, size: int, tmp_path: Path) -> None:
-    """With two ranks there is one order only: a + b is b + a."""
-    with followers.led(saved(tmp_path, "llama", **SHAPES[size]), size, sums="by place") as model:
+def test_a_sum_whose_order_depends_on_the_index_is_caught(ranks: RankProcesses, size: int, tmp_path: Path) -> None:
+    """With two ranks there is only one order: a + b is b + a."""
+    with ranks.load(saved(tmp_path, "llama", **SHAPES[size]), size, sums="by index") as model:
         assert not model.rows_invariant
         sequence = tokens(2 * TILE)
         alone, together = one_by_one(model, sequence), random_trees(model, sequence)
@@ -110,46 +109,46 @@ def test_a_sum_whose_order_depends_on_the_place_is_caught(followers: Followers, 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_speculation_changes_no_token_of_a_shared_model(followers: Followers, dtype: str, tmp_path: Path) -> None:
+def test_speculation_changes_no_token_of_a_shared_model(ranks: RankProcesses, dtype: str, tmp_path: Path) -> None:
     """Greedy and sampled, under every rule; one at a time and all at once."""
     folder, requests = save_checkpoint(tmp_path), submissions()
-    with followers.led(folder, 2, dtype) as model:
+    with ranks.load(folder, 2, dtype) as model:
         plain = run(engine(model, NoDraftClient()), requests, together=1)
         for method in ("draft_model", "liar"):
             assert same(run(engine(model, drafting(method, DTYPES[dtype], 3, 4)), requests), plain)
 
 
-def test_a_draft_of_several_processes_drafts_for_a_target_of_one(followers: Followers, tmp_path: Path) -> None:
+def test_a_draft_of_several_processes_drafts_for_a_target_of_one(ranks: RankProcesses, tmp_path: Path) -> None:
     folder, requests = save_checkpoint(tmp_path), submissions()
     speculation = SpeculativeConfig(method="draft_model", model=str(folder), draft_tensor_parallel_size=2)
     plain = run(engine(llama(torch.float32), NoDraftClient()), requests, together=1)
-    with followers.ready(2) as rendezvous:
-        speculator = build_speculator(speculation, EngineConfig(slots=2048, rendezvous=rendezvous), refuse_to_lend)
+    with ranks.ready(2) as rendezvous:
+        speculator = build_speculator(speculation, EngineConfig(slots=2048, rendezvous=rendezvous), no_target_weights)
         target = engine(llama(torch.float32), LocalDraftClient(speculator))
         assert same(run(target, requests), plain)
-        assert accepted(target, POOL_SOURCE) > 300
+        assert accepted(target, OWN_DRAFT_SOURCE) > 300
 
 
-def refuse_to_lend() -> TargetWeights:
-    raise AssertionError("a model of its own needs nothing")
+def no_target_weights() -> TargetWeights:
+    raise AssertionError("a draft model needs no target weights")
 
 
-def test_a_shared_model_lends_what_the_whole_one_does(followers: Followers, tmp_path: Path) -> None:
+def test_target_weights_are_those_of_the_whole_model(ranks: RankProcesses, tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
     whole = load(str(folder), EngineConfig(slots=256)).target_weights()
-    with followers.led(folder, 2) as model:
-        lent = model.target_weights()
-        assert torch.equal(lent.embedding(), whole.embedding())
-        assert torch.allclose(lent.output(lent.embedding()), whole.output(whole.embedding()))
-        assert (lent.layers, lent.vocabulary_size, lent.fingerprint) == (2, 64, whole.fingerprint)
+    with ranks.load(folder, 2) as model:
+        weights = model.target_weights()
+        assert torch.equal(weights.embedding(), whole.embedding())
+        assert torch.allclose(weights.output(weights.embedding()), whole.output(whole.embedding()))
+        assert (weights.layers, weights.vocabulary_size, weights.fingerprint) == (2, 64, whole.fingerprint)
 
 
-def test_hidden_states_are_whole(followers: Followers, tmp_path: Path) -> None:
+def test_hidden_states_are_whole(ranks: RankProcesses, tmp_path: Path) -> None:
     folder, layers = save_checkpoint(tmp_path), (0, 1, 3)
     sequence = tokens(40)
     rows = [SlotTable().branch_row(token % 64, [*range(1, i + 2)]) for i, token in enumerate(sequence)]
     whole = load(str(folder), EngineConfig(slots=256)).run(rows, [39], layers).hidden
-    with followers.led(folder, 2) as model:
+    with ranks.load(folder, 2) as model:
         parts = model.run(rows, [39], layers).hidden
     assert whole is not None
     assert parts is not None

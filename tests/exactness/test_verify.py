@@ -38,7 +38,7 @@ def test_plain_decoding_commits_the_draw(tree: TokenTree) -> None:
     assert walk(tree, [], [7]) == [7]
 
 
-def test_an_unverified_guess_ends_the_walk_even_if_it_is_right(tree: TokenTree) -> None:
+def test_an_unverified_node_ends_the_walk(tree: TokenTree) -> None:
     assert walk(tree, [], [1]) == [1]
     assert walk(tree, [at(tree, 1)], [1, 2]) == [1, 2]
 
@@ -50,7 +50,7 @@ def test_accepted_tokens_then_the_bonus(tree: TokenTree) -> None:
     assert walk(tree, verified, [9, 2, 3, 8]) == [9]
 
 
-def test_branches_are_told_apart(tree: TokenTree) -> None:
+def test_branches_are_distinguished(tree: TokenTree) -> None:
     verified = [at(tree, 5), at(tree, 1), at(tree, 1, 4), at(tree, 1, 2)]
     assert walk(tree, verified, [1, 50, 4, 40, 20]) == [1, 4, 40]
     assert walk(tree, verified, [1, 50, 2, 40, 20]) == [1, 2, 20]
@@ -67,11 +67,11 @@ def test_one_draw_for_the_root_and_each_verified_node(tree: TokenTree, draws: li
         walk(tree, [at(tree, 1)], draws)
 
 
-def test_every_strategy_that_can_be_asked_for_exists() -> None:
+def test_every_configurable_strategy_exists() -> None:
     assert set(STRATEGIES) == set(get_args(config.Strategy))
 
 
-def test_what_strategies_draw_with() -> None:
+def test_promises_of_strategies() -> None:
     asked = SamplingParams(temperature=0.7, top_k=5, presence_penalty=0.5, seed=3)
     assert STRATEGIES["coupled"].effective_params(asked) == asked
     assert STRATEGIES["greedy"].effective_params(asked) == asked.model_copy(update={"temperature": 0.0})
@@ -83,14 +83,14 @@ def test_what_strategies_draw_with() -> None:
     ]
 
 
-def test_what_is_promised_is_said() -> None:
-    said = {name: strategy.warning for name, strategy in STRATEGIES.items()}
-    assert said.pop("coupled") == ""
-    assert "not drafter-invariant" in said.pop("residual")
-    assert all("lossy" in caveat for caveat in said.values())
+def test_warnings() -> None:
+    warnings = {name: strategy.warning for name, strategy in STRATEGIES.items()}
+    assert warnings.pop("coupled") == ""
+    assert "not drafter-invariant" in warnings.pop("residual")
+    assert all("lossy" in caveat for caveat in warnings.values())
 
 
-def test_keys_that_change_a_strategy_change_its_promise() -> None:
+def test_keys_that_modify_a_strategy() -> None:
     thinking = {"begin_thinking_phase_token": 1, "end_thinking_phase_token": 2}
     for keys, name in (
         ({"synthetic_acceptance_rate": 0.0}, "synthetic"),

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
-import sys
+import subprocess
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import SpeculationStats, Submission
-from paceline.drafting import build_speculator as build_speculator
+from paceline.core.messages import GenerationRequest, SpeculationStats
+from paceline.drafting import build_speculator
 from paceline.drafting.heads.head_speculator import HeadSpeculator
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.eagle import EagleNetwork
@@ -31,19 +29,20 @@ from paceline.model.target_weights import load_target_weights
 from paceline.wire.session_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
-from tests.exactness.test_drawn_law import SIGNIFICANCE
-from tests.exactness.test_strategies_engine import LENGTH, SIZE, law_after, submissions, tail
+from tests.exactness.test_draw_distribution import SIGNIFICANCE
+from tests.exactness.test_strategies_engine import LENGTH, SIZE, distribution_after, submissions, tail
 from tests.helpers.head_checkpoints import HIDDEN, eagle_tensors, llama_config, save_head, target_model, target_network
 from tests.helpers.llamas import peaked_llama
 from tests.helpers.markov import save_markov, save_seeing
 from tests.helpers.parallel import drafting_for
+from tests.helpers.service_processes import service_process
 from tests.helpers.targets import collect, linked, target_worker
-from tests.helpers.workers import Witness, draft_worker, until
+from tests.helpers.workers import RecordingSpeculator, draft_worker, until
 
-TABLE_VOCABULARY = 24  # small, so that what was said before is said again, and n-grams have something to find
+TABLE_VOCABULARY = 24  # small, so that outputs repeat and n-grams match
 SLOTS = 2048
 TEMPERATURES = [pytest.param(0.0, marks=pytest.mark.slow), 0.8]
-"""The wire is tried with one case for each method; `test_engine.py` has all of them, in one process."""
+"""One case per method; `test_engine.py` has all cases, in one process."""
 
 
 def table(disagreement: float = 0.0) -> Model:
@@ -54,10 +53,12 @@ def llama(dtype: torch.dtype, noise: float = 0.0) -> Model:
     return build(peaked_llama(noise).to(dtype), "llama", EngineConfig(slots=SLOTS), "", [])
 
 
-def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = (), tokens: int = 40) -> list[Submission]:
-    """Prompts of several lengths that repeat themselves, some of them resumed."""
+def requests(
+    temperature: float, *, plain: bool, drafts: Sequence[str] = (), tokens: int = 40
+) -> list[GenerationRequest]:
+    """Requests with repetitive prompts of several lengths, some of them resumed."""
     return [
-        Submission(
+        GenerationRequest(
             str(i),
             [1 + (i + j) % 7 for j in range(5 + 6 * i)],
             SamplingParams(temperature=temperature, max_tokens=tokens, seed=i),
@@ -69,16 +70,18 @@ def requests(temperature: float, *, plain: bool, drafts: Sequence[str] = (), tok
     ]
 
 
-async def run(link: TargetLink, submissions: Sequence[Submission]) -> tuple[list[list[int]], list[SpeculationStats]]:
-    answers = await asyncio.gather(*(collect(link, each) for each in submissions))
-    return [tokens for tokens, _ in answers], [last.speculation for _, last in answers if last.speculation]
+async def run(
+    link: TargetLink, submissions: Sequence[GenerationRequest]
+) -> tuple[list[list[int]], list[SpeculationStats]]:
+    results = await asyncio.gather(*(collect(link, each) for each in submissions))
+    return [tokens for tokens, _ in results], [last.speculation for _, last in results if last.speculation]
 
 
 @asynccontextmanager
 async def served(
     model: Model, speculation: SpeculativeConfig, *speculators: Speculator, drafts: Sequence[str] = ()
 ) -> AsyncIterator[tuple[TargetLink, list[str]]]:
-    """A target with a worker for each speculator, and others that run already; all of them are up."""
+    """A target connected to one worker per speculator, and to the workers at `drafts`."""
     async with AsyncExitStack() as stack:
         workers = [
             await stack.enter_async_context(draft_worker(speculator, f"draft {i}"))
@@ -108,11 +111,9 @@ def speculator(method: str, width: int) -> Speculator:
 )
 @pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
 async def test_speculation_changes_nothing(method: str, depth: int, width: int, temperature: float) -> None:
-    """Plain and speculative requests run mixed; each comes out as it does alone."""
+    """Plain and speculative requests in one batch give the tokens that each gives alone."""
     async with served(table(), config(method, depth, width), speculator(method, width)) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
+        stats = await same_tokens(link, temperature, drafts)
         assert sum(each.drafted_tokens for each in stats) > 0
         if method == "draft_model":
             assert sum(each.accepted_tokens for each in stats) > 0
@@ -129,20 +130,18 @@ async def test_speculation_changes_nothing(method: str, depth: int, width: int, 
     ],
 )
 async def test_several_speculators_change_nothing(methods: Sequence[str], temperature: float) -> None:
-    """One drafts in a worker, those without a model in the target, for every request and in the same tree."""
+    """Model-free methods run in the target and add to the same trees as the worker."""
     stack = config(methods, 5, 3)
     async with served(table(), stack, speculator(stack.method, 3)) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
+        stats = await same_tokens(link, temperature, drafts)
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
 async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> None:
     async with served(table(), config(["suffix", "draft_model"], 5, 3)) as (link, _):
         alone, _ = await run(link, requests(0.0, plain=True, tokens=200))
-        answers, stats = await run(link, requests(0.0, plain=False, tokens=200))
-        assert answers == alone
+        results, stats = await run(link, requests(0.0, plain=False, tokens=200))
+        assert results == alone
         assert sum(each.accepted_tokens for each in stats) > 0
         assert not any(each.drafts for each in stats)
 
@@ -152,23 +151,18 @@ async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> Non
 async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, temperature: float) -> None:
     draft = DraftModelSpeculator(llama(dtype, noise=0.01), tree_width=3)
     async with served(llama(dtype), config("draft_model", 5, 3), draft) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
+        stats = await same_tokens(link, temperature, drafts)
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
 async def test_guesses_of_one_pass_change_nothing(method: str, temperature: float, tmp_path: Path) -> None:
-    """Fed over the wire with the target's states, where the method needs them. The target waits for guesses, so that
-    there are some to verify."""
+    """Some methods need the target's hidden states. The target waits for draft tokens, so that there are some."""
     draft = drafting_for(llama(torch.float32), method, tmp_path, width=1)
     waiting = config("draft_model", 4, 1).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
     async with served(llama(torch.float32), waiting, draft) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
+        stats = await same_tokens(link, temperature, drafts)
         assert sum(each.drafted_tokens for each in stats) > 0
         assert method != "pard" or sum(each.accepted_tokens for each in stats) > 0
 
@@ -178,35 +172,35 @@ async def test_guesses_of_one_pass_change_nothing(method: str, temperature: floa
 async def test_speculation_from_one_hidden_state_changes_nothing(
     method: str, temperature: float, tmp_path: Path
 ) -> None:
-    """The worker has the head, and borrows from the target's checkpoint; the states come with the target's frames."""
+    """The worker loads the head and parts of the target's checkpoint; hidden states come with the target's frames."""
     target = str(save_markov(tmp_path / "target"))
     head = save_seeing(method, tmp_path / "head", temperature)
     speculation = config(method, 3, 3).model_copy(update={"model": str(head)})
     settings = EngineConfig(slots=SLOTS)
     speculator = build_speculator(speculation, settings, lambda: load_target_weights(target, None, "cpu"))
     async with served(load(target, settings), speculation, speculator) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
-        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
+        stats = await same_tokens(link, temperature, drafts)
+        assert all(each.drafts == ["draft 0"] for each in stats), (
+            "a draft drops a request with a gap in its hidden states"
+        )
         assert sum(each.accepted_tokens for each in stats) > 20
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"block_verification": True}], ids=["one by one", "as a block"])
-async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object]) -> None:
-    """The target waits for guesses and their laws, or three tokens were over before any; many requests are counted."""
+async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: dict[str, object]) -> None:
+    """The target waits for draft tokens, since requests have three tokens; the statistics are over many requests."""
     waiting = {"draft_schedule": "lockstep", "row_budget": False}
     speculation = {"method": "draft_model", "model": "-", "rejection_sampling_strategy": "residual", **waiting, **keys}
     model, draft = TableModel(SIZE, SLOTS, 512), DraftModelSpeculator(TableModel(SIZE, SLOTS, 512, 0.5), 1)
     async with served(model, SpeculativeConfig.model_validate(speculation), draft) as (link, drafts):
-        answers, stats = [], []
+        results, stats = [], []
         for start in range(0, 400, 20):
             some = [replace(each, drafts=drafts) for each in submissions(start + 20)[start:]]
             tokens, reports = await run(link, some)
-            answers += tokens
+            results += tokens
             stats += reports
-    assert tail(answers, law_after(TableModel(SIZE, SLOTS, 512), SamplingParams(), LENGTH)) > SIGNIFICANCE
+    assert tail(results, distribution_after(TableModel(SIZE, SLOTS, 512), SamplingParams(), LENGTH)) > SIGNIFICANCE
     assert sum(each.accepted_tokens for each in stats) > 50
     assert {(each.strategy, each.lossy, each.drafter_invariant) for each in stats} == {("residual", False, False)}
 
@@ -214,16 +208,13 @@ async def test_residual_has_the_targets_law_over_the_wire(keys: dict[str, object
 async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None:
     speculation = config("draft_model", 4, 1).model_copy(update={"rejection_sampling_strategy": "residual"})
     async with served(table(), speculation, DraftModelSpeculator(table(0.3), 1)) as (link, drafts):
-        alone, _ = await run(link, requests(0.0, plain=True))
-        (mixed, plain), stats = await both(link, 0.0, drafts)
-        assert mixed == plain == alone
+        stats = await same_tokens(link, 0.0, drafts)
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: float, tmp_path: Path) -> None:
-    """It guesses once it was told the states of every position, and then well: the target looks at little else than
-    the last token, and so does the head."""
+async def test_a_head_with_hidden_states_over_the_wire_changes_nothing(temperature: float, tmp_path: Path) -> None:
+    """The head drafts once it has all hidden states, and well: the target's next token depends mostly on the last."""
     network = target_network()
     with torch.no_grad():
         for layer in network.model.layers:
@@ -238,93 +229,74 @@ async def test_a_head_that_is_fed_over_the_wire_changes_nothing(temperature: flo
     speculator = HeadSpeculator("eagle", head, "", model.vocabulary_size, 3)
     waiting = config("eagle", 5, 3).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
     async with served(model, waiting, speculator) as (link, drafts):
-        alone, _ = await run(link, requests(temperature, plain=True))
-        (mixed, plain), stats = await both(link, temperature, drafts)
-        assert mixed == plain == alone
-        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
+        stats = await same_tokens(link, temperature, drafts)
+        assert all(each.drafts == ["draft 0"] for each in stats), (
+            "a draft drops a request with a gap in its hidden states"
+        )
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
 async def test_a_draft_killed_halfway_changes_nothing() -> None:
-    """SIGKILL to a real process; its requests are counted on the next draft."""
-    async with draft_process() as (process, address):
+    """SIGKILL to a real process; its requests continue on the next draft."""
+    speculation = config("draft_model", 5, 3).model_copy(update={"model": f"table:{TABLE_VOCABULARY}:0.3"})
+    arguments = ("--worker-id", "killed", "--speculative-config", speculation.model_dump_json())
+    with service_process("draft", *arguments) as killed:
         spare = DraftModelSpeculator(table(0.3), 3)
-        async with served(table(), config("draft_model", 5, 3), spare, drafts=[address]) as (link, drafts):
-            long: dict[str, Any] = {
-                "temperature": 0.8,
-                "tokens": 300,
-            }  # so that none can end before the loss is noticed
-            alone, _ = await run(link, requests(**long, plain=True))
-            killing = [follow(link, each, process) for each in requests(**long, plain=False, drafts=drafts)]
-            answers = await asyncio.gather(*killing)
-            assert [tokens for tokens, _ in answers] == alone
-            assert {tuple(stats.drafts) for _, stats in answers} == {("killed", "draft 0")}
-            assert process.returncode == -signal.SIGKILL
+        async with served(table(), config("draft_model", 5, 3), spare, drafts=[killed.address]) as (link, drafts):
+            tokens = 300  # so that no request ends before the loss is noticed
+            alone, _ = await run(link, requests(0.8, plain=True, tokens=tokens))
+            submitted = requests(0.8, plain=False, drafts=drafts, tokens=tokens)
+            killing = [follow(link, each, killed.process) for each in submitted]
+            results = await asyncio.gather(*killing)
+            assert [tokens for tokens, _ in results] == alone
+            assert {tuple(stats.drafts) for _, stats in results} == {("killed", "draft 0")}
+            assert killed.process.returncode == -signal.SIGKILL
 
 
 async def test_hidden_states_of_every_position_reach_the_draft() -> None:
-    """A speculator that asks gets those of the whole prompt and of every committed token, in place."""
-    witness = Witness(TABLE_VOCABULARY)
-    steady = config("draft_model", 4, 1).model_copy(update={"row_budget": False})  # a paused draft is told nothing
-    async with served(table(), steady, witness) as (link, drafts):
+    """Of the whole prompt and of every committed token, in their places."""
+    recording = RecordingSpeculator(TABLE_VOCABULARY)
+    steady = config("draft_model", 4, 1).model_copy(update={"row_budget": False})  # a paused draft gets no commits
+    async with served(table(), steady, recording) as (link, drafts):
         alone, _ = await run(link, requests(0.8, plain=True))
-        told = requests(0.8, plain=False, drafts=drafts)
-        answers, stats = await run(link, told)
-        assert answers == alone
-        assert all(each.drafts == ["draft 0"] for each in stats), "a gap would have moved the request away"
-        histories = [[*each.prompt, *each.committed, *tokens] for each, tokens in zip(told, answers, strict=True)]
+        submitted = requests(0.8, plain=False, drafts=drafts)
+        results, stats = await run(link, submitted)
+        assert results == alone
+        assert all(each.drafts == ["draft 0"] for each in stats), (
+            "a draft drops a request with a gap in its hidden states"
+        )
+        histories = [[*each.prompt, *each.committed, *tokens] for each, tokens in zip(submitted, results, strict=True)]
         computed = sorted(history[:-1] for history in histories)  # the last token is no pass's input
         lengths = sorted(map(len, computed))
-        await until(lambda: sorted(map(len, witness.seen.values())) == lengths)  # the last commits are on their way
-        assert sorted([seen[position] for position in range(len(seen))] for seen in witness.seen.values()) == computed
+        await until(lambda: sorted(map(len, recording.seen.values())) == lengths)  # the last commits are on their way
+        assert sorted([seen[position] for position in range(len(seen))] for seen in recording.seen.values()) == computed
 
 
-async def both(
-    link: TargetLink, temperature: float, drafts: Sequence[str]
-) -> tuple[tuple[list[list[int]], list[list[int]]], list[SpeculationStats]]:
-    """Speculative and plain requests at once: their tokens, and the statistics of the former."""
+async def same_tokens(link: TargetLink, temperature: float, drafts: Sequence[str]) -> list[SpeculationStats]:
+    """Check that requests give the same tokens alone and plain, and in one batch plain and speculative.
+
+    Returns the statistics of the speculative ones.
+    """
+    plain = requests(temperature, plain=True)
+    alone, _ = await run(link, plain)
     speculative = requests(temperature, plain=False, drafts=drafts)
-    plain = [
-        Submission(f"plain {each.request_id}", each.prompt, each.sampling, each.speculative, each.committed)
-        for each in requests(temperature, plain=True)
-    ]
-    (mixed, stats), (others, _) = await asyncio.gather(run(link, speculative), run(link, plain))
-    return (mixed, others), stats
+    others = [replace(each, request_id=f"plain {each.request_id}") for each in plain]
+    (mixed, stats), (mixed_plain, _) = await asyncio.gather(run(link, speculative), run(link, others))
+    assert mixed == mixed_plain == alone
+    return stats
 
 
 async def follow(
-    link: TargetLink, submission: Submission, process: asyncio.subprocess.Process
+    link: TargetLink, submission: GenerationRequest, process: subprocess.Popen[str]
 ) -> tuple[list[int], SpeculationStats]:
-    """Tokens and statistics of a request; the process is killed as soon as one is halfway."""
+    """Return tokens and statistics of a request. Kills the process when the first request is a quarter through."""
     tokens: list[int] = []
     stats = SpeculationStats()
     async with aclosing(link.submit(submission)) as deltas:
         async for delta in deltas:
             tokens += delta.tokens
             stats = delta.speculation or stats
-            if len(tokens) >= submission.sampling.max_tokens // 4 and process.returncode is None:
-                os.kill(process.pid, signal.SIGKILL)  # process.kill() takes the exit code of one that was killed before
-                await process.wait()
+            if len(tokens) >= submission.sampling.max_tokens // 4 and process.poll() is None:
+                process.kill()
+                process.wait()
     return tokens, stats
-
-
-@asynccontextmanager
-async def draft_process() -> AsyncIterator[tuple[asyncio.subprocess.Process, str]]:
-    speculation = config("draft_model", 5, 3).model_copy(update={"model": f"table:{TABLE_VOCABULARY}:0.3"})
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "paceline_services.draft", "--worker-id", "killed"),
-        *("--speculative-config", speculation.model_dump_json()),
-        stderr=asyncio.subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    try:
-        async with asyncio.timeout(120):
-            while b"ready on" not in (line := await process.stderr.readline()):
-                assert line, "the worker ended before it was ready"
-        yield process, line.decode().split()[-1]
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await process.stderr.read()  # its compute ends a moment later
-        await process.wait()

@@ -1,4 +1,4 @@
-"""`paceline bench overlap`, shrunk: every part of it runs, on the real stack, and its last line is what it says."""
+"""`paceline bench overlap`, shrunk: every part runs on the real stack, and the last line is checked."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_whole_benchmark() -> None:
     ran = CliRunner().invoke(main, ["bench", "overlap"], catch_exceptions=False)
     assert ran.exit_code == 0
-    said = json.loads(ran.stdout.splitlines()[-1])
-    assert [line["rtt_ms"] for line in said["rtt"]] == [0.0, 10.0]
-    assert [line["requests"] for line in said["concurrency"]] == [1, 4]
-    for line in (*said["rtt"], *said["concurrency"]):
+    result = json.loads(ran.stdout.splitlines()[-1])
+    assert [line["rtt_ms"] for line in result["rtt"]] == [0.0, 10.0]
+    assert [line["requests"] for line in result["concurrency"]] == [1, 4]
+    for line in (*result["rtt"], *result["concurrency"]):
         assert min(line["plain"], line["lockstep"], line["streamed"]) > 0
-    slow = said["rtt"][1]
+    slow = result["rtt"][1]
     assert slow["lockstep"] < 1 / 0.010 * 4, "the network is as slow as asked: K + 1 tokens per round trip at most"
-    assert said["wire_bytes_per_token"] == max(line["wire_bytes_per_token"] for line in said["rtt"]) > 0
-    errors = [abs(line["forecast"] / line["streamed"] - 1) for line in said["rtt"]]
-    assert said["plan_error"] == pytest.approx(max(errors), abs=1e-3)
-    assert said["useless_draft_ratio"] > 0
-    assert min(said["killed"].values()) > 0
+    assert result["wire_bytes_per_token"] == max(line["wire_bytes_per_token"] for line in result["rtt"]) > 0
+    errors = [abs(line["forecast"] / line["streamed"] - 1) for line in result["rtt"]]
+    assert result["plan_error"] == pytest.approx(max(errors), abs=1e-3)
+    assert result["useless_draft_ratio"] > 0
+    assert min(result["killed"].values()) > 0
 
 
-def test_other_tokens_end_it() -> None:
+def test_other_tokens_end_the_benchmark() -> None:
     bench = overlap.OverlapBench(stack=None, client=None, link=None, tokens={})  # type: ignore[arg-type]
     bench.check("a", [1, 2])
     bench.check("a", [1, 2, 3])

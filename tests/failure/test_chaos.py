@@ -1,7 +1,7 @@
-"""A whole deployment under load, of which every process is killed, stopped or asked to leave: nobody loses a token.
+"""A whole deployment under load, whose processes are killed, stopped or terminated: no client loses a token.
 
-Real processes under the real supervisor; models that take their time, so that whatever happens happens in mid-answer.
-What a target says plainly and undisturbed is the reference.
+Real processes under the real supervisor; timed models, so that faults hit requests in progress. The expected answers
+are the target's own, plain and undisturbed.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ DRAFT = SpeculativeConfig(method="draft_model", model="timed:vocabulary=512,step
 MUTANT = "tests.helpers.off_by_one"
 TOKENS = 120
 FOR_LONG = {"max_tokens": 8000}
-"""Far longer than anybody waits here."""
+"""Longer than any test here waits."""
 SECONDS_S = 20.0
-"""What is to happen within seconds; a keepalive takes ten."""
+"""For events that take seconds; a keepalive takes ten."""
 
 
 @dataclass
@@ -49,7 +49,7 @@ class Scene:
     http: httpx.AsyncClient
     known: list[ChaosCase]
     mutant: ChaosStack
-    """The same one, with the gateway that makes a mistake as the only one."""
+    """The same stack, with the mutant gateway only."""
 
     def long(self, count: int) -> list[ChaosCase]:
         """Requests that would go on for minutes."""
@@ -57,22 +57,22 @@ class Scene:
 
     @asynccontextmanager
     async def load(self, clients: int) -> AsyncIterator[ChaosReport]:
-        """Clients who compare, one request after the other, for as long as the context lasts."""
-        tally, stop = ChaosReport(), asyncio.Event()
+        """Clients that compare answers, one request after another, while the context lasts."""
+        report, stop = ChaosReport(), asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
             for number in range(clients):
-                tasks.create_task(ChaosClient(self.stack, self.http, tally, Random(number)).run(self.known, stop))
+                tasks.create_task(ChaosClient(self.stack, self.http, report, Random(number)).run(self.known, stop))
             try:
-                yield tally
+                yield report
             finally:
                 stop.set()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
-    wish = DeploymentOptions(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
-    said: list[str] = []
-    async with running(wish, said.append, 2, (MUTANT,)) as stack, client() as http:
+    options = DeploymentOptions(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
+    lines: list[str] = []
+    async with running(options, lines.append, 2, (MUTANT,)) as stack, client() as http:
         urls = dict(stack.urls)
         mutant = urls.pop("gateway-3")
         stack = replace(stack, urls=urls)
@@ -80,26 +80,26 @@ async def scene() -> AsyncIterator[Scene]:
         yield Scene(stack, http, known, replace(stack, urls={"gateway-3": mutant}))
 
 
-async def test_what_is_expected_keeps_its_law(scene: Scene) -> None:
-    """A law that changed nothing would test nothing. Token i reads as the number i."""
-    of_law = {law: [case for case in scene.known if case.name.startswith(law)] for law in ("grammar", "barred")}
-    assert all(map(len, of_law.values()))
-    for case in of_law["grammar"]:
+async def test_expected_answers_obey_grammar_and_bias(scene: Scene) -> None:
+    """A case without an effect would test nothing. Token i reads as the number i."""
+    by_name = {name: [case for case in scene.known if case.name.startswith(name)] for name in ("grammar", "barred")}
+    assert all(map(len, by_name.values()))
+    for case in by_name["grammar"]:
         assert [token for token in case.expected.tokens[1::2] if token > 9] == []
         assert len(case.expected.tokens) == TOKENS
-    for case in of_law["barred"]:
+    for case in by_name["barred"]:
         *tokens, last = case.expected.tokens
         assert not {LAST, 7, 11} & set(tokens)
         assert [*itertools.pairwise(tokens)].count((1, 2)) == 0
         assert (last, len(tokens), case.expected.finish_reason) == (LAST, TOKENS - 1, "stop")
 
 
-async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(scene: Scene) -> None:
+async def test_a_killed_gateways_requests_are_cancelled_and_can_be_retried(scene: Scene) -> None:
     """The retry with the same seed, at the other gateway, gets the same tokens."""
     first, other = scene.stack.urls.values()
     async with streaming(scene.http, scene.long(4), first) as streams:
         await came(streams, 20)
-        await _told(scene.stack.requests)
+        await _wait_for_requests(scene.stack.requests)
         scene.stack.inject(Fault(0.0, ("gateway-1",), "kill"))
     assert all(stream.lost for stream in streams)
     async with asyncio.timeout(SECONDS_S):
@@ -112,8 +112,8 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_asked_again(s
         await scene.stack.wait_ready()
 
 
-async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) -> None:
-    """All targets are killed: they know nothing any more of what was said, and how much."""
+async def test_replayed_requests_keep_grammar_and_token_counts(scene: Scene) -> None:
+    """All targets are killed: new ones know neither the output nor its length."""
     known = [case for case in scene.known if case.name.startswith(("grammar", "barred"))]
     async with streaming(scene.http, known, *scene.stack.urls.values()) as streams:
         await came(streams, 10)
@@ -125,19 +125,19 @@ async def test_laws_that_look_back_hold_for_whoever_is_replayed(scene: Scene) ->
 
 
 @pytest.mark.slow
-async def test_whoever_hangs_is_left_and_may_come_back(scene: Scene) -> None:
-    """SIGSTOP, as a cut network, leaves connections open: only the unanswered ping tells.
+async def test_stopped_processes_are_left_and_may_come_back(scene: Scene) -> None:
+    """SIGSTOP, like a cut network, leaves connections open: only an unanswered ping shows it.
 
-    What a gateway had running is cancelled; when it goes on, it replays that, and its clients notice a pause. The
-    requests of a target move. A draft costs guesses only.
+    A stopped gateway's requests are cancelled; when it continues, it replays them, and its clients see a pause.
+    A stopped target's requests move. A stopped draft costs draft tokens only.
     """
     stack = scene.stack
     first, other = stack.urls.values()
     hung, alive = stack.deployment.targets
-    many = scene.long(16)  # enough for both targets, whatever the gateway was told of them last
+    many = scene.long(16)  # enough for both targets, whatever load the gateway knows
     async with unfinished(scene.http, many, first):
         for name in (hung, alive):
-            await _told(partial(stack.busy, name))
+            await _wait_for_requests(partial(stack.busy, name))
         async with streaming(scene.http, scene.known[:6], first, other) as streams:
             await came(streams, 10)
             for name in ("gateway-1", hung, next(iter(stack.deployment.drafts))):
@@ -158,26 +158,26 @@ async def test_whoever_hangs_is_left_and_may_come_back(scene: Scene) -> None:
 
 async def test_redis_is_killed_and_comes_back_empty(scene: Scene) -> None:
     stack = scene.stack
-    async with scene.load(6) as tally:
+    async with scene.load(6) as report:
         for _ in range(2):
-            before, pid = tally.requests, stack.redis.pid
+            before, pid = report.requests, stack.redis.pid
             stack.send(REDIS, signal.SIGKILL)
-            await _until(lambda: stack.redis.pid not in (None, pid) and tally.requests >= before + 6)  # noqa: B023
+            await _until(lambda: stack.redis.pid not in (None, pid) and report.requests >= before + 6)  # noqa: B023
     async with asyncio.timeout(PATIENCE_S):
         await stack.wait_ready()
-    assert tally.clean
-    assert (tally.refused, tally.retries) == (0, 0)
+    assert report.clean
+    assert (report.refused, report.retries) == (0, 0)
 
 
 @pytest.mark.slow
 async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
-    """SIGTERM: whoever gets it finishes or hands over what it has, and leaves with exit code 0.
+    """SIGTERM: a process finishes or hands over its requests, and exits with code 0.
 
-    One replica of each kind after the other, and the next ones when all are back.
+    One replica of each kind at a time, the next ones when all are ready again.
     """
     stack = scene.stack
     turns = list(zip(stack.deployment.targets, stack.deployment.drafts, stack.urls, strict=True))
-    async with scene.load(6) as tally:
+    async with scene.load(6) as report:
         for turn in turns:
             for name in turn:
                 stack.inject(Fault(0.0, (name,), "terminate"))
@@ -185,17 +185,17 @@ async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogC
                 assert f"{name} ended with exit code 0" in caplog.text
             async with asyncio.timeout(PATIENCE_S):
                 await stack.wait_ready()
-    assert tally.clean
-    assert tally.requests >= 6
+    assert report.clean
+    assert report.requests >= 6
 
 
 @pytest.mark.slow
 async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "loadtests")
-    tally = await chaos.run(
+    report = await chaos.run(
         scene.stack, ChaosOptions(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11)
     )
-    summary = tally.summary()
+    summary = report.summary()
     assert {name: summary[name] for name in ("errors", "changed_outputs", "lost_tokens", "unsettled")} == {
         "errors": 0,
         "changed_outputs": 0,
@@ -207,14 +207,14 @@ async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_a_replay_with_another_seed_is_seen(scene: Scene) -> None:
-    """The mutant: without this, chaos clients that compare nothing would pass every test here.
+    """The mutant: without this test, chaos clients that compare nothing would pass.
 
-    Greedy answers do not depend on the seed, and who has no token yet is not replayed but begun: so only sampled ones,
-    and again until one was in the middle.
+    Greedy answers do not depend on the seed, and a request without a token is started anew: so only sampled requests,
+    and repeated until one is in progress.
     """
     sampled = replace(scene, stack=scene.mutant, known=[case for case in scene.known if case.body["temperature"] > 0])
-    async with sampled.load(8) as tally, asyncio.timeout(PATIENCE_S):
-        while not tally.changed_outputs:
+    async with sampled.load(8) as report, asyncio.timeout(PATIENCE_S):
+        while not report.changed_outputs:
             await scene.stack.wait_ready()
             victim = next(iter(scene.stack.deployment.targets))
             if await scene.stack.busy(victim):
@@ -222,12 +222,12 @@ async def test_a_replay_with_another_seed_is_seen(scene: Scene) -> None:
             await asyncio.sleep(0.5)
     async with asyncio.timeout(PATIENCE_S):
         await scene.stack.wait_ready()
-    assert not tally.clean
-    assert (tally.errors, tally.lost_tokens) == (0, 0)
+    assert not report.clean
+    assert (report.errors, report.lost_tokens) == (0, 0)
 
 
-async def _told(requests: Callable[[], Awaitable[float]]) -> None:
-    """Wait until metrics tell of requests; steps are counted once a second."""
+async def _wait_for_requests(requests: Callable[[], Awaitable[float]]) -> None:
+    """Wait until metrics show requests; they are updated once a second."""
     async with asyncio.timeout(SECONDS_S):
         while not await requests():
             await asyncio.sleep(0.05)

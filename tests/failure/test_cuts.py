@@ -1,7 +1,7 @@
-"""The network is cut in mid-answer: nobody is told, connections stay, and what is sent is lost.
+"""The network is cut during requests: connections stay open, and what is sent is lost.
 
-A target or a draft is in a network of its own; it goes on running and comes back when the cut is over. Real services;
-what a target says plainly and undisturbed is the reference.
+A target or a draft runs in a network namespace of its own, keeps running, and is reachable again after the cut. Real
+services; the reference are a target's own tokens without speculation.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ TARGET = "timed:vocabulary=512,step_ms=20"
 DRAFT = {"method": "draft_model", "model": "timed:vocabulary=512,step_ms=2,agreement=0.8"}
 TOKENS = 300
 PORT, METRICS = 9000, 9100
-"""In networks where nobody else is."""
+"""Ports in the networks of their own."""
 SECONDS_S = 30.0
-"""What is to happen within seconds; a ping that is not answered takes ten."""
+"""Timeout for what happens within seconds; detecting an unanswered ping takes ten."""
 DRAFTED = "paceline_spec_decode_num_draft_tokens_total"
 
 
@@ -48,19 +48,19 @@ class Scene:
     http: httpx.AsyncClient
     gateway: str
     near: str
-    """Metrics of the target that nobody cuts off."""
+    """URL of the metrics of the target that is never cut off."""
     far: str
-    """Metrics of the one in `target_network`."""
+    """URL of the metrics of the target in `target_network`."""
     target_network: Network
     draft_network: Network
     known: list[ChaosCase]
 
     def long(self, count: int) -> list[ChaosCase]:
-        """Requests that would go on for minutes."""
+        """Requests that take minutes."""
         return [replace(case, body={**case.body, "max_tokens": 8000}) for case in self.known[:count]]
 
     async def metric(self, url: str, *names: str) -> float:
-        """The sum of these series, once somebody tells."""
+        """Return the sum of these series, once the service answers."""
         while True:
             with suppress(httpx.HTTPError):
                 text = (await self.http.get(f"{url}/metrics", timeout=2.0)).raise_for_status().text
@@ -87,15 +87,15 @@ def process(*command: str) -> Iterator[None]:
 
 
 def service(kind: str, redis: str, *arguments: str, there: Network | None = None) -> tuple[str, ...]:
-    """Command line of one; `there`: in that network."""
-    entered = there.enter if there else ()
-    return (*entered, sys.executable, "-m", f"paceline_services.{kind}", "--redis-url", redis, *arguments)
+    """Return the command line of a service; `there`: the network that it runs in."""
+    enter = there.enter if there else ()
+    return (*enter, sys.executable, "-m", f"paceline_services.{kind}", "--redis-url", redis, *arguments)
 
 
 def worker(host: str, port: int, metrics: int) -> tuple[str, ...]:
     engine = json.dumps({"threads": 1})
-    where = ("--host", host, "--port", str(port), "--metrics-port", str(metrics))
-    return (*where, "--engine-config", engine, "--speculative-config", json.dumps(DRAFT))
+    addresses = ("--host", host, "--port", str(port), "--metrics-port", str(metrics))
+    return (*addresses, "--engine-config", engine, "--speculative-config", json.dumps(DRAFT))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -137,8 +137,7 @@ async def scene() -> AsyncIterator[Scene]:
 
 
 async def test_a_target_that_is_cut_off(scene: Scene) -> None:
-    """Its requests go on elsewhere with the tokens that would have come. It cancels what nobody hears, and serves
-    again when it can be reached."""
+    """Its requests continue on the other target with the same tokens. It cancels them, and is used again later."""
     async with unfinished(scene.http, scene.long(8), scene.gateway) as lasting:
         await scene.until(lambda: _busy(scene, scene.far))
         await scene.until(lambda: _busy(scene, scene.near))
@@ -148,15 +147,15 @@ async def test_a_target_that_is_cut_off(scene: Scene) -> None:
         for stream in streams:
             stream.check()
         assert await scene.metric(scene.gateway, REPLAYS) > 0
-        said = [len(stream.got.tokens) for stream in lasting]
-        await scene.until(lambda: _more(lasting, said))
+        counts = [len(stream.got.tokens) for stream in lasting]
+        await scene.until(lambda: _more(lasting, counts))
         scene.target_network.heal()
         await scene.until(lambda: _idle(scene, scene.far))
     await scene.until(lambda: _gets_some(scene))
 
 
 async def test_a_draft_that_is_cut_off(scene: Scene) -> None:
-    """Guesses stop, tokens do not; and they come again when it can be reached."""
+    """Drafting stops, tokens do not; drafting resumes after the cut."""
     drafted = await scene.metric(scene.near, DRAFTED)
     async with unfinished(scene.http, scene.long(8), scene.gateway):
         await scene.until(lambda: _above(scene, drafted))
@@ -180,7 +179,7 @@ async def _busy(scene: Scene, url: str) -> bool:
 
 
 async def _gets_some(scene: Scene) -> bool:
-    """Whether the target that was cut off is sent some of what comes now."""
+    """Return whether the target that was cut off gets some of eight new requests."""
     async with unfinished(scene.http, scene.long(8), scene.gateway):
         await asyncio.sleep(2.0)  # steps are counted once a second
         return await _busy(scene, scene.far)
@@ -194,8 +193,8 @@ async def _above(scene: Scene, drafted: float) -> bool:
     return await scene.metric(scene.near, DRAFTED) > drafted
 
 
-async def _more(streams: Sequence[Stream], said: Sequence[int]) -> bool:
-    return all(len(stream.got.tokens) > count for stream, count in zip(streams, said, strict=True))
+async def _more(streams: Sequence[Stream], counts: Sequence[int]) -> bool:
+    return all(len(stream.got.tokens) > count for stream, count in zip(streams, counts, strict=True))
 
 
 async def _listening(addresses: Sequence[tuple[str, int]]) -> None:

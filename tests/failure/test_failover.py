@@ -1,7 +1,7 @@
-"""A target of a real network is killed in mid-answer: streams pause and go on elsewhere.
+"""A target with a real network is killed during requests: streams pause and continue on another target.
 
-Real processes under the real supervisor. The network is tiny and random but peaked, so that one bit in a key or value
-that a replay computes again would show. What a target says plainly and undisturbed is the reference.
+Real processes under the real supervisor. The network is tiny and random but peaked, so that one different bit in a key
+or value after a replay changes tokens. The reference are a target's own tokens without speculation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
 TOKENS = 400
 MARGIN = 100
-"""Tokens that are still to come when a target is killed."""
+"""Tokens left, at least, when a target is killed."""
 PROMPTS = ("1 2 3", "7 11 13 7 11")
 
 Scene = tuple[ChaosStack, httpx.AsyncClient, list[ChaosCase]]
@@ -47,18 +47,18 @@ async def scene(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Scene
     folder = tmp_path_factory.mktemp("models")
     target, draft = save_model(folder / "target", 0.0), save_model(folder / "draft", 0.02)
     speculation = SpeculativeConfig(method="draft_model", model=draft, row_budget=False)
-    # One at a time: so small a network would have said everything before anybody had looked.
+    # One request at a time: so small a network would finish several before the test looks.
     engine = EngineConfig(threads=1, dtype="float32", max_num_seqs=1)
-    wish = DeploymentOptions(target, speculation, engine, target_workers=2, draft_workers=1)
-    said: list[str] = []
-    async with running(wish, said.append, 1) as stack, client() as http:
+    options = DeploymentOptions(target, speculation, engine, target_workers=2, draft_workers=1)
+    log: list[str] = []
+    async with running(options, log.append, 1) as stack, client() as http:
         known = await cases(http, stack.urls["gateway-1"], PROMPTS, TOKENS, {"ignore_eos": True})
         assert all(len(case.expected.tokens) == TOKENS for case in known if not case.name.startswith("stop"))
         yield stack, http, known
 
 
-async def both_in_mid_answer(streams: Sequence[Stream]) -> bool:
-    """Wait until two streams are: each target serves one at a time. False: all came to their ends before."""
+async def both_targets_busy(streams: Sequence[Stream]) -> bool:
+    """Wait until two streams have begun and are far from their end; each target serves one. False: all have ended."""
     while not all(stream.got.complete for stream in streams):
         if sum(0 < len(stream.got.tokens) < TOKENS - MARGIN and not stream.got.complete for stream in streams) == 2:
             return True
@@ -68,9 +68,9 @@ async def both_in_mid_answer(streams: Sequence[Stream]) -> bool:
 
 @pytest.mark.parametrize("half", [pytest.param("service", marks=pytest.mark.slow), "compute"])
 async def test_a_target_is_killed(scene: Scene, half: ProcessPart) -> None:
-    """What it had begun goes on at the other one, and what waited there begins.
+    """Its running request continues on the other target, and its waiting ones start there.
 
-    So small a network has said everything in a second: again, until both were seen at work, and one of them killed.
+    So small a network finishes within a second: repeat until one target was killed while both were busy.
     """
     stack, http, known = scene
     url = stack.urls["gateway-1"]
@@ -79,7 +79,7 @@ async def test_a_target_is_killed(scene: Scene, half: ProcessPart) -> None:
         while await stack.metric(url, REPLAYS) == replays:
             await stack.wait_ready()
             async with streaming(http, known, url) as streams:
-                if await both_in_mid_answer(streams):
+                if await both_targets_busy(streams):
                     assert stack.send(next(iter(stack.deployment.targets)), signal.SIGKILL, half)
             for stream in streams:
                 stream.check()

@@ -1,21 +1,19 @@
-"""A draft sends as much as it can: a real target's memory stays as it was, its link is closed, no token changes."""
+"""A draft sends as much as it can: the target's memory hardly grows, the link is closed, and no token changes."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.v1 import draft_pb2
-from paceline.wire.target_link import TargetLink
 from tests.failure.test_draft_links import Liar, lying, packed
-from tests.helpers.targets import collect, submission
+from tests.helpers.service_processes import service_process
+from tests.helpers.targets import collect, link_to, submission
 
 pytestmark = pytest.mark.alone
 
@@ -23,12 +21,12 @@ MODEL = "table:1000"
 DRAFTED = '{"method": "draft_model", "model": "table:1000", "row_budget": false}'
 TOKENS = 1500
 MEGABYTE = 10**6
-ROOM_MB = 150
-"""What a target's process may take beyond what it took before: some frames on their way, and their decoding."""
+MARGIN_MB = 150
+"""How much a target's process may grow: a few frames in flight, and decoding them."""
 
 
 class Heavy:
-    """A frame that carries so many bytes beyond what it says, in a field that nobody knows."""
+    """A frame with so many more bytes, in an unknown field."""
 
     def __init__(self, frame: draft_pb2.GrowthFrame, size: int) -> None:
         self._bytes = frame.SerializeToString() + b"\x7a" + _varint(size) + bytes(size)
@@ -43,7 +41,7 @@ def _varint(number: int) -> bytes:
 
 
 class Flood(Liar):
-    """Answers the first frame with frames of this size without end, each with one node of the first request."""
+    """Answers the first frame with an endless stream of frames of this size, each with one node."""
 
     def __init__(self, size: int) -> None:
         super().__init__(lambda frame: draft_pb2.GrowthFrame())
@@ -75,43 +73,25 @@ class Flood(Liar):
     [pytest.param(10**6, 1000, marks=pytest.mark.slow), (48 * 10**6, 200)],
     ids=["endless", "huge"],
 )
-async def test_gigabytes(size: int, all_mb: int, target: tuple[str, int]) -> None:
-    """Below the limit of a frame, and far above it."""
-    address, pid = target
+async def test_a_flood_of_large_frames(size: int, all_mb: int) -> None:
+    """Below the size limit of a frame, and far above it."""
     flood = Flood(size)
-    link = TargetLink(address)
-    await link.connect()
-    expected, _ = await collect(link, submission("plain", max_tokens=TOKENS, plain=True))
-    before = peaks(pid)
-    async with lying(flood) as draft:
-        number = 0
-        async with asyncio.timeout(100):
-            while flood.sent < all_mb * MEGABYTE or not flood.closed:
-                number += 1
-                tokens, _ = await collect(link, submission(str(number), max_tokens=TOKENS, drafts=[draft]))
-                assert tokens == expected
-    await link.close()
-    grown = [(now - then) / MEGABYTE for then, now in zip(before, peaks(pid), strict=True)]
-    assert max(grown) < ROOM_MB, f"{flood.sent / MEGABYTE:.0f} MB were sent over {flood.links} links"
-
-
-@pytest.fixture(scope="module")
-def target() -> Iterator[tuple[str, int]]:
-    """Its address and process id."""
-    command = (sys.executable, "-m", "paceline_services.target", "--model", MODEL, "--speculative-config", DRAFTED)
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    assert process.stderr is not None
-    try:
-        while not (found := re.search(rb"ready on (\S+)", line := process.stderr.readline())):
-            assert line, "the target ended before it was ready"
-        yield found[1].decode(), process.pid
-    finally:
-        process.kill()
-        process.communicate()
+    with service_process("target", "--model", MODEL, "--speculative-config", DRAFTED) as running:
+        async with link_to(running.address) as link, lying(flood) as draft:
+            expected, _ = await collect(link, submission("plain", max_tokens=TOKENS, plain=True))
+            before = peaks(running.process.pid)
+            number = 0
+            async with asyncio.timeout(100):
+                while flood.sent < all_mb * MEGABYTE or not flood.closed:
+                    number += 1
+                    tokens, _ = await collect(link, submission(str(number), max_tokens=TOKENS, drafts=[draft]))
+                    assert tokens == expected
+            grown = [(now - then) / MEGABYTE for then, now in zip(before, peaks(running.process.pid), strict=True)]
+            assert max(grown) < MARGIN_MB, f"{flood.sent / MEGABYTE:.0f} MB were sent over {flood.links} links"
 
 
 def peaks(pid: int) -> list[int]:
-    """The most memory that the target's two processes ever took, in bytes."""
+    """Return the peak memory of the target's two processes, in bytes."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     return [_peak(each) for each in (pid, *map(int, children))]
 

@@ -1,4 +1,4 @@
-"""The bad network itself: late, slow, cut, silent, and in order within each connection."""
+"""The impairment proxy: delay, bandwidth, cuts, hangs, and order within each connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SOON_S = 10.0
 
 @contextmanager
 def echo() -> Iterator[tuple[str, int]]:
-    """A server that sends back what it gets."""
+    """A server that returns what it receives."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer(connection: socket.socket) -> None:
@@ -54,24 +54,23 @@ def received(end: socket.socket, count: int) -> bytes:
 
 
 def round_trip(end: socket.socket, data: bytes = b"ping") -> float:
-    began = time.monotonic()
+    started_at = time.monotonic()
     end.sendall(data)
     assert received(end, len(data)) == data
-    return time.monotonic() - began
+    return time.monotonic() - started_at
 
 
-def test_nothing_comes_before_its_time() -> None:
+def test_bytes_are_delayed() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment(delay_s=0.05)) as link, connected(link) as end:
         assert round_trip(end) >= 0.1
 
 
-def test_bytes_come_no_faster_than_they_may() -> None:
+def test_bandwidth_is_limited() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment(bytes_per_s=1e6)) as link, connected(link) as end:
         assert round_trip(end, bytes(100_000)) >= 0.1
 
 
-def test_what_is_not_delivered_yet_is_not_taken_in_either() -> None:
-    """Or else whoever sends would not notice: it has to wait."""
+def test_the_sender_waits_for_a_slow_link() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment(bytes_per_s=1000.0)) as link, connected(link) as end:
         end.settimeout(0.2)
         with pytest.raises(TimeoutError):
@@ -82,8 +81,8 @@ def test_what_is_not_delivered_yet_is_not_taken_in_either() -> None:
         assert len(received(end, 2**20)) == 2**20, "nothing of it was lost"
 
 
-def test_connections_that_have_ended_are_forgotten() -> None:
-    """But not while something is under way in one direction."""
+def test_closed_connections_are_forgotten() -> None:
+    """But not while bytes are under way in one direction."""
     with echo() as server, ImpairmentProxy(server, Impairment(delay_s=0.02)) as link:
         ends = [connected(link) for _ in range(3)]
         for end in ends:
@@ -102,7 +101,7 @@ def test_connections_that_have_ended_are_forgotten() -> None:
             end.close()
 
 
-def test_bytes_stay_in_order_and_are_counted() -> None:
+def test_bytes_are_in_order_and_counted() -> None:
     sent = b"".join(bytes([i % 256]) * 97 for i in range(2000))
     with (
         echo() as server,
@@ -114,7 +113,7 @@ def test_bytes_stay_in_order_and_are_counted() -> None:
         assert (link.traffic.there, link.traffic.back) == (len(sent), len(sent))
 
 
-def test_an_impairment_may_change_on_the_way() -> None:
+def test_an_impairment_may_change() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment()) as link, connected(link) as end:
         round_trip(end)
         link.impair(Impairment(delay_s=0.05))
@@ -143,7 +142,7 @@ def test_connections_overtake_one_another() -> None:
             end.close()
 
 
-def test_a_cut_ends_connections_and_refuses_new_ones_until_it_is_mended() -> None:
+def test_a_cut_closes_connections_and_refuses_new_ones() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment()) as link:
         with connected(link) as end:
             round_trip(end)
@@ -156,7 +155,7 @@ def test_a_cut_ends_connections_and_refuses_new_ones_until_it_is_mended() -> Non
             round_trip(end)
 
 
-def test_a_network_that_hangs_tells_nobody_and_loses_nothing() -> None:
+def test_a_network_that_hangs_loses_nothing() -> None:
     with echo() as server, ImpairmentProxy(server, Impairment()) as link, connected(link) as end:
         round_trip(end)
         link.hang()

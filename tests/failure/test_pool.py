@@ -1,4 +1,4 @@
-"""Targets on a real Ray of this machine: placed, killed, started again, stopped."""
+"""Targets on a real Ray on this machine: placed, killed, started again, stopped."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from paceline.model.parallel.host_port import HostPort
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.wire.target_link import TargetLink
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.ranks import free_place
+from tests.helpers.ranks import free_address
 from tests.helpers.targets import collect, submission
 
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PATIENCE_S = 240.0
-"""Ray takes its time."""
+"""Ray is slow to start."""
 RAY = {
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else it makes one in the home of whoever runs this
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the user's home
     "RAY_DEDUP_LOGS": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 READY = r"(pid=(?P<actor>\d+).*)?target ready on (?P<address>\S+)"
-"""What a target says, and before it Ray, of the actor in which that runs."""
-KINDS = ("\0-m\0services.target\0", "\0-m\0services.rank\0")
-"""In the command of rank 0, and of another one."""
+"""A target's log line, after Ray's prefix with the actor's process id."""
+KINDS = ("\0-m\0paceline_services.target\0", "\0-m\0paceline_services.rank\0")
+"""In the command of rank 0, and in that of any other rank."""
 
 
 class Pool:
@@ -57,21 +57,21 @@ class Pool:
         raise AssertionError(f"{pattern!r} was never logged:\n{''.join(self.log)}")
 
     def pid(self, module: str) -> int:
-        """Of the one process of this kind that the pool has started."""
+        """Of the only process of the pool that runs this module."""
         [found] = [pid for pid in process_and_descendants(self.process.pid) if f"\0-m\0{module}\0" in _command(pid)]
         return found
 
 
 @pytest.fixture
 def folder() -> Iterator[str]:
-    """Where Ray has its sockets, which need a short path."""
+    """A short path for Ray's sockets."""
     with tempfile.TemporaryDirectory(dir="/tmp") as path:
         yield path
 
 
 @asynccontextmanager
 async def started(folder: str, *command: str) -> AsyncIterator[asyncio.subprocess.Process]:
-    """With all that it starts, ended with the context if not before."""
+    """A process, which is killed with its descendants at the end of the context."""
     process = await asyncio.create_subprocess_exec(
         *command,
         stdout=asyncio.subprocess.PIPE,
@@ -115,8 +115,8 @@ async def node(folder: str, *arguments: str) -> AsyncIterator[Pool]:
 async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) -> None:
     model = str(save_checkpoint(tmp_path))
     with EmbeddedRedis() as redis:
-        wish = ("--model", model, "--tensor-parallel-size", "2", "--placement", "pack", "--redis-url", redis.url)
-        async with pool(folder, *wish) as running:
+        options = ("--model", model, "--tensor-parallel-size", "2", "--placement", "pack", "--redis-url", redis.url)
+        async with pool(folder, *options) as running:
             before = await tokens_at((await running.wait_for(READY))["address"])
             assert len(before) == 20
 
@@ -125,61 +125,59 @@ async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) 
             await running.wait_for(r"replica 1 ended .* and is started again")
             assert await tokens_at((await running.wait_for(READY))["address"]) == before
 
-            await stopped(running)
+            await stop(running)
 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
 async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
-    """And both are on one node with ports of which each has its own."""
+    """Both run on one node, on different ports."""
     port = first_of(4)
     metrics = port + 2
-    wish = ("--model", "table:64", "--replicas", "2", "--port", str(port), "--metrics-port", str(metrics))
-    async with pool(folder, *wish) as running:
+    options = ("--model", "table:64", "--replicas", "2", "--port", str(port), "--metrics-port", str(metrics))
+    async with pool(folder, *options) as running:
         first, second = await running.wait_for(READY), await running.wait_for(READY)
-        said = "".join(running.log)
+        log = "".join(running.log)
         assert {int(each["address"].rpartition(":")[2]) for each in (first, second)} == {port, port + 1}
-        assert {int(found) for found in re.findall(r"metrics on http://\S+:(\d+)/", said)} == {metrics, metrics + 1}
+        assert {int(found) for found in re.findall(r"metrics on http://\S+:(\d+)/", log)} == {metrics, metrics + 1}
         before = await tokens_at(first["address"])
         assert len(before) == 20
         assert await tokens_at(second["address"]) == before
 
-        [victim] = [
-            pid for pid in process_and_descendants(int(first["actor"])) if "\0-m\0services.target\0" in _command(pid)
-        ]
+        [victim] = [pid for pid in process_and_descendants(int(first["actor"])) if KINDS[0] in _command(pid)]
         os.kill(victim, signal.SIGKILL)
         await running.wait_for(r"replica \d ended .* and is started again")
         assert await tokens_at(second["address"]) == before
         assert await tokens_at((await running.wait_for(READY))["address"]) == before
 
-        await stopped(running)
+        await stop(running)
 
 
 @pytest.mark.timeout(PATIENCE_S + 60)
 async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str) -> None:
-    """Each of its two nodes has room for both."""
-    model, address = str(save_checkpoint(tmp_path)), str(free_place())
-    wish = ("--model", model, "--tensor-parallel-size", "2", "--placement", "spread")
+    """Each of the two nodes has cores for both ranks."""
+    model, address = str(save_checkpoint(tmp_path)), str(free_address())
+    options = ("--model", model, "--tensor-parallel-size", "2", "--placement", "spread")
     async with (
         node(folder, "--head", f"--port={HostPort.parse(address).port}", "--include-dashboard=false") as head,
         node(folder, f"--address={address}") as other,
     ):
-        async with pool(folder, *wish, ray=address) as running:
+        async with pool(folder, *options, ray=address) as running:
             assert len(await tokens_at((await running.wait_for(READY))["address"])) == 20
             ranks = [[each for each in KINDS if each in _commands(at.process.pid)] for at in (head, other)]
             assert sorted(ranks) == sorted([kind] for kind in KINDS)
-            await stopped(running)
+            await stop(running)
         assert head.process.returncode is other.process.returncode is None
 
 
-async def stopped(running: Pool) -> None:
-    """Asked to end, and ended in order."""
+async def stop(running: Pool) -> None:
+    """Send SIGTERM, and wait for exit code 0."""
     running.process.terminate()
     await running.wait_for(r"pool stopped")
     assert await running.process.wait() == 0
 
 
 def first_of(count: int) -> int:
-    """Of so many ports in a row that are free now; the system gives away none of these by itself."""
+    """The first of `count` free ports in a row, outside the range that the system allocates from."""
     for port in range(20_000, 30_000, count):
         with suppress(OSError), ExitStack() as stack:
             for each in range(port, port + count):
@@ -199,7 +197,7 @@ async def tokens_at(address: str) -> list[int]:
 
 
 def _commands(root: int) -> str:
-    """Of a process and all that it started."""
+    """The commands of a process and its descendants."""
     return "\n".join(map(_command, process_and_descendants(root)))
 
 

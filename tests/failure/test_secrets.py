@@ -1,4 +1,4 @@
-"""A real gateway that logs everything it can: no key, salt, prompt or password is in it, and every answer is."""
+"""The debug log of a real gateway holds no key, salt, prompt or password, and every response."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 
-PROMPT, SALT, WRONG = "what-nobody-else-may-read", "what-keeps-tenants-apart", "pl-what-lets-nobody-in"
+PROMPT, SALT, WRONG = "a-secret-prompt", "a-secret-salt", "pl-a-wrong-key"
 OPTIONS = ("--model", "pydoc", "--port", "0", "--log-level", "debug")
 
 
@@ -34,8 +34,8 @@ def test_nothing_secret_is_logged(tmp_path: Path) -> None:
     key = new_key()
     write(tmp_path / "keys.json", KeyFile(keys=(ApiKey(name="alice", sha256=digest(key)),)))
     with EmbeddedRedis() as redis:
-        place = ("--api-keys", str(tmp_path / "keys.json"), "--redis-url", redis.url)
-        command = [sys.executable, "-m", "paceline_services.gateway", *OPTIONS, *place]
+        arguments = ("--api-keys", str(tmp_path / "keys.json"), "--redis-url", redis.url)
+        command = [sys.executable, "-m", "paceline_services.gateway", *OPTIONS, *arguments]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             assert process.stderr is not None
             lines = []
@@ -43,7 +43,7 @@ def test_nothing_secret_is_logged(tmp_path: Path) -> None:
                 assert line, "the gateway did not start"
                 lines.append(line)
             url = line.split("ready on ")[1].split()[0]
-            assert ask(url, key) == 503, "let in, but there is no target"
+            assert ask(url, key) == 503, "accepted, but there is no target"
             assert ask(url, WRONG) == 401
             with grpc.insecure_channel(line.split("grpc=")[1].strip()) as channel:
                 for each in (key, WRONG):
@@ -53,9 +53,9 @@ def test_nothing_secret_is_logged(tmp_path: Path) -> None:
                     with pytest.raises(grpc.RpcError):
                         next(call)
             process.terminate()
-            said = "".join(lines) + process.stderr.read()
+            log = "".join(lines) + process.stderr.read()
             assert process.wait(20) == 0
-    assert "DEBUG" in said
-    assert "key=alice path=/v1/completions status=503" in said
+    assert "DEBUG" in log
+    assert "key=alice path=/v1/completions status=503" in log
     for secret in (key, digest(key), PROMPT, SALT, WRONG):
-        assert secret not in said
+        assert secret not in log

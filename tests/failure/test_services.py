@@ -1,17 +1,15 @@
-"""How the target and draft services start, refuse to start, and stop."""
+"""How target and draft workers start, refuse to start, and stop."""
 
 import argparse
 import asyncio
 import json
 import logging
 import os
-import re
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,36 +20,38 @@ import pytest
 from paceline.core.messages import FinishReason
 from paceline.ipc.model_process import ModelProcessDiedError
 from paceline.ipc.pipe import Pipe
+from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError
 from paceline.state import open_store
 from paceline.state.embedded_redis import EmbeddedRedis
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, server_options
 from paceline.wire.link_errors import TargetEngineDied
-from paceline.wire.target_link import TargetLink
 from paceline_services import model_entrypoint
 from paceline_services.draft import __main__ as draft
-from paceline_services.draft import speculator_process as draft_compute
+from paceline_services.draft import speculator_process
 from paceline_services.gateway import __main__ as gateway
-from paceline_services.service_entrypoint import ServiceStartError
 from paceline_services.target import __main__ as target
-from paceline_services.target import engine_process as target_compute
+from paceline_services.target import engine_process
 from tests.helpers.head_checkpoints import eagle3_tensors, llama_config, save_head, save_target
-from tests.helpers.targets import NEVER_ENDS, collect, submission
-from tests.helpers.workers import opening, until
-from tests.helpers.workers import target as drafted
+from tests.helpers.service_processes import ServiceProcess, model_process_of, service_process
+from tests.helpers.targets import NEVER_ENDS, collect, link_to, submission
+from tests.helpers.workers import target as drafting_target
+from tests.helpers.workers import until
 
-MAINS = {"target": target.main, "draft": draft.main}
+MAINS = {"target": target.main, "draft": draft.main, "gateway": gateway.main}
 PARSERS = {"target": target.parse_options, "draft": draft.parse_options}
-COMPUTES = {"target": target_compute.serve_engine, "draft": draft_compute.serve_speculator}
+MODEL_PROCESSES = {"target": engine_process.serve_engine, "draft": speculator_process.serve_speculator}
 TABLE = ("--model", "table:1000")
 LONG = 1000
 NGRAM = ("--speculative-config", '{"method": "ngram"}')
+RECORDING = '{"method": "custom", "speculator": "tests.helpers.workers.recording_speculator"}'
+REQUIRED = {"target": TABLE, "draft": NGRAM}
 
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A service takes over the root logger of its process, which here is the test's."""
+    """A service configures the root logger of its process, which here is the test's."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -72,17 +72,17 @@ def start(monkeypatch: pytest.MonkeyPatch, service: str, *arguments: str) -> int
 
 @pytest.fixture
 def pipe() -> Iterator[Pipe]:
-    """Nobody is at its other end."""
+    """A pipe whose other end is not read."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Pipe(ours)
 
 
-def refusal(service: str, arguments: Sequence[str], pipe: Pipe) -> str:
-    """Why this service's compute does not begin with these arguments, in this process."""
-    with pytest.raises((ServiceStartError, ModelNotFoundError)) as refused:
-        COMPUTES[service](pipe, PARSERS[service](arguments))
-    return str(refused.value)
+def start_error(service: str, arguments: Sequence[str], pipe: Pipe) -> str:
+    """Return why this service's model process does not start with these arguments; it runs in this process."""
+    with pytest.raises((StartError, ModelNotFoundError)) as error:
+        MODEL_PROCESSES[service](pipe, PARSERS[service](arguments))
+    return str(error.value)
 
 
 NO_MODEL = ("target", ("--model", "/no/such/folder"), "no model at /no/such/folder: a model is a folder")
@@ -121,7 +121,7 @@ NO_MODEL = ("target", ("--model", "/no/such/folder"), "no model at /no/such/fold
         (
             "draft",
             ("--speculative-config", '{"method": "pool"}'),
-            "method pool is for targets; say with which method or model this one drafts",
+            "method pool is for targets: give this draft worker a method or a model",
         ),
         (
             "draft",
@@ -130,54 +130,54 @@ NO_MODEL = ("target", ("--model", "/no/such/folder"), "no model at /no/such/fold
         ),
     ],
 )
-def test_a_compute_that_cannot_begin_says_what_to_do(
+def test_a_model_process_that_cannot_start_reports_what_to_do(
     service: str, arguments: Sequence[str], advice: str, pipe: Pipe
 ) -> None:
-    assert advice in refusal(service, arguments, pipe)
+    assert advice in start_error(service, arguments, pipe)
 
 
 @pytest.mark.parametrize(
     ("service", "arguments", "advice"),
     [NO_MODEL, ("target", (*TABLE, "--redis-url", "redis://127.0.0.1:9"), "127.0.0.1:9")],
 )
-def test_a_service_that_cannot_start_says_what_to_do(
+def test_a_service_that_cannot_start_reports_what_to_do(
     service: str,
     arguments: Sequence[str],
     advice: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What its compute says, which is a process of its own, and what it finds out itself."""
+    """The reason comes from its model process, or from the service itself."""
     assert start(monkeypatch, service, *arguments) == 2
-    said = capsys.readouterr().err
-    assert advice in said
-    assert "Traceback" not in said
+    log = capsys.readouterr().err
+    assert advice in log
+    assert "Traceback" not in log
 
 
 @pytest.mark.parametrize(
-    ("service", "said", "complaint"),
+    ("service", "named", "complaint"),
     [
         ("draft", {"method": "eagle3"}, "the eagle3 speculator cannot be built: "),
         ("draft", {}, "the speculator cannot be built: "),
         ("target", {}, "the speculator cannot be built: "),
     ],
-    ids=["named", "found out", "found out by the target"],
+    ids=["named", "detected", "detected by the target"],
 )
 def test_a_head_that_cannot_be_read(
-    service: str, said: dict[str, str], complaint: str, tmp_path: Path, pipe: Pipe
+    service: str, named: dict[str, str], complaint: str, tmp_path: Path, pipe: Pipe
 ) -> None:
-    """One line."""
+    """The error is one line that names the head."""
     target = save_target(tmp_path / "target")
     head = save_head(tmp_path / "head", eagle3_tensors(), llama_config(eagle_aux_hidden_state_layer_ids=[2, 16, 29]))
-    if not said:
+    if not named:
         (head / "model.safetensors").write_bytes(b"short")
-    speculation = json.dumps({"model": str(head), **said})
-    place = ("--model", str(target)) if service == "target" else ("--target-model", str(target))
-    [line] = refusal(service, (*place, "--speculative-config", speculation), pipe).splitlines()
+    speculation = json.dumps({"model": str(head), **named})
+    option = "--model" if service == "target" else "--target-model"
+    [line] = start_error(service, (option, str(target), "--speculative-config", speculation), pipe).splitlines()
     assert str(head) in line
     assert complaint in line
     assert (
-        "wants the states of layers [2, 16, 29], target has 8" if said else "model.safetensors cannot be read"
+        "needs the states of layers [2, 16, 29], target has 8" if named else "model.safetensors cannot be read"
     ) in line
 
 
@@ -197,77 +197,60 @@ def test_a_port_that_is_taken(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = TABLE if service == "target" else NGRAM
-    assert start(monkeypatch, service, *arguments, option, str(taken_port)) == 2
+    assert start(monkeypatch, service, *REQUIRED[service], option, str(taken_port)) == 2
     assert f"{taken_port}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("json", "complaint"),
+    ("service", "arguments", "complaint"),
     [
-        ('{"method": "nope"}', "method: must be one of"),
-        ('{"metod": "ngram"}', "metod: is not known here"),
-        ("{", "is not valid JSON"),
+        ("draft", ("--speculative-config", '{"method": "nope"}'), "method: must be one of"),
+        ("draft", ("--speculative-config", '{"metod": "ngram"}'), "metod: is not known here"),
+        ("draft", ("--speculative-config", "{"), "is not valid JSON"),
+        *(
+            ("gateway", ("--model", "pydoc", "--redis-url", "redis://x", "--max-queue", count), "must be 1 or more")
+            for count in ("0", "-1")
+        ),
     ],
 )
-def test_settings_are_refused_by_name(
-    json: str, complaint: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_invalid_option_is_named(
+    service: str,
+    arguments: Sequence[str],
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
-        start(monkeypatch, "draft", "--speculative-config", json)
+        start(monkeypatch, service, *arguments)
     assert complaint in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("count", ["0", "-1"])
-def test_a_limit_that_lets_nothing_in_is_refused(
-    count: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ("--model", "pydoc", "--redis-url", "redis://nowhere", "--max-queue", count)
-    monkeypatch.setattr(sys, "argv", ["gateway", *arguments])
-    with pytest.raises(SystemExit, match="2"):
-        gateway.main()
-    assert "--max-queue: must be 1 or more" in capsys.readouterr().err
-
-
 async def test_sigterm_lets_a_running_request_finish() -> None:
-    """Real processes without a registry: the target reaches the draft that the request names. Both exit with 0."""
-    processes = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", f"paceline_services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
-        )
-        for service, arguments in (("target", (*TABLE, *NGRAM)), ("draft", NGRAM))
-    ]
-    try:
-        async with asyncio.timeout(120):
-            target_at, draft_at = [await ready(process) for process in processes]
-        link = TargetLink(target_at)
-        await link.connect()
-        deltas = link.submit(submission(max_tokens=2000, drafts=[draft_at]))
-        first = await anext(deltas)
-        for process in processes:
-            process.send_signal(signal.SIGTERM)
-        await until(lambda: link.draining)
-        rest = [delta async for delta in deltas]
-        assert len(first.tokens) + sum(len(delta.tokens) for delta in rest) == 2000
-        assert rest[-1].finish_reason is FinishReason.LENGTH
-        assert [await process.wait() for process in processes] == [0, 0]
-        await link.wait_lost()
-        await link.close()
-    finally:
-        for process in processes:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    """Real processes without a registry: the target connects to the draft that the request names. Both exit with 0."""
+    with service_process("target", *TABLE, *NGRAM) as decoding, service_process("draft", *NGRAM) as drafting:
+        async with link_to(decoding.address) as link:
+            deltas = link.submit(submission(max_tokens=2000, drafts=[drafting.address]))
+            first = await anext(deltas)
+            for service in (decoding, drafting):
+                service.process.send_signal(signal.SIGTERM)
+            await until(lambda: link.draining)
+            rest = [delta async for delta in deltas]
+            assert len(first.tokens) + sum(len(delta.tokens) for delta in rest) == 2000
+            assert rest[-1].finish_reason is FinishReason.LENGTH
+            for service in (decoding, drafting):
+                assert await asyncio.to_thread(service.process.wait, 60) == 0
+            await link.wait_lost()
 
 
-async def test_everybody_is_told_that_a_target_drains_for_as_long_as_it_does(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_draining_target_announces_it(caplog: pytest.LogCaptureFixture) -> None:
+    """On its links, in the registry and by its health, until its requests have finished."""
     stop = asyncio.Event()
     with EmbeddedRedis() as redis:
         options = target.parse_options([*TABLE, "--redis-url", redis.url, "--metrics-port", "0"])
         async with (
             open_store(redis.url) as store,
             served(target.serve(options, stop), caplog) as (service, address),
-            linked_to(address) as link,
+            link_to(address) as link,
         ):
             health = f"{metrics_url(caplog).removesuffix('metrics')}health"
             [registered] = await store.registry.workers("target")
@@ -286,60 +269,47 @@ async def test_everybody_is_told_that_a_target_drains_for_as_long_as_it_does(cap
             assert await store.registry.workers("target") == []
 
 
-async def test_requests_are_lost_with_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """The service ends with it, so that both are started again; gateways replay elsewhere."""
-    async with served(target.serve(target.parse_options(TABLE), asyncio.Event()), caplog) as (service, address):
-        async with linked_to(address) as link:
-            deltas = link.submit(submission(max_tokens=4000))
-            await anext(deltas)
-            os.kill(compute_of("paceline_services.target"), signal.SIGKILL)
-            with pytest.raises(TargetEngineDied):
-                async for _ in deltas:
-                    pass
-        with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
-            await service
-
-
-async def test_an_engine_that_dies_while_it_drains(caplog: pytest.LogCaptureFixture) -> None:
-    """What still ran is lost at once, not when the time for draining is up."""
+@pytest.mark.parametrize("draining", [False, True], ids=["serving", "draining"])
+async def test_requests_are_lost_with_the_engine(draining: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, not after --drain-s. The service fails too, so that it is restarted; gateways replay the requests."""
     stop = asyncio.Event()
-    patient = target.parse_options([*TABLE, "--drain-s", "3600"])
-    async with served(target.serve(patient, stop), caplog) as (service, address), linked_to(address) as link:
-        deltas = link.submit(submission(max_tokens=4000))
+    options = target.parse_options([*TABLE, "--drain-s", "3600"])
+    async with served(target.serve(options, stop), caplog) as (service, address), link_to(address) as link:
+        deltas = link.submit(submission(max_tokens=NEVER_ENDS))
         await anext(deltas)
-        engine = compute_of("paceline_services.target")
-        os.kill(engine, signal.SIGSTOP)
-        stop.set()
-        await until(lambda: link.draining)
+        engine = model_process_of("target")
+        if draining:
+            os.kill(engine, signal.SIGSTOP)
+            stop.set()
+            await until(lambda: link.draining)
         os.kill(engine, signal.SIGKILL)
         with pytest.raises(TargetEngineDied):
             async for _ in deltas:
                 pass
-        with pytest.raises(ModelProcessDiedError):
-            await service
-
-
-async def test_a_speculator_that_dies_ends_its_worker(caplog: pytest.LogCaptureFixture) -> None:
-    async with (
-        served(draft.serve(draft.parse_options(NGRAM), asyncio.Event()), caplog) as (service, address),
-        drafted() as here,
-    ):
-        await here.reach(address)
-        here.drafting.open(opening(1), [address])
-        here.drafting.flush()
-        os.kill(compute_of("paceline_services.draft"), signal.SIGKILL)
-        assert (await here.poll(lambda news: bool(news.lost))).lost == [1]
         with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
             await service
 
 
-def test_compute_that_fails_says_why(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process that speaks only learns that the other one is gone; the traceback is in that one's log."""
+async def test_a_draft_worker_fails_with_its_speculator(caplog: pytest.LogCaptureFixture) -> None:
+    async with (
+        served(draft.serve(draft.parse_options(NGRAM), asyncio.Event()), caplog) as (service, address),
+        drafting_target() as here,
+    ):
+        await here.open(1, address)
+        os.kill(model_process_of("draft"), signal.SIGKILL)
+        assert await here.lost() == [1]
+        with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
+            await service
+
+
+def test_a_model_process_that_fails_logs_its_traceback(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         Pipe(ours).send(draft.parse_options(NGRAM))
-        monkeypatch.setattr(sys, "argv", ["compute", str(theirs.detach())])
-        monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # this process keeps its own
+        monkeypatch.setattr(sys, "argv", ["speculator_process", str(theirs.detach())])
+        monkeypatch.setattr(signal, "signal", lambda *arguments: None)  # this process keeps its handlers
 
         def broken(pipe: Pipe, options: argparse.Namespace) -> None:
             raise ZeroDivisionError
@@ -348,111 +318,87 @@ def test_compute_that_fails_says_why(capfd: pytest.CaptureFixture[str], monkeypa
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-async def test_a_target_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
+async def test_only_the_engine_is_bound_to_its_cores(caplog: pytest.LogCaptureFixture) -> None:
     before = os.sched_getaffinity(0)
     bound = ("--engine-config", f'{{"cpus": [{min(before)}]}}')
     async with served(target.serve(target.parse_options([*TABLE, *bound]), asyncio.Event()), caplog):
-        assert os.sched_getaffinity(compute_of("paceline_services.target")) == {min(before)}
-        assert os.sched_getaffinity(0) == before, "the process that speaks is not"
+        assert os.sched_getaffinity(model_process_of("target")) == {min(before)}
+        assert os.sched_getaffinity(0) == before
 
 
-async def test_sigterm_while_the_model_loads() -> None:
-    """Whoever changes their mind does not have to wait for a model that nobody wants."""
-    slow = ("--speculative-config", '{"method": "custom", "speculator": "tests.helpers.workers.slow"}')
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "paceline_services.draft", *slow), stderr=asyncio.subprocess.PIPE
-    )
+def test_sigterm_while_the_model_loads() -> None:
+    slow = '{"method": "custom", "speculator": "tests.helpers.workers.endless_loading"}'
+    process = ServiceProcess("draft", "--speculative-config", slow).process
     assert process.stderr is not None
     try:
-        async with asyncio.timeout(120):
-            assert b"loading for ever" in await process.stderr.readline()
-            process.terminate()
-            assert await process.wait() == 0
-            assert b"Traceback" not in await process.stderr.read()
+        assert "loading for ever" in process.stderr.readline()
+        process.terminate()
+        assert process.wait(60) == 0
+        assert "Traceback" not in process.stderr.read()
     finally:
-        if process.returncode is None:
-            process.kill()
+        process.kill()
+        process.communicate()
 
 
-@pytest.mark.parametrize("service", MAINS)
-async def test_compute_does_not_outlive_its_service(service: str) -> None:
-    """Killed, the service can tell nobody; its compute notices by itself."""
-    arguments = TABLE if service == "target" else NGRAM
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"paceline_services.{service}", *arguments), stderr=asyncio.subprocess.PIPE
-    )
-    await ready(process)
-    assert compute_of(f"paceline_services.{service}", process.pid)
-    process.kill()
-    assert process.stderr is not None
-    async with asyncio.timeout(120):
-        await process.stderr.read()  # which ends when nobody is left who could write
-    await process.wait()
+@pytest.mark.parametrize("service", PARSERS)
+def test_a_model_process_ends_with_its_service(service: str) -> None:
+    """Also if the service is killed."""
+    with service_process(service, *REQUIRED[service]) as running:
+        assert model_process_of(service, running.process.pid)
+        running.process.kill()
+        assert running.process.stderr is not None
+        running.process.stderr.read()  # returns when no process can write to it
 
 
 async def test_an_engine_that_hangs_ends_its_target() -> None:
-    """Its service answers every ping, so nobody else could know; as a dead target it is replaced."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "paceline_services.target", *TABLE, "--hang-s", "1"), stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(120), linked_to(await ready(process)) as link:
-            engine = compute_of("target", process.pid)
+    """The service still answers pings, so no peer could detect it. A dead target is replaced."""
+    with service_process("target", *TABLE, "--hang-s", "1") as running:
+        async with asyncio.timeout(120), link_to(running.address) as link:
             deltas = link.submit(submission(max_tokens=NEVER_ENDS))
             await anext(deltas)
-            os.kill(engine, signal.SIGSTOP)
+            os.kill(model_process_of("target", running.process.pid), signal.SIGSTOP)
             with pytest.raises(TargetEngineDied):
                 async for _ in deltas:
                     pass
-            assert await process.wait() == 1
-    finally:
-        with suppress(ProcessLookupError):
-            process.kill()
-        await process.communicate()
+        assert await asyncio.to_thread(running.process.wait, 60) == 1
 
 
-@pytest.mark.parametrize("knows", [True, False], ids=["the same settings", "pool"])
+@pytest.mark.parametrize("method", [RECORDING, '{"method": "pool"}'], ids=["the same settings", "pool"])
 async def test_a_speculator_that_asks_for_hidden_states_gets_them(
-    knows: bool, caplog: pytest.LogCaptureFixture
+    method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target learns from it what to send, whether or not it was told how it drafts."""
+    """The target learns from the draft worker what to send, whatever its own settings."""
     stop = asyncio.Event()
-    custom = ("--speculative-config", '{"method": "custom", "speculator": "tests.helpers.workers.witness"}')
-    pool = custom if knows else ("--speculative-config", '{"method": "pool"}')
+    draft_options = draft.parse_options(["--speculative-config", RECORDING, "--metrics-port", "0"])
+    target_options = target.parse_options([*TABLE, "--speculative-config", method])
     async with (
-        served(draft.serve(draft.parse_options([*custom, "--metrics-port", "0"]), stop), caplog) as (
-            drafting,
-            draft_at,
-        ),
-        served(target.serve(target.parse_options([*TABLE, *pool]), stop), caplog) as (decoding, target_at),
-        linked_to(target_at) as link,
+        served(draft.serve(draft_options, stop), caplog) as (drafting, draft_address),
+        served(target.serve(target_options, stop), caplog) as (decoding, target_address),
+        link_to(target_address) as link,
     ):
         plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))
-        await collect(link, submission("so that the draft is reached", drafts=[draft_at]))
-        await until(lambda: f"at {draft_at} is up" in caplog.text)
-        tokens, last = await collect(link, submission("drafted", drafts=[draft_at], max_tokens=LONG))
+        await collect(link, submission("connects to the draft", drafts=[draft_address]))
+        await until(lambda: f"at {draft_address} is up" in caplog.text)
+        tokens, last = await collect(link, submission("drafted", drafts=[draft_address], max_tokens=LONG))
         assert tokens == plain
         assert last.speculation is not None
-        assert len(last.speculation.drafts) == 1, "a gap would have moved the request away"
-        counted = (await asyncio.to_thread(httpx.get, metrics_url(caplog))).text
-        [nodes] = [line.split()[-1] for line in counted.splitlines() if line.startswith("paceline_draft_nodes_total")]
-        assert float(nodes) > 0, "it drafts only for requests of which it got every one"
+        assert len(last.speculation.drafts) == 1, "the draft drops a request with a gap in its hidden states"
+        metrics = (await asyncio.to_thread(httpx.get, metrics_url(caplog))).text
+        [nodes] = [line.split()[-1] for line in metrics.splitlines() if line.startswith("paceline_draft_nodes_total")]
+        assert float(nodes) > 0, "it drafts only for requests with all hidden states"
         stop.set()
         await asyncio.gather(drafting, decoding)
 
 
 @pytest.mark.parametrize(
     ("method", "code"),
-    [
-        ('{"method": "ngram"}', grpc.StatusCode.RESOURCE_EXHAUSTED),
-        ('{"method": "custom", "speculator": "tests.helpers.workers.witness"}', grpc.StatusCode.INVALID_ARGUMENT),
-    ],
+    [('{"method": "ngram"}', grpc.StatusCode.RESOURCE_EXHAUSTED), (RECORDING, grpc.StatusCode.INVALID_ARGUMENT)],
     ids=["token ids only", "hidden states"],
 )
-async def test_a_draft_takes_large_frames_only_if_it_is_fed_with_hidden_states(
+async def test_only_a_draft_that_needs_hidden_states_accepts_large_frames(
     method: str, code: grpc.StatusCode, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Else they are refused by their size; what is wrong with this one then is a request id of 0."""
+    """Others refuse the frame by its size. A draft that accepts it complains about the request id, which is 0."""
     stop = asyncio.Event()
     large = draft_pb2.DraftFrame.Open(token_ids=[2**31] * (SUBMIT_FRAME_BYTES // 4))
     async with (
@@ -460,29 +406,17 @@ async def test_a_draft_takes_large_frames_only_if_it_is_fed_with_hidden_states(
         grpc.aio.insecure_channel(address, options=server_options()) as channel,
     ):
         call = draft_pb2_grpc.DraftServiceStub(channel).Grow(iter([draft_pb2.DraftFrame(opens=[large])]))
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
+        with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()
-        assert refused.value.code() is code
+        assert error.value.code() is code
         stop.set()
         await drafting
 
 
 def metrics_url(caplog: pytest.LogCaptureFixture) -> str:
-    """Of the one service that has a metrics port."""
+    """Return the URL of the one service that has a metrics port."""
     [url] = [line.split()[-1] for line in caplog.messages if "metrics on" in line]
     return url
-
-
-def compute_of(service: str, parent: int | None = None) -> int:
-    """The process id of a service's compute."""
-    lines = subprocess.run(
-        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(parent or os.getpid())],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.splitlines()
-    [line] = [line for line in lines if re.search(rf"{service}\.(engine|speculator)_process", line)]
-    return int(line.split()[0])
 
 
 @asynccontextmanager
@@ -491,29 +425,11 @@ async def served(
 ) -> AsyncIterator[tuple[asyncio.Task[None], str]]:
     """A service in this process, and its address."""
     caplog.set_level(logging.INFO)
-    said = len(caplog.messages)
+    logged = len(caplog.messages)
     service = asyncio.create_task(serving)
     try:
-        await until(lambda: service.done() or any("ready on" in line for line in caplog.messages[said:]))
-        yield service, next(line.split()[-1] for line in caplog.messages[said:] if "ready on" in line)
+        await until(lambda: service.done() or any("ready on" in line for line in caplog.messages[logged:]))
+        yield service, next(line.split()[-1] for line in caplog.messages[logged:] if "ready on" in line)
     finally:
         service.cancel()
         await asyncio.wait([service])
-
-
-@asynccontextmanager
-async def linked_to(address: str) -> AsyncIterator[TargetLink]:
-    link = TargetLink(address)
-    await link.connect()
-    try:
-        yield link
-    finally:
-        await link.close()
-
-
-async def ready(process: asyncio.subprocess.Process) -> str:
-    """The address of a service, once it is there."""
-    assert process.stderr is not None
-    while b"ready on" not in (line := await process.stderr.readline()):
-        assert line, "the service ended before it was ready"
-    return line.decode().split("ready on ")[1].split()[0]

@@ -1,4 +1,4 @@
-"""The supervisor over real programs: what dies comes back, what hangs is killed, nothing outlives its supervisor."""
+"""The supervisor with real programs: they restart when they die, are killed when they hang, and end with it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.supervised_process import Backoff, Program, StartError
+from paceline.cli.supervised_process import Backoff, Program
 from paceline.cli.supervisor import Supervisor
+from paceline.launcher import StartError
 
 AT_ONCE = lambda: Backoff(shortest_s=0.01, longest_s=0.05)  # noqa: E731
 
@@ -31,7 +32,7 @@ def program(name: str, code: str, stop_s: float = 10.0) -> Program:
 
 
 class Log:
-    """What the programs wrote; await a line that must come."""
+    """Lines that the programs wrote."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -62,8 +63,8 @@ async def test_a_killed_program_is_started_again() -> None:
     assert log.lines[-1] == "bye"
 
 
-async def test_a_program_that_was_up_is_never_given_up() -> None:
-    """Exit code 2 is a user's mistake at the start; later it is one more way to die."""
+async def test_a_program_that_was_ready_is_always_restarted() -> None:
+    """Exit code 2 is a user error only at the start."""
     log = Log()
     async with Supervisor([[program("worker", SERVE + "; sys.exit(2)")]], log, AT_ONCE) as supervisor:
         await supervisor.until(log.count("up", 1))
@@ -76,14 +77,14 @@ async def test_a_program_that_was_up_is_never_given_up() -> None:
 
 async def test_groups_stop_one_after_the_other() -> None:
     log = Log()
-    tell = SERVE.replace("'bye'", "sys.argv[1]")
-    groups = [[program("gateway", tell)], [program("target", tell)], [program("draft", tell)]]
+    names = SERVE.replace("'bye'", "sys.argv[1]")
+    groups = [[program("gateway", names)], [program("target", names)], [program("draft", names)]]
     async with Supervisor(groups, log) as supervisor:
         await supervisor.until(log.count("up", 3))
     assert log.lines[3:] == ["gateway", "target", "draft"]
 
 
-async def test_a_program_that_refuses_to_die_is_killed() -> None:
+async def test_a_program_that_ignores_sigterm_is_killed() -> None:
     log = Log()
     async with Supervisor([[program("stubborn", STUBBORN, stop_s=0.05)]], log) as supervisor:
         await supervisor.until(log.count("up", 1))
@@ -100,7 +101,7 @@ async def test_kill_cuts_the_stopping_short() -> None:
         supervisor.kill()
 
 
-async def test_a_mistake_of_the_user_ends_the_start_with_the_programs_own_words() -> None:
+async def test_a_user_error_ends_the_start_with_the_programs_message() -> None:
     wrong = "import sys; print('no model at /nowhere: name another one'); sys.exit(2)"
     log = Log()
     async with Supervisor([[program("target", wrong), program("other", SERVE)]], log, AT_ONCE) as supervisor:
@@ -115,8 +116,8 @@ async def test_a_program_that_never_comes_up_ends_the_start() -> None:
             await supervisor.until(asyncio.Event().wait())
 
 
-async def test_what_a_dead_program_leaves_behind_goes_with_it() -> None:
-    """It holds the other end of the pipe; half a line is heard only once the pipe is closed."""
+async def test_processes_left_by_a_dead_program_are_killed() -> None:
+    """They hold the pipe open; half a line is read only once it is closed."""
     leave = "import subprocess; subprocess.Popen(['sleep', '3600']); print('half a line', end='')"
     log = Log()
     async with Supervisor([[program("parent", leave)]], log, lambda: Backoff(3600.0)) as supervisor:
@@ -145,7 +146,7 @@ def test_programs_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:
     os.close(pidfd)
 
 
-def test_backoff_doubles_and_forgives() -> None:
+def test_backoff_doubles_and_is_reset() -> None:
     backoff = Backoff()
     assert [backoff.after(0.0) for _ in range(8)] == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     assert backoff.after(30.0) == 0.2

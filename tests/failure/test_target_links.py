@@ -1,4 +1,4 @@
-"""When the link to a target breaks, every request on it says so, once, and says what is known."""
+"""When the link to a target breaks, every open request on it raises `TargetLost` once, with the reason."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,38 +10,36 @@ import pytest
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.link_errors import TargetLost
-from paceline.wire.target_link import TargetLink
-from tests.helpers.targets import NEVER_ENDS, TARGET_SERVICE, collect, linked, submission, target_worker
+from tests.helpers.targets import NEVER_ENDS, TARGET_SERVICE, collect, link_to, linked, submission, target_worker
 
 Frame = target_pb2.DeltaFrame
 Delta = target_pb2.DeltaFrame.Delta
 
 
-async def test_every_open_request_hears_of_a_lost_target() -> None:
-    """And not one that had ended before."""
+async def loss(stream: AsyncIterator[Any]) -> str:
+    """Return why the stream broke."""
+    with pytest.raises(TargetLost) as error:
+        async for _ in stream:
+            pass
+    return str(error.value)
+
+
+async def test_every_open_request_raises_when_the_target_is_lost() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         await collect(link, submission("ended"))
         streams = [link.submit(submission(str(i), max_tokens=NEVER_ENDS)) for i in range(3)]
         for stream in streams:
             await anext(stream)
         await worker.server.stop()
-        lost = await asyncio.gather(*(drain(stream) for stream in streams))
-        assert all("lost: " in reason for reason in lost)
+        reasons = await asyncio.gather(*map(loss, streams))
+        assert all("lost: " in reason for reason in reasons)
         assert link.lost
         with pytest.raises(TargetLost):
             await anext(link.submit(submission("late")))
 
 
-async def drain(stream: AsyncIterator[Any]) -> str:
-    """Why the stream broke."""
-    with pytest.raises(TargetLost) as caught:
-        async for _ in stream:
-            pass
-    return str(caught.value)
-
-
 class Liar(target_pb2_grpc.TargetServiceServicer):
-    """Answers the first submit with whatever the test wants."""
+    """Answers the first submit with this frame, or ends the stream."""
 
     def __init__(self, answer: Frame | None) -> None:
         self._answer = answer
@@ -56,51 +54,37 @@ class Liar(target_pb2_grpc.TargetServiceServicer):
             yield self._answer
 
 
-LIES: dict[str, tuple[Frame | None, str]] = {
-    "fewer marks than tokens": (
-        Frame(deltas=[Delta(request_id="r", token_ids=[1, 2], accepted=[True])]),
-        "broke the contract: accepted: 1 entries for 2 tokens",
-    ),
-    "fewer log-probs than tokens": (
-        Frame(deltas=[Delta(request_id="r", token_ids=[1, 2], accepted=[True, False], log_probs=[{}])]),
-        "broke the contract: log_probs: 1 entries for 2 tokens",
-    ),
-    "an end nobody knows": (
-        Frame(deltas=[{"request_id": "r", "finish_reason": 77}]),  # type: ignore[list-item]
-        "broke the contract: finish_reason: 77 is unknown",
-    ),
-    "hanging up": (None, "the target ended the link"),
-}
+@pytest.mark.parametrize(
+    ("answer", "reason"),
+    [
+        (Delta(token_ids=[1, 2], accepted=[True]), "broke the contract: accepted: 1 entries for 2 tokens"),
+        (
+            Delta(token_ids=[1, 2], accepted=[True, False], log_probs=[{}]),
+            "broke the contract: log_probs: 1 entries for 2 tokens",
+        ),
+        (Delta(finish_reason=77), "broke the contract: finish_reason: 77 is unknown"),  # type: ignore[arg-type]
+        (None, "the target ended the link"),
+    ],
+)
+async def test_a_target_that_breaks_the_contract_is_lost(answer: Delta | None, reason: str) -> None:
+    if answer is not None:
+        answer.request_id = "r"
+    frame = Frame(deltas=[answer]) if answer is not None else None
+    async with serving(Liar(frame)) as address, link_to(address) as link:
+        assert reason in await loss(link.submit(submission()))
 
 
-@pytest.mark.parametrize("lie", LIES)
-async def test_a_target_that_breaks_the_contract_is_lost(lie: str) -> None:
-    answer, reason = LIES[lie]
-    async with serving(Liar(answer)) as address, link_to(address) as link:
-        assert reason in await drain(link.submit(submission()))
-
-
-async def test_news_of_requests_nobody_has_are_ignored() -> None:
-    """They were cancelled here a moment ago."""
-    good = Frame(
+async def test_deltas_of_unknown_requests_are_ignored() -> None:
+    """They have just been cancelled."""
+    frame = Frame(
         deltas=[
-            Delta(request_id="gone", finish_reason="FINISH_REASON_LENGTH"),
+            Delta(request_id="cancelled", finish_reason="FINISH_REASON_LENGTH"),
             Delta(request_id="r", token_ids=[7], accepted=[False], finish_reason="FINISH_REASON_STOP"),
         ]
     )
-    async with serving(Liar(good)) as address, link_to(address) as link:
+    async with serving(Liar(frame)) as address, link_to(address) as link:
         tokens, _ = await collect(link, submission())
         assert tokens == [7]
-
-
-@asynccontextmanager
-async def link_to(address: str) -> AsyncIterator[TargetLink]:
-    link = TargetLink(address)
-    await link.connect()
-    try:
-        yield link
-    finally:
-        await link.close()
 
 
 @asynccontextmanager

@@ -1,11 +1,9 @@
-"""Target and draft as processes, started with certificates as an operator would."""
+"""Target and draft processes with certificates."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,61 +14,39 @@ from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
 from paceline.wire.target_link import TargetLink
 from tests.helpers.certificates import Authority
-from tests.helpers.targets import collect, submission
+from tests.helpers.service_processes import service_process
+from tests.helpers.targets import collect, link_to, submission
 
 LOCKSTEP = '{"method": "draft_model", "model": "table:1000", "draft_schedule": "lockstep"}'
-"""A table is done before its draft has said a word, and a draft that brings nothing is paused for longer and longer."""
-SPECULATION = ("--speculative-config", LOCKSTEP)
+"""Lockstep: a table model does not otherwise wait for its draft, and would finish before the first growth."""
 
 
-def options(tls: Certificates) -> tuple[str, ...]:
-    assert tls.authority is not None
-    return ("--tls-cert", str(tls.certificate), "--tls-key", str(tls.key), "--tls-ca", str(tls.authority))
-
-
-@contextmanager
-def started(kind: str, *arguments: str) -> Iterator[str]:
-    """The address at which it is ready."""
-    command = [sys.executable, "-m", f"paceline_services.{kind}", *arguments]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            while f"{kind} ready on " not in (line := process.stderr.readline()):
-                assert line, f"the {kind} did not start"
-            yield line.split("ready on ")[1].split()[0]
-        finally:
-            process.terminate()
-            process.stderr.read()
+def common(redis_url: str, tls: Certificates) -> tuple[str, ...]:
+    certificates = ("--tls-cert", str(tls.certificate), "--tls-key", str(tls.key), "--tls-ca", str(tls.authority))
+    return ("--redis-url", redis_url, "--speculative-config", LOCKSTEP, *certificates)
 
 
 async def test_a_request_is_drafted_through_mutual_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     with (
         EmbeddedRedis() as redis,
-        started("draft", "--redis-url", redis.url, *SPECULATION, *options(authority.issue(DRAFT))) as draft,
-        started(
-            "target", "--model", "table:1000", "--redis-url", redis.url, *SPECULATION, *options(authority.issue(TARGET))
-        ) as target,
+        service_process("draft", *common(redis.url, authority.issue(DRAFT))) as draft,
+        service_process("target", "--model", "table:1000", *common(redis.url, authority.issue(TARGET))) as target,
     ):
-        for tls in (None, authority.issue(DRAFT, place="intruder")):
-            stranger = TargetLink(target, tls)
+        for tls in (None, authority.issue(DRAFT, file="intruder")):
             with pytest.raises(TargetLost):
-                await stranger.connect()
-        link = TargetLink(target, authority.issue(GATEWAY))
-        await link.connect(timeout_s=20.0)
-        try:
+                await TargetLink(target.address, tls).connect()
+        async with link_to(target.address, authority.issue(GATEWAY)) as link:
             for number in range(100):
-                _, last = await collect(link, submission(f"{number}", max_tokens=40, drafts=[draft]))
+                _, last = await collect(link, submission(f"{number}", max_tokens=40, drafts=[draft.address]))
                 assert last.speculation is not None
                 if last.speculation.accepted_tokens:
                     break
             assert last.speculation.drafts
             assert last.speculation.accepted_tokens > 0
-        finally:
-            await link.close()
 
 
-def test_an_option_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_option_is_named(tmp_path: Path) -> None:
     certificate, key, _ = Authority(tmp_path).replace(TARGET)
     files = ("--tls-cert", str(certificate), "--tls-key", str(key))
     command = [sys.executable, "-m", "paceline_services.target", "--model", "table:1000", *files]

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.failure.test_supervisor_stack import Served, serving
+from tests.helpers.served import Served, serving
 
 TABLE = "table:256"
 PAIR = '{"method": "draft_model", "model": "table:256:0.3"}'

@@ -1,9 +1,9 @@
 """`make models`: which of transformers' causal language models are computed here as transformers computes them.
 
-Each is made tiny and random, in float32, and answers three prompts, the longest longer than any window, greedily and by
-drawing: alone, together, and with guesses half of which are wrong. Then transformers' own plain formulas are given
-prompt and answer at once, and have to draw the same tokens. The last line is JSON: how many were tried, how many are
-equal, refused with a sentence, or wrong; the lines before it say which. Exit code 1 if any is wrong.
+Each is tiny and random, in float32, and continues three prompts, the longest longer than any window, greedily and
+sampled: alone, together, and with guesses half of which are wrong. Then transformers' eager attention gets prompt and
+output at once, and must give the same tokens. The last line is JSON: how many architectures were tried, and how many
+are equal, refused or wrong; the lines before it name them. Exit code 1 if any is wrong.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History, SamplingRow, scores
 from paceline.core.tree import ROOT, TokenTree
@@ -42,84 +42,50 @@ LONGEST = 256
 WINDOW = 16
 LARGEST = 4_000_000
 """Parameters."""
-ANSWER = 10
+OUTPUT = 10
 """Tokens."""
 CLOSE = 1e-3
-"""Another token may be drawn where its score is so close to the largest: sums are made in another order."""
+"""Another token may be drawn if its score is this close to the largest: sums have another order."""
 TINY: Mapping[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 64,
-    "n_embd": 64,
-    "d_model": 64,
-    "embedding_size": 64,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_attention_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "kv_channels": 16,
-    "rotary_dim": 8,
-    "intermediate_size": 96,
-    "ffn_dim": 96,
-    "decoder_layers": 2,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 96,
-    "encoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 96,
-    "dim_ff": 96,
-    "dim_model": 64,
-    "dim_head": 16,
-    "vocab_size_per_layer_input": VOCABULARY,
-    "hidden_size_per_layer_input": 16,
-    "ffn_hidden_size": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 16,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 16,
-    "first_k_dense_replace": 1,
-    "max_position_embeddings": LONGEST,
-    "n_positions": LONGEST,
-    "n_ctx": LONGEST,
-    "max_seq_len": LONGEST,
-    "seq_length": LONGEST,
-    "sliding_window": WINDOW,
-    "attention_window": WINDOW,
-    "initializer_range": 0.2,
-    "init_std": 0.2,
-    "is_decoder": True,
-    "use_cache": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    name: value
+    for value, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input"),
+        (64, "hidden_size n_embd d_model embedding_size dim_model"),
+        (
+            2,
+            "num_hidden_layers num_layers n_layer n_layers num_key_value_heads decoder_layers encoder_layers "
+            "num_experts_per_tok eos_token_id",
+        ),
+        (
+            4,
+            "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads "
+            "num_experts num_local_experts n_routed_experts",
+        ),
+        (16, "head_dim kv_channels dim_head hidden_size_per_layer_input kv_lora_rank qk_nope_head_dim v_head_dim"),
+        (8, "rotary_dim qk_rope_head_dim"),
+        (96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim dim_ff ffn_hidden_size"),
+        (32, "moe_intermediate_size shared_expert_intermediate_size q_lora_rank"),
+        (1, "n_shared_experts num_shared_experts n_group topk_group first_k_dense_replace bos_token_id"),
+        (LONGEST, "max_position_embeddings n_positions n_ctx max_seq_len seq_length"),
+        (WINDOW, "sliding_window attention_window"),
+        (0.2, "initializer_range init_std"),
+        (True, "is_decoder"),
+        (False, "use_cache"),
+        (0, "pad_token_id"),
+    )
+    for name in names.split()
 }
-"""Settings by their names in transformers' configurations; each has some of them."""
+"""Settings by their names in transformers' configurations, each of which has some of them."""
 OWN: Mapping[str, Mapping[str, Any]] = {
     "phi3": {"num_key_value_heads": 4},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
 }
-"""Of single architectures."""
+"""Settings of single architectures."""
 
 
 class NotTinyError(Exception):
-    """No tiny network of this architecture was made; the text says why."""
+    """A tiny network of this architecture could not be made; the text has the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,19 +97,19 @@ class Verdict:
 
 
 class Oracle(Speculator):
-    """Guesses what was answered before, and beside each such guess another token; every third guess is that alone."""
+    """Guesses an earlier output and a wrong sibling of each token; every third step the wrong one alone."""
 
     method = "custom"
 
-    def __init__(self, answers: Mapping[tuple[int, ...], Sequence[int]]) -> None:
-        """`answers`: by prompt."""
-        self._answers = answers
+    def __init__(self, outputs: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        """`outputs`: by prompt."""
+        self._outputs = outputs
         self._trees: dict[int, tuple[TokenTree, Sequence[int]]] = {}
 
     def open(self, opening: Opening) -> None:
         tree = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
         prompt = tuple(opening.tokens)
-        self._trees[opening.request_id] = tree, [*prompt, *self._answers.get(prompt, ())]
+        self._trees[opening.request_id] = tree, [*prompt, *self._outputs.get(prompt, ())]
 
     def commit(self, commit: Commit) -> None:
         self._trees[commit.request_id][0].commit(commit.tokens)
@@ -172,7 +138,7 @@ def tiny(architecture: str) -> PreTrainedModel:
     kind = CONFIG_MAPPING[architecture]
     try:
         known = {*kind().to_dict(), *kind.attribute_map}
-        if "qk_rope_head_dim" in known:  # what rotary embeddings of latent attention turn is called a head's size, too
+        if "qk_rope_head_dim" in known:  # latent attention's rotary size is also called head_dim
             known.discard("head_dim")
         settings = {name: value for name, value in TINY.items() if name in known}
         if "kv_lora_rank" in known:  # every head has a key of its own
@@ -191,17 +157,17 @@ def tiny(architecture: str) -> PreTrainedModel:
     return network
 
 
-def requests() -> list[Submission]:
+def requests() -> list[GenerationRequest]:
     rng = random.Random(2)
     prompts = [rng.choices(range(3, VOCABULARY), k=size) for size in (5, 2 * WINDOW + 9, 70)]
-    laws = (
-        SamplingParams(temperature=0.0, max_tokens=ANSWER),
-        SamplingParams(temperature=0.9, seed=7, max_tokens=ANSWER),
+    samplings = (
+        SamplingParams(temperature=0.0, max_tokens=OUTPUT),
+        SamplingParams(temperature=0.9, seed=7, max_tokens=OUTPUT),
     )
     return [
-        Submission(f"{i}-{law.temperature}", [*prompt, 3 + j], law)
+        GenerationRequest(f"{i}-{sampling.temperature}", [*prompt, 3 + j], sampling)
         for i, prompt in enumerate(prompts)
-        for j, law in enumerate(laws)
+        for j, sampling in enumerate(samplings)
     ]
 
 
@@ -212,7 +178,7 @@ def judge(architecture: str) -> Verdict:
         return Verdict(architecture, "untried", str(error))
     try:
         return _judged(architecture, network)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it was to be refused with a sentence
+    except Exception as error:  # noqa: BLE001 - any failure should have been a refusal
         return Verdict(architecture, "wrong", f"{type(error).__name__}: {error}")
 
 
@@ -221,17 +187,17 @@ def _judged(architecture: str, network: PreTrainedModel) -> Verdict:
         model = build(copy.deepcopy(network), architecture, EngineConfig(slots=1024, max_model_len=LONGEST), "", [])
     except ValueError as error:
         return Verdict(architecture, "refused", str(error))
-    asked = requests()
+    submissions = requests()
     alone: dict[str, list[int]] = {}
-    for request in asked:
-        alone |= _answers(model, [request], NoDraftClient())
-    together = _answers(model, asked, NoDraftClient())
-    oracle = Oracle({tuple(request.prompt): alone[request.request_id] for request in asked})
-    guessed = _answers(model, asked, LocalDraftClient(oracle))
-    for way, answers in (("together", together), ("with guesses", guessed)):
-        if answers != alone:
+    for request in submissions:
+        alone |= _outputs(model, [request], NoDraftClient())
+    together = _outputs(model, submissions, NoDraftClient())
+    oracle = Oracle({tuple(request.prompt): alone[request.request_id] for request in submissions})
+    guessed = _outputs(model, submissions, LocalDraftClient(oracle))
+    for way, outputs in (("together", together), ("with guesses", guessed)):
+        if outputs != alone:
             return Verdict(architecture, "wrong", f"other tokens {way}")
-    for request in asked:
+    for request in submissions:
         if at := _differs(network, request, alone[request.request_id]):
             return Verdict(
                 architecture, "wrong", f"transformers draws another token: request {request.request_id} {at}"
@@ -239,29 +205,29 @@ def _judged(architecture: str, network: PreTrainedModel) -> Verdict:
     return Verdict(architecture, "equal")
 
 
-def _answers(model: Model, asked: Sequence[Submission], drafting: DraftClient) -> dict[str, list[int]]:
+def _outputs(model: Model, submissions: Sequence[GenerationRequest], drafting: DraftClient) -> dict[str, list[int]]:
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     config = EngineConfig(slots=1024, max_num_batched_rows=24, enable_prefix_caching=False)
     engine = Engine(model, config, speculation, drafting, RowCost([8, 256], [1.0, 1.001]))
-    for request in asked:
+    for request in submissions:
         engine.submit(request)
-    answers: dict[str, list[int]] = {request.request_id: [] for request in asked}
+    outputs: dict[str, list[int]] = {request.request_id: [] for request in submissions}
     while engine.busy:
         for delta in engine.step():
             if delta.error:
                 raise ValueError(delta.error)
-            answers[delta.request_id] += delta.tokens
-    return answers
+            outputs[delta.request_id] += delta.tokens
+    return outputs
 
 
-def _differs(network: PreTrainedModel, request: Submission, answer: Sequence[int]) -> str:
-    """Where transformers' own forward would not have drawn what was answered; empty: nowhere."""
-    text, start = [*request.prompt, *answer], len(request.prompt)
+def _differs(network: PreTrainedModel, request: GenerationRequest, output: Sequence[int]) -> str:
+    """The first token that transformers' forward would not have drawn; empty: none."""
+    text, start = [*request.prompt, *output], len(request.prompt)
     logits = _eager(network, text[:-1])[start - 1 :]
     history = History(request.sampling, request.prompt, (), VOCABULARY)
-    rows = [SamplingRow(request.sampling, start + i, history, answer[:i]) for i in range(len(answer))]
+    rows = [SamplingRow(request.sampling, start + i, history, output[:i]) for i in range(len(output))]
     scored = scores(logits, rows)
-    for i, (token, row) in enumerate(zip(answer, scored, strict=True)):
+    for i, (token, row) in enumerate(zip(output, scored, strict=True)):
         behind = float(row.max() - row[token])
         if not behind <= CLOSE * max(1.0, float(logits[i].abs().max())):
             return f"at {i}, by {behind:.2g}"
@@ -276,7 +242,7 @@ def _eager(network: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("architectures", nargs="*", help="transformers' names of them; all, if none is given")
+    parser.add_argument("architectures", nargs="*", help="transformers' names; default: all")
     chosen = parser.parse_args().architectures or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

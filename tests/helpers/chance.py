@@ -1,7 +1,7 @@
-"""Exact laws of random programs: run one on every possible outcome of every choice it makes.
+"""Exact distributions of random programs: run one on every possible outcome of every choice it makes.
 
 A program gets all its randomness from a `Chance`. `law_of` replays it with every script of choices there is and
-adds up probabilities as fractions, so that a law is right or wrong, not close.
+adds up probabilities as fractions, so that a distribution is right or wrong, not close.
 """
 
 from __future__ import annotations
@@ -28,34 +28,34 @@ class Chance:
         self._taken: list[int] = []
         self._noise: dict[Hashable, int] = {}
 
-    def choose(self, law: Sequence[Fraction]) -> int:
-        """An index, drawn afresh from a law."""
-        assert sum(law) == 1
-        return self._choose(law)
+    def choose(self, distribution: Sequence[Fraction]) -> int:
+        """An index, drawn afresh from a distribution."""
+        assert sum(distribution) == 1
+        return self._choose(distribution)
 
     def noise(self, key: Hashable) -> int:
-        """The noise filed under `key`: the same whoever asks, however often."""
+        """The noise of `key`: the same at every call."""
         if key not in self._noise:
             self._noise[key] = self._choose(EVEN)
         return self._noise[key]
 
-    def _choose(self, law: Sequence[Fraction]) -> int:
+    def _choose(self, distribution: Sequence[Fraction]) -> int:
         if len(self._taken) < len(self._script):
             choice = self._script[len(self._taken)]
         else:
-            choice, *others = (i for i, weight in enumerate(law) if weight)
+            choice, *others = (i for i, weight in enumerate(distribution) if weight)
             self.untried += [(*self._taken, other) for other in others]
         self._taken.append(choice)
-        self.probability *= law[choice]
+        self.probability *= distribution[choice]
         return choice
 
 
-def law_of(program: Callable[[Chance], Result]) -> dict[Result, Fraction]:
-    """The exact law of what a program returns."""
-    law: defaultdict[Result, Fraction] = defaultdict(Fraction)
+def distribution_of(program: Callable[[Chance], Result]) -> dict[Result, Fraction]:
+    """The exact distribution of what a program returns."""
+    distribution: defaultdict[Result, Fraction] = defaultdict(Fraction)
     scripts: list[tuple[int, ...]] = [()]
     while scripts:
         chance = Chance(scripts.pop())
-        law[program(chance)] += chance.probability
+        distribution[program(chance)] += chance.probability
         scripts += chance.untried
-    return law
+    return distribution

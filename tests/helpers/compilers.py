@@ -1,4 +1,4 @@
-"""Sources of a small library in the native pass's place, and compilers that go wrong as one wishes."""
+"""Sources of a small library that stands in for the native pass, and a compiler that fails as a test wants."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ case " $* " in *" --version "*) echo "g++ (Fake 9.9.9-1) 1.2.3"; exit;; esac
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
 {write}
 """
-# Loads that file alone, as the wheel's build hook does: the package around it imports torch.
+# Loads build.py alone, as the wheel's build hook does: the package around it imports torch.
 ASK = """
 import importlib.util, pathlib, sys
 spec = importlib.util.spec_from_file_location("build", sys.argv[2])
@@ -38,7 +38,7 @@ def write_sources(folder: Path, value: int = 42) -> Path:
 
 
 def real_compiler() -> build.Compiler:
-    """Without one, tests that want it are left out, but in CI."""
+    """This machine's compiler. Without one the test is skipped, except in CI."""
     compiler = build.find_compiler()
     if compiler is None and not os.environ.get("CI"):
         pytest.skip("there is no C++ compiler")
@@ -46,33 +46,32 @@ def real_compiler() -> build.Compiler:
     return compiler
 
 
-class Fake:
-    """A compiler that copies a library, says what it was asked, and goes wrong as one wishes."""
+class FakeCompiler:
+    """A compiler that copies a library, logs its arguments, and fails as a test wants."""
 
-    def __init__(self, path: Path, answer: Path) -> None:
-        """`path`: its own; `answer`: the library."""
+    def __init__(self, path: Path, library: Path) -> None:
         self.path = path
-        self._log = path.with_name("asked")
-        self._copy = f'{CP} {answer} "$out"'
+        self._log = path.with_name("calls")
+        self._copy = f'{CP} {library} "$out"'
         self.behave()
 
     def behave(self, before: str = "", write: str | None = None) -> None:
-        """`before`: shell commands; `write`: what to do instead of writing the library to $out."""
+        """`before`: shell commands; `write`: a command instead of the one that writes the library to $out."""
         write = self._copy if write is None else write
         self.path.write_text(FAKE.format(log=self._log, before=before, write=write))
         self.path.chmod(0o755)
-        os.utime(self.path, ns=(0, 0))  # what it does is no part of what it is
+        os.utime(self.path, ns=(0, 0))  # so that the compiler's key stays the same
 
     @property
-    def asked(self) -> list[str]:
+    def calls(self) -> list[str]:
+        """The arguments of every call."""
         return self._log.read_text().splitlines() if self._log.exists() else []
 
     @property
-    def compiling(self) -> list[str]:
-        """What it was asked to compile."""
-        return [line for line in self.asked if " -c " in f" {line} "]
+    def compilations(self) -> list[str]:
+        """The arguments of every call that compiles."""
+        return [call for call in self.calls if " -c " in f" {call} "]
 
     @property
     def compiled(self) -> int:
-        """Times."""
-        return len(self.compiling)
+        return len(self.compilations)

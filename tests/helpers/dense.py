@@ -1,4 +1,4 @@
-"""Decoder layers as papers write them, over whole sequences and without a cache: to compare fast ones with."""
+"""Reference decoder layers, over whole sequences and without a cache."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 Tensors = Mapping[str, Tensor]
 
 HIDDEN, INNER, HEADS, KV_HEADS, SIZE = 64, 96, 4, 2, 16
-"""Of every draft that tests build; `SIZE` is a head's."""
+"""Sizes of every draft that tests build; `SIZE` is the head size."""
 EPS = 1e-6
 
 
@@ -24,7 +24,7 @@ def mlp(x: Tensor, tensors: Tensors, layer: str) -> Tensor:
 
 
 def rotated(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
-    """[n, heads, SIZE] with the first half of a head's numbers as cosines, the second as sines."""
+    """Rotate [n, heads, SIZE]; the halves of a head are real and imaginary parts."""
     frequency = theta ** (-torch.arange(0, SIZE, 2) / SIZE)
     angle = positions[:, None, None] * frequency
     first, second = x.chunk(2, -1)
@@ -33,7 +33,7 @@ def rotated(x: Tensor, positions: Tensor, theta: float = 10000.0) -> Tensor:
 
 
 def heads_of(x: Tensor, tensors: Tensors, name: str, positions: Tensor | None = None) -> Tensor:
-    """[n, heads, SIZE]: projected, normed if there is a norm, rotated if there are positions."""
+    """Project to [n, heads, SIZE]; norm if there is a norm, rotate if there are positions."""
     y = x @ tensors[f"{name}_proj.weight"].T
     y = y + tensors[f"{name}_proj.bias"] if f"{name}_proj.bias" in tensors else y
     y = y.view(len(x), -1, SIZE)
@@ -42,7 +42,7 @@ def heads_of(x: Tensor, tensors: Tensors, name: str, positions: Tensor | None = 
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
-    """[m, HEADS * SIZE] of queries [m, HEADS, SIZE] over n keys; `seen` [m, n]."""
+    """Attend queries [m, HEADS, SIZE] to n keys: [m, HEADS * SIZE]. `seen`: a mask [m, n]."""
     key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key, value))
     scores = torch.einsum("mhd,nhd->hmn", query, key) / SIZE**0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
@@ -68,5 +68,5 @@ def layer_tensors(name: str, width: int = HIDDEN, *, head_norms: bool = False) -
 
 
 def random(*shape: int) -> Tensor:
-    """A norm's weights, around 1, or a matrix that about keeps its input's size."""
+    """A norm's weights, around 1, or a matrix whose output has about the scale of its input."""
     return torch.randn(shape) * 0.2 + 1 if len(shape) == 1 else torch.randn(shape) * 1.5 / shape[-1] ** 0.5

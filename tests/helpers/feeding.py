@@ -1,4 +1,4 @@
-"""The target's side of one drafted request whose speculator is fed with hidden states: a plain transformers network."""
+"""The target's side of one drafted request with real hidden states, from a transformers network."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from paceline.drafting.speculator import Commit, Context, Limit, Opening, Specul
 
 GREEDY = SamplingParams(temperature=0.0)
 Guess = tuple[tuple[int, ...], float]
-"""The tokens from the root down, and the log-probability of the last of them."""
+"""The tokens of a path below the root, and the log-probability of the last one."""
 
 
 class Feeding:
-    """Opens a request, and keeps the target's replica of its tree. Tokens are what a test says."""
+    """Opens a request and keeps the target's replica of its tree. The test chooses the tokens."""
 
     def __init__(
         self,
@@ -33,25 +33,25 @@ class Feeding:
     ) -> None:
         self.tokens = list(tokens)
         self.tree = TokenTree(len(tokens) - 1, tokens[-1])
-        self.told = 0
+        self.known_states = 0
         self._key, self._network, self._speculator = key, network, speculator
         speculator.open(Opening(key, tokens, 0, sampling, depth, nodes, link=owner))
 
     def tell(self, stop: int | None = None) -> None:
-        """States of the positions that were not told yet, to before `stop` or before the root."""
+        """Send the states of positions that were not sent, up to `stop` or the root."""
         stop = len(self.tokens) - 1 if stop is None else stop
-        if self._speculator.hidden_state_layers and stop > self.told:
-            self._speculator.context(Context(self._key, self.told, self.states()[self.told : stop]))
-            self.told = stop
+        if self._speculator.hidden_state_layers and stop > self.known_states:
+            self._speculator.context(Context(self._key, self.known_states, self.states()[self.known_states : stop]))
+            self.known_states = stop
 
     def commit(self, tokens: Sequence[int]) -> None:
-        """With the states of the root and of all but the last token, if those before are known."""
+        """Commit tokens, with the states that they were drawn from if the states before were sent."""
         base = len(self.tokens) - 1
         self.tokens += tokens
         states = None
-        if self._speculator.hidden_state_layers and self.told == base:
-            self.told = base + len(tokens)
-            states = self.states()[base : self.told]
+        if self._speculator.hidden_state_layers and self.known_states == base:
+            self.known_states = base + len(tokens)
+            states = self.states()[base : self.known_states]
         self.tree.commit(tokens)
         self._speculator.commit(Commit(self._key, base, tokens, 0, states))
 
@@ -59,7 +59,7 @@ class Feeding:
         self._speculator.limit(Limit(self._key, depth, nodes))
 
     def grow(self) -> list[Guess]:
-        """What is new, once there is nothing more to draft."""
+        """The new nodes of all rounds until there is nothing to draft."""
         guesses: list[Guess] = []
         while (grown := self._speculator.grow()) or self._speculator.behind:
             if growth := grown.get(self._key):

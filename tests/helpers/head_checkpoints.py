@@ -43,7 +43,7 @@ def target_model(network: LlamaForCausalLM | None = None, *, slots: int = 1024) 
     return build(network or target_network(), "target", EngineConfig(slots=slots), "", [])
 
 
-def lent(dtype: torch.dtype = torch.float32) -> TargetWeights:
+def target_weights(dtype: torch.dtype = torch.float32) -> TargetWeights:
     return target_model(target_network(dtype), slots=256).target_weights()
 
 

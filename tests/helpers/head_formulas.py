@@ -1,4 +1,4 @@
-"""What EAGLE heads compute, as their papers and reference programs have it: whole sequences, no cache, nothing joined.
+"""What EAGLE heads compute, as their papers and reference programs have it: whole sequences without a cache.
 
 Tensors go by the names of the original uploads. Row i is that of the token at position i + 1.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
 Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Embeddings [n, h] and features [n, h] to logits [n, columns] and what the next rows are fed with, [n, h]."""
+"""Embeddings [n, h] and features [n, h] to logits [n, columns] and the features of the next rows, [n, h]."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of one decoder layer, with what its configuration says beside the sizes."""
+    """Of one decoder layer, with what its configuration has in addition to the sizes."""
 
     heads: int = 4
     kv_heads: int = 2
@@ -155,10 +155,10 @@ def after(formula: Formula, tokens: Sequence[int], states: Tensor, path: Sequenc
     `tokens` are all of a request; `states` [layers, H] of all but the last of them.
     """
     features = formula.encode(states)
-    words = list(tokens[1:])
-    logits, fed_back = formula(words, features)
+    inputs = list(tokens[1:])
+    logits, fed_back = formula(inputs, features)
     for guess in path:
         features = torch.cat((features, fed_back[-1:]))
-        words.append(guess)
-        logits, fed_back = formula(words, features)
+        inputs.append(guess)
+        logits, fed_back = formula(inputs, features)
     return logits[-1], fed_back[-1]

@@ -1,5 +1,4 @@
-"""A head's network driven as `paceline.drafting.heads.head_speculator` drives it, and compared row by row with a
-formula."""
+"""A head's network run as `paceline.drafting.heads.head_speculator` runs it, and compared row by row with a formula."""
 
 from __future__ import annotations
 
@@ -21,11 +20,11 @@ ROUNDS = (
 )
 """Paths of guesses, level by level."""
 COMMITTED = (5, 7, 60)
-"""Two of the first round's guesses, and a token that nobody had guessed."""
+"""Two of the first round's guesses, and a token that was not guessed."""
 
 
 class Rounds:
-    """One request. Slots come in no order, and are used again at once."""
+    """One request. Slots are in random order and are reused at once."""
 
     def __init__(self, network: HeadNetwork, formula: Formula, tolerance: float) -> None:
         self._network, self._formula, self._tolerance = network, formula, tolerance
@@ -33,7 +32,7 @@ class Rounds:
         layers = len(network.hidden_state_layers)
         self._states = torch.randn(PROMPT + len(COMMITTED), layers, HIDDEN, generator=generator)
         self._tokens = torch.randint(VOCABULARY, (PROMPT + 1,), generator=generator).tolist()
-        self._lane = SlotTable()
+        self._table = SlotTable()
         self._free = (torch.randperm(network.slots, generator=generator) + 1).tolist()
         self._computed = 0
 
@@ -47,27 +46,27 @@ class Rounds:
         self._guess(ROUNDS[1])
 
     def _compute(self, stop: int) -> None:
-        """Rows fed with the target's states."""
+        """Rows with the target's states."""
         start, self._computed = self._computed, stop
-        self._lane.slots.extend([self._free.pop() for _ in range(start, stop)])
-        rows = [self._lane.row(self._tokens[i + 1], i) for i in range(start, stop)]
+        self._table.slots.extend([self._free.pop() for _ in range(start, stop)])
+        rows = [self._table.row(self._tokens[i + 1], i) for i in range(start, stop)]
         features = self._network.encode(self._states[start:stop].to(self._dtype))
         logits, fed_back = self._pass(rows, features)
-        words = self._tokens[1 : stop + 1]
-        expected = self._formula(words, self._formula.encode(self._states[:stop]))
+        tokens = self._tokens[1 : stop + 1]
+        expected = self._formula(tokens, self._formula.encode(self._states[:stop]))
         self._same(logits, expected[0][start:stop])
         self._same(fed_back, expected[1][start:stop])
         self._last = expected[1][-1].to(self._dtype)
 
     def _guess(self, paths: Sequence[tuple[int, ...]]) -> None:
-        """Rows fed with the network's own features, one level in each pass; then they are forgotten."""
+        """Rows with the network's own features, one level in each pass; then their slots are freed."""
         slots: dict[tuple[int, ...], int] = {}
         features: dict[tuple[int, ...], Tensor] = {(): self._last}
         for depth in range(1, len(paths[-1]) + 1):
             level = [path for path in paths if len(path) == depth]
             slots |= {path: self._free.pop() for path in level}
             branches = [[slots[path[: n + 1]] for n in range(depth)] for path in level]
-            rows = [self._lane.branch_row(path[-1], branch) for path, branch in zip(level, branches, strict=True)]
+            rows = [self._table.branch_row(path[-1], branch) for path, branch in zip(level, branches, strict=True)]
             logits, fed_back = self._pass(rows, torch.stack([features[path[:-1]] for path in level]))
             for path, *got in zip(level, logits, fed_back, strict=True):
                 expected = after(self._formula, self._tokens, self._states[: self._computed], path)

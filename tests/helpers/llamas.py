@@ -1,4 +1,4 @@
-"""A tiny Llama for tests: random, but peaked, so that a disturbed copy of it is a draft that mostly agrees."""
+"""A tiny random Llama with peaked distributions, so that a copy with noise is a draft that mostly agrees."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ POSITIONS = 512
 
 
 def peaked_llama(noise: float = 0.0) -> LlamaForCausalLM:
-    """Always the same network, in float32, but for weights disturbed by `noise` times a standard normal."""
+    """The same network every time, in float32, with normal noise of this scale added to the weights."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -41,4 +41,4 @@ LAWS = [
     SamplingParams(temperature=1.0, seed=9, bad_words=((7,), (8, 9)), max_tokens=40),
     SamplingParams(temperature=1.3, seed=2**63 + 1, max_tokens=100),
 ]
-"""Every rule that sampling knows, for a vocabulary of at least ten tokens."""
+"""Sampling parameters that use every rule, for a vocabulary of at least ten tokens."""

@@ -1,4 +1,4 @@
-"""A tiny target whose next token depends on the last one alone, so that heads can be built that know what it says.
+"""A tiny target whose next token depends on the last one alone, and draft heads that know its distribution.
 
 Attention and MLPs add nothing: the final state is the norm of the last token's embedding.
 """
@@ -33,7 +33,7 @@ def markov_llama() -> LlamaForCausalLM:
         for layer in network.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        network.lm_head.weight *= 3  # sure of itself, so that two steps ahead can be guessed, too
+        network.lm_head.weight *= 3  # peaked, so that two steps ahead can be guessed, too
     return network
 
 
@@ -50,47 +50,47 @@ def save_markov(folder: Path) -> Path:
 
 
 def final_states() -> Tensor:
-    """After each token: [V, H] in float64."""
+    """The final state after each token: [V, H] in float64."""
     network = markov_llama()
     states: Tensor = network.model.norm(network.model.embed_tokens.weight).detach().double()
     return states
 
 
 def logits_after() -> Tensor:
-    """The target's own after each token: [V, V] in float64."""
+    """The target's logits after each token: [V, V] in float64."""
     return final_states() @ markov_llama().lm_head.weight.detach().double().T
 
 
-def laws_ahead(places: int, temperature: float) -> Tensor:
-    """What is said `places` places after a token, [V, V], as logits: 1 is the next place."""
+def distributions_ahead(steps: int, temperature: float) -> Tensor:
+    """Logits [V, V] of the distribution `steps` steps after each token; 1 is the next token."""
     logits = logits_after()
     if temperature == 0:
         successor = logits.argmax(-1)
         ahead = torch.arange(VOCABULARY)
-        for _ in range(places):
+        for _ in range(steps):
             ahead = successor[ahead]
         return 10 * F.one_hot(ahead, VOCABULARY).double()
-    law = (logits / temperature).softmax(-1)
-    return temperature * torch.linalg.matrix_power(law, places).clamp(min=1e-9).log()
+    probs = (logits / temperature).softmax(-1)
+    return temperature * torch.linalg.matrix_power(probs, steps).clamp(min=1e-9).log()
 
 
 def projecting(states: Tensor, logits: Tensor) -> Tensor:
-    """The matrix [V, n] that makes these logits [V, V] of these states [V, n]."""
+    """The matrix [V, n] that maps states [V, n] to logits [V, V]."""
     return torch.linalg.lstsq(states, logits).solution.T.float().contiguous()
 
 
 def seeing_medusa(heads: int, temperature: float) -> dict[str, Tensor]:
-    """Heads that guess as well as the state allows: it tells the token before the root, not the root."""
+    """Heads that guess as well as the state allows: the state is the one before the root."""
     tensors = {}
     for head in range(heads):
         tensors[f"{head}.0.linear.weight"] = torch.zeros(HIDDEN, HIDDEN)
         tensors[f"{head}.0.linear.bias"] = torch.zeros(HIDDEN)
-        tensors[f"{head}.1.weight"] = projecting(final_states(), laws_ahead(head + 2, temperature))
+        tensors[f"{head}.1.weight"] = projecting(final_states(), distributions_ahead(head + 2, temperature))
     return tensors
 
 
 def seeing_mlp(steps: int, inner: int = 96) -> dict[str, Tensor]:
-    """Looks at the token alone, and knows what the target says after it."""
+    """A speculator that uses the token alone, and knows the target's distribution after it."""
     embedding = torch.randn(VOCABULARY, inner, generator=torch.Generator().manual_seed(1))
     tensors = {}
     for i in range(steps):
@@ -115,25 +115,25 @@ def save_head(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def save_seeing(method: str, folder: Path, temperature: float, steps: int = 3) -> Path:
-    """A head of this method that knows what the target says, and how it is drawn from."""
+    """Save a head of this method that knows the target's distribution."""
     if method == "medusa":
         return save_head(folder, seeing_medusa(steps, temperature), {"medusa_num_heads": 2})
     return save_head(folder, seeing_mlp(steps), mlp_config(steps))
 
 
 def trained(method: str, folder: Path) -> tuple[nn.Module, TargetOutputs]:
-    """A head of the kind that `paceline train` makes, with weights at random and saved; and something to read."""
+    """A random head as `paceline train` saves it, and target outputs to run it on."""
     network = peaked_llama()
     output = network.lm_head.weight.detach()
     states = torch.randn(2, 9, 1, HIDDEN, generator=torch.Generator().manual_seed(3))
     ids = torch.arange(18).view(2, 9)
-    law = torch.zeros(2, 9, 1)
-    reading = TargetOutputs(ids, torch.zeros(2, 9, HIDDEN), states, law.long(), law, output)
+    probs = torch.zeros(2, 9, 1)
+    reading = TargetOutputs(ids, torch.zeros(2, 9, HIDDEN), states, probs.long(), probs, output)
     recipe = RECIPES[method]
     head = recipe.begin(network.config, network)
     torch.manual_seed(5)
     for parameter in head.parameters():
         nn.init.normal_(parameter, std=HIDDEN**-0.5)
-        parameter.data = parameter.data.bfloat16().float()  # as which it is saved
+        parameter.data = parameter.data.bfloat16().float()  # the dtype in which it is saved
     save_trained(head, recipe, network.config, folder)
     return head, reading

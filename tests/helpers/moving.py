@@ -1,4 +1,4 @@
-"""A draft in the target's process that dies as a draft worker does."""
+"""A draft in the target's process that loses requests as a dying draft worker does."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from paceline.engine.draft_client import LocalDraftClient
 
 
 class Moving(LocalDraftClient):
-    """Of what it is told of requests, some numbers find their worker dead; another takes the request over."""
+    """Loses the request of the n-th event, for each n in `losses`; the engine then opens it again."""
 
     def __init__(self, speculator: Speculator, losses: Sequence[int]) -> None:
         super().__init__(speculator)
         self._losses = set(losses)
-        self._said = 0
+        self._events = 0
 
     def context(self, context: Context) -> None:
         if self._alive(context.request_id):
@@ -25,7 +25,7 @@ class Moving(LocalDraftClient):
             super().commit(commit)
 
     def _alive(self, key: int) -> bool:
-        self._said += 1
-        if self._said in self._losses:
+        self._events += 1
+        if self._events in self._losses:
             self._lose(key)
-        return self._said not in self._losses
+        return self._events not in self._losses

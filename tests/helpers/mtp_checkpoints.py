@@ -139,7 +139,7 @@ def target_tensors(seed: int = 4) -> dict[str, Tensor]:
 
 
 def save_matrices(folder: Path, family: str, tensors: Mapping[str, Tensor]) -> Path:
-    """A checkpoint of nothing but `tensors` and the two matrices that are lent. Qwen3.5's is a multimodal one."""
+    """A checkpoint of nothing but `tensors` and the target's two matrices. Qwen3.5's is a multimodal one."""
     folder.mkdir(parents=True, exist_ok=True)
     matrices = target_tensors()
     embedding = "model.language_model.embed_tokens.weight" if "3_5" in family else "model.embed_tokens.weight"
@@ -165,7 +165,7 @@ def save_speculators(folder: Path, tensors: Mapping[str, Tensor]) -> Path:
 def save_target(folder: Path, family: str, tensors: Mapping[str, Tensor]) -> Path:
     """A whole target, with its multi-token-prediction layer in a file of its own, and an index.
 
-    Its layers add little to the embedding: whoever knows a token can guess the next one.
+    Its layers add little to the embedding, so a token nearly determines the next one.
     """
     torch.manual_seed(7)
     network = AutoModelForCausalLM.from_config(config_of(family))

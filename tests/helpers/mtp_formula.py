@@ -121,8 +121,8 @@ class Formula:
         scores = torch.sigmoid(self._layer["mlp.gate.weight"] @ x)
         biased = scores + self._layer["mlp.gate.e_score_correction_bias"]
         half = EXPERTS // 2
-        worth = [biased[group * half : (group + 1) * half].sort(descending=True).values[:2].sum() for group in (0, 1)]
-        group = 0 if worth[0] > worth[1] else 1
+        totals = [biased[group * half : (group + 1) * half].sort(descending=True).values[:2].sum() for group in (0, 1)]
+        group = 0 if totals[0] > totals[1] else 1
         members = sorted(range(group * half, (group + 1) * half), key=lambda e: -float(biased[e]))[:CHOSEN]
         total = sum(float(scores[e]) for e in members)
         return [(e, float(scores[e]) / total * SCALING) for e in members]

@@ -1,4 +1,4 @@
-"""Networks that can be cut: a namespace of the kernel's, joined to everybody else's by one cable."""
+"""Networks that can be cut: a network namespace, connected to this machine's by one virtual cable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """`inside` is its one address; `outside` is where those within reach this machine."""
+    """`inside`: its only address; `outside`: this machine's address for processes inside."""
 
     name: str
     inside: str
@@ -19,11 +19,11 @@ class Network:
 
     @property
     def enter(self) -> tuple[str, ...]:
-        """Before a command that is to run there."""
+        """Prefix of a command that runs inside."""
         return ("ip", "netns", "exec", self.name)
 
     def cut(self) -> None:
-        """Nothing gets through any more, and nobody is told."""
+        """Drop all packets silently."""
         _ip("link", "set", _cable(self.name), "down")
 
     def heal(self) -> None:
@@ -32,9 +32,9 @@ class Network:
 
 @contextmanager
 def network(number: int) -> Iterator[Network]:
-    """For as long as the context lasts. `number`: tells it from others of this process, below 64."""
+    """A network for as long as the context lasts. `number`: below 64, unique in this process."""
     name = f"pl{os.getpid()}n{number}"
-    subnet = f"198.18.{os.getpid() % 256}"  # RFC 2544: for tests of networks, nobody's address
+    subnet = f"198.18.{os.getpid() % 256}"  # RFC 2544: reserved for tests of networks
     made = Network(name, f"{subnet}.{4 * number + 2}", f"{subnet}.{4 * number + 1}")
     there = f"{name}i"
     _ip("netns", "add", name)
@@ -54,7 +54,7 @@ def network(number: int) -> Iterator[Network]:
 
 
 def possible() -> bool:
-    """Whether this machine lets us: it takes root, the kernel's leave and iproute2."""
+    """Whether this machine can make networks: it needs root, namespaces and iproute2."""
     try:
         with network(0):
             return True
@@ -63,7 +63,7 @@ def possible() -> bool:
 
 
 def _cable(name: str) -> str:
-    """The end of it that is outside. Names of interfaces have 15 characters at most."""
+    """The cable's outside interface. Interface names have at most 15 characters."""
     return f"{name}o"
 
 

@@ -1,7 +1,7 @@
 """A gateway with scripted targets behind it, all over real sockets, in the test's own event loop.
 
-The targets are the real service, `paceline_services.target.target_servicer`, with a script in the place of the
-engine: what a request's output is, how many tokens come at once, and when.
+The targets are the real service, `paceline_services.target.target_servicer`, with a script instead of an
+engine: the output of each request, how many tokens come at once, and when.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from paceline.core.messages import (
     Delta,
     EngineLoad,
     FinishReason,
+    GenerationRequest,
     LogProbs,
     SpeculationStats,
-    Submission,
     TargetDescription,
     Timings,
     Usage,
 )
+from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
@@ -44,45 +45,50 @@ TOKENIZER = Tokenizer.load(MODEL)
 EOS = 2
 CONTEXT = 128
 
-Script = Callable[[Submission], Sequence[int]]
+Script = Callable[[GenerationRequest], Sequence[int]]
 
 
-class GivesUp(RuntimeError):
-    """What a script raises to say this much, and then that it cannot go on."""
+class FailsAfter(RuntimeError):
+    """A script raises it to send this output, and then the error."""
 
-    def __init__(self, message: str, said: Sequence[int]) -> None:
+    def __init__(self, message: str, output: Sequence[int]) -> None:
         super().__init__(message)
-        self.said = said
+        self.output = output
 
 
 class KillsEngines(RuntimeError):
-    """What a script raises of which an engine dies."""
+    """A script raises it to let the engine die."""
 
 
 class ScriptedDecoder:
-    """Plays an engine: the output of a request is what `script` says, `burst` tokens to a delta.
+    """A fake engine: the output of a request is `script(request)`, in deltas of `burst` tokens.
 
-    Deltas come one after the other, unless `gate` is clear: then the target hangs until it is set again. It clears
-    itself after so many deltas as `hold_after` says.
+    While `gate` is clear the target hangs. The gate clears itself after `hold_after` deltas.
     """
 
     hold_after: int | None = None
     first_after_s = 0.0
-    """How long a request's first token takes."""
+    """The time to a request's first token."""
 
     def __init__(self, script: Script, burst: int) -> None:
         self.servicer: TargetServicer
         self.gate = asyncio.Event()
         self.gate.set()
-        self.submissions: list[Submission] = []
+        self.requests: list[GenerationRequest] = []
         self.cancelled: asyncio.Queue[str] = asyncio.Queue()
         self._script = script
         self._burst = burst
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
-    def submit(self, submission: Submission) -> None:
-        self.submissions.append(submission)
-        self._tasks[submission.request_id] = asyncio.create_task(self._decode(submission))
+    def send(self, message: GenerationRequest | CancelRequest) -> None:
+        if isinstance(message, GenerationRequest):
+            self.submit(message)
+        else:
+            self.cancel(message.request_id)
+
+    def submit(self, request: GenerationRequest) -> None:
+        self.requests.append(request)
+        self._tasks[request.request_id] = asyncio.create_task(self._decode(request))
 
     def cancel(self, request_id: str) -> None:
         task = self._tasks.pop(request_id, None)
@@ -95,33 +101,33 @@ class ScriptedDecoder:
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
-    async def _decode(self, submission: Submission) -> None:
-        params = submission.sampling
+    async def _decode(self, request: GenerationRequest) -> None:
+        params = request.sampling
         try:
-            output = list(self._script(submission))[: params.max_tokens]
+            output = list(self._script(request))[: params.max_tokens]
         except KillsEngines:
             ended = asyncio.get_running_loop().create_future()
             ended.set_result(None)
             await self.servicer.drain(0.0, ended)
             return
         except RuntimeError as error:
-            self._give_up(submission.request_id, error)
+            self._give_up(request.request_id, error)
             return
         stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
         output = output[: stops[0] + 1] if stops else output
-        start = len(submission.committed)
+        start = len(request.committed)
         await asyncio.sleep(self.first_after_s)
         for at in range(start, len(output), self._burst):
             await self.gate.wait()
             tokens = output[at : at + self._burst]
-            delta = Delta(submission.request_id, tokens, [index > 0 for index in range(len(tokens))])
+            delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
             if params.logprobs is not None:
                 delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
                 reason = FinishReason.STOP if stops else FinishReason.LENGTH
                 delta.stop_token = output[-1] if stops else None
-                delta = self._last(delta, reason, len(submission.prompt), len(output))
-                self._tasks.pop(submission.request_id)
+                delta = self._last(delta, reason, len(request.prompt), len(output))
+                self._tasks.pop(request.request_id)
             self._deliver(delta)
             if self.hold_after is not None:
                 self.hold_after -= 1
@@ -132,8 +138,8 @@ class ScriptedDecoder:
 
     def _give_up(self, request_id: str, error: RuntimeError) -> None:
         """As the engine does: the error comes with the last tokens, if there are any."""
-        said = error.said if isinstance(error, GivesUp) else []
-        *before, last = [said[at : at + self._burst] for at in range(0, len(said), self._burst)] or [[]]
+        output = error.output if isinstance(error, FailsAfter) else []
+        *before, last = [output[at : at + self._burst] for at in range(0, len(output), self._burst)] or [[]]
         for tokens in before:
             self._deliver(Delta(request_id, list(tokens), [False] * len(tokens)))
         self._tasks.pop(request_id)
@@ -157,9 +163,9 @@ def log_probs(token: int, top: int) -> LogProbs:
 
 
 class Bookkeeper:
-    """The target's own records are not looked at here."""
+    """An observer that keeps nothing."""
 
-    def submitted(self, engine_id: str, submission: Submission) -> None: ...
+    def submitted(self, engine_id: str, request: GenerationRequest) -> None: ...
 
     def committed(self, delta: Delta) -> None: ...
 
@@ -181,7 +187,7 @@ class RunningTarget:
 
 @dataclass(slots=True)
 class Stack:
-    """What a test needs of a running gateway and what is around it."""
+    """A running gateway with its clients and targets."""
 
     store: StateStore
     models: ModelDirectory
@@ -192,7 +198,7 @@ class Stack:
     _exits: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @property
-    def gateway(self) -> ServedModel:
+    def model(self) -> ServedModel:
         """The first model."""
         return self.models.first
 
@@ -228,7 +234,7 @@ async def start_target(
     eos = (EOS,)
     description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics)
     decoder = ScriptedDecoder(script, burst)
-    servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder)
+    servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)
     server = GrpcServer("127.0.0.1", port, tls=tls, peer=GATEWAY)
     service = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
     server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, service)
@@ -252,12 +258,10 @@ async def open_stack(
     `GatewaySettings`. With TLS at the edge, its own clients do not look at the certificate.
     """
     settings = GatewaySettings(
-        MODEL,
-        MODEL,
+        {MODEL: MODEL, **dict.fromkeys(more_models, MODEL)},
         port=0,
         drain_s=5.0,
         limits=limits or AdmissionLimits(resume_s=5.0),
-        more_models=[(MODEL, name) for name in more_models],
         **settings_,
     )
     async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (models, addresses):
@@ -273,13 +277,13 @@ async def open_stack(
             yield stack
 
 
-def says(text: str) -> Script:
-    """A script that answers with a text and ends."""
+def text_script(text: str) -> Script:
+    """A script whose output is this text and the end of text."""
     tokens = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
-    return lambda submission: tokens
+    return lambda request: tokens
 
 
-def counts(submission: Submission) -> Sequence[int]:
-    """An endless output that depends on the seed and on the prompt, as a real one would."""
-    first = (submission.sampling.seed + sum(submission.prompt)) % 1000
+def counts(request: GenerationRequest) -> Sequence[int]:
+    """An endless output that depends on the seed and the prompt, as a real one does."""
+    first = (request.sampling.seed + sum(request.prompt)) % 1000
     return [300 + (first + 7 * index) % 3000 for index in range(CONTEXT)]

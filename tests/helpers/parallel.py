@@ -1,14 +1,14 @@
-"""Drafts that guess several tokens in one pass, for the peaked Llama: random weights by their published names."""
+"""Drafts that predict several tokens in one pass, for the peaked Llama: random weights by their published names."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from random import Random
 from typing import Any
 
+import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.drafting.methods.dflash import DFlashNetwork, DFlashSpeculator
@@ -19,7 +19,10 @@ from paceline.drafting.speculator import Speculator
 from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint
 from tests.helpers.dense import HEADS, HIDDEN, INNER, KV_HEADS, SIZE, layer_tensors, random
+from tests.helpers.feeding import Feeding, Guess
+from tests.helpers.head_checkpoints import save_head
 from tests.helpers.llamas import VOCABULARY
+from tests.helpers.seen import nodes_of
 
 BLOCK = 5
 MASK = 60
@@ -42,7 +45,7 @@ DFLASH: dict[str, Any] = {
     "num_target_layers": 2,
     "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [0, 1]},
 }
-"""As z-lab publishes them."""
+"""As in z-lab's checkpoints."""
 DFLASH_OF_THE_LIBRARY: dict[str, Any] = {
     "architectures": ["DFlashSpeculator"],
     "speculators_model_type": "dflash",
@@ -64,7 +67,7 @@ PEAGLE: dict[str, Any] = {
 
 
 def dflash_tensors(states: int = 2) -> dict[str, Tensor]:
-    """Two layers over so many states of the target."""
+    """Two layers over this number of target states."""
     torch.manual_seed(5)
     named = {
         "fc.weight": random(HIDDEN, states * HIDDEN),
@@ -77,7 +80,7 @@ def dflash_tensors(states: int = 2) -> dict[str, Tensor]:
 
 
 def peagle_tensors() -> dict[str, Tensor]:
-    """Two layers, and an embedding that was trained, too."""
+    """Two layers, and an embedding of its own."""
     torch.manual_seed(6)
     named = {
         "fc.weight": random(HIDDEN, 3 * HIDDEN),
@@ -90,15 +93,50 @@ def peagle_tensors() -> dict[str, Tensor]:
     return named | layer_tensors("layers.0", 2 * HIDDEN) | layer_tensors("layers.1")
 
 
+def reduced_vocabulary(step: int) -> tuple[dict[str, Tensor], list[int]]:
+    """Every `step`-th token: an output matrix, `d2t` and `t2d`; and the tokens."""
+    ids = list(range(1, VOCABULARY, step))
+    known = torch.zeros(VOCABULARY, dtype=torch.bool)
+    known[ids] = True
+    offsets = torch.tensor(ids) - torch.arange(len(ids))
+    return {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets, "t2d": known}, ids
+
+
 def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Checkpoint:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
-    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, folder / "model.safetensors")
-    return Checkpoint(folder)
+    return Checkpoint(save_head(folder, weights, dict(config)))
+
+
+def check_guesses(
+    request: Feeding, guesses: Sequence[Guess], expected: Tensor, ids: Sequence[int] | None = None
+) -> None:
+    """Each guess has its depth's log-probability in `expected` [depths, columns], and the likeliest path is there.
+
+    `ids`: the token of each column; None: all tokens.
+    """
+    columns = {token: column for column, token in enumerate(ids or range(VOCABULARY))}
+    assert guesses
+    for path, log_prob in guesses:
+        assert log_prob == pytest.approx(float(expected[len(path) - 1, columns[path[-1]]]), abs=2e-3)
+    best = [int(distribution.argmax()) for distribution in expected]
+    likeliest = [ids[column] if ids else column for column in best]
+    assert len(request.tree.match(likeliest)) == len(likeliest)
+
+
+def check_rounds(
+    request: Feeding, speculator: Any, distributions: Callable[[], Tensor], ids: Sequence[int] | None = None
+) -> None:
+    """Twelve rounds with random commits between them: of guesses, of misses, of both."""
+    rng = Random(3)
+    request.tell()
+    for _ in range(12):
+        check_guesses(request, request.grow(), distributions(), ids)
+        speculator.check_integrity()
+        chosen = rng.choice(list(nodes_of(request.tree))).path()
+        request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
 
 
 def drafting_for(target: Model, method: str, folder: Path, ahead: int = 4, width: int = 3) -> Speculator:
-    """A draft of this method. That of `pard` is the target itself, so that its first guess is right."""
+    """A draft of this method. The model of `pard` is the target, so its first guess is right."""
     if method == "pard":
         return PardSpeculator(target, MASK, ahead, width, 0.0)
     if method == "dflash":

@@ -1,4 +1,4 @@
-"""Both ends of a pipe in one process, for tests that run a service's compute on a thread of theirs."""
+"""Both ends of a pipe in one process, for tests that run a model process's loop on a thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Note:
 
 @contextmanager
 def pipes() -> Iterator[tuple[Pipe, Pipe]]:
-    """Two computing ends, where a test is the other side."""
+    """Two connected ends of a model process."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         yield Pipe(ours), Pipe(theirs)
@@ -29,7 +29,7 @@ def pipes() -> Iterator[tuple[Pipe, Pipe]]:
 
 @asynccontextmanager
 async def joined() -> AsyncIterator[tuple[PipeConnection, Pipe]]:
-    """The event loop's end and the computing end."""
+    """The event loop's end and the model process's end."""
     ours, theirs = socket.socketpair()
     with theirs:
         connection = await PipeConnection.open(ours)
@@ -41,7 +41,7 @@ async def joined() -> AsyncIterator[tuple[PipeConnection, Pipe]]:
 
 @asynccontextmanager
 async def computing(connection: PipeConnection, run: Callable[[], None]) -> AsyncIterator[asyncio.Task[None]]:
-    """Run a compute loop on a thread until the context ends, which closes its pipe. Raises what the loop raised."""
+    """Run a loop on a thread until the context ends, which closes its pipe. Raises what the loop raises."""
     task = asyncio.create_task(asyncio.to_thread(run))
     try:
         yield task

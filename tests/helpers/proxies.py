@@ -1,4 +1,4 @@
-"""A TCP server in front of another, whose connections all end before it does."""
+"""A TCP proxy that ends all its connections when it stops."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 async def proxy(
     connect: Callable[[], Awaitable[Streams]], *, tls: ssl.SSLContext | None = None, cut_after: bytes | None = None
 ) -> AsyncIterator[int]:
-    """Its port. A connection is closed on both sides when one side closes it, or as soon as `cut_after` was passed on
-    towards the client. `connect` opens the way to the server behind; `tls` is for the clients."""
+    """Yield the proxy's port. `connect` connects to the server, and `tls` serves the clients.
+
+    A connection is closed on both sides when one side closes it, or when `cut_after` was sent to the client.
+    """
     serving: set[asyncio.Task[None]] = set()
-    """Nobody else holds the task of a connection that is no longer read."""
+    """Keeps a reference to the task of each connection."""
 
     def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.create_task(serve(reader, writer))
@@ -28,15 +30,15 @@ async def proxy(
         async with _closing(writer):
             behind, back = await connect()
             async with _closing(back):
-                ways = [
-                    asyncio.create_task(way) for way in (_pass_on(reader, back), _pass_on(behind, writer, cut_after))
+                directions = [
+                    asyncio.create_task(each) for each in (_pass_on(reader, back), _pass_on(behind, writer, cut_after))
                 ]
                 try:
-                    await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    for way in ways:
-                        way.cancel()
-                    await asyncio.wait(ways)
+                    for each in directions:
+                        each.cancel()
+                    await asyncio.wait(directions)
 
     server = await asyncio.start_server(accept, "127.0.0.1", 0, ssl=tls)
     try:

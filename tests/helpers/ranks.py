@@ -1,4 +1,4 @@
-"""The other ranks of a model for tests: processes that follow the test's own, which is rank 0, model after model."""
+"""Processes that are the other ranks of one model after another, for tests; the test's own process is rank 0."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from paceline.model.tensor_parallel_model import TensorParallelModel, run_rank
 LOOPBACK = "127.0.0.1"
 
 
-def free_place(host: str = LOOPBACK) -> HostPort:
-    """Where ranks can meet."""
+def free_address(host: str = LOOPBACK) -> HostPort:
+    """A rendezvous for ranks: a free port."""
     with HostPort(host, 0).listen() as listener:
         return HostPort(host, int(listener.getsockname()[1]))
 
 
-def by_place(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
-    """As a ring adds: the buffer is cut in as many pieces as there are ranks, and each begins at another one."""
+def by_index(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
+    """The sum of a ring: the buffer has one piece per rank, and each piece's sum starts with another rank."""
     parts = ranks._gathered(partial.contiguous()).float().view(ranks.size, -1)
     pieces = [
         sum((piece[(first + i) % ranks.size] for i in range(1, ranks.size)), piece[first])
@@ -43,7 +43,7 @@ def by_place(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
 
 
 def all_reduced(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
-    """As everybody does."""
+    """torch's own sum."""
     total = partial.contiguous()
     dist.all_reduce(total, group=ranks._device_group)
     return total
@@ -51,69 +51,64 @@ def all_reduced(ranks: TensorParallelGroup, partial: Tensor) -> Tensor:
 
 SUMS: dict[str, Callable[[TensorParallelGroup, Tensor], Tensor]] = {
     "ours": TensorParallelGroup.all_reduce,
-    "by place": by_place,
+    "by index": by_index,
     "all-reduce": all_reduced,
 }
 
 
-class Followers:
-    """Processes that can be ranks 1 to `most` of whatever model."""
+class RankProcesses:
+    """Ranks 1 to `most`; they load the model that rank 0 loads, then the next one."""
 
     def __init__(self, most: int = 3) -> None:
         context = multiprocessing.get_context("spawn")
-        self._orders: list[SimpleQueue[tuple[str, str] | None]] = [context.SimpleQueue() for _ in range(most)]
+        self._jobs: list[SimpleQueue[tuple[str, str]]] = [context.SimpleQueue() for _ in range(most)]
         self._processes: list[BaseProcess] = [
-            context.Process(target=_follow, args=(rank, orders), daemon=True)
-            for rank, orders in enumerate(self._orders, 1)
+            context.Process(target=_serve_rank, args=(rank, jobs), daemon=True)
+            for rank, jobs in enumerate(self._jobs, 1)
         ]
         for process in self._processes:
             process.start()
 
-    def close(self) -> None:
-        for orders in self._orders:
-            orders.put(None)
-        for process in self._processes:
-            process.join(20)
-        self.kill()
+    def __enter__(self) -> RankProcesses:
+        return self
 
-    def kill(self) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.join()
 
     def exit_code(self, rank: int) -> int | None:
-        """Of the process that is this rank, once it has ended; None if it does not."""
+        """The exit code of a rank's process; None if it does not end in time."""
         self._processes[rank - 1].join(20)
         return self._processes[rank - 1].exitcode
 
     def pid(self, rank: int) -> int:
-        """Of the process that is this rank."""
         pid = self._processes[rank - 1].pid
         assert pid is not None
         return pid
 
     @contextmanager
     def ready(self, size: int, sums: str = "ours", host: str = LOOPBACK) -> Iterator[str]:
-        """Where these ranks wait for a rank 0 of this process. `sums`: how all of them add."""
-        address = str(free_place(host))
-        for orders in self._orders[: size - 1]:
-            orders.put((address, sums))
+        """The rendezvous at which these ranks wait for this process. `sums`: the sum that all ranks use."""
+        address = str(free_address(host))
+        for jobs in self._jobs[: size - 1]:
+            jobs.put((address, sums))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(TensorParallelGroup, "all_reduce", SUMS[sums])
-            patch.setattr(rendezvous, "exit_process", lambda why: None)  # a lost rank fails the test, not its process
-            led: list[RankGroup] = []
-            patch.setattr(rendezvous, "RankGroup", lambda *parts: led.append(RankGroup(*parts)) or led[-1])
+            patch.setattr(rendezvous, "exit_process", lambda reason: None)  # a lost rank must not end pytest
+            groups: list[RankGroup] = []
+            patch.setattr(rendezvous, "RankGroup", lambda *parts: groups.append(RankGroup(*parts)) or groups[-1])
             try:
                 yield address
             finally:
-                for replica in led:
-                    replica.shutdown()
+                for group in groups:
+                    group.shutdown()
 
     @contextmanager
-    def led(
+    def load(
         self, folder: Path, size: int, dtype: str = "float32", sums: str = "ours", host: str = LOOPBACK
     ) -> Iterator[TensorParallelModel]:
-        """Rank 0 of a model with these ranks."""
+        """A model on these ranks."""
         with self.ready(size, sums, host) as rendezvous:
             config = {"dtype": dtype, "slots": 2048, "tensor_parallel_size": size, "rendezvous": rendezvous}
             model = load(str(folder), EngineConfig.model_validate(config))
@@ -121,11 +116,11 @@ class Followers:
             yield model
 
 
-def _follow(rank: int, orders: SimpleQueue[tuple[str, str] | None]) -> None:
+def _serve_rank(rank: int, jobs: SimpleQueue[tuple[str, str]]) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    while (order := orders.get()) is not None:
-        rendezvous, sums = order
+    while True:
+        rendezvous, sums = jobs.get()
         TensorParallelGroup.all_reduce = SUMS[sums]  # type: ignore[method-assign]
-        with join_rank_group(rendezvous, rank, None) as (ranks, brief):
-            run_rank(load_shard(brief.model, brief.engine, ranks), ranks)
+        with join_rank_group(rendezvous, rank, None) as (ranks, config):
+            run_rank(load_shard(config.model, config.engine, ranks), ranks)

@@ -1,7 +1,7 @@
-"""Rules that turn guesses into output, as programs whose laws can be counted.
+"""Verification rules as programs whose output distribution can be enumerated.
 
 `Coupled` is built from the real tree and the real walk, `Rejection` from the real tree and the real rules of
-`residual`; a mutant changes one part. `Chain` is rejection sampling as published, written once more.
+`residual`. A mutant changes one part.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from paceline.core.strategies import residual as rejection
 from paceline.core.strategies.residual import ChainAcceptance, ChainToken
 from paceline.core.tree import ROOT, TokenTree
 from paceline.core.verify import walk
-from tests.helpers.chance import Chance, law_of
-from tests.helpers.worlds import NOISE_LEVELS, Drafter, Law, Scene, Tokens, World, drawn, nobody
+from tests.helpers.chance import Chance, distribution_of
+from tests.helpers.worlds import NOISE_LEVELS, Distribution, Drafter, Scene, Tokens, World, drawn, no_draft
 
 ROWS = 4
 DEPTH = 3
@@ -29,16 +29,16 @@ class Rule(Protocol):
         """The first `world.length` tokens of output."""
 
 
-def law_error(rule: Rule, world: World, drafter: Drafter) -> Fraction:
+def distribution_error(rule: Rule, world: World, drafter: Drafter) -> Fraction:
     """The largest difference in probability, over all outputs, between a rule and the target alone."""
-    law = law_of(lambda chance: rule(world, drafter, chance))
+    distribution = distribution_of(lambda chance: rule(world, drafter, chance))
     right = world.sequences()
-    return max(abs(law.get(s, Fraction(0)) - right.get(s, Fraction(0))) for s in {*law, *right})
+    return max(abs(distribution.get(s, Fraction(0)) - right.get(s, Fraction(0))) for s in {*distribution, *right})
 
 
 def drafter_changes_output(rule: Rule, world: World, drafter: Drafter) -> bool:
     """Whether, for some noise, the output differs from that of plain decoding with the same noise."""
-    agreement = law_of(lambda c: rule(world, drafter, c) == rule(world, nobody, c))
+    agreement = distribution_of(lambda c: rule(world, drafter, c) == rule(world, no_draft, c))
     return bool(agreement.get(False))
 
 
@@ -72,62 +72,8 @@ class Coupled:
         return output[: world.length]
 
 
-def likely_as(target: Fraction, draft: Fraction) -> Fraction:
-    return min(Fraction(1), target / draft)
-
-
-def residual(target: Law, draft: Law) -> Law:
-    return normalised([max(p - q, Fraction(0)) for p, q in zip(target, draft, strict=True)])
-
-
-def normalised(weights: Sequence[Fraction]) -> Law:
+def normalised(weights: Sequence[Fraction]) -> Distribution:
     return [weight / sum(weights) for weight in weights]
-
-
-def truncated(law: Law, keep: int = 2) -> list[Fraction]:
-    """The `keep` largest probabilities as they are, zero for the rest: no law until normalised."""
-    kept = sorted(range(len(law)), key=lambda token: -law[token])[:keep]
-    return [p if token in kept else Fraction(0) for token, p in enumerate(law)]
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Rejection sampling of a chain of guesses.
-
-    The draft samples from `sampled(its law)` and verification believes it sampled from `claimed(its law)`. A guess
-    is accepted with probability `accept(its probability under target, and as claimed)`; the first rejected one is
-    replaced by a draw from `replace(target, claimed)`. Guesses that are not `admitted` are not verified: the
-    position is drawn plainly.
-    """
-
-    sampled: Callable[[Law], Law] = lambda law: law
-    claimed: Callable[[Law], Sequence[Fraction]] = lambda law: law
-    accept: Callable[[Fraction, Fraction], Fraction] = likely_as
-    replace: Callable[[Law, Sequence[Fraction]], Law] = residual
-    admitted: Callable[[Fraction], bool] = lambda claimed: True
-    guesses: int = 2
-
-    def __call__(self, world: World, drafter: Drafter, chance: Chance) -> Tokens:
-        output: Tokens = ()
-        while len(output) < world.length:
-            output = (*output, *self._step(world, output, chance))
-        return output[: world.length]
-
-    def _step(self, world: World, output: Tokens, chance: Chance) -> Tokens:
-        prefix = output
-        for _ in range(min(self.guesses, world.length - len(output))):
-            target, draft = world.target(prefix), world.draft(prefix)
-            claimed = self.claimed(draft)
-            guess = chance.choose(self.sampled(draft))
-            if not self.admitted(claimed[guess]):
-                break
-            accept = self.accept(target[guess], claimed[guess])
-            if chance.choose([accept, 1 - accept]):
-                return (*prefix[len(output) :], chance.choose(self.replace(target, claimed)))
-            prefix = (*prefix, guess)
-        if len(prefix) == world.length:
-            return prefix[len(output) :]
-        return (*prefix[len(output) :], chance.choose(world.target(prefix)))
 
 
 class Coin:
@@ -149,8 +95,8 @@ class Coin:
         self._low, self._high = (self._low, split) if below else (split, self._high)
         return below
 
-    def draw(self, law: Law) -> int:
-        return next(token for token, level in enumerate(accumulate(law)) if self < level)
+    def draw(self, distribution: Distribution) -> int:
+        return next(token for token, level in enumerate(accumulate(distribution)) if self < level)
 
 
 @dataclass(frozen=True)
@@ -190,11 +136,11 @@ def everything(scene: Scene, nodes: Sequence[int]) -> int:
     return len(nodes)
 
 
-def weights(law: Law) -> Weights:
-    return {token: int(p * NOISE_LEVELS) for token, p in enumerate(law) if p}
+def weights(distribution: Distribution) -> Weights:
+    return {token: int(p * NOISE_LEVELS) for token, p in enumerate(distribution) if p}
 
 
-def left_over(target: Law, draft: Law, weight: Fraction) -> Law:
+def left_over(target: Distribution, draft: Distribution, weight: Fraction) -> Distribution:
     left = [max(weight * p - q, Fraction(0)) for p, q in zip(target, draft, strict=True)]
     return normalised(left if any(left) else target)
 
@@ -203,18 +149,18 @@ def left_over(target: Law, draft: Law, weight: Fraction) -> Law:
 class Rejection:
     """`residual`, from the real tree and a real rule, over a draft that guesses ahead in a stream.
 
-    The draft's guesses come `ahead` deep under each root; those that stay alive are tested by a later step. `rows` says
+    The draft samples `ahead` tokens below each root; surviving tokens are tested by a later step. `rows` says
     how many of the chain have rows; the guess after them is tested too if `beyond`.
     """
 
     rule: Callable[[Sequence[ChainToken], Sequence[Any]], ChainAcceptance] = rejection.accept_each
     guess_key: Callable[[Places], Hashable] = by_root_and_path
     coin_key: Callable[[Places], Hashable] = by_root_and_depth
-    sampled: Callable[[Law], Law] = lambda law: law
-    claimed: Callable[[Law], Weights] = weights
-    replace: Callable[[Law, Law, Fraction], Law] = left_over
+    sampled: Callable[[Distribution], Distribution] = lambda distribution: distribution
+    claimed: Callable[[Distribution], Weights] = weights
+    replace: Callable[[Distribution, Distribution, Fraction], Distribution] = left_over
     rows: Callable[[Scene, Sequence[int]], int] = everything
-    sent: Callable[[Law, int], bool] = lambda law, token: True
+    sent: Callable[[Distribution, int], bool] = lambda distribution, token: True
     beyond: bool = True
     ahead: int = 2
 
@@ -234,10 +180,10 @@ class Rejection:
         for _ in range(self.ahead):
             prefix = scene.prefix(node)
             if node == scene.tree.size and scene.wants(prefix):
-                law = self.sampled(scene.world.draft(prefix))
+                distribution = self.sampled(scene.world.draft(prefix))
                 places = Places(scene.output, prefix[len(scene.output) :])
-                token = coins.setdefault(("guess", self.guess_key(places)), Coin(scene.chance)).draw(law)
-                if not self.sent(law, token):
+                token = coins.setdefault(("guess", self.guess_key(places)), Coin(scene.chance)).draw(distribution)
+                if not self.sent(distribution, token):
                     return
                 scene.tree.add(node, token, -0.1, self.claimed(scene.world.draft(prefix)))
             node = min(node + 1, scene.tree.size)
@@ -250,21 +196,21 @@ class Rejection:
         places = [Places(scene.output, prefix[len(scene.output) :]) for prefix in before]
         uniforms = [coins.setdefault(("accept", self.coin_key(each)), Coin(scene.chance)) for each in places]
         links = [self._link(scene, node, prefix) for node, prefix in zip(tested, before, strict=True)]
-        verdict = self.rule(links, uniforms)
-        accepted = tuple(link.token for link in links[: verdict.accepted])
-        if verdict.accepted > rows:  # the last one had no row
+        result = self.rule(links, uniforms)
+        accepted = tuple(link.token for link in links[: result.accepted])
+        if result.accepted > rows:  # the last one had no row
             return accepted
         target = scene.world.target((*scene.output, *accepted))
-        if verdict.accepted < len(tested):
-            claimed = links[verdict.accepted].draft_probs
+        if result.accepted < len(tested):
+            claimed = links[result.accepted].draft_probs
             draft = [claimed.get(token, Fraction(0)) for token in range(scene.world.vocabulary)]
-            target = self.replace(target, draft, Fraction(verdict.weight))
+            target = self.replace(target, draft, Fraction(result.weight))
         return (*accepted, scene.chance.choose(target))
 
     def _link(self, scene: Scene, node: int, prefix: Tokens) -> ChainToken:
-        law, target = scene.tree.distributions[node], scene.world.target(prefix)
+        distribution, target = scene.tree.distributions[node], scene.world.target(prefix)
         return ChainToken(
             scene.tree.tokens[node],
-            {token: Fraction(weight) / sum(law.values()) for token, weight in law.items()},
-            {token: target[token] for token in law},
+            {token: Fraction(weight) / sum(distribution.values()) for token, weight in distribution.items()},
+            {token: target[token] for token in distribution},
         )

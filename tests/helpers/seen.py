@@ -59,11 +59,11 @@ def nodes_of(tree: TokenTree) -> list[Seen]:
     return [Seen(tree, node) for node in tree.nodes()]
 
 
-class Weighing(dict[tuple[float, int, int], tuple[int, float]]):
+class FunctionTable(dict[tuple[float, int, int], tuple[int, float]]):
     """A table of what guesses count for that asks a function, each time."""
 
-    def __init__(self, weigh: Callable[[float, int, int], tuple[int, float]]) -> None:
-        self._weigh = weigh
+    def __init__(self, function: Callable[[float, int, int], tuple[int, float]]) -> None:
+        self._function = function
 
     def __missing__(self, guess: tuple[float, int, int]) -> tuple[int, float]:
-        return self._weigh(*guess)
+        return self._function(*guess)

@@ -1,4 +1,4 @@
-"""Streams of a real gateway, followed while they run and compared with what they have to say."""
+"""Streams of a real gateway, watched while they run and compared with the expected answers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import httpx
 
 from loadtests.chaos.chaos_cases import ChaosCase, opened
-from loadtests.chaos.stream_response import StreamResponse
+from loadtests.received_stream import ReceivedStream, same_answer
 
 PATIENCE_S = 120.0
-"""How long a test waits for what must happen. Only a test that fails waits that long."""
+"""Timeout of a test; only a failing test waits this long."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Stream:
 
     case: ChaosCase
     url: str
-    got: StreamResponse = field(default_factory=StreamResponse)
+    got: ReceivedStream = field(default_factory=ReceivedStream)
     lost: bool = False
     """The connection broke."""
 
@@ -30,19 +30,20 @@ class Stream:
         try:
             async with opened(http, self.url, self.case.body) as lines:
                 async for line in lines:
-                    self.got.take(line)
+                    self.got.feed(line)
         except httpx.TransportError:
             self.lost = True
 
     def check(self) -> None:
-        """It came to its end, and not a token, character or bit is other than expected."""
+        """The stream ended, and equals the expected answer."""
         assert self.got.complete, f"{self.case.name} ended after {len(self.got.tokens)} tokens"
-        assert self.got.equals(self.case.expected), f"{self.case.name}: {self.got} instead of {self.case.expected}"
+        same = same_answer(self.got, self.case.expected)
+        assert same, f"{self.case.name}: {self.got} instead of {self.case.expected}"
 
 
 @asynccontextmanager
 async def streaming(http: httpx.AsyncClient, cases: Sequence[ChaosCase], *urls: str) -> AsyncIterator[list[Stream]]:
-    """All of them at once, the gateways in turn. Leaving waits for the ends of the streams."""
+    """Start all requests at once, the gateways in turn. Leaving waits until all streams have ended."""
     streams = [Stream(case, urls[i % len(urls)]) for i, case in enumerate(cases)]
     async with asyncio.timeout(2 * PATIENCE_S), asyncio.TaskGroup() as tasks:
         for stream in streams:
@@ -52,7 +53,7 @@ async def streaming(http: httpx.AsyncClient, cases: Sequence[ChaosCase], *urls: 
 
 @asynccontextmanager
 async def unfinished(http: httpx.AsyncClient, cases: Sequence[ChaosCase], url: str) -> AsyncIterator[list[Stream]]:
-    """Streams that nobody waits for."""
+    """Streams that are cancelled when the context ends."""
     streams = [Stream(case, url) for case in cases]
     running = [asyncio.create_task(stream.run(http)) for stream in streams]
     try:
@@ -64,12 +65,12 @@ async def unfinished(http: httpx.AsyncClient, cases: Sequence[ChaosCase], url: s
 
 
 async def came(streams: Sequence[Stream], tokens: int) -> None:
-    """Wait until each has so many tokens, or has ended; most have to be under way then."""
+    """Wait until each stream has `tokens` tokens or has ended. More than half must still run then."""
     async with asyncio.timeout(PATIENCE_S):
         while any(len(s.got.tokens) < tokens and not (s.got.complete or s.lost) for s in streams):
             await asyncio.sleep(0.005)
     running = sum(not s.got.complete for s in streams)
-    assert 2 * running > len(streams), f"{running} of {len(streams)} streams still run: what happens now comes too late"
+    assert 2 * running > len(streams), f"{running} of {len(streams)} streams still run: too late for the test"
 
 
 @asynccontextmanager

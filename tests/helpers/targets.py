@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, Submission, TargetDescription
+from paceline.core.messages import Delta, GenerationRequest, TargetDescription
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting import build_model_free
 from paceline.engine.draft_client import LocalDraftClient
@@ -16,14 +16,14 @@ from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
 from paceline.engine.engine_messages import StepResult
 from paceline.model import Model
+from paceline.tls import Certificates
 from paceline.v1 import target_pb2, target_pb2_grpc
-from paceline.wire.draft_link import DraftLinkConfig
 from paceline.wire.draft_pool import DraftPool
+from paceline.wire.draft_session import DraftLinkConfig
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
-from paceline_services.target.__main__ import PipeEngineClient
 from paceline_services.target.target_servicer import TargetServicer
 from tests.helpers.pipes import computing, joined
 from tests.helpers.workers import PATIENCE_S, pooled
@@ -32,23 +32,23 @@ TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 VOCABULARY = 1000
 SLOTS = 4096
 FREE = RowCost([8, 256], [1.0, 1.001])
-"""Rows that cost nothing: every guess is verified."""
+"""Rows cost nothing, so every node is verified."""
 NEVER_ENDS = 4000
-"""So many tokens that a test which waits for the end would notice."""
+"""Tokens of a request that must not run to its end."""
 
 
 @dataclass
-class Notebook:
-    """An observer that keeps what it hears."""
+class RequestLog:
+    """Records what the servicer reports, in the place of a `StatLogger`."""
 
-    running: dict[str, Submission] = field(default_factory=dict)
-    heard: list[Delta] = field(default_factory=list)
+    running: dict[str, GenerationRequest] = field(default_factory=dict)
+    deltas: list[Delta] = field(default_factory=list)
 
-    def submitted(self, engine_id: str, submission: Submission) -> None:
-        self.running[engine_id] = submission
+    def submitted(self, engine_id: str, request: GenerationRequest) -> None:
+        self.running[engine_id] = request
 
     def committed(self, delta: Delta) -> None:
-        self.heard.append(delta)
+        self.deltas.append(delta)
 
     def finished(self, engine_id: str) -> None:
         del self.running[engine_id]
@@ -62,10 +62,9 @@ class TargetWorker:
     servicer: TargetServicer
     server: GrpcServer
     engine: Engine
-    notebook: Notebook
+    requests: RequestLog
     pool: DraftPool
-    ended: asyncio.Future[None]
-    """Done when the engine is."""
+    engine_exited: asyncio.Future[None]
 
 
 @asynccontextmanager
@@ -74,7 +73,7 @@ async def target_worker(
     model: Model | None = None,
     hang_s: float = PATIENCE_S,
 ) -> AsyncIterator[TargetWorker]:
-    """It asks no draft until its pool reaches one, or a request names one; model-free methods draft beside it."""
+    """It uses no draft until its pool is connected to one, or a request names one. Model-free methods run in it."""
     model = model or TableModel(VOCABULARY, SLOTS, SLOTS)
     config = EngineConfig(slots=model.slots)
     async with joined() as (connection, pipe):
@@ -82,18 +81,18 @@ async def target_worker(
         speculation = speculation or SpeculativeConfig()
         beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
         engine = Engine(model, config, speculation, drafting, FREE, beside=beside)
-        notebook = Notebook()
-        servicer = TargetServicer(described(model), notebook, PipeEngineClient(connection))
+        requests = RequestLog()
+        servicer = TargetServicer(described(model), requests, connection.send)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))
-        terms = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
-        pool = pooled(connection, terms, model.layers)
+        link_config = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
+        pool = pooled(connection, link_config, model.layers)
         server = GrpcServer("127.0.0.1", 0)
         server.add(target_pb2_grpc.add_TargetServiceServicer_to_server, servicer, TARGET_SERVICE)
         try:
-            async with computing(connection, EngineLoop(engine, pipe).run) as ended:
+            async with computing(connection, EngineLoop(engine, pipe).run) as exited:
                 await server.start()
                 try:
-                    yield TargetWorker(server.address, servicer, server, engine, notebook, pool, ended)
+                    yield TargetWorker(server.address, servicer, server, engine, requests, pool, exited)
                 finally:
                     await server.stop()
         finally:
@@ -116,19 +115,27 @@ def described(model: Model) -> TargetDescription:
 
 
 @asynccontextmanager
+async def link_to(address: str, tls: Certificates | None = None) -> AsyncIterator[TargetLink]:
+    link = TargetLink(address, tls)
+    try:
+        await link.connect(timeout_s=20.0)
+        yield link
+    finally:
+        await link.close()
+
+
+@asynccontextmanager
 async def linked(*workers: TargetWorker) -> AsyncIterator[list[TargetLink]]:
-    """A link to each of them; to one target may lead several."""
+    """A link to each worker. The same worker may be named several times."""
     async with AsyncExitStack() as stack:
-        links = [TargetLink(worker.address) for worker in workers]
-        for link in links:
-            stack.push_async_callback(link.close)
-            await link.connect()
-        yield links
+        yield [await stack.enter_async_context(link_to(worker.address)) for worker in workers]
 
 
-def submission(request_id: str = "r", *, max_tokens: int = 20, plain: bool = False, **fields: object) -> Submission:
-    """Of a prompt that repeats itself, at temperature 0.8."""
-    return Submission(
+def submission(
+    request_id: str = "r", *, max_tokens: int = 20, plain: bool = False, **fields: object
+) -> GenerationRequest:
+    """A request with a repetitive prompt, at temperature 0.8."""
+    return GenerationRequest(
         request_id,
         [1, 2, 3, 4] * 3,
         SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=11),
@@ -137,10 +144,10 @@ def submission(request_id: str = "r", *, max_tokens: int = 20, plain: bool = Fal
     )
 
 
-async def collect(link: TargetLink, wanted: Submission) -> tuple[list[int], Delta]:
-    """All tokens, and the last delta."""
+async def collect(link: TargetLink, submission: GenerationRequest) -> tuple[list[int], Delta]:
+    """Return all tokens, and the last delta."""
     tokens: list[int] = []
-    async with aclosing(link.submit(wanted)) as deltas:
+    async with aclosing(link.submit(submission)) as deltas:
         async for delta in deltas:
             tokens += delta.tokens
             last = delta

@@ -1,15 +1,17 @@
-"""Draft workers and drafting for tests: the real servicer, loop and links, over sockets, in the test's event loop."""
+"""Draft workers and a target's end for tests: the real servicer, draft loop and links, in the test's event loop."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from prometheus_client import CollectorRegistry
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth
@@ -18,11 +20,12 @@ from paceline.drafting.draft_loop import DraftLoop, DraftRounds, SpeculatorFacts
 from paceline.drafting.speculator import Commit, Context, DraftError, Opening, Speculator
 from paceline.engine.draft_client import DraftUpdates
 from paceline.ipc.model_process import PipeConnection
+from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.credentials import TARGET
-from paceline.wire.draft_link import DraftLinkConfig, LinkObserver, NullLinkObserver
 from paceline.wire.draft_pool import DraftPool
+from paceline.wire.draft_session import DraftLinkConfig
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame
@@ -32,20 +35,20 @@ from tests.helpers.pipes import computing, joined
 VOCABULARY = 1000
 FINGERPRINT = "v1"
 LAYERS = 2
-"""Of the target; hidden states are counted from 0 to one more."""
+"""Layers of the target: hidden states have indices 0 to 3."""
 DRAFT_SERVICE = draft_pb2.DESCRIPTOR.services_by_name["DraftService"]
 PATIENCE_S = 120.0
-"""How long a test waits for what must happen. Only a test that fails waits that long."""
+"""Timeout for what must happen. Only a failing test waits that long."""
 
 
 class Counting(Speculator):
-    """Guesses that every token is followed by its successor. One node per request and round."""
+    """Predicts that each token is followed by its successor. Adds one node per request and round."""
 
     method = "custom"
     vocabulary_fingerprint = FINGERPRINT
 
     def __init__(self, longest: int = 0, vocabulary_size: int = VOCABULARY) -> None:
-        """It cannot draft for prompts over `longest` tokens; 0: any."""
+        """`longest`: it cannot draft for longer prompts; 0: no limit."""
         self.vocabulary_size = vocabulary_size
         self._longest = longest
         self._openings: dict[int, Opening] = {}
@@ -77,38 +80,38 @@ class Counting(Speculator):
         return grown
 
 
-class Witness(Counting):
-    """Asks for hidden states, and drafts only for requests of which it got every one, as a table model makes them.
+class RecordingSpeculator(Counting):
+    """Asks for hidden states, and drafts only for requests whose hidden states all arrived.
 
-    A table model's hidden states are a row's token and position; so it can tell that each belongs where it says.
+    A table model's hidden states are a row's token and position, so the speculator checks that each is in its place.
     """
 
     vocabulary_fingerprint = ""
-    hidden_state_layers = (0, 3)
+    hidden_state_layers: Sequence[int] = (0, 3)
 
     def __init__(self, vocabulary_size: int = VOCABULARY) -> None:
         super().__init__(vocabulary_size=vocabulary_size)
         self.seen: dict[int, dict[int, int]] = {}
-        """By request: the token whose hidden states came, by position."""
+        """By request: the token at each position whose hidden states arrived."""
 
     def open(self, opening: Opening) -> None:
         super().open(opening)
         self.seen[opening.request_id] = {}
 
     def context(self, context: Context) -> None:
-        self._take(context.request_id, context.base_position, context.hidden_states)
+        self._record(context.request_id, context.base_position, context.hidden_states)
 
     def commit(self, commit: Commit) -> None:
         if commit.hidden_states is None:
             raise DraftError("a commit without hidden states")
-        self._take(commit.request_id, commit.base_position, commit.hidden_states)
+        self._record(commit.request_id, commit.base_position, commit.hidden_states)
         super().commit(commit)
 
     def grow(self) -> dict[int, Growth]:
         complete = {key for key, tree in self._trees.items() if len(self.seen[key]) == tree.position}
         return {key: growth for key, growth in super().grow().items() if key in complete}
 
-    def _take(self, request_id: int, base_position: int, states: torch.Tensor) -> None:
+    def _record(self, request_id: int, base_position: int, states: torch.Tensor) -> None:
         for i, (first, second) in enumerate(states.tolist()):
             token, position = map(int, first)
             if first != second or position != base_position + i:
@@ -116,13 +119,13 @@ class Witness(Counting):
             self.seen[request_id][position] = token
 
 
-def witness(speculation: SpeculativeConfig, engine: EngineConfig) -> Witness:
-    """The factory for method `custom`."""
-    return Witness()
+def recording_speculator(speculation: SpeculativeConfig, engine: EngineConfig) -> RecordingSpeculator:
+    """A factory for method `custom`."""
+    return RecordingSpeculator()
 
 
-def slow(speculation: SpeculativeConfig, engine: EngineConfig) -> Witness:
-    """A factory that gets nowhere."""
+def endless_loading(speculation: SpeculativeConfig, engine: EngineConfig) -> RecordingSpeculator:
+    """A factory that never returns."""
     print("loading for ever", file=sys.stderr, flush=True)
     time.sleep(3600)
     raise AssertionError
@@ -149,7 +152,7 @@ async def draft_worker(
     speculator = speculator or Counting()
     async with joined() as (connection, pipe):
         servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
-        connection.on(DraftRounds, lambda this: servicer.send_growth(this.grown))
+        connection.on(DraftRounds, lambda rounds: servicer.send_growth(rounds.grown))
         async with computing(connection, DraftLoop(speculator, pipe).run), serving(servicer, tls=tls) as server:
             yield DraftWorker(server.address, servicer, speculator, server)
 
@@ -169,47 +172,69 @@ async def serving(
 
 @dataclass
 class Target:
-    """The engine's end, driven by the test in the place of an engine."""
+    """The engine's end, driven by the test instead of an engine."""
 
     drafting: RemoteDrafting
     pool: DraftPool
-    news: DraftUpdates = field(default_factory=DraftUpdates)
+    updates: DraftUpdates = field(default_factory=DraftUpdates)
+    """Received and not yet returned by `poll`."""
 
     async def reach(self, *addresses: str) -> None:
-        """Wait until these workers are up."""
+        """Connect to these workers and wait until they are up."""
         self.pool.connect(ConnectDrafts(addresses))
         await until(lambda: set(addresses) <= set(self.connected))
 
+    async def open(self, request_id: int, address: str, tokens: list[int] | None = None, max_depth: int = 3) -> str:
+        """Connect to a worker, and open a request there. Returns the worker's id."""
+        await self.reach(address)
+        worker_id = self.drafting.open(opening(request_id, tokens=tokens, max_depth=max_depth), [address])
+        assert worker_id is not None
+        self.drafting.flush()
+        return worker_id
+
+    def commit(self, *fields: Any) -> None:
+        """Send a `Commit` with these fields."""
+        self.drafting.commit(Commit(*fields))
+        self.drafting.flush()
+
     @property
     def connected(self) -> list[str]:
-        """Addresses of the workers that are up, which the engine has heard by now."""
-        self._hear(0.0)
+        """Addresses of the workers that are up, as the engine knows them."""
+        self._poll(0.0)
         return self.pool.connected
 
     async def poll(self, enough: Callable[[DraftUpdates], bool]) -> DraftUpdates:
-        """Poll until what came since the last call is enough."""
+        """Poll until the updates since the last call are enough, and return them."""
         async with asyncio.timeout(PATIENCE_S):
-            while not enough(self.news):
-                await asyncio.to_thread(self._hear, 0.05)
-        news, self.news = self.news, DraftUpdates()
-        return news
+            while not enough(self.updates):
+                await asyncio.to_thread(self._poll, 0.05)
+        updates, self.updates = self.updates, DraftUpdates()
+        return updates
 
-    def _hear(self, timeout_s: float) -> None:
+    async def drafted(self, request_id: int, count: int = 3) -> list[int]:
+        """Poll until so many draft tokens of a request have arrived, and return them."""
+        return nodes(await self.poll(lambda updates: len(nodes(updates, request_id)) >= count), request_id)
+
+    async def lost(self) -> list[int]:
+        """Poll until requests are lost, and return their ids."""
+        return (await self.poll(lambda updates: bool(updates.lost))).lost
+
+    def _poll(self, timeout_s: float) -> None:
         more = self.drafting.poll(timeout_s)
-        self.news.growths += more.growths
-        self.news.lost += more.lost
+        self.updates.growths += more.growths
+        self.updates.lost += more.lost
 
 
 @asynccontextmanager
 async def target(
     hang_s: float = PATIENCE_S,
-    observer: LinkObserver | None = None,
+    metrics: TargetMetrics | None = None,
     tls: Certificates | None = None,
 ) -> AsyncIterator[Target]:
     async with joined() as (connection, pipe):
         drafting = RemoteDrafting(pipe)
-        terms = DraftLinkConfig(FINGERPRINT, VOCABULARY, progress_timeout_s=hang_s, tls=tls)
-        pool = pooled(connection, terms, LAYERS, observer or NullLinkObserver())
+        config = DraftLinkConfig(FINGERPRINT, VOCABULARY, progress_timeout_s=hang_s, tls=tls)
+        pool = pooled(connection, config, LAYERS, metrics)
         try:
             yield Target(drafting, pool)
         finally:
@@ -218,15 +243,34 @@ async def target(
 
 def pooled(
     connection: PipeConnection,
-    terms: DraftLinkConfig,
+    config: DraftLinkConfig,
     layers: int,
-    observer: LinkObserver = NullLinkObserver(),  # noqa: B008 - it has no state
+    metrics: TargetMetrics | None = None,
 ) -> DraftPool:
-    """The links to draft workers of the engine at the other end."""
-    pool = DraftPool(terms, connection.send, layers, observer)
+    """The draft pool of the engine at the other end of the pipe."""
+    pool = DraftPool(config, connection.send, layers, metrics or LinkTraffic())
     connection.on(ConnectDrafts, pool.connect)
     connection.on(SendDraftFrame, pool.send)
     return pool
+
+
+class LinkTraffic(TargetMetrics):
+    """Counts what passes over the links of a target."""
+
+    def __init__(self) -> None:
+        super().__init__(CollectorRegistry(), "tested", 1)
+        self.frames_sent = self.bytes_sent = self.bytes_received = 0
+        self.round_trips: list[float] = []
+
+    def sent(self, size: int) -> None:
+        self.frames_sent += 1
+        self.bytes_sent += size
+
+    def received(self, size: int) -> None:
+        self.bytes_received += size
+
+    def round_trip(self, seconds: float) -> None:
+        self.round_trips.append(seconds)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -235,6 +279,6 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.005)
 
 
-def nodes(news: DraftUpdates, request_id: int) -> list[int]:
-    """The tokens that were guessed for a request, in order of arrival."""
-    return [token for key, growth in news.growths if key == request_id for token in growth.tokens]
+def nodes(updates: DraftUpdates, request_id: int) -> list[int]:
+    """The draft tokens of a request, in order of arrival."""
+    return [token for key, growth in updates.growths if key == request_id for token in growth.tokens]

@@ -1,4 +1,4 @@
-"""Tiny worlds in which everything can be counted: laws of a target and of a draft, and drafters of every kind."""
+"""Tiny worlds that can be enumerated: distributions of a target and of a draft, and drafters of every kind."""
 
 from __future__ import annotations
 
@@ -12,63 +12,65 @@ from paceline.core.growth import Growth
 from paceline.core.tree import ROOT, TokenTree
 from tests.helpers.chance import NOISE_LEVELS, Chance
 
-Law = Sequence[Fraction]
+Distribution = Sequence[Fraction]
 Tokens = tuple[int, ...]
 
 
 @dataclass
 class World:
-    """A target's and a draft's law after every prefix, the same for the same seed.
+    """A target's and a draft's distribution after every prefix, the same for the same seed.
 
-    Laws are multiples of 1/NOISE_LEVELS, so that a draw can be an exact function of one value of the noise.
+    Distributions are multiples of 1/NOISE_LEVELS, so that a draw can be an exact function of one value of the noise.
     """
 
     vocabulary: int
     length: int
     seed: int = 0
-    _laws: dict[Hashable, Law] = field(default_factory=dict, repr=False)
+    _distributions: dict[Hashable, Distribution] = field(default_factory=dict, repr=False)
 
-    def target(self, prefix: Tokens, history: Tokens | None = None) -> Law:
-        """The target's law after `prefix`, under a rule that looks back: a repeated token loses two levels.
+    def target(self, prefix: Tokens, history: Tokens | None = None) -> Distribution:
+        """The target's distribution after `prefix`, under a rule that looks back: a repeated token loses two levels.
 
-        `history` is what that rule is told of; None: the prefix, which is right.
+        `history`: what that rule sees; default the prefix, which is right.
         """
         last = (prefix if history is None else history)[-1:]
-        if (prefix, last) not in self._laws:
-            law = list(self._random_law("target", prefix))
+        if (prefix, last) not in self._distributions:
+            distribution = list(self._random_distribution("target", prefix))
             for token in last:
-                loss = min(law[token], Fraction(2, NOISE_LEVELS))
-                law[token] -= loss
-                law[(token + 1) % self.vocabulary] += loss
-            self._laws[prefix, last] = law
-        return self._laws[prefix, last]
+                loss = min(distribution[token], Fraction(2, NOISE_LEVELS))
+                distribution[token] -= loss
+                distribution[(token + 1) % self.vocabulary] += loss
+            self._distributions[prefix, last] = distribution
+        return self._distributions[prefix, last]
 
-    def draft(self, prefix: Tokens) -> Law:
-        return self._random_law("draft", prefix)
+    def draft(self, prefix: Tokens) -> Distribution:
+        return self._random_distribution("draft", prefix)
 
     def sequences(self) -> dict[Tokens, Fraction]:
-        """The law of the whole output that the target alone would produce, by the chain rule."""
-        law = {(): Fraction(1)}
+        """The distribution of the whole output that the target alone would produce, by the chain rule."""
+        distribution = {(): Fraction(1)}
         for _ in range(self.length):
-            law = {
+            distribution = {
                 (*prefix, token): weight * p
-                for prefix, weight in law.items()
+                for prefix, weight in distribution.items()
                 for token, p in enumerate(self.target(prefix))
                 if p
             }
-        return law
+        return distribution
 
-    def _random_law(self, whose: str, prefix: Tokens) -> Law:
-        if (whose, prefix) not in self._laws:
+    def _random_distribution(self, whose: str, prefix: Tokens) -> Distribution:
+        if (whose, prefix) not in self._distributions:
             rng = random.Random(repr((self.seed, whose, prefix)))
             cuts = [0, *sorted(rng.choices(range(NOISE_LEVELS + 1), k=self.vocabulary - 1)), NOISE_LEVELS]
-            self._laws[whose, prefix] = [Fraction(high - low, NOISE_LEVELS) for low, high in itertools.pairwise(cuts)]
-        return self._laws[whose, prefix]
+            self._distributions[whose, prefix] = [
+                Fraction(high - low, NOISE_LEVELS) for low, high in itertools.pairwise(cuts)
+            ]
+        return self._distributions[whose, prefix]
 
 
-def drawn(law: Law, noise: int) -> int:
-    """The token that a law draws with this noise: over all values of the noise, exactly the law."""
-    levels = itertools.accumulate(p.numerator * (NOISE_LEVELS // p.denominator) for p in law)
+def drawn(distribution: Distribution, noise: int) -> int:
+    """The token that a distribution draws with this noise: over all values of the noise, exactly the distribution."""
+    levels = itertools.accumulate(p.numerator * (NOISE_LEVELS // p.denominator) for p in distribution)
     return next(token for token, level in enumerate(levels) if noise < level)
 
 
@@ -113,14 +115,14 @@ def bushy(scene: Scene) -> None:
     for node in range(scene.tree.size + 1):
         prefix = scene.prefix(node)
         if scene.wants(prefix):
-            law = scene.world.target(prefix)
+            distribution = scene.world.target(prefix)
             for token in range(scene.world.vocabulary):
                 if scene.tree.child(node, token) is None:
-                    scene.tree.add(node, token, -float(law[token]))
+                    scene.tree.add(node, token, -float(distribution[token]))
 
 
 def worst_first(scene: Scene) -> None:
-    """Beside each right guess two wrong ones, which claim to be certain."""
+    """Next to each right token, two wrong ones with probability 1."""
     node = ROOT
     while scene.wants(prefix := scene.prefix(node)):
         right = scene.true_draw(prefix)
@@ -131,7 +133,7 @@ def worst_first(scene: Scene) -> None:
 
 
 class Laggard:
-    """Drafts from a replica that hears of commits a step late; its growth arrives another step late, and twice."""
+    """Drafts from a replica that commits a step late; its growth arrives another step late, and twice."""
 
     def __init__(self) -> None:
         self._begin()
@@ -144,8 +146,8 @@ class Laggard:
         known = set(self._replica.nodes())
         bushy(Scene(scene.world, self._replica, self._output, scene.chance))
         self._under_way = [self._replica.growth([n for n in self._replica.nodes() if n not in known])]
-        if news := scene.output[len(self._output) :]:
-            self._replica.commit(news)
+        if new_tokens := scene.output[len(self._output) :]:
+            self._replica.commit(new_tokens)
         self._output = scene.output
 
     def _begin(self) -> None:
@@ -154,12 +156,12 @@ class Laggard:
         self._under_way: list[Growth] = []
 
 
-def nobody(scene: Scene) -> None:
+def no_draft(scene: Scene) -> None:
     """Plain decoding."""
 
 
 DRAFTERS: dict[str, Drafter] = {
-    "nobody": nobody,
+    "no draft": no_draft,
     "predicts with the shared noise": chain(
         lambda s, prefix: drawn(s.world.draft(prefix), s.chance.noise(len(prefix)))
     ),

@@ -81,7 +81,7 @@ def _copy(folder: Path) -> Path:
     for name in filter(None, listed.stdout.split("\0")):
         if (HERE / name).exists():  # one that git knows may have been removed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(HERE / name, folder / name)
+            shutil.copy2(HERE / name, folder / name, follow_symlinks=False)  # `paceline_services` is a link
     return folder
 
 

@@ -23,12 +23,18 @@ class Mutant:
 TREE = ("unit/test_tree.py", "exactness/test_identity.py", "exactness/test_strategies_engine.py")
 VERIFY = ("exactness/test_verify.py", "exactness/test_identity.py", "exactness/test_invariance.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
-RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_drawn.py", "exactness/test_strategies_engine.py")
+RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
-ROWS = ("exactness/test_rows.py", "exactness/test_products.py")
+ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
 NATIVE = ("exactness/test_native.py",)
-SCHEDULER = ("unit/test_scheduler.py", "unit/test_slots.py", "unit/test_engine.py")
-CODEC = ("unit/test_wire_node_bits.py", "contract/test_frames.py")
+SCHEDULER = ("unit/test_scheduler.py", "unit/test_slot_pool.py", "unit/test_engine.py")
+CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
+
+OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
+STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
+ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
+POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
+GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
 MUTANTS = (
     # The tree: who is grafted where, what is best, what a commit leaves.
@@ -49,8 +55,8 @@ MUTANTS = (
     Mutant(
         "two drafts share their ids",
         "paceline/core/tree.py",
-        "names = self._draft_ids.get(source) or self._draft_ids.setdefault(\n            source, ",
-        "names = self._draft_ids.get(0) or self._draft_ids.setdefault(\n            0, ",
+        "self._draft_ids.get(source) or self._draft_ids.setdefault(source, ",
+        "self._draft_ids.get(0) or self._draft_ids.setdefault(0, ",
         TREE,
     ),
     Mutant(
@@ -240,7 +246,7 @@ MUTANTS = (
     ),
     Mutant(
         "typical acceptance takes the larger of its two thresholds",
-        "paceline/core/strategies/typical_acceptance.py",
+        "paceline/core/strategies/lossy.py",
         ".clamp(max=self._threshold)",
         ".clamp(min=self._threshold)",
         LOSSY,
@@ -248,7 +254,7 @@ MUTANTS = (
     Mutant(
         "of admitted paths the first counts, not the most probable",
         "paceline/core/strategies/lossy.py",
-        "log_prob + math.log(admitted[node])",
+        "log_prob + math.log(accepted_probs[node])",
         "log_prob",
         LOSSY,
     ),
@@ -284,7 +290,7 @@ MUTANTS = (
     Mutant(
         "sinks take no part of the softmax",
         "paceline/model/attention.py",
-        "share = _elementwise(torch.sigmoid, weight - sinks.float().repeat(query.shape[0]))",
+        "share = _elementwise(torch.sigmoid, weight - options.sinks.float().repeat(query.shape[0]))",
         "share = torch.ones_like(weight)",
         ROWS,
     ),
@@ -307,20 +313,20 @@ MUTANTS = (
         "paceline/model/loading.py",
         "    fix_rope_frequencies(network, max_model_len)\n",
         "",
-        ("exactness/test_rotary.py",),
+        ("exactness/test_rope.py",),
     ),
     Mutant(
         "a model that attends elsewhere is accepted",
         "paceline/model/decoder.py",
-        "if sorted(heard.layers) != list(range(self._layers)):",
+        "if sorted(attended) != list(range(self.layers)):",
         "if False:",
         ("exactness/test_architectures.py",),
     ),
     Mutant(
         "a model is accepted whatever it computes beside another request",
         "paceline/model/decoder.py",
-        """(" beside another request", guessed, theirs[half:])""",
-        """(" beside another request", theirs[half:], theirs[half:])""",
+        """(" beside another request", guessed, expected[half:])""",
+        """(" beside another request", expected[half:], expected[half:])""",
         ("exactness/test_architectures.py", "unit/test_loading.py"),
     ),
     Mutant(
@@ -335,14 +341,14 @@ MUTANTS = (
         "paceline/model/rows.py",
         "del self._prefixes[length // TILE + 1 :]",
         "del self._prefixes[length // TILE + 2 :]",
-        (*ROWS, "unit/test_draft_model.py", "unit/test_freshness.py"),
+        (*ROWS, "unit/test_draft_model.py", "unit/test_hidden_states.py"),
     ),
     # Native code: the same questions, and what threads and memory may do.
     Mutant(
         "native: a row sees one key too many",
         "paceline/model/native/attention.hpp",
-        "(position < queries[i].sight.end)",
-        "(position <= queries[i].sight.end)",
+        "(position < queries[i].visible.end)",
+        "(position <= queries[i].visible.end)",
         NATIVE,
     ),
     Mutant(
@@ -400,8 +406,8 @@ MUTANTS = (
     Mutant(
         "native: a sink has a value",
         "paceline/model/native/attention.hpp",
-        "if (sink) totals_[place] += ",
-        "if (sink) totals_[place] += 0 * ",
+        "if (sink) totals_[index] += ",
+        "if (sink) totals_[index] += 0 * ",
         NATIVE,
     ),
     Mutant(
@@ -414,8 +420,8 @@ MUTANTS = (
     Mutant(
         "native: attention forgets that scores are squashed",
         "paceline/model/native/native_attention.py",
-        "_AttentionOptions(scale, softcap, window,",
-        "_AttentionOptions(scale, 0.0, window,",
+        "_NativeOptions(options.scale, options.softcap, options.window,",
+        "_NativeOptions(options.scale, 0.0, options.window,",
         ROWS,
     ),
     # The scheduler and its slots.
@@ -465,8 +471,8 @@ MUTANTS = (
         "a step that computes prompts counts as one that only draws",
         "paceline/engine/scheduler.py",
         "all(request.uncomputed_tokens == 1 for request in self.running)",
-        "all(request.missing >= 1 for request in self.running)",
-        (*SCHEDULER, "unit/test_patience.py"),
+        "all(request.uncomputed_tokens >= 1 for request in self.running)",
+        (*SCHEDULER, "unit/test_draft_schedule.py"),
     ),
     Mutant(
         "a request finds the cached blocks of requests with another salt",
@@ -493,15 +499,130 @@ MUTANTS = (
     Mutant(
         "bits after the last node are not looked at",
         "paceline/wire/node_codec.py",
-        'if "1" in digits[place:]:',
-        'if "2" in digits[place:]:',
+        'if "1" in digits[offset:]:',
+        'if "2" in digits[offset:]:',
         CODEC,
     ),
     Mutant(
         "a growth may hold one node more than it may",
         "paceline/wire/node_codec.py",
-        "    for _ in range(most):",
-        "    for _ in range(most + 1):",
+        "    for _ in range(max_nodes):",
+        "    for _ in range(max_nodes + 1):",
         CODEC,
+    ),
+    # The end of a request, and its text.
+    Mutant(
+        "a token after the stop string counts",
+        "paceline/output_processor.py",
+        "delta.tokens, delta.accepted = tokens[:count], delta.accepted[:count]",
+        "delta.tokens, delta.accepted = tokens[: count + 1], delta.accepted[:count]",
+        OUTPUT,
+    ),
+    Mutant(
+        "log-probabilities are not cut at a stop string",
+        "paceline/output_processor.py",
+        "delta.log_probs = delta.log_probs[:count]",
+        "delta.log_probs = delta.log_probs[:]",
+        OUTPUT,
+    ),
+    Mutant(
+        "a stop string ends the request before min_tokens",
+        "paceline/output_processor.py",
+        "return text if self._tokens < self._request.sampling.min_tokens else",
+        "return text if self._tokens < 0 else",
+        OUTPUT,
+    ),
+    Mutant(
+        "of several stop strings the first in the list counts, not the first in the text",
+        "paceline/text/stop_strings.py",
+        "_, at, self.found = min(ends)",
+        "_, at, self.found = ends[0]",
+        STOPS,
+    ),
+    Mutant(
+        "the beginning of a stop string is shown at once",
+        "paceline/text/stop_strings.py",
+        "shown = len(text) - self._undecided(text)",
+        "shown = len(text)",
+        STOPS,
+    ),
+    Mutant(
+        "a stop token inside an accepted run does not end the request",
+        "paceline/engine/request.py",
+        "if token in stops or count >= tokens_left:",
+        "if count >= tokens_left:",
+        ENGINE,
+    ),
+    Mutant(
+        "a request gets one token more than max_tokens",
+        "paceline/engine/request.py",
+        "if token in stops or count >= tokens_left:",
+        "if token in stops or count > tokens_left:",
+        ENGINE,
+    ),
+    Mutant(
+        "a block of the prefix cache is found without its predecessor",
+        "paceline/engine/slot_pool.py",
+        "            before = block.serial\n        return found",
+        "        return found",
+        ("unit/test_slot_pool.py", "unit/test_engine.py"),
+    ),
+    # Policy: what a guess is worth.
+    Mutant(
+        "calibration does not tell ranks apart",
+        "paceline/core/policy/calibration.py",
+        "cell = (i * self.RANKS + rank) * self.DEPTH_COUNT",
+        "cell = (i * self.RANKS) * self.DEPTH_COUNT",
+        POLICY,
+    ),
+    # Between services.
+    Mutant(
+        "a replay forgets the committed tokens",
+        "services/gateway/failover.py",
+        "replace(self._request, committed=tuple(self._committed))",
+        "replace(self._request, committed=())",
+        GATEWAY,
+    ),
+    Mutant(
+        "a request under which engine after engine dies is submitted again",
+        "services/gateway/failover.py",
+        "if self._engine_deaths > MAX_ENGINE_DEATHS:",
+        "if self._engine_deaths > 100 * MAX_ENGINE_DEATHS:",
+        GATEWAY,
+    ),
+    Mutant(
+        "a replay does not ask for the numerics of the lost target",
+        "services/gateway/failover.py",
+        "self._numerics = target.numerics\n",
+        "self._numerics = None\n",
+        ("contract/test_openai_routing.py", "contract/test_openai_life.py"),
+    ),
+    Mutant(
+        "routing does not count what a target has cached",
+        "services/gateway/routing/worker_selection.py",
+        "own = max(1, prompt_tokens - candidate.cached)",
+        "own = max(1, prompt_tokens)",
+        ("unit/test_worker_selection.py", "contract/test_openai_routing.py"),
+    ),
+    Mutant(
+        "any key opens the gateway",
+        "services/gateway/auth.py",
+        "if hmac.compare_digest(known, presented):",
+        "if known:",
+        ("unit/test_auth.py", "contract/test_keys.py"),
+    ),
+    Mutant(
+        "a draft may send any number of nodes",
+        "paceline/wire/draft_session.py",
+        "if self.nodes_left < 0:",
+        "if self.nodes_left < -(2**40):",
+        ("failure/test_draft_links.py",),
+    ),
+    Mutant(
+        "committed tokens are not sent with a replayed request",
+        "paceline/wire/target_codec.py",
+        "            committed_token_ids=submission.committed,\n",
+        "",
+        ("contract/test_frames.py", "exactness/test_wire.py"),
     ),
 )

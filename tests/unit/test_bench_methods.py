@@ -1,8 +1,7 @@
-"""What `paceline bench methods` makes of what it measures."""
+"""`paceline bench methods`: measurements, rows, and the last line."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from rich.console import Console
 from typer.testing import CliRunner
 
 from paceline import family
@@ -19,13 +17,13 @@ from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import FinishReason, SpeculationStats, Timings
 from paceline.llm import Completion
 from paceline_lab.bench import method_comparison
+from paceline_lab.bench.bench_measurement import PLAIN, Measurement
 from paceline_lab.bench.method_comparison import (
     DEPTH,
     MAX_TOKENS,
     NODES,
-    PLAIN,
     REPETITIONS,
-    MethodRun,
+    ComparedMethod,
     measure,
     methods,
     row,
@@ -40,7 +38,7 @@ PROMPTS = [[1, 2], [3, 4]]
 
 
 def stats(*steps: tuple[int, int]) -> SpeculationStats:
-    """Of steps that verified a chain so deep and accepted so much of it."""
+    """Statistics of steps, each a verified depth and a number of accepted tokens."""
     made = SpeculationStats()
     for depth, accepted in steps:
         made.record(depth, depth, accepted)
@@ -48,13 +46,13 @@ def stats(*steps: tuple[int, int]) -> SpeculationStats:
 
 
 def completion(tokens: Sequence[int], speculation: SpeculationStats | None = None) -> Completion:
-    spoken = speculation or SpeculationStats()
+    found = speculation or SpeculationStats()
     accepted = [False] * len(tokens)
-    return Completion("", list(tokens), accepted, FinishReason.LENGTH, [], 2, spoken, Timings(0.0, 0.0, 0.0))
+    return Completion("", list(tokens), accepted, FinishReason.LENGTH, [], 2, found, Timings(0.0, 0.0, 0.0))
 
 
 class Clock:
-    """Goes on when somebody generates."""
+    """Advanced by `Fake.generate`."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -71,8 +69,8 @@ class Fake:
     seconds: float
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     changes: Sequence[bool] = ()
-    """For which of its speculative answers it says something else."""
-    asked: list[tuple[Sequence[int], SamplingParams, bool]] = field(default_factory=list)
+    """Whether each speculative answer has another last token."""
+    requests: list[tuple[Sequence[int], SamplingParams, bool]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._changes = itertools.chain(self.changes, itertools.repeat(False))
@@ -81,8 +79,8 @@ class Fake:
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, *, speculative: bool = True
     ) -> list[Completion]:
         [prompt] = prompts
-        first = 1.0 if all(prompt != asked for asked, _, _ in self.asked) else 0.0
-        self.asked.append((prompt, sampling, speculative))
+        first = 1.0 if all(prompt != earlier for earlier, _, _ in self.requests) else 0.0
+        self.requests.append((prompt, sampling, speculative))
         self.clock.now += first + (self.seconds if speculative else 8.0)
         last = int(speculative and next(self._changes))
         return [completion([*prompt, 5, last], self.stats if speculative else None)]
@@ -95,45 +93,43 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-# One row
+# Measurements
+
+
+def method_measurement(*repetitions: Sequence[int], speculation: SpeculationStats | None = None) -> ComparedMethod:
+    """Outputs of prompt 0, of 2 s each."""
+    this = ComparedMethod(stats={0: speculation or SpeculationStats()})
+    for tokens in repetitions:
+        this.add(0, [tokens], 2.0)
+    return this
 
 
 def test_acceptance_is_over_all_verifications_of_all_prompts() -> None:
-    """Steps without a guess are none; who guessed less deep accepted nothing below."""
-    these = MethodRun()
-    for n, each in enumerate([stats((3, 3), (3, 1), (0, 0)), stats((1, 1), (2, 0)), stats((0, 0))]):
-        these.add(n, completion([1], each), 1.0)
-    assert these.acceptance_length == 5 / 4
-    assert these.by_depth() == [0.75, 0.25, 0.25]
-
-
-def test_shares_are_rounded() -> None:
-    these = MethodRun()
-    these.add(0, completion([1], stats((1, 1), (1, 1), (1, 0))), 1.0)
-    assert these.by_depth() == [0.667]
-    assert row("m", "w", 0.0, {"m": these, PLAIN: these})["acceptance_length"] == 0.67
-
-
-def test_where_nothing_was_guessed_nothing_was_accepted() -> None:
-    these = MethodRun()
-    these.add(0, completion([1, 2]), 0.5)
-    assert (these.acceptance_length, these.by_depth()) == (0.0, [])
+    """A step without draft tokens is no verification; beyond its depth a step accepted nothing."""
+    this = ComparedMethod()
+    this.stats = dict(enumerate([stats((3, 3), (3, 1), (0, 0)), stats((1, 1), (2, 0)), stats((0, 0))]))
+    assert this.acceptance_length == 5 / 4
+    assert this.by_depth() == [0.75, 0.25, 0.25]
+    this.stats = {0: stats((1, 1), (1, 1), (1, 0))}
+    assert this.by_depth() == [0.667]
+    this.stats = {0: stats((0, 0))}
+    assert (this.acceptance_length, this.by_depth()) == (0.0, [])
 
 
 def test_the_fastest_repetition_of_each_prompt_counts() -> None:
-    these = MethodRun()
+    this = Measurement()
     for seconds in ([3.0, 4.0], [2.0, 6.0], [5.0, 1.0]):
         for n, each in enumerate(seconds):
-            these.add(n, completion([1] * (n + 2)), each)
-    assert these.total_s == 3.0
-    assert these.tokens_per_s == 5 / 3
+            this.add(n, [[1] * (n + 2)], each)
+    assert this.fastest_s == 3.0
+    assert this.fastest_speed == 5 / 3
 
 
-def test_a_row_has_what_is_told_of_it() -> None:
-    plain, this = MethodRun(), MethodRun()
-    plain.add(0, completion([1, 2]), 3.0)
-    this.add(0, completion([1, 2], stats((2, 1))), 2.0)
-    assert row("eagle3", "code", 0.8, {PLAIN: plain, "eagle3": this}) == {
+def test_a_row() -> None:
+    this = method_measurement([1, 2], speculation=stats((2, 1)))
+    plain = Measurement()
+    plain.add(0, [[1, 2]], 3.0)
+    assert row("eagle3", "code", 0.8, {PLAIN: plain, "eagle3": this}) == {  # type: ignore[dict-item]
         "method": "eagle3",
         "workload": "code",
         "temperature": 0.8,
@@ -145,13 +141,14 @@ def test_a_row_has_what_is_told_of_it() -> None:
     }
 
 
-@pytest.mark.parametrize("differs", ["the method", "a repetition of it", "a repetition of plain"])
-def test_other_tokens_are_not_identical(differs: str) -> None:
-    plain, this = MethodRun(), MethodRun()
-    for n in range(2):
-        plain.add(0, completion([1, 2 + (n == 1 and differs == "a repetition of plain")]), 1.0)
-        this.add(0, completion([1, 2 + (differs == "the method" or (n == 1 and differs == "a repetition of it"))]), 1.0)
-    assert row("m", "w", 0.0, {PLAIN: plain, "m": this})["identical"] is False
+@pytest.mark.parametrize(
+    ("this", "plain"),
+    [([[1, 3], [1, 3]], [[1, 2], [1, 2]]), ([[1, 2], [1, 3]], [[1, 2], [1, 2]]), ([[1, 2], [1, 2]], [[1, 2], [1, 3]])],
+    ids=["the method", "a repetition of it", "a repetition of plain"],
+)
+def test_other_tokens_are_not_identical(this: list[list[int]], plain: list[list[int]]) -> None:
+    measured = {PLAIN: method_measurement(*plain), "m": method_measurement(*this)}
+    assert row("m", "w", 0.0, measured)["identical"] is False
 
 
 # Measuring
@@ -161,20 +158,22 @@ def test_methods_take_turns_prompt_by_prompt(clock: Clock) -> None:
     first, second = Fake(clock, 4.0, stats((2, 2))), Fake(clock, 2.0, stats((2, 1)))
     measured = measure({"a": first, "b": second}, PROMPTS, 0.8)  # type: ignore[dict-item]
     assert list(measured) == [PLAIN, "a", "b"]
-    assert [(prompt, speculative) for prompt, _, speculative in first.asked] == [
+    assert [(prompt, speculative) for prompt, _, speculative in first.requests] == [
         (PROMPTS[0], True),  # unmeasured
         *[(prompt, speculative) for prompt in PROMPTS for speculative in (False, True)] * REPETITIONS,
     ]
-    assert [(prompt, speculative) for prompt, _, speculative in second.asked] == [
+    assert [(prompt, speculative) for prompt, _, speculative in second.requests] == [
         (PROMPTS[0], True),
         *[(prompt, True) for prompt in PROMPTS] * REPETITIONS,
     ]
-    assert {(s.temperature, s.max_tokens, s.seed) for _, s, _ in first.asked + second.asked} == {(0.8, MAX_TOKENS, 7)}
-    assert [len(each.seconds) for each in measured.values()] == [2, 2, 2]
-    assert {len(seconds) for each in measured.values() for seconds in each.seconds} == {REPETITIONS}
+    assert {(s.temperature, s.max_tokens, s.seed) for _, s, _ in first.requests + second.requests} == {
+        (0.8, MAX_TOKENS, 7)
+    }
+    for each in measured.values():
+        assert [len(seconds) for seconds in each.seconds.values()] == [REPETITIONS] * 2
 
 
-def test_what_was_measured_is_each_one_s_own(clock: Clock) -> None:
+def test_every_method_has_its_own_figures(clock: Clock) -> None:
     llms = {"a": Fake(clock, 4.0, stats((2, 2))), "b": Fake(clock, 2.0, stats((2, 1)))}
     measured = measure(llms, PROMPTS, 0.0)  # type: ignore[arg-type]
     rows = [row(name, "w", 0.0, measured) for name in llms]
@@ -207,17 +206,17 @@ def last_line(output: str) -> Any:
 @pytest.mark.usefixtures("few")
 def test_the_last_line_is_one_document_with_a_row_for_each_method_and_workload_and_temperature() -> None:
     result = CliRunner().invoke(main, ["bench", "methods"], env={"COLUMNS": "120"})
-    told = last_line(result.output)
+    document = last_line(result.output)
     assert result.exit_code == 0
-    assert list(told) == ["rows"]
-    assert [list(each) for each in told["rows"]] == [KEYS] * 8
-    assert [(each["workload"], each["temperature"], each["method"]) for each in told["rows"]] == list(
+    assert list(document) == ["rows"]
+    assert [list(each) for each in document["rows"]] == [KEYS] * 8
+    assert [(each["workload"], each["temperature"], each["method"]) for each in document["rows"]] == list(
         itertools.product(["code", "copies"], [0.0, 0.8], ["ngram", "suffix"])
     )
     assert "DIFFERS" not in result.output
 
 
-def test_other_tokens_are_told_and_fail(few: dict[str, Fake]) -> None:
+def test_other_tokens_fail_the_benchmark(few: dict[str, Fake]) -> None:
     few["suffix"].changes = [False, False, True]
     few["suffix"].__post_init__()
     result = CliRunner().invoke(main, ["bench", "methods"], env={"COLUMNS": "120"})
@@ -227,30 +226,30 @@ def test_other_tokens_are_told_and_fail(few: dict[str, Fake]) -> None:
     assert line.replace("│", " ").split() == ["suffix", "0.00", "2", "DIFFERS"]  # and no speed-up
 
 
-def test_only_what_is_named_is_measured(few: dict[str, Fake]) -> None:
+def test_only_named_methods_are_measured(few: dict[str, Fake]) -> None:
     result = CliRunner().invoke(main, ["bench", "methods", "suffix"])
     assert {each["method"] for each in last_line(result.output)["rows"]} == {"suffix"}
-    assert few["ngram"].asked == []
+    assert few["ngram"].requests == []
 
 
-def test_a_name_that_is_none_is_told_in_one_line() -> None:
+def test_an_unknown_method_is_refused_in_one_line() -> None:
     result = CliRunner().invoke(main, ["bench", "methods", "eagle9"])
     assert result.exit_code == 2
-    assert "no method is called 'eagle9': choose of ngram, suffix, draft_model" in " ".join(result.output.split())
+    assert "there is no 'eagle9': choose from ngram, suffix, draft_model" in " ".join(result.output.split())
 
 
 # What is compared
 
 
-def test_every_method_s_configuration_is_one() -> None:
+def test_every_configuration_is_valid() -> None:
     for config in methods().values():
         SpeculativeConfig.model_validate(config)
     assert list(methods())[:3] == ["ngram", "suffix", "draft_model"]
     assert "suffix + eagle3" in methods()
 
 
-def test_no_method_knows_what_it_said_before() -> None:
-    """Or a repetition would be copied from the first one."""
+def test_no_method_keeps_finished_requests() -> None:
+    """A repetition would be copied from the first one."""
     for name, config in methods().items():
         forgets = SpeculativeConfig.model_validate(config).suffix_decoding_max_cached_requests == 0
         assert forgets or "suffix" not in name
@@ -264,7 +263,7 @@ def test_the_best_head_that_ships_drafts_with_suffix_decoding(monkeypatch: pytes
     assert made["suffix + eagle3"]["model"] == "pydoc-eagle3"
 
 
-def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_methods_share_the_target_and_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[tuple[str, dict[str, Any]]] = []
 
     class Target:
@@ -285,28 +284,17 @@ def test_all_have_the_same_target_and_limits(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_prompts_are_written_as_the_gateway_writes_them() -> None:
     chat = {"messages": [{"role": "user", "content": "What is len?"}]}
-    text, asked = method_comparison.prompts_of(Workload("w", "", [{"prompt": "def f("}, chat]))
+    text, chat_prompt = method_comparison.prompts_of(Workload("w", "", [{"prompt": "def f("}, chat]))
     tokenizer = method_comparison.Tokenizer.load(family.NAMES[0])
     assert tokenizer.decode(text, skip_special_tokens=False) == "def f("
-    shown = tokenizer.decode(asked, skip_special_tokens=False)
+    shown = tokenizer.decode(chat_prompt, skip_special_tokens=False)
     assert shown == "<|im_start|>user\nWhat is len?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_copies_are_asked_for_without_their_answers_and_from_what_training_held_out() -> None:
+def test_repetitive_workloads_are_held_out_first_turns() -> None:
     editing, extraction = repetitive_workloads()
     sources = [read_source(path) for path in held_out_files()]
     for workload, chats in ((editing, edits(sources, 4, seed=101)), (extraction, extractions(4, seed=102))):
         assert [body["messages"] for body in workload.bodies] == [chat[:1] for chat in chats]
         assert [message["role"] for body in workload.bodies for message in body["messages"]] == ["user"] * 4
     assert len({w.name for w in (*workloads(), editing, extraction)}) == 4
-
-
-def test_a_table_has_a_line_for_each() -> None:
-    shown, plain, this = io.StringIO(), MethodRun(), MethodRun()
-    plain.add(0, completion([1, 2]), 3.0)
-    this.add(0, completion([1, 2], stats((8, 8))), 2.0)
-    method_comparison._show(Console(file=shown, width=120), "code", 0.8, {PLAIN: plain, "medusa": this})
-    title, *lines = [line.replace("│", " ").split() for line in shown.getvalue().splitlines()]
-    assert " ".join(title) == "code, T 0.8"
-    assert ["plain", "1", "1"] in lines
-    assert ["medusa", "8.00", *["1.00"] * 6, "1", "1.50", "identical"] in lines

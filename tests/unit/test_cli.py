@@ -1,4 +1,4 @@
-"""The command line itself, and what its commands make of what they measured."""
+"""The command line, and how its commands report results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.cli.token_colours import ACCEPTED, BONUS, TokenPainter, summary
 from paceline.doctor.default_prompts import CODE_FILES, code_prompts
 from paceline_lab.bench import control_plane
-from paceline_lab.bench.baseline import BaselineMeasurement
 from paceline_lab.bench.demo import DemoRuns
 from paceline_lab.bench.workloads import Workload, workloads
 from paceline_lab.fake_models.timed_config import TimedModelConfig
@@ -41,7 +40,7 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--speculative-config", "{"], "is not valid JSON"),
         (["--speculative-config", '{"metod": "ngram"}'], "metod: is not known here"),
@@ -51,13 +50,13 @@ def test_help_names_every_command_and_loads_nothing_heavy() -> None:
         (["--target-workers", "0"], "target-workers"),
     ],
 )
-def test_a_wrong_option_is_named(arguments: list[str], complaint: str) -> None:
+def test_a_wrong_option_is_named(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(main, ["serve", *arguments])
     assert result.exit_code == 2
-    assert complaint in " ".join(result.output.replace("│", " ").split())  # it comes in a box
+    assert message in " ".join(result.output.replace("│", " ").split())  # typer prints it in a box
 
 
-def test_ctrl_c_ends_what_is_measured_and_no_more() -> None:
+def test_ctrl_c_ends_the_measurement_only() -> None:
     console = Console(file=io.StringIO())
     with results_kept_on_interrupt(console), progress(console, "parts", 2) as done:
         done()
@@ -79,7 +78,7 @@ def few_loads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_loads")
-def test_a_plan_is_that_of_the_figures_given() -> None:
+def test_a_plan_follows_the_options() -> None:
     options = (
         "--target-step-ms 12 --target-knee-rows 32 --draft-step-ms 4 --draft-knee-rows 8 --agreement 0.7 --rtt-ms 3 "
         "--overhead-ms 1 --requests-per-s 56 --output-tokens 50 --token-ms 13.5"
@@ -89,11 +88,11 @@ def test_a_plan_is_that_of_the_figures_given() -> None:
     draft = TimedModelConfig(step_ms=4, knee_rows=8, agreement=0.7)
     planned = planning.plan_capacity(SimulatedPair(target, draft, rtt_s=0.003), planning.PlannedDemand(56, 50, 13.5))
     assert result.exit_code == 0
-    *shown, told = result.output.splitlines()
+    *shown, report = result.output.splitlines()
     expected = dataclasses.asdict(planned)
     for load, each in zip(expected["loads"], planned.loads, strict=True):
         load["token_ms"] = pytest.approx(each.token_ms, abs=0.005)
-    assert json.loads(told) == expected
+    assert json.loads(report) == expected
     formulas = (f"{x.guesses} {x.accepted:.2f} {x.lockstep:.2f} {x.hidden:.2f}" for x in planned.formulas)
     loads = (
         f"{x.requests} {x.plain:.0f} {x.streamed:.0f} {x.streamed / x.plain:.2f} {x.token_ms:.1f}"
@@ -109,14 +108,14 @@ def test_a_plan_is_that_of_the_figures_given() -> None:
 
 
 @pytest.mark.usefixtures("few_loads")
-def test_a_plan_that_cannot_be_says_why() -> None:
+def test_an_impossible_plan_is_an_error() -> None:
     result = CliRunner().invoke(main, ["plan", "--token-ms", "0.5"])
     assert result.exit_code == 1
     assert result.stdout == ""
     assert "0.5 ms needs a faster target, a better draft, or a shorter round trip" in result.stderr
 
 
-def test_an_answer_adds_up_its_chunks() -> None:
+def test_a_completion_sums_its_chunks() -> None:
     answer = HttpCompletion()
     answer.take({"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
     entry = {"token_ids": [5, 6], "accepted": [True, False], "text_offset": [0, 2], "finish_reason": None}
@@ -139,7 +138,7 @@ def test_text_takes_the_colour_of_its_token() -> None:
     assert painted.getvalue() == _painted(("ab", ACCEPTED), ("cd", BONUS), ("e", ACCEPTED))
 
 
-def test_a_summary_tells_plain_from_speculative() -> None:
+def test_a_summary_of_plain_and_speculative_decoding() -> None:
     answer = HttpCompletion(tokens=[1, 2, 3], timings={"total_s": 1.0}, speculation={"verifications": 0})
     assert summary(answer) == "3 tokens, 3 tokens/s, decoded plainly"
     answer.speculation = {"verifications": 2, "accepted_tokens": 1, "acceptance_length": 0.5}
@@ -159,39 +158,29 @@ def test_the_demo_notices_one_different_token() -> None:
         stats = {"verifications": 2, "accepted_tokens": 3}
         return HttpCompletion(tokens=list(tokens), wall_s=2.0, timings={"total_s": 1.0}, speculation=stats)
 
-    runs = DemoRuns(Workload("code", "/", []), 0.0, [[answer(1, 2)]], [[answer(1, 2)]])
-    assert runs.identical
-    measured = runs.measured()
-    assert (measured.speedup, measured.acceptance_length) == (1.0, 1.5)
-    assert (measured.plain_tokens_per_s, measured.plain_tokens_per_s_http) == (2.0, 1.0)
-    runs.speculative[0].append(answer(1, 3))
-    assert not runs.identical
-
-
-def test_the_baseline_counts_only_prompts_that_agree_every_time() -> None:
-    measured = BaselineMeasurement(threads=1)
-    for method in ("generate", "assisted", "prompt_lookup", "plain", "speculative"):
-        for prompt in (0, 1):
-            measured.add(method, prompt, [prompt], 1.0)
-            measured.add(method, prompt, [prompt if method != "assisted" else 7 * prompt], 0.5)
-    summary = measured.summary()
-    assert summary["reproduces_plain"] == {"assisted": 1, "prompt_lookup": 2, "speculative": 2}
-    assert summary["prompts"] == 2
-    assert summary["tokens_per_s"]["plain"] == 1.5
+    runs = DemoRuns(Workload("code", "/", []), 0.0)
+    runs.plain.add(0, answer(1, 2))
+    runs.speculative.add(0, answer(1, 2))
+    assert runs.same == runs.outputs == 1
+    row = runs.row()
+    assert (row["speedup"], row["acceptance_length"]) == (1.0, 1.5)
+    assert (row["plain_tokens_per_s"], row["plain_tokens_per_s_http"]) == (2.0, 1.0)
+    runs.speculative.add(0, answer(1, 3))
+    assert (runs.same, runs.outputs) == (0, 1)
 
 
 def test_the_control_plane_notices_a_different_text() -> None:
     recording = control_plane.Recording(
         "1 2", 1.0, b'data: {"choices": [{"text": "3 4", "finish_reason": null}]}\n\ndata: [DONE]\n\n'
     )
-    [answer] = control_plane.checked([recording], {"1 2": "3 4"})
-    assert answer.text == "3 4"
+    [completion] = control_plane.checked([recording], {"1 2": "3 4"})
+    assert completion.text == "3 4"
     with pytest.raises(control_plane.OutputDiffersError, match="after '1 2'"):
         control_plane.checked([recording], {"1 2": "3 5"})
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_memory_is_that_of_the_whole_tree() -> None:
+def test_memory_includes_child_processes() -> None:
     hoard = "import sys; kept = b'x' * 50_000_000; print('ready', flush=True); sys.stdin.read()"
     before = process_tree.tree_pss_mb()
     with subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Settings: the names people know work, and whatever is wrong is named."""
+"""Settings: keys of other servers work, and errors name the key."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_suffix_decoding_has_vllm_s_names_and_defaults() -> None:
         ({"method": "ngram"}, 5),
     ],
 )
-def test_suffix_decoding_guesses_as_deep_as_its_tree_unless_told_otherwise(given: dict[str, Any], depth: int) -> None:
+def test_suffix_decoding_drafts_as_deep_as_its_tree_by_default(given: dict[str, Any], depth: int) -> None:
     assert SpeculativeConfig.model_validate(given).num_speculative_tokens == depth
 
 
@@ -144,7 +144,7 @@ WRONG: list[tuple[type[Settings], dict[str, Any], str]] = [
     (SpeculativeConfig, {"prompt_lookup_max": 0}, "prompt_lookup_max"),
     (SpeculativeConfig, {"prompt_lookup_min": 4, "prompt_lookup_max": 3}, "prompt_lookup_min 4"),
     (SpeculativeConfig, {"draft_tensor_parallel_size": 0}, "draft_tensor_parallel_size"),
-    (SpeculativeConfig, {"method": "ngram", "draft_tensor_parallel_size": 2}, "what ngram drafts with is too small"),
+    (SpeculativeConfig, {"method": "ngram", "draft_tensor_parallel_size": 2}, "the draft of ngram is too small"),
     (SpeculativeConfig, DRAFT | {"draft_tensor_parallel_size": 2, "draft_placement": "target"}, "draft_placement"),
     (SpeculativeConfig, {"draft_placement": "moon"}, "draft_placement"),
     (SamplingParams, {"temprature": 1.0}, "temprature"),
@@ -180,8 +180,8 @@ def test_what_is_wrong_is_named(kind: type[Settings], settings: dict[str, Any], 
     with pytest.raises(ValidationError) as caught:
         kind.model_validate(settings)
     [error] = caught.value.errors()
-    place = ".".join(map(str, error["loc"]))
-    assert named in f"{place}: {error['msg']}"
+    field = ".".join(map(str, error["loc"]))
+    assert named in f"{field}: {error['msg']}"
 
 
 @pytest.mark.parametrize("name", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "mimo_mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
@@ -228,7 +228,7 @@ RELAXED = {
     ],
 )
 def test_keys_of_strategies_survive_the_command_line(keys: dict[str, Any]) -> None:
-    """Where every key is written out, the others' at their defaults."""
+    """With every key given, the other keys at their defaults."""
     config = SpeculativeConfig.model_validate(keys)
     assert SpeculativeConfig.model_validate_json(config.model_dump_json()) == config
 

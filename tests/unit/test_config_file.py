@@ -1,4 +1,4 @@
-"""Options may come from a file; the command line counts more, and nothing in a file is ignored."""
+"""Options from a file; the command line overrides them, and an unknown key is an error."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def test_a_service_takes_its_options_from_a_file(file: Path) -> None:
 
 
 def test_serve_takes_its_options_from_a_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wishes: list[Any] = []
+    plans: list[Any] = []
 
-    def stop(wish: Any) -> None:
-        wishes.append(wish)
+    def stop(options: Any) -> None:
+        plans.append(options)
         raise typer.Exit
 
     monkeypatch.setattr("paceline.cli.deployment.plan_deployment", stop)
     for more in ([], ["--port", "9"]):
         result = CliRunner().invoke(app.main, ["serve", "--config", str(file), *more])
         assert result.exit_code == 0, result.output
-    assert [(wish.model, wish.port, wish.speculation.prompt_lookup_max) for wish in wishes] == [
+    assert [(each.model, each.port, each.speculation.prompt_lookup_max) for each in plans] == [
         ("table:64", 8123, 4),
         ("table:64", 9, 4),
     ]
@@ -84,14 +84,14 @@ def test_serve_refuses_an_unknown_key_with_its_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("- a\n- b\n", "a mapping of options"), ("a: [\n", "cannot be read"), (None, "cannot be read: No such file")],
 )
-def test_a_file_that_is_none(text: str | None, said: str, tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(text: str | None, message: str, tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigFileError, match=said):
+    with pytest.raises(ConfigFileError, match=message):
         read(path, {"a"})
 
 

@@ -60,7 +60,7 @@ def many(held_out: list[str], training_text: list[str]) -> list[Chat]:
 
 
 def parts(chat: Chat) -> tuple[str, str, str]:
-    """What is asked for, the code, and the answer's."""
+    """The instruction, the code, and the edited code."""
     asked, answer = EDIT.fullmatch(chat[0]["content"]), ANSWER.fullmatch(chat[1]["content"])
     assert [message["role"] for message in chat] == ["user", "assistant"]
     assert asked is not None
@@ -69,7 +69,7 @@ def parts(chat: Chat) -> tuple[str, str, str]:
 
 
 def of_kind(chats: Sequence[Chat], wanted: str) -> list[tuple[list[str], str, str]]:
-    """What stands in backquotes, the code, and the answer's, of all edits of a kind."""
+    """Text in backquotes, the code, and the edited code, of all edits of a kind."""
     found = []
     for chat in chats:
         asked, code, answer = parts(chat)
@@ -81,7 +81,7 @@ def of_kind(chats: Sequence[Chat], wanted: str) -> list[tuple[list[str], str, st
 
 
 class Names(ast.NodeTransformer):
-    """Renames one variable, and forgets strings, which may speak of it."""
+    """Renames one variable, and empties strings, which may contain its name."""
 
     def __init__(self, old: str, new: str) -> None:
         self._old, self._new = old, new
@@ -113,7 +113,7 @@ def function(code: str) -> ast.FunctionDef:
     return found
 
 
-def test_all_that_is_asked_about_is_a_whole_function(many: list[Chat]) -> None:
+def test_every_question_has_a_whole_function(many: list[Chat]) -> None:
     for chat in many:
         _, code, answer = parts(chat)
         assert function(code).col_offset == 0
@@ -129,7 +129,7 @@ def test_a_variable_is_renamed_everywhere_and_nothing_else_is(many: list[Chat]) 
         assert renamed_tree(answer) == renamed_tree(code, old, new)
 
 
-def test_names_that_mean_something_else_too_are_not_renamed() -> None:
+def test_names_with_a_second_meaning_are_not_renamed() -> None:
     """`kept` is a keyword, `seen` a global, `key` an attribute, `total` a function; `b`, `s`, `t` and `d` are in the
     spelling of strings."""
     assert {parts(chat)[0].split("`")[1] for chat in asked_of(HARD, "renamed")} == {"header", "index", "n"}
@@ -141,7 +141,7 @@ def asked_of(code: str, kind: str) -> list[Chat]:
     return [chat for chat in chats if any(parts(chat)[0].startswith(s) for s, k in KIND_OF_EDIT.items() if k == kind)]
 
 
-def test_a_parameter_comes_last_and_all_else_stays(many: list[Chat]) -> None:
+def test_a_parameter_is_added_last_and_nothing_else_changes(many: list[Chat]) -> None:
     for [parameter], code, answer in of_kind(many, "parameter"):
         before, after = function(code), function(answer)
         name, value = parameter.split("=")
@@ -167,7 +167,7 @@ def test_a_function_that_calls_itself_keeps_its_name() -> None:
     assert asked_of(code.replace("= depth", "= other"), "function") != []
 
 
-def test_a_comment_stands_above_the_function(many: list[Chat]) -> None:
+def test_a_comment_is_added_above_the_function(many: list[Chat]) -> None:
     for [comment], code, answer in of_kind(many, "comment"):
         assert comment in COMMENTS
         assert answer == f"# {comment}\n{code}"
@@ -188,7 +188,7 @@ def test_a_new_name_is_new() -> None:
         assert not new or "comment" in asked or re.split("[=_]", new[-1])[0] in ("glyph", "zone")
 
 
-def test_what_is_held_out_is_in_no_text_that_was_trained_on(held_out: list[str], training_text: list[str]) -> None:
+def test_held_out_functions_are_in_no_training_text(held_out: list[str], training_text: list[str]) -> None:
     def bare(text: str) -> str:
         return "\n".join(line.strip() for line in text.splitlines())
 
@@ -229,14 +229,14 @@ def test_json_holds_the_facts_of_the_sentences_in_their_order_and_no_others() ->
         asked, text = chat[0]["content"].split("\n\n")
         [kind] = [kind for kind in KINDS if f" {kind.things} " in asked]
         assert all(list(record) == list(kind.fields) for record in facts(chat))
-        told = [" ".join(sentence.format(**record) for record in facts(chat)) for sentence in kind.sentences]
-        assert text in told
+        texts = [" ".join(sentence.format(**record) for record in facts(chat)) for sentence in kind.sentences]
+        assert text in texts
         assert 3 <= len(facts(chat)) <= 7
-        seen[kind.sentences[told.index(text)]] += 1
+        seen[kind.sentences[texts.index(text)]] += 1
     assert set(seen) == {sentence for kind in KINDS for sentence in kind.sentences}
 
 
-def test_every_record_stands_on_a_line_of_its_own() -> None:
+def test_every_record_has_a_line_of_its_own() -> None:
     for chat in extractions(20, seed=9):
         first, *lines, last = chat[1]["content"].split("\n")
         assert (first, last) == ("[", "]")
@@ -250,8 +250,8 @@ def test_numbers_are_numbers_and_names_are_strings() -> None:
     assert {type_ for field, type_ in types if field not in ("born", "port", "count", "year")} == {str}
 
 
-def test_other_seeds_tell_other_facts() -> None:
-    def told(count: int, seed: int) -> set[str]:
+def test_other_seeds_give_other_facts() -> None:
+    def records(count: int, seed: int) -> set[str]:
         return {json.dumps(record) for chat in extractions(count, seed) for record in facts(chat)}
 
-    assert told(40, 102).isdisjoint(told(3000, 2))  # what is measured, and what was trained on
+    assert records(40, 102).isdisjoint(records(3000, 2))  # seeds of the benchmark and of training

@@ -1,6 +1,6 @@
-"""`paceline doctor`: each cause is named exactly when its figures say so, and advice follows from what was measured.
+"""`paceline doctor`: each cause is named exactly when its figures show it, and advice follows from measurements.
 
-Figures are made by hand: of an answer, which tokens were guessed, and how many verifications accepted how deep.
+Figures are made by hand: which output tokens were draft tokens, and how many verifications accepted how deep.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenizers import models, pre_tokenizers, processors
 from typer.testing import CliRunner
 
 from paceline.cli import main, served_measurement
-from paceline.cli.http_client import HttpCompletion as HttpAnswer
+from paceline.cli.http_client import HttpCompletion
 from paceline.cli.terminal_bars import bar, columns
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.messages import SpeculationStats
@@ -61,13 +61,13 @@ def stats(first: float, verifications: int = 100, steps: int | None = None, deep
 def accepted(
     first: float, temperature: float = 0.0, verifications: int = 100, steps: int | None = None
 ) -> MeasuredAcceptance:
-    """Nothing but how often the first guess is accepted."""
+    """Figures that differ only in acceptance at depth 1."""
     return MeasuredAcceptance(temperature, [MeasuredCompletion(10, [], stats(first, verifications, steps))])
 
 
-def placed(*answers: tuple[int, Sequence[bool]]) -> MeasuredAcceptance:
-    """Good first guesses; by answer, the length of its prompt and which tokens were guessed."""
-    return MeasuredAcceptance(0.0, [MeasuredCompletion(prompt, tokens, stats(0.8)) for prompt, tokens in answers])
+def guessed_at(*completions: tuple[int, Sequence[bool]]) -> MeasuredAcceptance:
+    """Good acceptance at depth 1; by completion, prompt tokens and which output tokens were draft tokens."""
+    return MeasuredAcceptance(0.0, [MeasuredCompletion(prompt, tokens, stats(0.8)) for prompt, tokens in completions])
 
 
 def guessed(share: float, count: int) -> list[bool]:
@@ -111,47 +111,10 @@ def names(acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts = TRAINE
         ([], TRAINED, []),
     ],
 )
-def test_a_cause_is_named_when_first_guesses_say_so(
+def test_a_cause_shown_by_acceptance_at_depth_1(
     acceptances: Sequence[MeasuredAcceptance], facts: MethodFacts, named: list[str]
 ) -> None:
     assert names(acceptances, facts) == named
-
-
-def deep(*shares: float, verified: int | None = None) -> MeasuredAcceptance:
-    """By depth, how often it was reached; `verified`: to what depth most steps went."""
-    depth = len(shares) if verified is None else verified
-    drafted = [100 if d < depth else 10 for d in range(len(shares))]
-    stats = SpeculationStats(drafted, [round(100 * share) for share in shares], 100 * depth, 100, 100)
-    return MeasuredAcceptance(0.0, [MeasuredCompletion(10, [], stats)])
-
-
-@pytest.mark.parametrize(
-    ("acceptance", "told"),
-    [
-        (deep(0.6, 0.3, 0.1, 0.04, 0.02, 0.0), "num_speculative_tokens 3 costs less"),
-        (deep(0.6, 0.3, 0.1, 0.05, 0.02, 0.0), ""),
-        (deep(0.6, 0.0, 0.0, 0.0), "num_speculative_tokens 1 costs less"),
-        (deep(0.6, 0.0, 0.0), ""),
-        (deep(0.6, 0.3, 0.1, 0.04, 0.02, 0.0, verified=4), ""),
-        (deep(0.03, 0.0, 0.0, 0.0, 0.0, 0.0), ""),
-    ],
-)
-def test_guesses_that_go_deeper_than_they_are_accepted(acceptance: MeasuredAcceptance, told: str) -> None:
-    says = [cause.says for cause in causes([acceptance], TRAINED) if cause.name == "too deep"]
-    assert [told in each for each in says] == [True] * bool(told)
-
-
-@pytest.mark.parametrize(
-    ("shares", "named"),
-    [
-        ([0.1, 0.4, 0.5, 0.6], ["uneven requests"]),
-        ([0.2, 0.4, 0.5, 0.6], []),
-        ([0.1, 0.4, 0.6], []),
-        ([0.1, 0.2, 0.3, 0.4], []),
-    ],
-)
-def test_requests_of_which_some_are_foreseen_and_others_hardly(shares: list[float], named: list[str]) -> None:
-    assert names([placed(*((10, guessed(share, 100)) for share in shares))]) == named
 
 
 EVEN = guessed(0.5, 80)
@@ -161,44 +124,46 @@ FALLING = [*guessed(0.5, 40), *guessed(0.2, 40)]
 @pytest.mark.parametrize(
     ("acceptance", "facts", "named"),
     [
-        (placed((10, EVEN)), TRAINED, []),
-        (placed((10, FALLING)), TRAINED, ["stale state"]),
-        (placed((10, FALLING)), LOOKED_UP, ["no repetition"]),
-        (placed((10, FALLING[::-1])), TRAINED, []),
-        (placed((10, [*guessed(0.5, 40), *guessed(0.35, 40)])), TRAINED, []),
-        (placed((10, [*guessed(0.5, 30), *guessed(0.2, 30)])), TRAINED, []),  # too short to say
-        (placed((10, [*guessed(0.15, 40), *guessed(0.0, 40)])), TRAINED, []),  # hardly anything that could fall
-        (placed((10, FALLING)), MethodFacts(position_limit=50), ["context limit"]),
-        (placed((10, FALLING)), MethodFacts(position_limit=1000), ["stale state"]),
-        (placed((10, EVEN)), MethodFacts(position_limit=50), []),
-        (placed((100, EVEN), (260, guessed(0.2, 80))), TRAINED, ["context limit"]),
-        (placed((260, guessed(0.2, 80)), (100, EVEN)), TRAINED, ["context limit"]),
-        (placed((100, EVEN), (250, guessed(0.2, 80))), TRAINED, []),  # not long
-        (placed((200, EVEN), (390, guessed(0.2, 80))), TRAINED, []),  # hardly longer
-        (placed((100, guessed(0.2, 80)), (400, EVEN)), TRAINED, []),
-        (placed((100, EVEN), (400, EVEN)), TRAINED, []),
-        (placed((400, guessed(0.2, 80))), TRAINED, []),
-        (placed((100, EVEN), (300, guessed(0.9, 80)), (400, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (guessed_at((10, EVEN)), TRAINED, []),
+        (guessed_at((10, FALLING)), TRAINED, ["stale state"]),
+        (guessed_at((10, FALLING)), LOOKED_UP, ["no repetition"]),
+        (guessed_at((10, FALLING[::-1])), TRAINED, []),
+        (guessed_at((10, [*guessed(0.5, 40), *guessed(0.35, 40)])), TRAINED, []),
+        (guessed_at((10, [*guessed(0.5, 30), *guessed(0.2, 30)])), TRAINED, []),  # too short to say
+        (guessed_at((10, [*guessed(0.15, 40), *guessed(0.0, 40)])), TRAINED, []),  # hardly anything that could fall
+        (guessed_at((10, FALLING)), MethodFacts(position_limit=50), ["context limit"]),
+        (guessed_at((10, FALLING)), MethodFacts(position_limit=1000), ["stale state"]),
+        (guessed_at((10, EVEN)), MethodFacts(position_limit=50), []),
+        (guessed_at((100, EVEN), (260, guessed(0.2, 80))), TRAINED, ["context limit"]),
+        (guessed_at((260, guessed(0.2, 80)), (100, EVEN)), TRAINED, ["context limit"]),
+        (guessed_at((100, EVEN), (250, guessed(0.2, 80))), TRAINED, []),  # not long
+        (guessed_at((200, EVEN), (390, guessed(0.2, 80))), TRAINED, []),  # hardly longer
+        (guessed_at((100, guessed(0.2, 80)), (400, EVEN)), TRAINED, []),
+        (guessed_at((100, EVEN), (400, EVEN)), TRAINED, []),
+        (guessed_at((400, guessed(0.2, 80))), TRAINED, []),
+        (guessed_at((100, EVEN), (300, guessed(0.9, 80)), (400, guessed(0.2, 80))), TRAINED, ["context limit"]),
     ],
 )
-def test_a_cause_is_named_when_places_in_the_text_say_so(
+def test_a_cause_shown_by_positions_in_the_text(
     acceptance: MeasuredAcceptance, facts: MethodFacts, named: list[str]
 ) -> None:
     if not facts.trained:
-        acceptance = MeasuredAcceptance(0.0, [replace(each, stats=stats(0.1)) for each in acceptance.answers])
+        acceptance = MeasuredAcceptance(0.0, [replace(each, stats=stats(0.1)) for each in acceptance.completions])
     assert names([acceptance], facts) == named
 
 
-def test_causes_say_their_figures() -> None:
-    [stale] = causes([placed((10, FALLING))], TRAINED)
-    assert stale.says.startswith("50% of tokens are guessed in the first half of an answer, 20% in the second")
-    [limit] = causes([placed((10, FALLING))], MethodFacts(position_limit=50))
-    assert "positions end at 50: 50% of tokens before were guessed, 20% beyond" in limit.says
+def test_causes_name_their_figures() -> None:
+    [stale] = causes([guessed_at((10, FALLING))], TRAINED)
+    assert stale.says.startswith(
+        "50% of tokens are accepted draft tokens in the first half of the output, 20% in the second"
+    )
+    [limit] = causes([guessed_at((10, FALLING))], MethodFacts(position_limit=50))
+    assert "positions end at 50: 50% of tokens before were accepted draft tokens, 20% beyond" in limit.says
     [sampled] = causes([accepted(0.8), accepted(0.3, 0.7)], TRAINED)
-    assert sampled.says.startswith("80% of first guesses are accepted at temperature 0, 30% at 0.7")
+    assert sampled.says.startswith("80% of first draft tokens are accepted at temperature 0, 30% at 0.7")
 
 
-def test_acceptance_is_summed_over_answers() -> None:
+def test_acceptance_is_summed_over_completions() -> None:
     one = SpeculationStats([4, 2], [3, 1], 9, 4, 6)
     other = SpeculationStats([2], [1], 3, 2, 2)
     both = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], one), MeasuredCompletion(1, [], other)])
@@ -215,15 +180,15 @@ class TestForecast:
         assert forecast_tokens_per_s(chain, 1, 256, FREE_ROWS) == pytest.approx(1 + 0.8 + 0.5)
         assert forecast_tokens_per_s(chain, 4, 256, FREE_ROWS) == pytest.approx(4 * 2.3)
 
-    def test_steps_without_guesses_draw_one_token(self) -> None:
+    def test_steps_without_draft_tokens_draw_one_token(self) -> None:
         half = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, steps=200, deeper=0.5))])
         assert forecast_tokens_per_s(half, 10, 256, FREE_ROWS) == pytest.approx(10 * (1 + 1.3 / 2))
 
-    def test_who_guesses_seldom_is_not_rounded_away(self) -> None:
+    def test_few_draft_tokens_are_not_rounded_away(self) -> None:
         seldom = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, steps=400, deeper=0.5))])
         assert forecast_tokens_per_s(seldom, 1, 256, FREE_ROWS) == pytest.approx(1 + 1.3 / 4)
 
-    def test_rows_that_cost_more_than_they_bring_are_left_out(self) -> None:
+    def test_rows_that_cost_more_than_they_gain_are_left_out(self) -> None:
         chain = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8, deeper=0.05))])
         dear = RowCost([8, 16, 17, 24, 1024], [1.0, 1.5, 3.0, 3.0, 128.0])
         assert forecast_tokens_per_s(chain, 8, 256, dear) == pytest.approx((8 + 8 * 0.8) / 1.5)
@@ -236,11 +201,11 @@ class TestForecast:
         assert forecast_tokens_per_s(tree, 8, 256, per_row) == pytest.approx(8)
         assert forecast_tokens_per_s(tree, 8, 256, FREE_ROWS) == pytest.approx(8 * 1.8)
 
-    def test_a_pass_has_so_many_rows_and_no_more(self) -> None:
+    def test_a_pass_has_at_most_so_many_rows(self) -> None:
         chain = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(1.0, deeper=1.0))])
         assert forecast_tokens_per_s(chain, 8, 12, FREE_ROWS) == pytest.approx(8 + 4)
 
-    def test_prompts_are_computed_first_and_answers_end_one_by_one(self) -> None:
+    def test_prompts_are_computed_first_and_requests_end_one_by_one(self) -> None:
         """Three passes over 20 tokens of prompts. Of 3 and 7 tokens one is drawn with them, 2 by both, 4 by the longer:
         at 2 seconds a pass for up to 8 rows, with 1.8 tokens for each request that draws."""
         drafted = MeasuredAcceptance(0.0, [MeasuredCompletion(1, [], stats(0.8))])
@@ -248,7 +213,7 @@ class TestForecast:
         assert batch_seconds(drafted, [(12, 7), (8, 3)], 8, cost) == pytest.approx(2 * (3 + 2 / 1.8 + 4 / 1.8))
         assert batch_seconds(drafted, [(16, 1)], 8, cost) == 2 * 2
 
-    def test_an_answer_that_is_over_leaves_a_cheaper_pass(self) -> None:
+    def test_a_finished_request_leaves_a_cheaper_pass(self) -> None:
         """Nine rows take 3 seconds, eight take 2: one pass for the prompts, two for nine requests, four for eight."""
         cost, plain = RowCost([8, 9, 16], [2.0, 3.0, 3.0]), MeasuredAcceptance(0.0, [])
         assert batch_seconds(plain, [(1, 3), *[(1, 7)] * 8], 16, cost) == pytest.approx(3 + 2 * 3 + 4 * 2)
@@ -273,12 +238,12 @@ class TestAdvice:
             "eagle3 is the fastest: 1.80 × with one request at a time; it pays with up to 4 requests at once"
         )
 
-    def test_it_is_drafted_where_it_was_measured(self) -> None:
+    def test_the_draft_runs_where_it_was_measured(self) -> None:
         assert advice([measured("eagle3", 1.8)]).config.draft_placement == "target"
-        told = SpeculativeConfig(method="ngram", draft_placement="worker")
-        assert advice([replace(measured("ngram", 1.8), config=told)]).config == told
+        config = SpeculativeConfig(method="ngram", draft_placement="worker")
+        assert advice([replace(measured("ngram", 1.8), config=config)]).config == config
 
-    def test_what_changes_the_output_is_never_it(self) -> None:
+    def test_a_method_that_changes_the_output_is_not_recommended(self) -> None:
         assert advice([measured("eagle3", 3.0, identical=False), measured("ngram", 1.2)]).config.method == "ngram"
         assert advice([measured("eagle3", 3.0, identical=None), measured("ngram", 1.2)]).config.method == "eagle3"
 
@@ -290,16 +255,16 @@ class TestAdvice:
         assert pays_up_to(measured("ngram", 1.5, 1.03, 0.9)) == 4
         assert pays_up_to(measured("ngram", 1.0)) == 0
 
-    def test_it_can_be_pasted(self) -> None:
+    def test_the_configuration_can_be_pasted(self) -> None:
         config = SpeculativeConfig.model_validate({"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2})
-        said = config_json(config)
-        assert said == {"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2}
-        assert SpeculativeConfig.model_validate(said) == config
+        written = config_json(config)
+        assert written == {"method": ["suffix", "eagle3"], "model": "m", "tree_width": 2}
+        assert SpeculativeConfig.model_validate(written) == config
         assert config_json(SpeculativeConfig(method="none")) == {"method": "none"}
 
 
 class TestCandidates:
-    def test_what_needs_no_checkpoint_always_fits(self) -> None:
+    def test_methods_without_checkpoint_always_fit(self) -> None:
         assert [each.name for each in candidates("table:64", [])] == ["ngram", "suffix"]
         suffix = candidates("table:64", [])[1].config
         assert suffix.num_speculative_tokens > 5
@@ -307,7 +272,7 @@ class TestCandidates:
     def test_the_shipped_target_has_its_draft(self) -> None:
         assert "draft_model" in [each.name for each in candidates("pydoc", [])]
 
-    def test_so_has_one_with_a_layer_of_its_own(self, tmp_path: Path) -> None:
+    def test_a_target_with_an_mtp_layer_has_it(self, tmp_path: Path) -> None:
         target = save_target(tmp_path, "mimo", layer_tensors("mimo"))
         assert [each.name for each in candidates(str(target), [])] == ["ngram", "suffix", "mtp"]
 
@@ -326,7 +291,7 @@ class TestCandidates:
         found = named(SpeculativeConfig.model_validate(config) for config in configs)
         assert [each.name for each in found] == ["eagle3", "eagle3 two", "eagle3 two (2)", "suffix + eagle3", "some"]
 
-    def test_the_best_draft_is_tried_with_suffix_beside_it(self) -> None:
+    def test_the_best_draft_is_combined_with_suffix(self) -> None:
         suffix = measured("suffix", 1.2, facts=LOOKED_UP)
         best = combined_candidate(
             [suffix, measured("eagle", 1.3), measured("eagle3", 1.5), measured("ngram", 2, facts=LOOKED_UP)]
@@ -339,7 +304,7 @@ class TestCandidates:
         config = SpeculativeConfig.model_validate({"method": ["ngram", "eagle3"], "model": "m"})
         assert combined_candidate([suffix, replace(measured("eagle3", 1.9), config=config)]) is None
 
-    def test_unless_one_of_them_brings_nothing(self) -> None:
+    def test_no_combination_if_one_of_them_gains_nothing(self) -> None:
         idle = measured("suffix", 1.0, facts=LOOKED_UP, per_step=0.05)
         assert combined_candidate([idle, measured("eagle3", 1.5)]) is None
         assert combined_candidate([measured("suffix", 1.2, facts=LOOKED_UP)]) is None
@@ -354,7 +319,7 @@ class TestMemory:
         assert available("MemTotal:  9 kB\nMemFree:   1 kB\nMemAvailable:    3 kB\n") == 3072
         assert available("MemTotal:  9 kB\n") is None
 
-    def test_what_is_unknown_is_not_too_little(self) -> None:
+    def test_unknown_free_memory_is_enough(self) -> None:
         assert MemoryNeed(1, 2, 3).total == 6
         assert MemoryNeed(1, 2, 3).fits(6)
         assert MemoryNeed(1, 2, 3).fits(None)
@@ -369,26 +334,26 @@ class TestMemory:
         assert cache_positions(method, {"transformer_layer_config": SHAPE}, target) == numbers
         assert cache_positions(method, {}, SHAPE) == numbers
 
-    def test_a_head_takes_its_weights_its_cache_and_the_states_that_it_reads(self, tmp_path: Path) -> None:
+    def test_a_head_needs_its_weights_its_cache_and_hidden_states(self, tmp_path: Path) -> None:
         head = save_head(tmp_path / "head", eagle3_tensors(), llama_config())
         target = LLM(str(save_small_target(tmp_path / "target")), None, SMALL)
         found = need(target, SpeculativeConfig(model=str(head)))
-        lent = target.model.target_weights()
-        size = lent.dtype.itemsize
+        weights = target.model.target_weights()
+        size = weights.dtype.itemsize
         config = llama_config()
         position = 2 * config["num_key_value_heads"] * config["hidden_size"] // config["num_attention_heads"]
         assert found.weights == sum(tensor.numel() for tensor in eagle3_tensors().values()) * size
-        assert found.states == 3 * lent.hidden_size * (512 + 1) * size
+        assert found.states == 3 * weights.hidden_size * (512 + 1) * size
         assert 512 * position * size < found.cache < 530 * position * size
 
-    def test_a_layer_in_the_target_weighs_as_much_as_it_has(self, tmp_path: Path) -> None:
+    def test_an_mtp_layer_needs_its_weights(self, tmp_path: Path) -> None:
         target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
         found = need(target, SpeculativeConfig(method="mtp"))
         size = target.model.target_weights().dtype.itemsize
         assert found.weights == sum(tensor.numel() for tensor in layer_tensors("mimo").values()) * size
         assert need(target, SpeculativeConfig(method="ngram")) == MemoryNeed()
 
-    def test_what_does_not_fit_is_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_draft_that_does_not_fit_is_not_built(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         target = LLM(str(save_target(tmp_path, "mimo", layer_tensors("mimo"))), None, SMALL)
         monkeypatch.setattr(diagnosis, "free_bytes", lambda device: 1000)
         found = examined(
@@ -410,7 +375,7 @@ class TestPrompts:
         assert read(tmp_path / "p.jsonl") == ["one", chat]
 
     @pytest.mark.parametrize(
-        ("name", "content", "complaint"),
+        ("name", "content", "message"),
         [
             ("p.txt", "\n \n", "holds no prompts"),
             ("p.jsonl", '{"prompt": "a"}\n{', "line 2 is no JSON"),
@@ -421,15 +386,15 @@ class TestPrompts:
             ("p.jsonl", '{"prompt": ""}', "line 1 has neither"),
         ],
     )
-    def test_what_is_wrong_is_named(self, tmp_path: Path, name: str, content: str, complaint: str) -> None:
+    def test_errors_name_the_line(self, tmp_path: Path, name: str, content: str, message: str) -> None:
         (tmp_path / name).write_text(content)
         with pytest.raises(PromptsError) as caught:
             read(tmp_path / name)
-        assert complaint in str(caught.value)
+        assert message in str(caught.value)
         with pytest.raises(PromptsError, match="cannot be read"):
             read(tmp_path / "nowhere.txt")
 
-    def test_they_are_read_as_a_server_would(self) -> None:
+    def test_prompts_are_encoded_as_by_a_server(self) -> None:
         tokenizer = Tokenizer.load("pydoc")
         assert tokenizer.chat_template is not None
         chat = [{"role": "user", "content": "What?"}]
@@ -442,8 +407,7 @@ class TestPrompts:
         assert not lack_chat_template(["def f", chat], tokenizer)
         assert not lack_chat_template(["def f", written], tokenizer)
 
-    def test_what_stands_before_every_text_is_no_template(self, tmp_path: Path) -> None:
-        """Such as a BOS."""
+    def test_a_bos_before_every_text_is_no_template(self, tmp_path: Path) -> None:
         backend = Backend(models.WordLevel({"0": 0, "1": 1, "<s>": 2}, unk_token="0"))
         backend.pre_tokenizer = pre_tokenizers.Whitespace()
         backend.add_special_tokens(["<s>"])
@@ -461,7 +425,7 @@ class TestPrompts:
             encoded([" "], tokenizer)
 
 
-def test_special_tokens_that_one_of_the_two_lacks_do_not_differ() -> None:
+def test_a_special_token_that_one_tokenizer_lacks_does_not_differ() -> None:
     def tokenizer(special: dict[str, str]) -> Tokenizer:
         return Tokenizer(Tokenizer.load("table:8")._backend, special, None)
 
@@ -470,7 +434,7 @@ def test_special_tokens_that_one_of_the_two_lacks_do_not_differ() -> None:
     assert other_special_tokens(draft, tokenizer({"bos_token": "1"})) == ()
 
 
-def test_a_draft_model_is_held_against_the_target_before_it_drafts(tmp_path: Path) -> None:
+def test_a_draft_model_is_compared_with_the_target(tmp_path: Path) -> None:
     def checkpoint(name: str, bos: str) -> str:
         folder = save_checkpoint(tmp_path / name)
         (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
@@ -488,34 +452,34 @@ def test_a_draft_model_is_held_against_the_target_before_it_drafts(tmp_path: Pat
     assert facts_of(target, SpeculativeConfig(method="ngram"), 0, bare=False) == LOOKED_UP
 
 
-def test_the_fastest_repetition_counts_and_the_first_answers() -> None:
+def test_the_fastest_repetition_counts() -> None:
     target = LLM("table:64", None, SMALL)
-    answers = target.generate(["1", "2"], MeasurementSettings([], 4, ()).sampling(0.0))
+    completions = target.generate(["1", "2"], MeasurementSettings([], 4, ()).sampling(0.0))
     side = TimedCompletions()
     for repetition in ((3.0, 1.0), (2.0, 5.0)):
         for group, seconds in enumerate(repetition):
-            side.add(group, [answers[group]], seconds)
+            side.add(group, [completions[group]], seconds)
     assert side.seconds == [2.0, 1.0]
-    assert side.tokens == [answer.tokens for answer in answers]
+    assert side.tokens == [each.tokens for each in completions]
     assert side.tokens_per_s == 8 / 3
 
 
-def test_what_is_predicted_is_of_all_groups_and_as_many_at_once() -> None:
+def test_the_prediction_covers_all_groups() -> None:
     llm = LLM("table:64", None, SMALL)
     llm.cost = RowCost([8, 1024], [2.0, 256.0])
     prompts = [[1, 2, 3], [4], [5], [6]]
-    answers = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
+    completions = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
     side = TimedCompletions()
     for group in range(2):
-        side.add(group, answers[2 * group : 2 * group + 2], 1.0)
+        side.add(group, completions[2 * group : 2 * group + 2], 1.0)
     this = speed(llm, 2, PairedRun(side, side), MeasuredAcceptance(0.0, []))
     assert this.predicted == 16 / (2 * (2 + 3 * 2)), "a pass for two prompts and three for the rest, twice"
 
 
 def interrupted_at(name: str) -> Callable[..., DiagnosedMethod]:
-    """What is measured of each candidate, until Ctrl-C at this one."""
+    """Results of candidates until Ctrl-C at this one."""
 
-    def examined(target: object, candidate: CandidateMethod, trial: object) -> DiagnosedMethod:
+    def examined(target: object, candidate: CandidateMethod, settings: object) -> DiagnosedMethod:
         if candidate.name == name:
             raise KeyboardInterrupt
         return DiagnosedMethod(
@@ -525,17 +489,17 @@ def interrupted_at(name: str) -> Callable[..., DiagnosedMethod]:
     return examined
 
 
-def test_ctrl_c_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, trial = LLM("table:64", None, SMALL), MeasurementSettings([[1, 2, 3]], 4, (0.0,), True)
+def test_ctrl_c_keeps_the_results_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, settings = LLM("table:64", None, SMALL), MeasurementSettings([[1, 2, 3]], 4, (0.0,), True)
     chosen = named([SpeculativeConfig(method=each) for each in ("ngram", "suffix")])
     monkeypatch.setattr(diagnosis, "examined", interrupted_at("suffix"))
-    found = diagnosis.diagnose(target, chosen, trial)
+    found = diagnosis.diagnose(target, chosen, settings)
     assert [case.measured.name for case in found.cases] == ["ngram"]
     assert found.left == ["suffix"]
     assert found.as_json()["recommended"] is not None
     monkeypatch.setattr(diagnosis, "examined", interrupted_at("ngram"))
     with pytest.raises(KeyboardInterrupt):
-        diagnosis.diagnose(target, chosen, trial)
+        diagnosis.diagnose(target, chosen, settings)
 
 
 def test_groups_are_full() -> None:
@@ -553,20 +517,26 @@ def test_bars_are_as_long_as_their_figures() -> None:
     assert columns([1.0, 0.5, 0.01, 0.0]) == "██ ▄▄ ▁▁ ··"
 
 
-def test_what_a_server_says_of_its_steps_is_read() -> None:
-    answer = HttpAnswer(tokens=[1, 2], accepted=[True, False])
-    answer.take({"choices": [], "usage": {"prompt_tokens": 7}})
-    answer.take({"choices": [], "speculation": {"drafted_by_depth": [2], "accepted_by_depth": [1], "drafted_tokens": 4,
-                                                "verifications": 2, "steps": 3, "acceptance_length": 0.5}})  # fmt: skip
-    told = served_measurement.measured_completion(answer)
-    assert (told.prompt_tokens, told.accepted) == (7, [True, False])
-    assert told.stats == SpeculationStats([2], [1], 4, 2, 3)
+def test_statistics_of_a_server_are_read() -> None:
+    completion = HttpCompletion(tokens=[1, 2], accepted=[True, False])
+    completion.take({"choices": [], "usage": {"prompt_tokens": 7}})
+    statistics = {
+        "drafted_by_depth": [2],
+        "accepted_by_depth": [1],
+        "drafted_tokens": 4,
+        "verifications": 2,
+        "steps": 3,
+    }
+    completion.take({"choices": [], "speculation": statistics | {"acceptance_length": 0.5}})
+    measured = served_measurement.measured_completion(completion)
+    assert (measured.prompt_tokens, measured.accepted) == (7, [True, False])
+    assert measured.stats == SpeculationStats([2], [1], 4, 2, 3)
 
 
 class TestSharedModel:
     """`LLM.with_speculation`."""
 
-    def test_each_has_drafts_of_its_own(self) -> None:
+    def test_each_library_has_its_own_drafts(self) -> None:
         target = LLM("table:64", None, SMALL)
         one = target.with_speculation({"method": "draft_model", "model": "table:64"})
         [drafted], [plain] = one.generate(["1 2 3"]), target.generate(["1 2 3"])
@@ -575,11 +545,11 @@ class TestSharedModel:
         assert plain.speculation.drafted_tokens == 0
         assert plain.accepted == [False] * len(plain.tokens)
 
-    def test_of_each_token_up_to_a_stop_it_is_told_whether_it_was_guessed(self) -> None:
+    def test_accepted_has_an_entry_for_each_token_up_to_a_stop(self) -> None:
         llm = LLM("table:64", {"method": "draft_model", "model": "table:64"}, SMALL)
         [whole] = llm.generate(["1 2 3"])
-        for word in whole.text.split():  # some of them stand in the middle of what one step committed
-            [stopped] = llm.generate(["1 2 3"], stop=word)
+        for text in whole.text.split():  # some of them are in the middle of one step's commit
+            [stopped] = llm.generate(["1 2 3"], stop=text)
             assert len(stopped.accepted) == len(stopped.tokens)
 
     def test_cached_prompts_cannot_be_shared(self) -> None:
@@ -599,30 +569,30 @@ class TestCommand:
         torch.set_num_threads(1)
         assert result.exit_code == 0, result.output
         *shown, last = result.output.splitlines()
-        told = json.loads(last)
-        assert {"ngram", "suffix", "mtp"} <= {each["method"] for each in told["methods"]}
-        for each in told["methods"]:
+        report = json.loads(last)
+        assert {"ngram", "suffix", "mtp"} <= {each["method"] for each in report["methods"]}
+        for each in report["methods"]:
             assert each["identical"] is True
             assert [at["temperature"] for at in each["acceptance"]] == [0.0, 0.8]
             assert [speed["requests"] for speed in each["speeds"]] == [1, 4, 16]
             assert all(speed["plain"] > 0 and speed["predicted"] > 0 for speed in each["speeds"])
-        [mtp] = [each for each in told["methods"] if each["method"] == "mtp"]
+        [mtp] = [each for each in report["methods"] if each["method"] == "mtp"]
         assert mtp["acceptance"][0]["by_depth"]
         assert mtp["memory_bytes"]["weights"] > 0
-        assert [(each["name"], each["cause"]) for each in told["refused"]] == [("draft_model", "tokenizer")]
-        SpeculativeConfig.model_validate(told["recommended"])
+        assert [(each["name"], each["cause"]) for each in report["refused"]] == [("draft_model", "tokenizer")]
+        SpeculativeConfig.model_validate(report["recommended"])
         text = "\n".join(shown)
-        assert all(word in text for word in ("mtp", "identical", "was not measured", "--speculative-config"))
+        assert all(part in text for part in ("mtp", "identical", "was not measured", "--speculative-config"))
 
     @pytest.mark.parametrize(
-        ("options", "complaint"),
+        ("options", "message"),
         [
             (["--prompts", "/nowhere.txt"], "cannot be read"),
             (["--model", "/nowhere"], "no model at /nowhere"),
             (["--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         ],
     )
-    def test_what_cannot_start_says_why(self, options: list[str], complaint: str) -> None:
+    def test_an_error_is_one_line_and_exit_code_2(self, options: list[str], message: str) -> None:
         result = CliRunner().invoke(main, ["doctor", *options])
         assert result.exit_code == 2
-        assert complaint in result.output
+        assert message in result.output

@@ -1,9 +1,9 @@
-"""EAGLE-1 and -2 heads: every published variant computes what its formula says, and what is none is refused."""
+"""EAGLE-1 and -2 heads: every published variant computes the authors' formula; unsuitable checkpoints are refused."""
 
 from __future__ import annotations
 
-import json
-import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.drafting.methods.eagle import EagleNetwork, is_eagle
+from paceline.drafting.methods.eagle import EagleNetwork, matches
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.target_weights import TargetWeights
 from tests.helpers.head_checkpoints import (
+    HEADS,
     HIDDEN,
+    INNER,
+    KV_HEADS,
     VOCABULARY,
     eagle_tensors,
-    lent,
     llama_config,
     renamed,
-    save_bin,
     save_head,
     target_network,
+    target_weights,
 )
 from tests.helpers.head_formulas import Eagle1, Shape
 from tests.helpers.head_rounds import compare
@@ -31,193 +33,150 @@ from tests.helpers.head_rounds import compare
 
 @pytest.fixture(scope="module")
 def target() -> TargetWeights:
-    return lent()
+    return target_weights()
 
 
-def formula(tensors: dict[str, Tensor], **shape: Any) -> Eagle1:
+@dataclass(frozen=True)
+class Variant:
+    """`tensors` by the original's names. `stored`: as the file has them, if it differs. `shape`: see `Shape`."""
+
+    tensors: Mapping[str, Tensor]
+    config: dict[str, Any] = field(default_factory=llama_config)
+    stored: Mapping[str, Tensor] | None = None
+    shape: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+PLAIN, HASS = eagle_tensors(), eagle_tensors(norms=True)
+OWN_EMBEDDING = {"embed_tokens.weight": torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))}
+LIBRARY = eagle_tensors(bias=True, norms=True)
+LIBRARY_NAMES = {
+    "fc.weight": "fusion_fc.weight",
+    "fc.bias": "fusion_fc.bias",
+    "embed_layernorm.weight": "embedding_layernorm.weight",
+    "lm_head_layernorm.weight": "pre_lm_head_layernorm.weight",
+}
+LIBRARY_CONFIG = {
+    "speculators_model_type": "eagle",
+    "layernorms": True,
+    "fusion_bias": True,
+    "transformer_layer_config": {
+        "model_type": "llama",
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "vocab_size": VOCABULARY,
+    },
+}
+THETA = {"rope_theta": 500000.0}
+VARIANTS = {
+    "no bias": Variant(PLAIN, llama_config(bias=False)),
+    "a bias that is not configured": Variant(eagle_tensors(bias=True)),
+    "a bias that is denied": Variant(eagle_tensors(bias=True), llama_config(bias=False)),
+    "Qwen2's biases": Variant(eagle_tensors(qkv_bias=True), llama_config(qkv_bias=True)),
+    "HASS's norms": Variant(HASS),
+    "HASS's name of the input norm": Variant(
+        HASS, stored=renamed(HASS, lambda name: name.replace("layers.0.input_layernorm", "hidden_layernorm"))
+    ),
+    "rotary base": Variant(PLAIN, llama_config(**THETA), shape={"theta": 500000.0}),
+    "the user's rotary base": Variant(
+        PLAIN, llama_config(**THETA), shape={"theta": 100.0}, options={"rope_theta": 100.0}
+    ),
+    "linear scaling": Variant(
+        PLAIN, llama_config(rope_scaling={"type": "linear", "factor": 4.0}), shape={"linear": 4.0}
+    ),
+    "epsilon": Variant(HASS, llama_config(rms_norm_eps=0.5), shape={"eps": 0.5}),
+    "own embedding": Variant(PLAIN | OWN_EMBEDDING),
+    "prefixed names": Variant(
+        PLAIN,
+        stored=renamed(PLAIN, lambda name: f"model.{name}") | {"lm_head.weight": torch.zeros(VOCABULARY, HIDDEN)},
+    ),
+    "speculators library": Variant(
+        LIBRARY,
+        LIBRARY_CONFIG,
+        renamed(LIBRARY, lambda name: LIBRARY_NAMES.get(name, name.replace("layers.0.", "transformer."))),
+    ),
+}
+
+
+def check(folder: Path, target: TargetWeights, variant: Variant, **tolerance: float) -> None:
+    checkpoint = Checkpoint(save_head(folder, variant.stored or variant.tensors, variant.config))
+    assert matches(checkpoint)
     network = target_network()
-    return Eagle1(tensors, network.model.embed_tokens.weight, network.lm_head.weight, Shape(**shape))
+    formula = Eagle1(variant.tensors, network.model.embed_tokens.weight, network.lm_head.weight, Shape(**variant.shape))
+    compare(EagleNetwork(checkpoint, target, 256, **variant.options), formula, **tolerance)
 
 
-def loaded(folder: Path, target: TargetWeights, **options: Any) -> EagleNetwork:
-    checkpoint = Checkpoint(folder)
-    assert is_eagle(checkpoint)
-    return EagleNetwork(checkpoint, target, 256, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({}, {"bias": False}),
-        ({"bias": True}, {}),
-        ({"bias": True}, {"bias": False}),
-        ({"qkv_bias": True}, {"qkv_bias": True}),
-        ({"norms": True}, {}),
-    ],
-    ids=["no bias", "a bias nobody mentions", "a bias that is denied", "Qwen2's biases", "HASS's norms"],
-)
-def test_a_head_computes_what_its_tensors_say(
-    options: dict[str, bool], said: dict[str, Any], target: TargetWeights, tmp_path: Path
-) -> None:
-    tensors = eagle_tensors(**options)
-    compare(loaded(save_head(tmp_path, tensors, llama_config(**said)), target), formula(tensors))
-
-
-def test_the_rotary_base_is_the_heads_own_or_what_the_user_says(target: TargetWeights, tmp_path: Path) -> None:
-    tensors = eagle_tensors()
-    save_head(tmp_path, tensors, llama_config(rope_theta=500000.0))
-    compare(loaded(tmp_path, target), formula(tensors, theta=500000.0))
-    compare(loaded(tmp_path, target, rope_theta=100.0), formula(tensors, theta=100.0))
-
-
-def test_old_linear_scaling(target: TargetWeights, tmp_path: Path) -> None:
-    tensors = eagle_tensors()
-    save_head(tmp_path, tensors, llama_config(rope_scaling={"type": "linear", "factor": 4.0}))
-    compare(loaded(tmp_path, target), formula(tensors, linear=4.0))
-
-
-def test_the_norms_epsilon_is_the_configurations(target: TargetWeights, tmp_path: Path) -> None:
-    tensors = eagle_tensors(norms=True)
-    save_head(tmp_path, tensors, llama_config(rms_norm_eps=0.5))
-    compare(loaded(tmp_path, target), formula(tensors, eps=0.5))
-
-
-def test_an_embedding_of_its_own_is_used(target: TargetWeights, tmp_path: Path) -> None:
-    own = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(1))
-    tensors = eagle_tensors() | {"embed_tokens.weight": own}
-    compare(loaded(save_head(tmp_path, tensors, llama_config()), target), formula(tensors))
-
-
-@pytest.mark.parametrize("options", [{}, {"_use_new_zipfile_serialization": False}], ids=["zip", "before torch 1.6"])
-def test_torchs_own_format(options: dict[str, Any], target: TargetWeights, tmp_path: Path) -> None:
-    """Many uploads have no other; some with what the training left beside it."""
-    tensors = eagle_tensors(bias=True)
-    save_bin(tmp_path, tensors, llama_config(), **options)
-    torch.save({"args": Path("no tensor")}, tmp_path / "training_args.bin")
-    torch.save({"state": {0: torch.zeros(1)}}, tmp_path / "optimizer.pt")
-    compare(loaded(tmp_path, target), formula(tensors))
-
-
-def test_names_with_a_prefix(target: TargetWeights, tmp_path: Path) -> None:
-    tensors = eagle_tensors()
-    stored = renamed(tensors, lambda name: f"model.{name}") | {"lm_head.weight": torch.zeros(VOCABULARY, HIDDEN)}
-    compare(loaded(save_head(tmp_path, stored, llama_config()), target), formula(tensors))
-
-
-def test_the_speculators_librarys_first_format(target: TargetWeights, tmp_path: Path) -> None:
-    names = {
-        "fc.weight": "fusion_fc.weight",
-        "fc.bias": "fusion_fc.bias",
-        "embed_layernorm.weight": "embedding_layernorm.weight",
-        "lm_head_layernorm.weight": "pre_lm_head_layernorm.weight",
-    }
-    tensors = eagle_tensors(bias=True, norms=True)
-    stored = renamed(tensors, lambda name: names.get(name, name.replace("layers.0.", "transformer.")))
-    layer = {"hidden_size": HIDDEN, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
-    config = {
-        "speculators_model_type": "eagle",
-        "layernorms": True,
-        "fusion_bias": True,
-        "transformer_layer_config": layer | {"num_key_value_heads": 2, "vocab_size": VOCABULARY, "model_type": "llama"},
-    }
-    compare(loaded(save_head(tmp_path, stored, config), target), formula(tensors))
-
-
-def test_the_norm_before_attention_as_hass_calls_it(target: TargetWeights, tmp_path: Path) -> None:
-    tensors = eagle_tensors(norms=True)
-    stored = renamed(tensors, lambda name: name.replace("layers.0.input_layernorm", "hidden_layernorm"))
-    compare(loaded(save_head(tmp_path, stored, llama_config()), target), formula(tensors))
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_a_variant_computes_the_formula(variant: Variant, target: TargetWeights, tmp_path: Path) -> None:
+    check(tmp_path, target, variant)
 
 
 def test_a_head_runs_in_the_targets_dtype(tmp_path: Path) -> None:
-    tensors = eagle_tensors(bias=True)
-    save_head(tmp_path, tensors, llama_config())
-    compare(loaded(tmp_path, lent(torch.bfloat16)), formula(tensors), tolerance=0.05)
+    check(tmp_path, target_weights(torch.bfloat16), VARIANTS["a bias that is not configured"], tolerance=0.05)
 
 
-class TestRefusals:
-    """One sentence that says what is wrong with which file."""
-
-    @pytest.mark.parametrize(
-        ("change", "complaint"),
-        [
-            ({"hidden_size": 128}, "is a head for hidden size 128, target has 64: choose one for it"),
-            ({"intermediate_size": 100}, "layers.0.mlp.gate_proj.weight in .* has shape .96, 64. where .100, 64."),
-            ({"hidden_size": None}, "names no hidden_size"),
-            ({"hidden_size": "wide"}, "describes no decoder: .*hidden_size"),
-            ({"num_attention_heads": 0}, "describes no decoder: "),
-            ({"num_attention_heads": 3}, "describes no decoder: .*64.*number of attention heads"),
-            ({"rope_scaling": {"type": "mystery"}}, "'mystery'"),
-            ({"rope_scaling": {"type": "yarn"}}, "describes no decoder: .*factor"),
-            ({"hidden_act": "gelu"}, "'gelu'"),
-        ],
-    )
-    def test_a_configuration_that_does_not_suit(
-        self, change: dict[str, Any], complaint: str, target: TargetWeights, tmp_path: Path
-    ) -> None:
-        said = {key: value for key, value in (llama_config() | change).items() if value is not None}
-        self.refused(save_head(tmp_path, eagle_tensors(), said), target, complaint)
-
-    def test_no_configuration(self, target: TargetWeights, tmp_path: Path) -> None:
-        self.refused(save_head(tmp_path, eagle_tensors(), None), target, "has no config.json")
-
-    @pytest.mark.parametrize("name", ["layers.0.self_attn.k_proj.weight", "layers.0.post_attention_layernorm.weight"])
-    def test_a_missing_tensor(self, name: str, target: TargetWeights, tmp_path: Path) -> None:
-        tensors = eagle_tensors()
-        del tensors[name]
-        self.refused(save_head(tmp_path, tensors, llama_config()), target, f"has no tensor {name}: it is incomplete")
-
-    def test_one_of_three_biases_is_missing(self, target: TargetWeights, tmp_path: Path) -> None:
-        tensors = eagle_tensors(qkv_bias=True)
-        del tensors["layers.0.self_attn.k_proj.bias"]
-        complaint = "has no tensor layers.0.self_attn.k_proj.bias"
-        self.refused(save_head(tmp_path, tensors, llama_config()), target, complaint)
-
-    def test_a_tensor_that_nobody_knows(self, target: TargetWeights, tmp_path: Path) -> None:
-        """Left out, it would make a head that guesses badly and never says why."""
-        tensors = eagle_tensors() | {"layers.0.mlp.gate_proj.bias": torch.zeros(96)}
-        complaint = "layers.0.mlp.gate_proj.bias, which is no part of the EAGLE heads"
-        self.refused(save_head(tmp_path, tensors, llama_config()), target, complaint)
-
-    def test_an_embedding_of_another_vocabulary(self, target: TargetWeights, tmp_path: Path) -> None:
-        tensors = eagle_tensors() | {"embed_tokens.weight": torch.zeros(VOCABULARY + 1000, HIDDEN)}
-        complaint = r"embed_tokens.weight in .* has shape \[1096, 64\] where \[96, 64\] is needed.*vocabulary 96"
-        self.refused(save_head(tmp_path, tensors, llama_config()), target, complaint)
-
-    @pytest.mark.parametrize("save", [save_head, save_bin])
-    def test_a_truncated_file(self, save: Any, target: TargetWeights, tmp_path: Path) -> None:
-        save(tmp_path, eagle_tensors(), llama_config())
-        [weights] = [path for path in tmp_path.iterdir() if path.name != "config.json"]
-        weights.write_bytes(weights.read_bytes()[:-1000])
-        self.refused(tmp_path, target, f"{weights.name} cannot be read .*: download it again")
-
-    def test_a_configuration_that_is_no_json(self, target: TargetWeights, tmp_path: Path) -> None:
-        save_head(tmp_path, eagle_tensors(), llama_config())
-        (tmp_path / "config.json").write_bytes(b'{"hidden_size": \xff')
-        self.refused(tmp_path, target, "config.json is no JSON")
-
-    def test_a_folder_without_weights(self, target: TargetWeights, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text(json.dumps(llama_config()))
-        self.refused(tmp_path, target, "holds no weights")
-
-    def test_a_file_that_runs_code_when_read(self, target: TargetWeights, tmp_path: Path) -> None:
-        save_head(tmp_path, eagle_tensors(), llama_config())
-        (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-        (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"fc.weight": _Touch(tmp_path / "touched")}, 2))
-        self.refused(tmp_path, target, "pytorch_model.bin cannot be read")
-        assert not (tmp_path / "touched").exists()
-
-    def refused(self, folder: Path, target: TargetWeights, complaint: str) -> None:
-        with pytest.raises(CheckpointError, match=complaint) as caught:
-            EagleNetwork(Checkpoint(folder), target, 256)
-        assert "\n" not in str(caught.value)
+def without(tensors: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+    return {key: tensor for key, tensor in tensors.items() if key != name}
 
 
-class _Touch:
-    """Unpickled, it makes a file."""
+def changed(**keys: Any) -> dict[str, Any]:
+    """A key that is None is left out."""
+    return {key: value for key, value in (llama_config() | keys).items() if value is not None}
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self._path,)
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (None, "has no config.json"),
+        (changed(hidden_size=128), "is a head for hidden size 128, target has 64: choose one for it"),
+        (changed(intermediate_size=100), "layers.0.mlp.gate_proj.weight in .* has shape .96, 64. where .100, 64."),
+        (changed(hidden_size=None), "names no hidden_size"),
+        (changed(hidden_size="wide"), "describes no decoder: .*hidden_size"),
+        (changed(num_attention_heads=0), "describes no decoder: "),
+        (changed(num_attention_heads=3), "describes no decoder: .*64.*number of attention heads"),
+        (changed(rope_scaling={"type": "mystery"}), "'mystery'"),
+        (changed(rope_scaling={"type": "yarn"}), "describes no decoder: .*factor"),
+        (changed(hidden_act="gelu"), "'gelu'"),
+    ],
+)
+def test_an_unsuitable_configuration_is_refused(
+    config: dict[str, Any] | None, complaint: str, target: TargetWeights, tmp_path: Path
+) -> None:
+    refused(save_head(tmp_path, PLAIN, config), target, complaint)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "complaint"),
+    [
+        (
+            without(PLAIN, "layers.0.post_attention_layernorm.weight"),
+            "has no tensor layers.0.post_attention_layernorm.weight: it is incomplete",
+        ),
+        (
+            without(eagle_tensors(qkv_bias=True), "layers.0.self_attn.k_proj.bias"),
+            "has no tensor layers.0.self_attn.k_proj.bias",
+        ),
+        (
+            PLAIN | {"layers.0.mlp.gate_proj.bias": torch.zeros(96)},
+            "layers.0.mlp.gate_proj.bias, which is no part of the EAGLE heads",
+        ),
+        (
+            PLAIN | {"embed_tokens.weight": torch.zeros(VOCABULARY + 1000, HIDDEN)},
+            r"embed_tokens.weight in .* has shape \[1096, 64\] where \[96, 64\] is needed.*vocabulary 96",
+        ),
+    ],
+    ids=["a norm missing", "one of three biases missing", "an unknown tensor", "another vocabulary"],
+)
+def test_unsuitable_tensors_are_refused(
+    tensors: dict[str, Tensor], complaint: str, target: TargetWeights, tmp_path: Path
+) -> None:
+    refused(save_head(tmp_path, tensors, llama_config()), target, complaint)
+
+
+def refused(folder: Path, target: TargetWeights, complaint: str) -> None:
+    with pytest.raises(CheckpointError, match=complaint) as caught:
+        EagleNetwork(Checkpoint(folder), target, 256)
+    assert "\n" not in str(caught.value)

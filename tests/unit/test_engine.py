@@ -1,4 +1,4 @@
-"""What an engine says about its steps, when it calls on drafts, and what it leaves behind."""
+"""The engine: step statistics, drafts, calibration, the draft gate, and the end of requests."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth
-from paceline.core.messages import Delta, FinishReason, Submission
+from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.core.policy.calibration import Calibration
-from paceline.core.policy.draft_gate import DraftGate
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, DraftUpdates, LocalDraftClient, NoDraftClient
-from paceline.engine.draft_manager import POOL_SOURCE
+from paceline.engine.draft_gate import DraftGate
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
+from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats
 from paceline_lab.fake_models.table_model import TableModel
 from paceline_services.target.engine_process import model_facts
-from tests.helpers.seen import Weighing, root_of
+from tests.helpers.seen import FunctionTable, root_of
 
 VOCABULARY = 64
 SLOTS = 256
@@ -34,17 +34,17 @@ FREE = RowCost([8, 256], [1.0, 1.001])
 
 
 class Script(NoDraftClient):
-    """A drafting that writes down what it is told, and says what a test wants it to."""
+    """Records the messages to it, and returns the updates that a test sets."""
 
     def __init__(self) -> None:
-        self.heard: list[tuple[str, int]] = []
+        self.messages: list[tuple[str, int]] = []
         self.openings: list[Opening] = []
         self.limits: list[Limit] = []
         self.next = DraftUpdates()
         self.names: Sequence[str | None] = ["somebody"]
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
-        self.heard.append(("open", opening.request_id))
+        self.messages.append(("open", opening.request_id))
         self.openings.append(opening)
         name, *rest = self.names
         self.names = rest or [name]
@@ -54,34 +54,34 @@ class Script(NoDraftClient):
         self.limits.append(limit)
 
     def close(self, request_id: int) -> None:
-        self.heard.append(("close", request_id))
+        self.messages.append(("close", request_id))
 
     def flush(self) -> None:
-        self.heard.append(("flush", 0))
+        self.messages.append(("flush", 0))
 
     def poll(self, timeout_s: float) -> DraftUpdates:
-        news, self.next = self.next, DraftUpdates()
-        return news
+        updates, self.next = self.next, DraftUpdates()
+        return updates
 
 
-class Listening(Script):
-    """Writes down what it is told of tokens, too."""
+class RecordingScript(Script):
+    """Also records commits."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[tuple[str, Commit | int]] = []
+        self.sent: list[tuple[str, Commit | int]] = []
 
     def commit(self, commit: Commit) -> None:
-        self.heard.append(("commit", commit.request_id))
-        self.said.append(("commit", commit))
+        self.messages.append(("commit", commit.request_id))
+        self.sent.append(("commit", commit))
 
     def close(self, request_id: int) -> None:
         super().close(request_id)
-        self.said.append(("close", request_id))
+        self.sent.append(("close", request_id))
 
 
-class Fed(Script):
-    """Knows the hidden states that it was told of, by request and position, since that was opened."""
+class HiddenStateScript(Script):
+    """Records hidden states by request and position since the opening."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,16 +102,16 @@ class Fed(Script):
         self.fed[request_id] |= {base_position + i: state for i, state in enumerate(states.tolist())}
 
 
-class Watched(TableModel):
-    """Knows what had been told to the drafts when it ran."""
+class WatchedModel(TableModel):
+    """Records the messages to drafts before each pass."""
 
     def __init__(self, script: Script) -> None:
         super().__init__(VOCABULARY, SLOTS, SLOTS)
-        self.heard_before: list[list[tuple[str, int]]] = []
+        self.messages_before: list[list[tuple[str, int]]] = []
         self._script = script
 
     def run(self, *arguments: object) -> object:  # type: ignore[override]
-        self.heard_before.append(self._script.heard.copy())
+        self.messages_before.append(self._script.messages.copy())
         return super().run(*arguments)  # type: ignore[arg-type]
 
 
@@ -147,40 +147,40 @@ def local() -> LocalDraftClient:
     return LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.2), 2))
 
 
-def submission(request_id: str, prompt: int, output: int = 10, **sampling: object) -> Submission:
-    law = SamplingParams.model_validate({"temperature": 0.0, "max_tokens": output} | sampling)
+def submission(request_id: str, prompt: int, output: int = 10, **sampling: object) -> GenerationRequest:
+    params = SamplingParams.model_validate({"temperature": 0.0, "max_tokens": output} | sampling)
     tokens = [(ord(request_id[0]) + 7 * i) % VOCABULARY for i in range(prompt)]
-    return Submission(request_id, tokens, law, SpeculativeOptions(report=True))
+    return GenerationRequest(request_id, tokens, params, SpeculativeOptions(report=True))
 
 
-def served(target: Engine, *submissions: Submission, steps: list[StepStats] | None = None) -> dict[str, Delta]:
-    """The whole answer to each. `steps` gets the numbers of every step."""
-    answers = {s.request_id: Delta(s.request_id) for s in submissions}
+def served(target: Engine, *submissions: GenerationRequest, steps: list[StepStats] | None = None) -> dict[str, Delta]:
+    """Serve the submissions; the merged deltas of each. Statistics of every step are appended to `steps`."""
+    results = {s.request_id: Delta(s.request_id) for s in submissions}
     for each in submissions:
         target.submit(each)
     while target.busy:
         for delta in target.step():
-            answer = answers[delta.request_id]
-            answer.tokens += delta.tokens
-            answer.accepted += delta.accepted
-            answer.finish_reason, answer.usage, answer.error = delta.finish_reason, delta.usage, delta.error
-            answer.speculation, answer.stop_token = delta.speculation, delta.stop_token
+            result = results[delta.request_id]
+            result.tokens += delta.tokens
+            result.accepted += delta.accepted
+            result.finish_reason, result.usage, result.error = delta.finish_reason, delta.usage, delta.error
+            result.speculation, result.stop_token = delta.speculation, delta.stop_token
         if steps is not None:
             steps.append(target.last_step)
         target.check_integrity()
-    return answers
+    return results
 
 
-class TestSteps:
-    def test_their_numbers_add_up(self) -> None:
-        """Prompt tokens count once, however often preemption has them computed again."""
+class TestStepStats:
+    def test_numbers_of_steps_add_up(self) -> None:
+        """Prompt tokens count once, even if preemption recomputes them."""
         steps: list[StepStats] = []
         target = engine(local(), max_num_batched_rows=64)
-        answers = served(target, *(submission(name, 70, output=60) for name in "abcde"), steps=steps)
+        results = served(target, *(submission(name, 70, output=60) for name in "abcde"), steps=steps)
         assert sum(s.preemptions for s in steps) > 0
         assert sum(s.prompt_tokens for s in steps) == 5 * 70
-        assert sum(s.generation_tokens for s in steps) == sum(len(a.tokens) for a in answers.values()) == 5 * 60
-        totals = [a.speculation for a in answers.values()]
+        assert sum(s.generation_tokens for s in steps) == sum(len(a.tokens) for a in results.values()) == 5 * 60
+        totals = [a.speculation for a in results.values()]
         for name in ("drafted_tokens", "accepted_tokens", "verifications", "steps"):
             assert sum(getattr(s.speculation, name) for s in steps) == sum(getattr(t, name) for t in totals)
         assert sum(s.nodes_grafted for s in steps) <= sum(s.nodes_received for s in steps)
@@ -194,22 +194,22 @@ class TestSteps:
         target = engine(NoDraftClient())
         served(target, submission("a", 100), steps=steps)
         first = sum(s.prompt_tokens for s in steps)
-        again = Submission("b", submission("a", 100).prompt, submission("a", 1).sampling)
-        answer = served(target, again, steps=steps)["b"]
+        again = GenerationRequest("b", submission("a", 100).prompt, submission("a", 1).sampling)
+        result = served(target, again, steps=steps)["b"]
         assert first == 100
-        assert answer.usage is not None
-        assert sum(s.prompt_tokens for s in steps) - first == 100 - answer.usage.cached_tokens == 4
+        assert result.usage is not None
+        assert sum(s.prompt_tokens for s in steps) - first == 100 - result.usage.cached_tokens == 4
 
     def test_every_token_is_accepted_or_a_bonus(self) -> None:
-        answers = served(engine(local()), *(submission(name, 9, output=50) for name in "abc"))
-        for answer in answers.values():
-            assert answer.speculation is not None
-            assert sum(answer.accepted) == answer.speculation.accepted_tokens > 0
-            assert len(answer.accepted) == len(answer.tokens)
-            assert answer.accepted.count(False) == answer.speculation.steps
+        results = served(engine(local()), *(submission(name, 9, output=50) for name in "abc"))
+        for result in results.values():
+            assert result.speculation is not None
+            assert sum(result.accepted) == result.speculation.accepted_tokens > 0
+            assert len(result.accepted) == len(result.tokens)
+            assert result.accepted.count(False) == result.speculation.steps
 
-    def test_a_delta_s_counts_stay_as_they_are(self) -> None:
-        """They belong to whoever got them, while the engine goes on counting."""
+    def test_a_deltas_statistics_are_independent(self) -> None:
+        """The engine continues to count without changing them."""
         target = engine(local())
         target.submit(submission("a", 9))
         [first] = target.step()
@@ -217,21 +217,21 @@ class TestSteps:
         assert first.speculation is not None
         assert first.speculation.steps == 1
 
-    def test_what_lies_beyond_a_stop_was_not_accepted(self) -> None:
-        """The stop token is a guess that came true in the midst of a path; what follows it was never drawn."""
+    def test_nodes_beyond_a_stop_token_are_not_accepted(self) -> None:
+        """The stop token is an accepted node in the middle of a path."""
         whole = served(engine(NoDraftClient()), submission("a", 9, output=50))["a"].tokens
         perfect = LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
-        for place in range(1, 30):
-            stop = submission("a", 9, output=50, stop_token_ids=[whole[place]])
-            answer = served(engine(perfect), stop)["a"]
-            assert answer.tokens == whole[: whole.index(whole[place]) + 1]
-            assert answer.stop_token == whole[place]
-            assert answer.speculation is not None
-            assert sum(answer.accepted) == answer.speculation.accepted_tokens
+        for index in range(1, 30):
+            stop = submission("a", 9, output=50, stop_token_ids=[whole[index]])
+            result = served(engine(perfect), stop)["a"]
+            assert result.tokens == whole[: whole.index(whole[index]) + 1]
+            assert result.stop_token == whole[index]
+            assert result.speculation is not None
+            assert sum(result.accepted) == result.speculation.accepted_tokens
 
 
 class Damaged(TableModel):
-    """After some tokens its logits are not finite."""
+    """Its logits after some tokens are not finite."""
 
     def __init__(self, *bad: int, value: float = math.nan) -> None:
         super().__init__(VOCABULARY, SLOTS, SLOTS)
@@ -245,33 +245,33 @@ class Damaged(TableModel):
         return output
 
 
-class TestLogitsThatAreNotFinite:
+class TestNotFinite:
     @pytest.mark.parametrize("value", [math.nan, math.inf])
-    def test_end_their_own_request(self, value: float) -> None:
+    def test_it_ends_only_its_own_request(self, value: float) -> None:
         requests = [submission(name, 20, output=12, temperature=0.5) for name in "abc"]
         plain = served(engine(NoDraftClient()), *requests)
         bad = next(token for token in plain["b"].tokens[3:] if token not in plain["a"].tokens + plain["c"].tokens)
-        answers = served(engine(NoDraftClient(), model=Damaged(bad, value=value)), *requests)
+        results = served(engine(NoDraftClient(), model=Damaged(bad, value=value)), *requests)
         until = plain["b"].tokens.index(bad) + 1
-        assert (answers["b"].finish_reason, answers["b"].error) == (FinishReason.ERROR, NOT_FINITE_ERROR)
-        assert answers["b"].tokens == plain["b"].tokens[:until]
+        assert (results["b"].finish_reason, results["b"].error) == (FinishReason.ERROR, NOT_FINITE_ERROR)
+        assert results["b"].tokens == plain["b"].tokens[:until]
         for name in "ac":
-            assert answers[name].tokens == plain[name].tokens
-            assert answers[name].finish_reason is FinishReason.LENGTH
+            assert results[name].tokens == plain[name].tokens
+            assert results[name].finish_reason is FinishReason.LENGTH
 
-    def test_are_not_cached_for_others(self) -> None:
+    def test_its_blocks_are_not_cached(self) -> None:
         request = submission("a", 40)
         target = engine(NoDraftClient(), model=Damaged(request.prompt[-1]))
         served(target, request)
-        again = Submission("b", request.prompt, request.sampling)
+        again = GenerationRequest("b", request.prompt, request.sampling)
         usage = served(target, again)["b"].usage
         assert usage is not None
         assert usage.cached_tokens == 0
 
-    def test_change_nothing_where_only_a_refused_guess_leads(self) -> None:
+    def test_a_rejected_node_with_such_logits_changes_nothing(self) -> None:
         request = submission("a", 9, output=30)
-        right = served(engine(NoDraftClient()), request)["a"].tokens
-        bad = next(token for token in range(VOCABULARY) if token not in right + list(request.prompt))
+        expected = served(engine(NoDraftClient()), request)["a"].tokens
+        bad = next(token for token in range(VOCABULARY) if token not in expected + list(request.prompt))
         script = Script()
         target = engine(script, model=Damaged(bad), row_budget=False)
         target.submit(request)
@@ -281,13 +281,13 @@ class TestLogitsThatAreNotFinite:
             tokens += delta.tokens
             target.check_integrity()
             if len(tokens) < 20:
-                guesses = [right[len(tokens)], bad]
+                guesses = [expected[len(tokens)], bad]
                 script.next = DraftUpdates(
                     [(1, Growth(8 + len(tokens), 1 + 2 * len(tokens), [0, 0], guesses, [-0.1, -0.1]))]
                 )
-        assert tokens == right
+        assert tokens == expected
 
-    def test_minus_infinity_is_a_token_that_never_comes(self) -> None:
+    def test_minus_infinity_is_allowed(self) -> None:
         request = submission("a", 9)
         plain = served(engine(NoDraftClient()), request)["a"].tokens
         never = Damaged(*range(VOCABULARY), value=-math.inf)
@@ -298,8 +298,8 @@ class TestHiddenStates:
     """A table model's are a row's token and position."""
 
     @pytest.mark.parametrize("before", [(), (1,), (0, 1)], ids=["none", "one layer", "others"])
-    def test_a_draft_that_asks_for_them_late_gets_all_of_them(self, before: tuple[int, ...]) -> None:
-        own = Fed()
+    def test_a_late_draft_gets_all_states(self, before: tuple[int, ...]) -> None:
+        own = HiddenStateScript()
         own.hidden_state_layers = before
         target = engine(own)
         served(target, submission("a", 40))  # leaves its prompt in the cache
@@ -307,7 +307,7 @@ class TestHiddenStates:
         tokens = {"a": list[int](), "b": [token for _ in range(5) for delta in target.step() for token in delta.tokens]}
         assert len(tokens["b"]) == 5, "it runs"
         own.hidden_state_layers = (0, 3)
-        own.next = DraftUpdates(lost=[2])  # whoever drafted for it asked for others
+        own.next = DraftUpdates(lost=[2])  # its draft reads other layers
         target.submit(submission("a", 40))
         while target.busy:
             for delta in target.step():
@@ -319,35 +319,35 @@ class TestHiddenStates:
             computed = [*asked.prompt, *tokens[name][:-1]]
             assert fed == {position: [[token, position]] * 2 for position, token in enumerate(computed)}
 
-    def test_nothing_is_computed_again_for_drafts_that_ask_for_the_same(self) -> None:
-        own = Fed()
+    def test_equal_layers_recompute_nothing(self) -> None:
+        own = HiddenStateScript()
         own.hidden_state_layers = (0, 3)
         target = engine(own)
         served(target, submission("a", 40))
         own.hidden_state_layers = [0, 3]
-        answer = served(target, submission("a", 40))["a"]
-        assert answer.usage is not None
-        assert answer.usage.cached_tokens == 32
+        result = served(target, submission("a", 40))["a"]
+        assert result.usage is not None
+        assert result.usage.cached_tokens == 32
 
 
 class TestDrafts:
-    def test_who_waits_for_slots_needs_no_draft_yet(self) -> None:
+    def test_waiting_requests_open_no_draft(self) -> None:
         script = Script()
         target = engine(script, max_num_seqs=1)
         target.submit(submission("a", 5))
         target.submit(submission("b", 5))
         target.step()
-        assert [each for each in script.heard if each[0] == "open"] == [("open", 1)]
+        assert [each for each in script.messages if each[0] == "open"] == [("open", 1)]
 
-    def test_a_draft_hears_of_a_request_before_the_target_reads_its_prompt(self) -> None:
+    def test_a_draft_is_opened_before_the_prompt_runs(self) -> None:
         script = Script()
-        model = Watched(script)
+        model = WatchedModel(script)
         target = engine(script, model=model)
         target.submit(submission("a", 5))
         target.step()
-        assert model.heard_before[0] == [("open", 1), ("flush", 0)]
+        assert model.messages_before[0] == [("open", 1), ("flush", 0)]
 
-    def test_a_request_that_lost_its_draft_finds_another_at_once(self) -> None:
+    def test_a_lost_draft_is_replaced_at_once(self) -> None:
         script = Script()
         script.names = ["first", "second"]
         target = engine(script)
@@ -363,12 +363,12 @@ class TestDrafts:
     def test_without_a_draft_it_decodes_plainly(self) -> None:
         script = Script()
         script.names = [None]
-        answer = served(engine(script), submission("a", 5))["a"]
-        assert len(answer.tokens) == 10
-        assert answer.speculation is not None
-        assert answer.speculation.drafts == []
+        result = served(engine(script), submission("a", 5))["a"]
+        assert len(result.tokens) == 10
+        assert result.speculation is not None
+        assert result.speculation.drafts == []
 
-    def test_growth_for_whom_nobody_knows_is_dropped(self) -> None:
+    def test_growth_of_an_unknown_request_is_dropped(self) -> None:
         script = Script()
         target = engine(script)
         target.submit(submission("a", 5))
@@ -378,8 +378,8 @@ class TestDrafts:
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (1, 0)
 
     @pytest.mark.parametrize("token", [-1, VOCABULARY])
-    def test_a_guess_outside_the_vocabulary_is_dropped(self, token: int) -> None:
-        """A draft may be padded to more ids than its target; running one would end the engine."""
+    def test_growth_outside_the_vocabulary_is_dropped(self, token: int) -> None:
+        """A draft may be padded to more ids than its target; running one would crash the engine."""
         script = Script()
         target = engine(script)
         target.submit(submission("a", 5))
@@ -388,22 +388,22 @@ class TestDrafts:
         target.step()
         assert (target.last_step.nodes_received, target.last_step.nodes_grafted) == (2, 0)
 
-    def test_a_draft_without_room_is_no_error(self) -> None:
-        """Requests are refused, let go and taken in again as slots come and go; the tokens stay the same."""
+    def test_a_draft_short_of_slots_changes_no_token(self) -> None:
+        """The draft refuses, drops and reopens requests as its slots allow."""
         tight = LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, 60, SLOTS), 2))
         requests = [submission(name, 20, output=40) for name in "abcd"]
-        answers = served(engine(tight), *requests)
+        results = served(engine(tight), *requests)
         plain = served(engine(NoDraftClient()), *requests)
-        assert {k: a.tokens for k, a in answers.items()} == {k: a.tokens for k, a in plain.items()}
-        assert sum(a.speculation.accepted_tokens for a in answers.values() if a.speculation) > 0
+        assert {k: a.tokens for k, a in results.items()} == {k: a.tokens for k, a in plain.items()}
+        assert sum(a.speculation.accepted_tokens for a in results.values() if a.speculation) > 0
 
 
 class Useless(Script):
-    """Has guesses for every root, and never the right one."""
+    """Has nodes for every root, and never the right token."""
 
-    def __init__(self, right: Sequence[int], width: int = 1) -> None:
+    def __init__(self, expected: Sequence[int], width: int = 1) -> None:
         super().__init__()
-        self.right = right
+        self.expected = expected
         self.width = width
         self._next_id = 1
         self._done = 0
@@ -413,43 +413,43 @@ class Useless(Script):
 
     def commit(self, commit: Commit) -> None:
         self._done += len(commit.tokens)
-        if self._done == len(self.right):
+        if self._done == len(self.expected):
             return  # it was the last commit
-        tokens = [(self.right[self._done] + 1 + i) % VOCABULARY for i in range(self.width)]
+        tokens = [(self.expected[self._done] + 1 + i) % VOCABULARY for i in range(self.width)]
         base, log_probs = commit.base_position + len(commit.tokens), [math.log(0.99 / self.width)] * self.width
         self.next.growths.append((commit.request_id, Growth(base, self._next_id, [0] * self.width, tokens, log_probs)))
         self._next_id += self.width
 
 
 class Overrated(Script):
-    """Says the same of its two guesses for every root: the first is right every other time, the second never."""
+    """Gives its two nodes of every root the same probability: the first is often right, the second never."""
 
     CLAIM = math.log(0.47)
 
-    def __init__(self, right: Sequence[int]) -> None:
+    def __init__(self, expected: Sequence[int]) -> None:
         super().__init__()
-        self.right = right
+        self.expected = expected
         self._done = 0
 
     def commit(self, commit: Commit) -> None:
         self._done += len(commit.tokens)
-        if self._done == len(self.right):
+        if self._done == len(self.expected):
             return  # it was the last commit
-        right, wrong, hopeless = ((self.right[self._done] + i) % VOCABULARY for i in range(3))
-        first = right if self._done % 3 else wrong
+        expected, wrong, hopeless = ((self.expected[self._done] + i) % VOCABULARY for i in range(3))
+        first = expected if self._done % 3 else wrong
         base = commit.base_position + len(commit.tokens)
         growth = Growth(base, 1 + 2 * self._done, [0, 0], [first, hopeless], [self.CLAIM] * 2)
         self.next.growths.append((commit.request_id, growth))
 
 
 class Recording(Calibration):
-    """Knows which cells were asked for, and which were learned of."""
+    """Records the cells of calibrated and of observed nodes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.asked: Counter[int] = Counter()
         self.learned: Counter[int] = Counter()
-        self.cache = Weighing(self._answer)
+        self.cache = FunctionTable(self._answer)
 
     def _answer(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
         cell, corrected = self._calibrated(log_prob, rank, depth)
@@ -464,9 +464,9 @@ class Recording(Calibration):
 class TestCalibration:
     LONG = 240
 
-    def test_second_choices_are_believed_for_what_they_are_worth(self) -> None:
-        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
-        target = engine(Overrated(right))
+    def test_second_choices_are_calibrated_apart(self) -> None:
+        expected = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Overrated(expected))
         target.submit(submission("a", 5, output=self.LONG))
         shares: list[list[float]] = []
         for _ in range(self.LONG // 2):
@@ -474,60 +474,59 @@ class TestCalibration:
             target._draft_manager.receive_growth(target._requests, ())
             tree = target._requests[1].tree
             shares.append([math.exp(node.path_log_prob) for node in root_of(tree).children.values()])
-        assert shares[0] == pytest.approx([0.47, 0.47]), "nothing is known yet"
+        assert shares[0] == pytest.approx([0.47, 0.47]), "not calibrated yet"
         first, second = shares[-1]
         assert first > 0.4
         assert second < 0.1
 
-    def test_a_guess_is_weighed_as_what_it_is_learned_from(self) -> None:
-        """It may be verified long after it came, when the root is nearer."""
+    def test_a_node_is_observed_in_the_cell_of_its_arrival(self) -> None:
+        """A node may be verified long after its arrival, at a smaller depth."""
         target = engine(LocalDraftClient(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2)))
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
         steps: list[StepStats] = []
         served(target, *(submission(name, 9, output=100) for name in "abc"), steps=steps)
-        pool = recordings[POOL_SOURCE, True]
+        pool = recordings[OWN_DRAFT_SOURCE, True]
         assert pool.learned
-        assert pool.learned <= pool.asked, "each once, when it came"
+        assert pool.learned <= pool.asked, "each once, at its arrival"
         assert pool.learned == Counter(cell for step in steps for cell, _ in step.calibration_samples), (
-            "and told others"
+            "the same samples are in the statistics"
         )
-        assert len({cell % Calibration.DEPTH_COUNT for cell in pool.learned}) > 2, "from near the root and far from it"
+        assert len({cell % Calibration.DEPTH_COUNT for cell in pool.learned}) > 2, "of several depths"
         assert len({cell // Calibration.DEPTH_COUNT % Calibration.RANKS for cell in pool.learned}) > 1, (
-            "first and others"
+            "of several ranks"
         )
 
     @pytest.mark.parametrize(
         ("strategy", "each"), [("coupled", 2), ("greedy", 2), ("typical-acceptance", 1)], ids=lambda value: str(value)
     )
-    def test_guesses_without_a_row_teach_where_tokens_do_not_depend_on_guesses(self, strategy: str, each: int) -> None:
-        """There is a row for one guess, and the draft always has two. What was drawn tells of both, unless another
-        token would have been drawn had the other one been verified."""
-        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
-        target = engine(Useless(right, width=2), nodes=1, strategy=strategy)
+    def test_nodes_without_a_row_are_observed_if_drafter_invariant(self, strategy: str, each: int) -> None:
+        """One of the draft's two nodes gets a row. Both are observed only if tokens do not depend on the draft."""
+        expected = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Useless(expected, width=2), nodes=1, strategy=strategy)
         steps: list[StepStats] = []
         served(target, submission("a", 5, output=self.LONG), steps=steps)
         assert set(Counter(len(step.calibration_samples) for step in steps)) == {0, each}
         assert not any(hit for step in steps for _, hit in step.calibration_samples)
 
-    def test_every_draft_that_made_a_guess_learns_of_it(self) -> None:
-        """Whoever is surest: one that says what others are surer of is as right as they are."""
-        right = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
-        target = engine(Overrated(right), beside=[Overrated(right)])
+    def test_every_draft_of_a_node_observes_it(self) -> None:
+        """Also a draft whose log-probability does not count."""
+        expected = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
+        target = engine(Overrated(expected), beside=[Overrated(expected)])
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
         steps: list[StepStats] = []
         served(target, submission("a", 5, output=self.LONG), steps=steps)
-        own, other = (recordings[source, True] for source in (POOL_SOURCE, POOL_SOURCE + 1))
+        own, other = (recordings[source, True] for source in (OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1))
         assert own.learned
         assert (own.learned, own.drafted, own.accepted) == (other.learned, other.drafted, other.accepted)
         assert own.learned == Counter(cell for step in steps for cell, _ in step.calibration_samples), (
-            "others are told of one"
+            "the statistics have only the own draft's"
         )
 
 
-def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
-    """Not of those that compute prompts. The time for which a step was held back is none of its own."""
+def test_step_cost_excludes_prompts_and_waits() -> None:
+    """Neither steps with prompt tokens nor the time of waits count."""
     now = [0.0]
 
     class Slow(LocalDraftClient):
@@ -544,20 +543,20 @@ def test_it_is_learned_what_steps_take_that_may_be_held_back() -> None:
     draft = Slow(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS, 0.1), 2))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
-    told: list[tuple[int, float, int]] = []
-    target._cost.observe = lambda *observed: told.append(observed)  # type: ignore[method-assign, assignment]
+    observed: list[tuple[int, float, int]] = []
+    target._cost.observe = lambda *step: observed.append(step)  # type: ignore[method-assign, assignment]
     steps: list[StepStats] = []
     served(target, submission("a", 9, output=40), steps=steps)
     decoding = [step for step in steps if step.rows and not step.prompt_tokens]
-    assert told == [(step.rows, 0.25, step.rows - 1) for step in decoding]
-    assert len(told) > 3
+    assert observed == [(step.rows, 0.25, step.rows - 1) for step in decoding]
+    assert len(observed) > 3
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_draft_that_guesses_well_but_costs_more_is_paused(late: bool) -> None:
+def test_an_accepted_but_costly_draft_is_paused(late: bool) -> None:
     now, paused = [0.0], []
 
-    class Beside(LocalDraftClient):
+    class ConcurrentDraft(LocalDraftClient):
         concurrent = True
 
         def poll(self, timeout_s: float) -> DraftUpdates:
@@ -573,47 +572,47 @@ def test_a_draft_that_guesses_well_but_costs_more_is_paused(late: bool) -> None:
             now[0] += 1.0
             return super().run(rows, wanted, hidden_layers)
 
-    draft = Beside(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
+    draft = ConcurrentDraft(DraftModelSpeculator(TableModel(VOCABULARY, SLOTS, SLOTS), 1))
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
     model = Ticking(VOCABULARY, SLOTS, SLOTS)
     target = Engine(model, EngineConfig(slots=SLOTS), speculation, draft, FREE, clock=lambda: now[0])
-    answer = served(target, submission("a", 5, output=60))["a"]
-    assert answer.speculation is not None
-    assert answer.speculation.accepted_tokens > 0
+    result = served(target, submission("a", 5, output=60))["a"]
+    assert result.speculation is not None
+    assert result.speculation.accepted_tokens > 0
     assert any(paused) is late
 
 
-class TestPauses:
+class TestDraftGate:
     LONG = 120
 
-    def right(self) -> Sequence[int]:
+    def expected(self) -> Sequence[int]:
         return served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
 
-    def test_one_in_this_process_that_costs_nothing_may_bring_nothing(self) -> None:
-        script = Useless(self.right())
+    def test_a_local_draft_without_cost_is_not_paused(self) -> None:
+        script = Useless(self.expected())
         script.concurrent = False
         served(engine(script), submission("a", 5, output=self.LONG))
         assert not any(limit.max_nodes == 0 for limit in script.limits)
 
     @pytest.mark.parametrize("drafting", [Script(), NoDraftClient()], ids=["a draft", "no draft"])
-    def test_steps_without_guesses_count_as_plain_by_whether_there_is_a_draft(self, drafting: NoDraftClient) -> None:
-        target, told = engine(drafting), list[bool]()
-        target._cost.observe_plain = lambda *_, drafted: told.append(drafted)  # type: ignore[method-assign]
+    def test_plain_steps_are_observed_with_or_without_draft(self, drafting: NoDraftClient) -> None:
+        target, observed = engine(drafting), list[bool]()
+        target._cost.observe_plain = lambda *_, drafted: observed.append(drafted)  # type: ignore[method-assign]
         served(target, submission("a", 5))
-        assert set(told) == {isinstance(drafting, Script)}
+        assert set(observed) == {isinstance(drafting, Script)}
 
-    def test_a_draft_that_brings_nothing_is_told_to_pause_and_to_try_again(self) -> None:
-        script = Useless(self.right())
+    def test_a_useless_draft_is_paused_and_probed(self) -> None:
+        script = Useless(self.expected())
         steps: list[StepStats] = []
-        answer = served(engine(script), submission("a", 5, output=self.LONG), steps=steps)["a"]
-        assert answer.tokens == self.right()
+        result = served(engine(script), submission("a", 5, output=self.LONG), steps=steps)["a"]
+        assert result.tokens == self.expected()
         assert [limit.max_nodes > 0 for limit in script.limits[:3]] == [False, True, False]
         assert script.openings[0].max_nodes == script.limits[1].max_nodes
         paused = [step for step in steps if step.nodes_received and not step.nodes_grafted]
-        assert len(paused) > DraftGate.MIN_PAUSE_STEPS - 2, "what a paused draft sends all the same is not looked at"
+        assert len(paused) > DraftGate.MIN_PAUSE_STEPS - 2, "growth of a paused draft is dropped"
 
-    def test_the_next_request_of_that_draft_starts_paused(self) -> None:
-        script = Useless(self.right())
+    def test_the_next_request_of_a_paused_draft_is_paused(self) -> None:
+        script = Useless(self.expected())
         target = engine(script)
         for _ in range(8):
             script.limits.clear()
@@ -625,8 +624,8 @@ class TestPauses:
         target.step()
         assert [limit.max_nodes for limit in script.limits] == [0]
 
-    def test_a_paused_request_that_moves_to_another_draft_starts_afresh(self) -> None:
-        script = Useless(self.right())
+    def test_a_paused_request_is_unpaused_at_another_draft(self) -> None:
+        script = Useless(self.expected())
         script.names = ["useless", "other"]
         target = engine(script)
         target.submit(submission("a", 5, output=self.LONG))
@@ -637,32 +636,32 @@ class TestPauses:
         assert len(script.openings) == 2
         assert script.openings[1].max_nodes == script.openings[0].max_nodes > 0
         assert script.openings[1].max_depth == script.openings[0].max_depth > 0
-        assert len(script.limits) == 1, "nothing is known of the other one"
+        assert len(script.limits) == 1, "the other draft is not judged yet"
 
-    def test_before_its_first_guess_a_draft_is_not_judged(self) -> None:
+    def test_a_draft_is_not_judged_before_its_first_growth(self) -> None:
         script = Script()
         served(engine(script), submission("a", 5, output=self.LONG))
         assert script.limits == []
 
     @pytest.mark.parametrize(
-        ("judged", "config"), [(True, {}), (False, {"row_budget": False}), (False, {"schedule": "lockstep"})]
+        ("gated", "config"), [(True, {}), (False, {"row_budget": False}), (False, {"schedule": "lockstep"})]
     )
-    def test_without_the_row_budget_or_in_lockstep_nobody_is_judged(self, judged: bool, config: Any) -> None:
-        """Neither paused nor told a price; and nothing is kept of each step to judge by."""
-        script = Useless(self.right(), width=8)
+    def test_without_row_budget_or_in_lockstep_there_is_no_gate(self, gated: bool, config: Any) -> None:
+        """Drafts are neither paused nor limited by probability."""
+        script = Useless(self.expected(), width=8)
         target = engine(script, max_num_batched_rows=8, **config)
         for name in "ab":
             script.start_over()
             served(target, submission(name, 5, output=self.LONG))
-        assert any(limit.max_nodes == 0 for limit in script.limits) is judged
-        assert any(limit.least_path_probability > 0 for limit in script.limits) is judged
-        assert (script.openings[1].least_path_probability > 0) is judged
-        assert bool(target._draft_manager._gates) is judged
+        assert any(limit.max_nodes == 0 for limit in script.limits) is gated
+        assert any(limit.least_path_probability > 0 for limit in script.limits) is gated
+        assert (script.openings[1].least_path_probability > 0) is gated
+        assert bool(target._draft_manager._gates) is gated
 
 
 @pytest.mark.parametrize(("budgeted", "most"), [(True, 8), (False, 9)])
-def test_without_the_row_budget_every_guess_is_verified(budgeted: bool, most: int) -> None:
-    """Nine rows cost a hundred times what eight do; a tree of eight guesses and the root fill nine."""
+def test_without_the_row_budget_every_node_is_verified(budgeted: bool, most: int) -> None:
+    """Nine rows cost a hundred times as much as eight; a tree of eight nodes and the root fill nine."""
     speculation = SpeculativeConfig(
         method="ngram",
         num_speculative_tokens=8,
@@ -680,7 +679,7 @@ def test_without_the_row_budget_every_guess_is_verified(budgeted: bool, most: in
 
 
 class TestEnds:
-    def test_a_cancelled_request_tells_what_it_came_to(self) -> None:
+    def test_a_cancelled_request_returns_usage_and_statistics(self) -> None:
         script = Script()
         target = engine(script)
         target.submit(submission("a", 5))
@@ -694,49 +693,49 @@ class TestEnds:
         assert (delta.usage.prompt_tokens, delta.usage.completion_tokens) == (5, 2)
         assert delta.speculation is not None
         assert delta.speculation.steps == 2
-        assert ("close", 1) in script.heard
+        assert ("close", 1) in script.messages
         assert not target.busy
 
     @pytest.mark.parametrize("output", [1, 2, 7])
-    def test_who_drafts_hears_the_last_tokens_before_the_end(self, output: int) -> None:
-        """And from wherever: the request's own draft and who drafts beside are told the same."""
-        own, beside = Listening(), Listening()
-        target = engine(own, beside=[beside])
-        answer = served(target, submission("a", 5, output=output))["a"]
-        for each in (own, beside):
-            assert [what for what, _ in each.said] == ["commit"] * output + ["close"]
-            commits = [said for what, said in each.said if isinstance(said, Commit)]
-            assert [token for commit in commits for token in commit.tokens] == answer.tokens
+    def test_drafts_get_the_last_tokens_before_the_close(self, output: int) -> None:
+        """The request's own draft and lookup drafts get the same messages."""
+        own, lookup = RecordingScript(), RecordingScript()
+        target = engine(own, beside=[lookup])
+        result = served(target, submission("a", 5, output=output))["a"]
+        for each in (own, lookup):
+            assert [what for what, _ in each.sent] == ["commit"] * output + ["close"]
+            commits = [sent for what, sent in each.sent if isinstance(sent, Commit)]
+            assert [token for commit in commits for token in commit.tokens] == result.tokens
             assert [commit.base_position for commit in commits] == list(range(4, 4 + output))
-            assert [said for what, said in each.said if what == "close"] == [1]
+            assert [sent for what, sent in each.sent if what == "close"] == [1]
 
-    def test_the_last_tokens_and_the_end_leave_together(self) -> None:
-        own = Listening()
+    def test_the_last_commit_and_the_close_are_flushed_together(self) -> None:
+        own = RecordingScript()
         served(engine(own), submission("a", 5, output=2))
-        last_flush = len(own.heard) - 1 - own.heard[::-1].index(("flush", 0))
-        assert own.heard[last_flush - 2 : last_flush] == [("commit", 1), ("close", 1)]
+        last_flush = len(own.messages) - 1 - own.messages[::-1].index(("flush", 0))
+        assert own.messages[last_flush - 2 : last_flush] == [("commit", 1), ("close", 1)]
 
-    def test_the_last_tokens_come_with_their_hidden_states(self) -> None:
-        """Before the request gives its slots back; of the last token itself there are none yet."""
-        own = Listening()
+    def test_the_last_commit_has_hidden_states(self) -> None:
+        """They are read before the slots are freed. The last token itself has none."""
+        own = RecordingScript()
         own.hidden_state_layers = (0, 3)
-        answer = served(engine(own), submission("a", 5, output=3))["a"]
-        [*_, last] = [said for _, said in own.said if isinstance(said, Commit)]
+        result = served(engine(own), submission("a", 5, output=3))["a"]
+        [*_, last] = [sent for _, sent in own.sent if isinstance(sent, Commit)]
         assert last.hidden_states is not None
-        assert last.hidden_states[:, 0].tolist() == [[answer.tokens[-2], 4 + 2]]
+        assert last.hidden_states[:, 0].tolist() == [[result.tokens[-2], 4 + 2]]
 
-    def test_cancelling_who_waits_half_reads_or_is_unknown(self) -> None:
+    def test_cancelling_waiting_running_and_unknown_requests(self) -> None:
         target = engine(local(), max_num_batched_rows=16)
         for name in "abc":
             target.submit(submission(name, 40))
         target.step()
-        for name in ("c", "a", "nobody", "b", "a"):
+        for name in ("c", "a", "unknown", "b", "a"):
             target.cancel(name)
             target.check_integrity()
         assert [d.request_id for d in target.step()] == ["c", "a", "b"]
         assert target.load.free_slots == SLOTS
 
-    def test_an_engine_that_failed_half_way_can_be_used_again(self) -> None:
+    def test_an_engine_can_be_used_after_reset(self) -> None:
         expected = served(engine(local()), submission("a", 30))["a"].tokens
 
         class Failing(TableModel):
@@ -754,24 +753,24 @@ class TestEnds:
         target.reset()
         target.check_integrity()
         assert not target.busy
-        answer = served(target, submission("a", 30))["a"]
-        assert answer.tokens == expected
-        assert answer.speculation is not None
-        assert answer.speculation.accepted_tokens > 0
+        result = served(target, submission("a", 30))["a"]
+        assert result.tokens == expected
+        assert result.speculation is not None
+        assert result.speculation.accepted_tokens > 0
 
     @pytest.mark.parametrize("slots", [SLOTS, 4 * SLOTS])
-    def test_what_a_target_says_it_has_room_for_it_serves(self, slots: int) -> None:
-        """Gateways refuse what is longer, and promise all that is not. One request cannot have more than all slots."""
+    def test_a_prompt_of_the_announced_length_is_served(self, slots: int) -> None:
+        """Gateways refuse longer prompts. One request cannot have more than all slots."""
         model = TableModel(VOCABULARY, slots, 2 * SLOTS)
         target = Engine(model, EngineConfig(slots=slots), SpeculativeConfig(), NoDraftClient(), FREE)
         longest = model_facts(target, SpeculativeConfig()).max_model_len
         assert longest == min(slots, 2 * SLOTS)
         for prompt in (1, longest - 1):
-            law = SamplingParams(temperature=0.0, max_tokens=longest - prompt)
-            answer = served(target, Submission("r", [1] * prompt, law))["r"]
-            assert (len(answer.tokens), answer.error) == (longest - prompt, "")
+            params = SamplingParams(temperature=0.0, max_tokens=longest - prompt)
+            result = served(target, GenerationRequest("r", [1] * prompt, params))["r"]
+            assert (len(result.tokens), result.error) == (longest - prompt, "")
 
-    def test_a_request_id_may_come_again_once_it_is_over(self) -> None:
+    def test_a_request_id_may_be_reused_after_the_end(self) -> None:
         target = engine(NoDraftClient())
         first = served(target, submission("a", 5))["a"]
         assert served(target, submission("a", 5))["a"].tokens == first.tokens
@@ -782,15 +781,15 @@ class TestEnds:
         assert "'a' is in use" in refused.error
 
 
-def test_a_prompt_that_is_computed_serves_others_before_its_request_ends() -> None:
-    """As the choices of one request, which have the same one."""
+def test_a_computed_prompt_is_shared_before_its_request_ends() -> None:
+    """Choices of one HTTP request have the same prompt."""
     this = engine(NoDraftClient())
     prompt = [number % VOCABULARY for number in range(40)]
-    this.submit(Submission("first", prompt, SamplingParams(max_tokens=50)))
+    this.submit(GenerationRequest("first", prompt, SamplingParams(max_tokens=50)))
     this.step()
-    this.submit(Submission("second", prompt, SamplingParams(max_tokens=1)))
+    this.submit(GenerationRequest("second", prompt, SamplingParams(max_tokens=1)))
     ended = [delta for _ in range(3) for delta in this.step() if delta.request_id == "second" and delta.usage]
-    assert this.load.running == 1, "the first goes on"
+    assert this.load.running == 1, "the first is still running"
     assert ended[0].usage is not None
     assert ended[0].usage.cached_tokens == 32
     this.check_integrity()

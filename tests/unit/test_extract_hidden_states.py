@@ -1,4 +1,4 @@
-"""Hidden states as files: what a request's positions were computed as, however the request was served."""
+"""Hidden states as files: the target's states of every position, however the request was served."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def llm(checkpoint: str, folder: Path, **engine: object) -> LLM:
 
 @pytest.mark.parametrize("rows", [8, 256])
 def test_every_position_of_prompt_and_output_is_written(checkpoint: str, tmp_path: Path, rows: int) -> None:
-    """In chunks of the prefill or at once, and after a hit in the prefix cache, bit for bit what the model computes."""
+    """In one or several prefill chunks, and after a prefix cache hit, bit for bit as the model computes them."""
     served = llm(checkpoint, tmp_path / "states", max_num_batched_rows=rows)
     sampling = SamplingParams(temperature=0.0, max_tokens=6)
-    answers = [served.generate([prompt], sampling)[0] for prompt in (*PROMPTS, PROMPTS[0])]
+    completions = [served.generate([prompt], sampling)[0] for prompt in (*PROMPTS, PROMPTS[0])]
     found = extracted(tmp_path / "states")
     assert len(list((tmp_path / "states").iterdir())) == 3
-    for prompt, answer in zip(PROMPTS, answers, strict=False):
-        tokens = [*prompt, *answer.tokens]
+    for prompt, completion in zip(PROMPTS, completions, strict=False):
+        tokens = [*prompt, *completion.tokens]
         assert torch.equal(found[tuple(tokens)], computed(checkpoint, tokens[:-1]))
 
 
@@ -62,7 +62,7 @@ def test_files_of_an_earlier_run_are_kept(checkpoint: str, tmp_path: Path) -> No
 
 
 def states(*positions: int) -> torch.Tensor:
-    """Of two layers, telling their positions."""
+    """Of two layers; each value is its position."""
     return torch.tensor(positions, dtype=torch.bfloat16)[:, None, None].repeat(1, 2, 3)
 
 
@@ -72,8 +72,8 @@ def opened(folder: Path, tokens: list[int]) -> ExtractHiddenStates:
     return speculator
 
 
-def test_what_is_heard_twice_is_written_once(tmp_path: Path) -> None:
-    """After a move or a preemption states come again; and commits may come without them."""
+def test_states_that_arrive_twice_are_written_once(tmp_path: Path) -> None:
+    """After a move or a preemption states arrive again; commits may have none."""
     speculator = opened(tmp_path, [5, 6, 7])
     speculator.context(Context(1, 0, states(0, 1)))
     speculator.context(Context(1, 0, states(0)))
@@ -89,7 +89,7 @@ def test_what_is_heard_twice_is_written_once(tmp_path: Path) -> None:
 
 
 def test_tokens_end_with_the_last_one_that_is_known_to_follow(tmp_path: Path) -> None:
-    """The states of the rest never came: a request was cancelled."""
+    """A cancelled request: the other states never arrived."""
     speculator = opened(tmp_path, [5, 6, 7])
     speculator.context(Context(1, 0, states(0)))
     speculator.commit(Commit(1, 2, [8], 0, None))
@@ -97,14 +97,14 @@ def test_tokens_end_with_the_last_one_that_is_known_to_follow(tmp_path: Path) ->
     assert list(extracted(tmp_path)) == [(5, 6)]
 
 
-def test_a_hole_is_refused(tmp_path: Path) -> None:
+def test_a_gap_is_refused(tmp_path: Path) -> None:
     speculator = opened(tmp_path, [5, 6, 7])
     speculator.context(Context(1, 0, states(0)))
     with pytest.raises(DraftError, match="position 2, but not of 1 before"):
         speculator.commit(Commit(1, 2, [8], 0, states(2)))
 
 
-def test_who_said_nothing_leaves_no_file(tmp_path: Path) -> None:
+def test_a_request_without_states_leaves_no_file(tmp_path: Path) -> None:
     speculator = opened(tmp_path / "new", [5, 6])
     speculator.close(1)
     speculator.close(1)
@@ -125,8 +125,8 @@ def test_numbers_go_on_after_the_largest(tmp_path: Path) -> None:
 
 def computed(checkpoint: str, tokens: list[int]) -> torch.Tensor:
     model = load(checkpoint, EngineConfig(slots=512))
-    lane = SlotTable()
-    lane.slots = list(range(1, len(tokens) + 1))
-    hidden = model.run([lane.row(token, i) for i, token in enumerate(tokens)], [], (0, 1, 2)).hidden
+    slot_table = SlotTable()
+    slot_table.slots = list(range(1, len(tokens) + 1))
+    hidden = model.run([slot_table.row(token, i) for i, token in enumerate(tokens)], [], (0, 1, 2)).hidden
     assert hidden is not None
     return hidden

@@ -1,4 +1,4 @@
-"""The script that makes the shipped family: its stages hand on what they learned, and cards add it up."""
+"""The script that makes the shipped family: its stages, and the model cards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paceline_lab.training.family.training_session import read_journal
 from paceline_lab.training.family.workspace import Workspace
 
 ENOUGH = 1e-9
-"""Minutes after which one step was made."""
+"""Minutes: a budget of one step."""
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
 
 
 @torch.no_grad()
-def test_each_stage_goes_on_with_what_the_one_before_left(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one step each, whose rate the schedule has brought to nothing."""
+def test_each_stage_continues_the_stage_before(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step each, at a learning rate of zero: the logits stay the same."""
     ids = torch.arange(40)[None]
     for name in ("SHALLOW_SCHEDULE", "DEEP_SCHEDULE", "TAUGHT_SCHEDULE"):
         still = train_family.Schedule((train_family.Phase(1.0, 1, 64),), muon_rate=0.0, adam_rate=0.0)
@@ -57,10 +57,10 @@ def test_each_stage_goes_on_with_what_the_one_before_left(space: Workspace, monk
     with torch.enable_grad():
         for stage in ("shallow", "deep", "target"):
             train_family.COMMANDS[stage](space)
-    said = [logits(model, ids) for model in (space.shallow(), space.deep(), space.target())]
+    outputs = [logits(model, ids) for model in (space.shallow(), space.deep(), space.target())]
     assert [len(m.model.layers) for m in (space.shallow(), space.deep(), space.target())] == [2, 3, 3]
-    for each in said[1:]:
-        torch.testing.assert_close(each, said[0], rtol=0.02, atol=0.02)
+    for each in outputs[1:]:
+        torch.testing.assert_close(each, outputs[0], rtol=0.02, atol=0.02)
     for stage in ("shallow", "deep", "target"):
         assert read_journal(space.folder / f"{stage}.jsonl")[-1]["fraction"] == 1
 
@@ -73,7 +73,7 @@ def test_a_stage_that_has_spent_its_budget_only_writes(space: Workspace, monkeyp
 
 
 @pytest.mark.slow
-def test_what_is_taught_last_is_copies_and_some_of_everything_else(space: Workspace) -> None:
+def test_the_last_training_text_is_copies_and_some_of_everything_else(space: Workspace) -> None:
     taught, copies = train_family._taught(space), train_family._copies(space)
     assert len(copies) == 12 + 5
     assert [ids.tolist() for ids in taught[:17]] == [ids.tolist() for ids in copies]
@@ -124,12 +124,12 @@ MEASURED = {
 }
 
 
-def test_a_training_that_went_on_counts_all_before_it() -> None:
+def test_a_continued_training_adds_up() -> None:
     assert SECOND.after(FIRST) == TrainingRecord(15, 1500, 90.0, 2.5, (1, 2))
     assert THIRD.after(SECOND.after(FIRST)) == TrainingRecord(16, 1570, 180.0, 2.25, (1, 2, 4))
 
 
-def test_a_journal_s_last_word_counts() -> None:
+def test_a_journal_s_last_record_counts() -> None:
     records = [
         {"step": 1, "tokens": 10, "seconds": 1.0, "threads": 2, "held_out_loss": 9.0},
         {"step": 2, "tokens": 20, "seconds": 2.0, "threads": 1, "held_out_loss": 4.0},
@@ -138,28 +138,41 @@ def test_a_journal_s_last_word_counts() -> None:
     assert TrainingRecord.from_journal(records) == TrainingRecord(3, 30, 3.0, 4.0, (1, 2))
 
 
-def test_the_target_s_card_tells_all_three_trainings() -> None:
+def test_the_target_s_card() -> None:
     card = target_card(target_config(), shallow_config(), (FIRST, SECOND, THIRD), MEASURED)
-    for told in ("1,570", "1,000", "70", "16", "3 minutes", "1 to 4 threads", "2.250", "| 75% | 25% | 0% |"):
-        assert told in card, told
+    for expected in ("1,570", "1,000", "70", "16", "3 minutes", "1 to 4 threads", "2.250", "| 75% | 25% | 0% |"):
+        assert expected in card, expected
     assert "> Of\n>\n> things." in card
     assert "--minutes 120 " in card
 
 
-def test_the_draft_s_card_tells_how_often_it_agrees() -> None:
+def test_the_draft_s_card() -> None:
     card = draft_card(draft_config(), SECOND, MEASURED)
-    for told in ("| held-out files | 87.5% |", "678 tokens", "500 in 5 steps", "0.8 ms against the target's 1.2 ms"):
-        assert told in card, told
+    for expected in (
+        "| held-out files | 87.5% |",
+        "678 tokens",
+        "500 in 5 steps",
+        "0.8 ms against the target's 1.2 ms",
+    ):
+        assert expected in card, expected
 
 
-def test_a_head_s_card_tells_what_was_accepted_at_last() -> None:
+def test_a_head_s_card() -> None:
     spent = [{"step": n, "tokens": 10 * n, "seconds": 60.0 * n, "threads": 1} for n in (1, 2, 3)]
-    said = (
+    figures_of_steps = (
         {"held_out_loss": 9.0, "accepted_by_depth": [0.1, 0.0]},
         {"loss": 5.0},
         {"held_out_loss": 2.5, "accepted_by_depth": [0.6, 0.4]},
     )
-    journal = [{**each, **figures} for each, figures in zip(spent, said, strict=True)]
+    journal = [{**each, **figures} for each, figures in zip(spent, figures_of_steps, strict=True)]
     card = head_card("eagle", "pydoc-eagle", 4321, journal, MEASURED)
-    for told in ("# pydoc-eagle", "4,321", "678 tokens of lessons", "30 in 3 steps", "3 minutes", "2.500", "60%, 40%"):
-        assert told in card, told
+    for expected in (
+        "# pydoc-eagle",
+        "4,321",
+        "678 tokens of lessons",
+        "30 in 3 steps",
+        "3 minutes",
+        "2.500",
+        "60%, 40%",
+    ):
+        assert expected in card, expected

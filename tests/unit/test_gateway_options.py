@@ -1,33 +1,32 @@
-"""What a gateway's command line means; what makes no sense is refused by name."""
+"""A gateway's command line; options that contradict each other are refused by name."""
 
 from __future__ import annotations
 
 import pytest
 
-from paceline_services.gateway.__main__ import _settings, parse
+from paceline_services.gateway.__main__ import gateway_settings, parse
 from paceline_services.gateway.server import GatewaySettings
 
 
 def settings(*arguments: str) -> GatewaySettings:
-    return _settings(parse(["--redis-url", "redis://x", *arguments]))
+    return gateway_settings(parse(["--redis-url", "redis://x", *arguments]))
 
 
-def test_one_model_is_served_by_its_own_name_or_another() -> None:
-    assert settings("--model", "pydoc").served_model_name == "pydoc"
-    named = settings("--model", "pydoc", "--served-model-name", "docs")
-    assert (named.model, named.served_model_name, named.more_models) == ("pydoc", "docs", [])
-
-
-def test_several_models_and_further_names_for_them() -> None:
+def test_models_are_served_by_their_own_name_or_another() -> None:
+    assert settings("--model", "pydoc").models == {"pydoc": "pydoc"}
     names = ("--served-model-name", "docs", "--served-model-name", "numbers")
     both = settings("--model", "pydoc", "--model", "table:512", *names, "--alias", "d=docs", "--alias", "n=numbers")
-    assert (both.model, both.served_model_name) == ("pydoc", "docs")
-    assert both.more_models == [("table:512", "numbers")]
+    assert both.models == {"docs": "pydoc", "numbers": "table:512"}
     assert both.aliases == {"d": "docs", "n": "numbers"}
 
 
+def test_options_become_settings_and_limits() -> None:
+    given = settings("--model", "pydoc", "--port", "7", "--drain-s", "3", "--max-queue", "9", "--resume-s", "2")
+    assert (given.port, given.drain_s, given.limits.max_queue, given.limits.resume_s) == (7, 3.0, 9, 2.0)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "option"),
     [
         (("--model", "a", "--model", "b", "--served-model-name", "x"), "--served-model-name"),
         (("--model", "a", "--model", "a"), "--served-model-name"),
@@ -36,18 +35,14 @@ def test_several_models_and_further_names_for_them() -> None:
         (("--model", "a", "--alias", "a=a"), "--alias a=a"),
         (("--model", "a", "--alias", "b=a", "--alias", "b=a"), "--alias b=a"),
         (("--model", "timed:step_ms=1", "--served-model-name", "llama"), "timed"),
+        (("--model", "a", "--max-queue", "0"), "--max-queue"),
+        (("--model", "a", "--max-queue", "-1"), "--max-queue"),
+        (("--model", "a", "--max-queue", "many"), "--max-queue"),
     ],
 )
-def test_names_that_contradict_each_other_are_refused(
-    arguments: tuple[str, ...], named: str, capsys: pytest.CaptureFixture[str]
+def test_wrong_options_are_refused_by_name(
+    arguments: tuple[str, ...], option: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         settings(*arguments)
-    assert named in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", ["0", "-1", "many"])
-def test_a_queue_has_room_for_somebody(number: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        settings("--model", "a", "--max-queue", number)
-    assert "--max-queue" in capsys.readouterr().err
+    assert option in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Grammars are written, checked and followed as promised; whatever is drawn within them can be read by others."""
+"""Grammars are translated, checked and followed; text drawn within a schema fits the schema."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LARGE = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
 TOO_LONG = {"enum": ["x" * MAX_GRAMMAR_LENGTH]}
 
 
-def begun(grammar: str, *output: int, vocabulary: GrammarCompiler = ALL) -> GrammarState:
+def started(grammar: str, *output: int, vocabulary: GrammarCompiler = ALL) -> GrammarState:
     state = vocabulary.start(grammar, (END,), output)
     state.wait(30.0)
     assert state.ready
@@ -77,43 +77,43 @@ def mask_of(state: GrammarState, path: list[int]) -> bytes:
 
 @pytest.mark.parametrize("grammar", GRAMMARS.values(), ids=GRAMMARS)
 def test_a_mask_follows_from_grammar_and_tokens_alone(grammar: str) -> None:
-    """However a place is reached: guess by guess, with commits between, from other branches, or afresh."""
+    """Whether the path is reached token by token, with commits between, from other branches, or by a new state."""
     rng = random.Random(7)
-    walks = [wandered(begun(grammar), rng) for _ in range(6)]
-    places = [walk[:length] for walk in walks for length in range(len(walk) + 1)]
-    rng.shuffle(places)
-    tree = begun(grammar)
-    for path in places:
-        assert mask_of(tree, path) == mask_of(begun(grammar, *path), [])
+    walks = [wandered(started(grammar), rng) for _ in range(6)]
+    paths = [walk[:length] for walk in walks for length in range(len(walk) + 1)]
+    rng.shuffle(paths)
+    tree = started(grammar)
+    for path in paths:
+        assert mask_of(tree, path) == mask_of(started(grammar, *path), [])
     for walk in walks:
-        state = begun(grammar)
+        state = started(grammar)
         for at, other in enumerate(walk):
             for branch in (walk[at : at + 2], walks[0][at : at + 3]):
                 state.permits(branch, other)
-            assert mask_of(state, walk[at : at + 1]) == mask_of(begun(grammar, *walk[: at + 1]), [])
+            assert mask_of(state, walk[at : at + 1]) == mask_of(started(grammar, *walk[: at + 1]), [])
             state.extend([other])
 
 
 @pytest.mark.parametrize("seed", [3, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (4, 5, 6))])
 @pytest.mark.parametrize("grammar", GRAMMARS.values(), ids=GRAMMARS)
-def test_a_mask_has_every_token_that_can_follow_and_no_other(grammar: str, seed: int) -> None:
-    state, path = begun(grammar), list[int]()
-    for token in wandered(begun(grammar), random.Random(seed)):
+def test_a_mask_has_exactly_the_tokens_that_can_follow(grammar: str, seed: int) -> None:
+    state, path = started(grammar), list[int]()
+    for token in wandered(started(grammar), random.Random(seed)):
         allowed = state.allowed(path)
         assert allowed is not None
-        tried = begun(grammar, *path[:-1])  # it has no mask to look at after the last
+        tried = started(grammar, *path[:-1])  # it has no mask after the last token
         assert allowed.tolist() == [tried.permits(path[-1:], other) for other in range(VOCABULARY)]
         assert allowed.tolist() == [state.permits(path, other) for other in range(VOCABULARY)]
         path.append(token)
 
 
 def test_forced_text_may_be_written_in_any_tokens() -> None:
-    state = begun(grammar_from_choices(["abcabc"]))
+    state = started(grammar_from_choices(["abcabc"]))
     assert {PIECES[i] for i in np.flatnonzero(state.allowed([]))} == {"a", "ab", "abc"}
 
 
-def test_where_nothing_else_can_follow_it_is_over() -> None:
-    state = begun(grammar_from_choices(["abc", "abcabc"]))
+def test_a_request_is_finished_where_only_the_end_can_follow() -> None:
+    state = started(grammar_from_choices(["abc", "abcabc"]))
     abc = PIECES.index("abc")
     assert not state.finished([abc])
     allowed = state.allowed([abc])
@@ -127,15 +127,15 @@ def test_where_nothing_else_can_follow_it_is_over() -> None:
 
 
 def test_the_end_of_a_text_is_no_token() -> None:
-    """llguidance has one for it, after those of the vocabulary: as places nobody knows the guesses of are written."""
-    state = begun(GRAMMARS["choice"])
+    """llguidance has one for it, after those of the vocabulary."""
+    state = started(GRAMMARS["choice"])
     assert not state.permits([PIECES.index("abc")], VOCABULARY)
     assert state.error([PIECES.index("abc"), VOCABULARY]) == "the output is outside the grammar"
 
 
 def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
     with tight(items=150):
-        state = begun(AMBIGUOUS, vocabulary=grammars())
+        state = started(AMBIGUOUS, vocabulary=grammars())
         while state.within_limits():
             assert not state._output or state.permits([], END)
             state.extend([PIECES.index("a")])
@@ -147,7 +147,7 @@ def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
     assert "too many items" in state.error().lower()
 
 
-def test_what_others_used_up_is_there_again() -> None:
+def test_a_lexer_exhausted_by_others_is_replaced() -> None:
     rng = random.Random(1)
     with tight(states=120):
         shared = grammars()
@@ -157,14 +157,14 @@ def test_what_others_used_up_is_there_again() -> None:
                 state.wait(30.0)
             allowed = state.allowed([])
             assert allowed is not None
-            assert mask_of(state, []) == mask_of(begun(MEMORY, *state._output, vocabulary=grammars()), [])
+            assert mask_of(state, []) == mask_of(started(MEMORY, *state._output, vocabulary=grammars()), [])
             state.extend([int(rng.choice([token for token in np.flatnonzero(allowed) if token != END]))])
-        assert sum(state._replayed is not None for state in used) > 1, "one has to give way"
-        assert begun(MEMORY, vocabulary=shared).allowed([]) is not None
+        assert sum(state._replayed is not None for state in used) > 1, "several requests were replayed"
+        assert started(MEMORY, vocabulary=shared).allowed([]) is not None
 
 
-def test_tokens_that_say_nothing_are_never_allowed() -> None:
-    state = begun(grammar_from_regex("(.|\n)*"), vocabulary=LARGE)
+def test_tokens_without_text_are_never_allowed() -> None:
+    state = started(grammar_from_regex("(.|\n)*"), vocabulary=LARGE)
     allowed = state.allowed([])
     assert allowed is not None
     empty = {i for i, piece in enumerate(SHIPPED.pieces) if not piece or i in SHIPPED.special_ids} - {END}
@@ -172,8 +172,8 @@ def test_tokens_that_say_nothing_are_never_allowed() -> None:
     assert allowed.sum() > 4000
 
 
-def test_until_it_is_compiled_anything_goes_and_nothing_is_lost() -> None:
-    """A draft starts at once; what was committed meanwhile counts."""
+def test_tokens_committed_before_compilation_count() -> None:
+    """A draft starts before its grammar is compiled."""
     gate, abc = threading.Event(), PIECES.index("abc")
     slow = grammars()
     slow._thread.submit(gate.wait)
@@ -183,10 +183,10 @@ def test_until_it_is_compiled_anything_goes_and_nothing_is_lost() -> None:
     state.extend([abc])
     gate.set()
     state.wait(30.0)
-    assert mask_of(state, []) == mask_of(begun(GRAMMARS["choice"], abc), [])
+    assert mask_of(state, []) == mask_of(started(GRAMMARS["choice"], abc), [])
 
 
-def test_who_cannot_compile_guesses_on() -> None:
+def test_a_draft_that_cannot_compile_has_no_mask() -> None:
     def no_tokenizer() -> Tokenizer:
         raise ValueError("the decoder changes earlier text")
 
@@ -257,11 +257,11 @@ def fits(value: Any, schema: dict[str, Any]) -> bool:
 
 @settings(deadline=None)
 @given(schema=schemas, seed=st.integers(0, 999), compact=st.booleans())
-def test_whatever_is_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed: int, compact: bool) -> None:
-    """Over the shipped vocabulary, at random, which is worse than any model."""
+def test_text_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed: int, compact: bool) -> None:
+    """With random tokens of the shipped vocabulary."""
     grammar = grammar_from_schema(schema, None) if compact else grammar_from_schema(schema)
     assert complaint(grammar) == ""
-    rng, state, path = random.Random(seed), begun(grammar, vocabulary=LARGE), list[int]()
+    rng, state, path = random.Random(seed), started(grammar, vocabulary=LARGE), list[int]()
     while not state.finished(path):
         allowed = state.allowed(path)
         assert allowed is not None
@@ -274,17 +274,17 @@ def test_whatever_is_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed:
     assert not compact or text == text.strip()
 
 
-def test_white_space_has_an_end() -> None:
+def test_white_space_is_bounded() -> None:
     blanks = [PIECES.index(piece) for piece in ("\n  ", " ", " ")]
-    state = begun(GRAMMARS["schema"], PIECES.index("["), *blanks)
+    state = started(GRAMMARS["schema"], PIECES.index("["), *blanks)
     assert state.permits([], blanks[-1])
     assert not state.permits([blanks[-1]] * 40, blanks[-1])
-    anywhere = begun(GRAMMARS["any white space"], PIECES.index("["), *blanks)
+    anywhere = started(GRAMMARS["any white space"], PIECES.index("["), *blanks)
     assert anywhere.permits([blanks[-1]] * 40, blanks[-1])
 
 
 @pytest.mark.parametrize(
-    ("grammar", "word"),
+    ("grammar", "part"),
     [
         (grammar_from_schema({"type": "strin"}), "strin"),
         (grammar_from_schema({"$ref": "#/nowhere"}), "nowhere"),
@@ -294,14 +294,14 @@ def test_white_space_has_an_end() -> None:
         ("start: " + "(" * 9000 + '"a"' + ")" * 9000, "nested"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_in_a_few_words(grammar: str, word: str) -> None:
+def test_an_invalid_grammar_has_a_short_error(grammar: str, part: str) -> None:
     refusal = complaint(grammar)
-    assert word in refusal
+    assert part in refusal
     assert len(refusal) <= 200
     assert "no_forcing" not in refusal, "not what the user wrote"
 
 
-def test_options_of_the_library_are_not_the_users() -> None:
+def test_users_cannot_set_options_of_llguidance() -> None:
     with pytest.raises(GrammarError, match="cannot be set"):
         grammar_from_text('%llguidance {"no_forcing": false}\nstart: "a"')
     with pytest.raises(GrammarError, match="GBNF"):
@@ -310,36 +310,36 @@ def test_options_of_the_library_are_not_the_users() -> None:
 
 def test_a_choice_may_hold_any_text() -> None:
     choices = ['"', "\\n", "a|b", "ä\n", "start: x"]
-    state = begun(grammar_from_choices(choices), vocabulary=LARGE)
-    said = set()
+    state = started(grammar_from_choices(choices), vocabulary=LARGE)
+    texts = set()
     for seed in range(60):
         tokens = wandered(state, random.Random(seed))
-        said.add(b"".join(SHIPPED.pieces[token] for token in tokens).decode())
-    assert said == set(choices)
+        texts.add(b"".join(SHIPPED.pieces[token] for token in tokens).decode())
+    assert texts == set(choices)
 
 
-def wants(regex: str) -> CompletionBody:
+def body_with(regex: str) -> CompletionBody:
     return CompletionBody.model_validate({"prompt": "x", "structured_outputs": {"regex": regex}})
 
 
-async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
-    """Hostile ones delay others that bring new grammars, and nobody else."""
+async def test_grammars_that_wait_to_be_checked_are_limited() -> None:
+    """Hostile grammars delay only requests with new grammars."""
     checks, gate = GrammarChecks(), threading.Event()
-    known = await checks.grammar_of(wants("known"))
+    known = await checks.grammar_of(body_with("known"))
     checks._thread.submit(gate.wait)
-    waiting = [asyncio.create_task(checks.grammar_of(wants("a" * n))) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    again = asyncio.create_task(checks.grammar_of(wants("a")))
+    waiting = [asyncio.create_task(checks.grammar_of(body_with("a" * n))) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
+    again = asyncio.create_task(checks.grammar_of(body_with("a")))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        await checks.grammar_of(wants("b"))
-    assert await checks.grammar_of(wants("known")) == known
+        await checks.grammar_of(body_with("b"))
+    assert await checks.grammar_of(body_with("known")) == known
     again.cancel()
     gate.set()
     assert [await task for task in waiting] == [grammar_from_regex("a" * n) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    assert await checks.grammar_of(wants("b")) == grammar_from_regex("b")
+    assert await checks.grammar_of(body_with("b")) == grammar_from_regex("b")
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="regex"):
-            await checks.grammar_of(wants("("))
+            await checks.grammar_of(body_with("("))
     await checks.close()
 
 
@@ -352,18 +352,18 @@ async def test_grammars_that_wait_to_be_checked_have_a_limit_too() -> None:
         (StructuredOutputs, {"choice": ["x" * 100] * (MAX_GRAMMAR_LENGTH // 100)}, "choice"),
     ],
 )
-def test_what_is_too_long_for_a_grammar_is_not_even_written_as_one(
+def test_a_value_too_long_for_a_grammar_is_refused_before_translation(
     kind: type[ResponseFormat | StructuredOutputs], fields: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(ValidationError) as refused:
         kind.model_validate(fields)
-    told = InvalidRequestError.of(refused.value)
-    assert told.param == param
-    assert f"{MAX_GRAMMAR_LENGTH} are the most" in told.message
+    error = InvalidRequestError.of(refused.value)
+    assert error.param == param
+    assert f"{MAX_GRAMMAR_LENGTH} are the most" in error.message
 
 
-def test_a_grammar_has_a_limit() -> None:
-    """Where it becomes longer than what was said."""
+def test_a_grammar_has_a_length_limit() -> None:
+    """The translation may be longer than the value."""
     schema = {"enum": ["ä" * (MAX_GRAMMAR_LENGTH // 2)]}
     asked = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
     with pytest.raises(GrammarError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
@@ -371,14 +371,14 @@ def test_a_grammar_has_a_limit() -> None:
 
 
 def test_many_choices_are_one_lexeme() -> None:
-    """As a rule each, they once exceeded a limit, where the same as an enum of a schema did not."""
+    """With one rule each, they once exceeded a limit of llguidance."""
     choices = [f"choice {n}" for n in range(2000)]
     assert complaint(grammar_from_choices(choices)) == ""
-    assert begun(grammar_from_choices(choices), vocabulary=LARGE).allowed([]) is not None
+    assert started(grammar_from_choices(choices), vocabulary=LARGE).allowed([]) is not None
 
 
-async def test_of_what_was_checked_little_is_kept() -> None:
-    """The key was once all that a body said: 256 of these, of up to eight megabytes, refused ones too."""
+async def test_little_is_kept_of_checked_grammars() -> None:
+    """The key was once the whole body, up to 8 MB, of 256 requests."""
     checks = GrammarChecks()
     schema = {"type": "integer"}
     for name in ("a" * 100_000, "b" * 100_000):
@@ -386,17 +386,17 @@ async def test_of_what_was_checked_little_is_kept() -> None:
         body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
         assert await checks.grammar_of(CompletionBody.model_validate(body)) == grammar_from_schema(schema)
     with pytest.raises(InvalidRequestError):
-        await checks.grammar_of(wants("(" * 10_000))
-    assert [len(key) <= 64 for key in checks._tasks] == [True, True], "names say nothing of a grammar"
+        await checks.grammar_of(body_with("(" * 10_000))
+    assert [len(key) <= 64 for key in checks._tasks] == [True, True], "a schema's name is not part of its grammar"
     await checks.close()
 
 
-async def test_a_body_that_was_refused_is_not_kept() -> None:
-    """The refusal is remembered, and was once raised itself: with each body that ran into it, one more was kept."""
+async def test_a_refused_body_is_not_kept() -> None:
+    """The stored error was once raised itself, and its traceback kept every body."""
     checks = GrammarChecks()
     bodies = []
     for _ in range(3):
-        body = wants("(")
+        body = body_with("(")
         bodies.append(weakref.ref(body))
         with suppress(InvalidRequestError):
             await checks.grammar_of(body)
@@ -406,7 +406,7 @@ async def test_a_body_that_was_refused_is_not_kept() -> None:
     await checks.close()
 
 
-def test_vllms_fields_become_grammars() -> None:
+def test_fields_of_vllm_become_grammars() -> None:
     asked = {
         "json": json.dumps(TABLE),
         "regex": "[a-c]+",
@@ -416,8 +416,8 @@ def test_vllms_fields_become_grammars() -> None:
     }
     for field, value in asked.items():
         grammar = compile_grammar_text(StructuredOutputs.model_validate({field: value}))
-        assert begun(grammar).allowed([]) is not None
+        assert started(grammar).allowed([]) is not None
     compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).to_grammar()
     assert compact == grammar_from_schema(TABLE, None)
     spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).to_grammar()
-    assert "\n" not in text_of(wandered(begun(spaced), random.Random(1)))
+    assert "\n" not in text_of(wandered(started(spaced), random.Random(1)))

@@ -1,4 +1,4 @@
-"""Grammars that cost too much, or leave nothing to say, are refused where they come in; others hardly wait for them."""
+"""The gateway refuses grammars that cost too much or allow no text; others hardly wait for them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COSTLY = {"type": "integer", "multipleOf": 999983}
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"json": COSTLY}, "compiling it takes more than 250 ms"),
         ({"regex": "^$"}, "only the empty text fits it"),
@@ -29,18 +29,18 @@ COSTLY = {"type": "integer", "multipleOf": 999983}
         ({"json": False}, "schema is false"),
     ],
 )
-async def test_what_costs_too_much_or_leaves_nothing_is_refused(asked: dict[str, Any], said: str) -> None:
+async def test_a_costly_or_empty_grammar_is_refused(asked: dict[str, Any], message: str) -> None:
     checks = GrammarChecks()
     body = CompletionBody.model_validate({"prompt": "x", "structured_outputs": asked})
-    with pytest.raises(InvalidRequestError, match=said) as refused:
+    with pytest.raises(InvalidRequestError, match=message) as refused:
         await checks.grammar_of(body)
     assert refused.value.param == f"structured_outputs.{next(iter(asked))}"
     usual = CompletionBody.model_validate({"prompt": "x", "structured_outputs": {"regex": "ab*"}})
-    assert await checks.grammar_of(usual) == grammar_from_regex("ab*"), "others go on"
+    assert await checks.grammar_of(usual) == grammar_from_regex("ab*"), "other grammars are checked"
     await checks.close()
 
 
-async def test_memory_has_a_limit_too() -> None:
+async def test_memory_is_limited_too() -> None:
     checker = GrammarChecker(time_s=60.0, memory_bytes=16 * 2**20)
     with pytest.raises(GrammarError, match="compiling it takes more than 16 MB"):
         await checker.check(grammar_from_schema(COSTLY))
@@ -48,8 +48,7 @@ async def test_memory_has_a_limit_too() -> None:
     await checker.close()
 
 
-async def test_a_costly_grammar_holds_up_one_other_at_most() -> None:
-    """Of those that are no costlier than usual."""
+async def test_a_costly_grammar_delays_at_most_one_other() -> None:
     checker = GrammarChecker(time_s=60.0)
     costly = asyncio.create_task(checker.check(grammar_from_schema(COSTLY)))
     for _ in range(20):

@@ -1,4 +1,4 @@
-"""Heads are trained on what they compute when they draft: rows of a dense batch, and rows of a request, agree."""
+"""Training and drafting compute the same: rows of a dense batch equal rows of a request."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline_lab.training.heads.target_reader import (
     draft_loss,
 )
 from paceline_lab.training.heads.train_head import RECIPES, head_config, save_head
-from tests.helpers.head_checkpoints import LAYERS, VOCABULARY, lent, target_network
+from tests.helpers.head_checkpoints import LAYERS, VOCABULARY, target_network, target_weights
 
 NETWORKS: dict[str, Any] = {"eagle": EagleNetwork, "eagle3": Eagle3Network, "mtp": load_mtp}
 LENGTH, STEPS = 70, 4  # past a tile border
@@ -58,22 +58,22 @@ def rows(count: int) -> Tensor:
 
 
 def logits(reader: TargetReader, reading: TargetOutputs) -> Tensor:
-    """The whole of what the target says."""
-    said: Tensor = reader.target(input_ids=reading.ids_BL).logits
-    return said
+    """All logits of the target."""
+    output: Tensor = reader.target(input_ids=reading.ids_BL).logits
+    return output
 
 
 def chain(network: HeadNetwork, reading: TargetOutputs, row: int, steps: int) -> list[Tensor]:
-    """Logits of each step of a draft whose root is the token at `row` + 1, and whose guesses are what stands there."""
+    """Logits of each step of a draft whose root is the token at `row` + 1, and whose draft tokens are the text."""
     tokens = reading.ids_BL[0].tolist()
-    lane, free = SlotTable(), list(range(network.slots, 0, -1))
-    lane.slots = [free.pop() for _ in range(row + 1)]
-    committed = [lane.row(tokens[i + 1], i) for i in range(row + 1)]
+    slot_table, free = SlotTable(), list(range(network.slots, 0, -1))
+    slot_table.slots = [free.pop() for _ in range(row + 1)]
+    committed = [slot_table.row(tokens[i + 1], i) for i in range(row + 1)]
     output = network.run(committed, network.encode(reading.states_BLSH[0, : row + 1]), [row])
     logits, branch = [output.logits[0]], list[int]()
     for step in range(1, steps):
         branch.append(free.pop())
-        output = network.run([lane.branch_row(tokens[row + 1 + step], branch)], output.features, [0])
+        output = network.run([slot_table.branch_row(tokens[row + 1 + step], branch)], output.features, [0])
         logits.append(output.logits[0])
     return logits
 
@@ -85,18 +85,18 @@ def test_every_step_of_the_training_is_a_step_of_a_draft(method: str, tmp_path: 
     for parameter in head.parameters():  # norms begin as ones, which hides them
         parameter += 0.3 * parameter.std() * torch.randn_like(parameter) if parameter.dim() > 1 else 0.3
     save_unrounded(head, method, tmp_path)
-    network = NETWORKS[method](Checkpoint(tmp_path), lent(), 256)
+    network = NETWORKS[method](Checkpoint(tmp_path), target_weights(), 256)
     reading = reader.read(rows(1))
-    laws = head(reading, STEPS)
+    steps_logits = head(reading, STEPS)
     for row in (0, 1, 30, LENGTH - 2 - STEPS):
         for step, logits in enumerate(chain(network, reading, row, STEPS)):
-            expected = laws[step][0, row]
+            expected = steps_logits[step][0, row]
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("method", NETWORKS)
 def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None:
-    """And what is written is read again, as what it is."""
+    """The saved head is detected and loaded again."""
     head, reader = begun(method)
     reading = reader.read(rows(4))
     optimizer = torch.optim.AdamW(head.parameters(), 3e-3)
@@ -111,16 +111,16 @@ def test_a_few_steps_teach_a_head_something(method: str, tmp_path: Path) -> None
     save_head(head, RECIPES[method], head_config(reader.target.config), tmp_path)
     checkpoint = Checkpoint(tmp_path)
     assert method_of_checkpoint(checkpoint) == method
-    network = NETWORKS[method](checkpoint, lent(), 256)
+    network = NETWORKS[method](checkpoint, target_weights(), 256)
     assert tuple(network.hidden_state_layers) == tuple(RECIPES[method].layers(LAYERS))
     with torch.no_grad():
         [logits] = chain(network, reading, 20, 1)
-        law = head(reading, 1)[0][0, 20]
-    assert (logits - law).abs().max() < 0.05 * law.abs().max()  # written in bfloat16
+        step_logits = head(reading, 1)[0][0, 20]
+    assert (logits - step_logits).abs().max() < 0.05 * step_logits.abs().max()  # written in bfloat16
 
 
 def disturbed(method: str) -> tuple[nn.Module, TargetReader]:
-    """What begins as zeros or ones hides what is done with it."""
+    """Random parameters: zeros and ones would hide errors."""
     head, reader = begun(method)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -134,20 +134,22 @@ def test_medusa_heads_are_trained_on_what_they_guess(tmp_path: Path) -> None:
     save_unrounded(head, "medusa", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     assert method_of_checkpoint(checkpoint) == "medusa"
-    served, reading = load_medusa(checkpoint, lent()), reader.read(rows(2))
+    served, reading = load_medusa(checkpoint, target_weights()), reader.read(rows(2))
     assert len(served) == RECIPES["medusa"].steps == checkpoint.config["medusa_num_heads"]
-    said = served(reading.states_BLSH[:, :, 0].flatten(0, 1)).unflatten(0, (2, LENGTH))
-    for step, law in enumerate(head(reading, len(served))):
-        assert law.shape[1] == LENGTH - 1 - step
-        torch.testing.assert_close(law, said[:, : law.shape[1], step], rtol=1e-4, atol=1e-4)
+    served_logits = served(reading.states_BLSH[:, :, 0].flatten(0, 1)).unflatten(0, (2, LENGTH))
+    for step, step_logits in enumerate(head(reading, len(served))):
+        assert step_logits.shape[1] == LENGTH - 1 - step
+        torch.testing.assert_close(step_logits, served_logits[:, : step_logits.shape[1], step], rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
 def test_a_medusa_head_begins_as_the_target_s_own(tmp_path: Path) -> None:
     head, reader = begun("medusa")
     reading = reader.read(rows(1))
-    for law in head(reading, 3):
-        torch.testing.assert_close(law, logits(reader, reading)[:, : law.shape[1]], rtol=1e-4, atol=1e-4)
+    for step_logits in head(reading, 3):
+        torch.testing.assert_close(
+            step_logits, logits(reader, reading)[:, : step_logits.shape[1]], rtol=1e-4, atol=1e-4
+        )
 
 
 @torch.no_grad()
@@ -156,15 +158,15 @@ def test_an_mlp_speculator_is_trained_on_what_it_guesses(tmp_path: Path) -> None
     save_unrounded(head, "mlp_speculator", tmp_path)
     checkpoint = Checkpoint(tmp_path)
     assert method_of_checkpoint(checkpoint) == "mlp_speculator"
-    network, reading = load_mlp_speculator(checkpoint, lent()), reader.read(rows(2))
-    laws = head(reading, RECIPES["mlp_speculator"].steps)
-    assert network.steps == len(laws) == checkpoint.config["n_predict"]
-    for row in (0, 1, 30, LENGTH - 1 - len(laws)):
+    network, reading = load_mlp_speculator(checkpoint, target_weights()), reader.read(rows(2))
+    steps_logits = head(reading, RECIPES["mlp_speculator"].steps)
+    assert network.steps == len(steps_logits) == checkpoint.config["n_predict"]
+    for row in (0, 1, 30, LENGTH - 1 - len(steps_logits)):
         states = network.begin(reading.states_BLSH[:, row, 0])
-        for step, law in enumerate(laws):
-            assert law.shape[1] == LENGTH - 1 - step
+        for step, step_logits in enumerate(steps_logits):
+            assert step_logits.shape[1] == LENGTH - 1 - step
             logits, states = network.step(step, states, reading.ids_BL[:, row + 1 + step])
-            torch.testing.assert_close(law[:, row], logits, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(step_logits[:, row], logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
@@ -184,7 +186,7 @@ def test_a_few_steps_teach_heads_without_a_cache_something(method: str) -> None:
 
 @torch.no_grad()
 def test_a_loss_is_least_where_a_head_says_what_the_target_says() -> None:
-    """Of the token after the one that is guessed at, in each step; earlier steps count for more."""
+    """The expected token is the one after the step's input; earlier steps have more weight."""
     _, reader = begun("medusa")
     reading = reader.read(rows(2))
     right = [logits(reader, reading)[:, 1 + step :] for step in range(3)]
@@ -203,14 +205,14 @@ def test_a_guess_is_accepted_with_all_before_it() -> None:
     _, reader = begun("medusa")
     reading = reader.read(rows(1))
     chosen = logits(reader, reading)[0].argmax(-1)
-    laws = [F.one_hot(chosen[1 + step :], VOCABULARY)[None].float() for step in range(3)]
+    steps_logits = [F.one_hot(chosen[1 + step :], VOCABULARY)[None].float() for step in range(3)]
     first = 10
-    assert accepted_by_depth(laws, reading, first).tolist() == [1, 1, 1]
+    assert accepted_by_depth(steps_logits, reading, first).tolist() == [1, 1, 1]
     places = LENGTH - 2 - first
-    laws[1][0, first + 4] *= -1  # one place is wrong in the second step, and so in all later ones
-    laws[2][0, first + 7] *= -1
-    laws[0][0, first - 1] *= -1  # before the first that counts
-    shares = accepted_by_depth(laws, reading, first).tolist()
+    steps_logits[1][0, first + 4] *= -1  # one position is wrong in the second step, and so in all later ones
+    steps_logits[2][0, first + 7] *= -1
+    steps_logits[0][0, first - 1] *= -1  # before the first that counts
+    shares = accepted_by_depth(steps_logits, reading, first).tolist()
     assert shares == pytest.approx([1, 1 - 1 / places, 1 - 2 / (places - 1)])
 
 
@@ -226,7 +228,7 @@ class Counted(TargetReader):
 
 @pytest.mark.parametrize("rows_kept", [0, 2, 5])
 @torch.no_grad()
-def test_what_was_read_is_remembered_as_far_as_there_is_room(rows_kept: int) -> None:
+def test_outputs_are_cached_as_far_as_memory_reaches(rows_kept: int) -> None:
     target = target_network()
     layers = RECIPES["eagle3"].layers(LAYERS)
     documents = [np.arange(301, dtype=np.uint16) % VOCABULARY]
@@ -260,9 +262,9 @@ def test_a_small_model_is_trained_on_what_it_reads(method: str, tmp_path: Path) 
     model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     reading = reader.read(rows(1))
     steps = RECIPES[method].steps
-    for step, law in enumerate(head(reading, steps)):
-        assert law.shape[1] == LENGTH - 1 - step
+    for step, step_logits in enumerate(head(reading, steps)):
+        assert step_logits.shape[1] == LENGTH - 1 - step
         for row in (0, 5, 40):
             masks = [checkpoint.config.get("pard_token", 0)] * step
             read = torch.tensor([[*reading.ids_BL[0, : row + 2].tolist(), *masks]])
-            torch.testing.assert_close(law[0, row], model(input_ids=read).logits[0, -1], rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(step_logits[0, row], model(input_ids=read).logits[0, -1], rtol=1e-4, atol=1e-4)

@@ -1,4 +1,4 @@
-"""What a process does not load, it need not pay for."""
+"""Services import no torch; their model processes do."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 
 @pytest.mark.parametrize("service", ["target", "draft", "gateway"])
-def test_the_process_that_speaks_loads_no_torch(service: str) -> None:
+def test_a_service_imports_no_torch(service: str) -> None:
     code = (
         f"import paceline_services.{service}.__main__, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
     )

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, Submission
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
@@ -18,7 +18,7 @@ from paceline.wire.link_errors import WireError
 from paceline.wire.target_codec import decode_submission, encode_submission
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.targets import FREE
-from tests.unit.test_suffix import guessed, opening, suffix
+from tests.unit.test_suffix import drafted, opening, suffix
 
 VOCABULARY = 500
 SLOTS = 512
@@ -33,12 +33,12 @@ def engine() -> Engine:
     return Engine(model, EngineConfig(slots=SLOTS), SPECULATION, LocalDraftClient(SuffixSpeculator(SPECULATION)), FREE)
 
 
-def asked(salt: str, name: str = "r") -> Submission:
-    law = SamplingParams(temperature=0.8, seed=5, max_tokens=60)
-    return Submission(name, PROMPT, law, SpeculativeOptions(report=True), cache_salt=salt)
+def asked(salt: str, name: str = "r") -> GenerationRequest:
+    sampling = SamplingParams(temperature=0.8, seed=5, max_tokens=60)
+    return GenerationRequest(name, PROMPT, sampling, SpeculativeOptions(report=True), cache_salt=salt)
 
 
-def answered(target: Engine, submission: Submission) -> Delta:
+def answered(target: Engine, submission: GenerationRequest) -> Delta:
     """The last delta, with all tokens."""
     target.submit(submission)
     tokens: list[int] = []
@@ -106,7 +106,7 @@ def test_suffix_decoding_learns_by_salt() -> None:
     speculator = suffix()
     speculator.open(replace(opening([1, 2, 3], 1, output=3), cache_salt="a"))
     speculator.close(1)
-    assert guessed(speculator, [9, 1]) == []
+    assert drafted(speculator, [9, 1]) == []
     speculator.open(replace(opening([9, 1], 2), cache_salt="a"))
     assert speculator.grow()[2].tokens[0] == 2
 
@@ -115,8 +115,8 @@ def test_the_salt_travels() -> None:
     submission = asked("salted")
     assert decode_submission(encode_submission(submission)).cache_salt == "salted"
     begun = replace(opening([1], 1), cache_salt="salted")
-    [told] = decode_draft_frame(draft_pb2.DraftFrame(opens=[encode_opening(begun, 1)]))
-    assert told == begun
+    [decoded] = decode_draft_frame(draft_pb2.DraftFrame(opens=[encode_opening(begun, 1)]))
+    assert decoded == begun
 
 
 def test_a_salt_that_is_too_long_is_refused() -> None:

@@ -52,7 +52,7 @@ def text_of(tokens: list[int]) -> str:
 def test_methods_that_guess_in_one_pass_are_named_by_their_folder(
     tmp_path: Path, speculation: dict[str, Any], method: str, depth: int
 ) -> None:
-    """And change no token. A DFlash draft says itself how far it looks ahead."""
+    """And change no token. A DFlash draft's own configuration limits its depth."""
     target = save_checkpoint(tmp_path / "target")
     # Whether drafting pays on a model this small is the machine's to say: without the budget it is not asked.
     draft = {"model": str(folder_of(method, tmp_path / "draft")), "row_budget": False}
@@ -77,7 +77,7 @@ def folder_of(method: str, folder: Path) -> Path:
 
 
 class TestPrompts:
-    def test_answers_stand_in_the_order_of_the_prompts(self, llm: LLM) -> None:
+    def test_completions_are_in_the_order_of_the_prompts(self, llm: LLM) -> None:
         """More prompts than run at once, of very different length, mixed kinds."""
         prompts: list[Prompt] = ["7", [1] * 200, "1 2 3", [4, 5], "9 " * 90, [1, 2, 3]]
         together = llm.generate(prompts, SAMPLED)
@@ -91,7 +91,7 @@ class TestPrompts:
         assert text[0].tokens == ids[0].tokens == listed[0].tokens
         assert len(text) == len(ids) == len(listed) == 1
 
-    def test_no_prompts_no_answers(self, llm: LLM) -> None:
+    def test_no_prompts_no_completions(self, llm: LLM) -> None:
         assert llm.generate([]) == []
 
     def test_a_chat_is_what_the_template_makes_of_it(self, llm: LLM) -> None:
@@ -183,14 +183,14 @@ class TestStops:
 
 class TestErrors:
     @pytest.mark.parametrize(
-        ("prompt", "said"),
+        ("prompt", "message"),
         [("", "the prompt is empty"), ([64], "outside the vocabulary of 64"), ([1] * 600, "600 tokens")],
     )
     def test_a_prompt_that_cannot_be_served_fails_the_call_and_leaves_nothing(
-        self, llm: LLM, prompt: str | list[int], said: str
+        self, llm: LLM, prompt: str | list[int], message: str
     ) -> None:
         expected = one(llm).tokens
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=message):
             llm.generate([PROMPT, prompt, "4 5"], GREEDY)
         assert one(llm).tokens == expected
         llm._engine.check_integrity()

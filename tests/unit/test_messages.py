@@ -26,7 +26,7 @@ def test_nothing_verified_is_no_division_by_zero() -> None:
     assert SpeculationStats(steps=5).acceptance_length == 0.0
 
 
-def test_a_snapshot_stays_as_it_is() -> None:
+def test_a_snapshot_is_independent() -> None:
     stats = SpeculationStats(drafts=["a"])
     stats.record(1, reached=1, accepted=1)
     snapshot = stats.snapshot()
@@ -35,7 +35,7 @@ def test_a_snapshot_stays_as_it_is() -> None:
     assert snapshot == SpeculationStats([1], [1], drafted_tokens=1, verifications=1, steps=1, drafts=["a"])
 
 
-def test_a_guess_without_a_row_may_be_accepted_and_is_not_counted() -> None:
+def test_an_accepted_node_without_a_row_is_not_counted() -> None:
     """A rule that tests chains accepts one more guess than it has rows for."""
     stats = SpeculationStats()
     stats.record(2, reached=2, accepted=3)
@@ -46,7 +46,7 @@ chains = st.integers(0, 5).flatmap(lambda deepest: st.tuples(st.just(deepest), s
 
 
 @given(st.lists(chains))
-def test_books_balance(steps: list[tuple[int, int]]) -> None:
+def test_counts_add_up(steps: list[tuple[int, int]]) -> None:
     stats = SpeculationStats()
     for deepest, accepted in steps:
         stats.record(deepest, deepest, accepted)

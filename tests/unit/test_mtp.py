@@ -1,11 +1,10 @@
-"""Multi-token-prediction layers: from the published names to the numbers that their families define."""
+"""Multi-token-prediction layers: every family's published tensors give the logits of its formula."""
 
 from __future__ import annotations
 
 import json
 import logging
 import random
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
-from paceline.drafting.methods.mtp import MtpNetwork, load_mtp, mtp_layer_config
+from paceline.drafting.heads.head_network import HeadNetwork
+from paceline.drafting.methods.mtp import load_mtp, mtp_layer_config
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
 from paceline.model.target_weights import TargetWeights, load_target_weights
@@ -37,20 +36,20 @@ IN_THE_TARGET = [family for family in CONFIGS if family != "qwen3"]
 NAMES = {"num_nextn_predict_layers": "glm4_moe", "mtp_num_hidden_layers": "qwen3_5_text"}
 
 
-def lent_by(folder: Path) -> TargetWeights:
+def target_of(folder: Path) -> TargetWeights:
     return load_target_weights(str(folder), torch.float32, "cpu")
 
 
-def in_the_target(folder: Path) -> MtpNetwork:
-    return load_mtp(Checkpoint(folder), lent_by(folder), SLOTS)
+def in_the_target(folder: Path) -> HeadNetwork:
+    return load_mtp(Checkpoint(folder), target_of(folder), SLOTS)
 
 
-def network(folder: Path, family: str, tensors: dict[str, Tensor]) -> MtpNetwork:
-    """From the target's checkpoint; Qwen3 has its layer in a folder of its own."""
+def network(folder: Path, family: str, tensors: dict[str, Tensor]) -> HeadNetwork:
+    """From the target's checkpoint; Qwen3's layer is in a folder of its own."""
     if family != "qwen3":
         return in_the_target(save_matrices(folder, family, tensors))
     own = Checkpoint(save_speculators(folder / "own", tensors))
-    return load_mtp(own, lent_by(save_matrices(folder / "target", family, {})), SLOTS)
+    return load_mtp(own, target_of(save_matrices(folder / "target", family, {})), SLOTS)
 
 
 def formula(family: str, tensors: dict[str, Tensor]) -> Formula:
@@ -68,9 +67,22 @@ def states(count: int) -> Tensor:
 
 def scattered(count: int) -> SlotTable:
     """The last slot first."""
-    lane = SlotTable()
-    lane.slots = [SLOTS, *random.Random(6).sample(range(1, SLOTS), count - 1)]
-    return lane
+    slots = SlotTable()
+    slots.slots = [SLOTS, *random.Random(6).sample(range(1, SLOTS), count - 1)]
+    return slots
+
+
+def check(ours: HeadNetwork, family: str, tensors: dict[str, Tensor], count: int = 5) -> None:
+    """The logits of `count` rows are the formula's."""
+    logits, expected = rows_of(ours, family, tensors, count)
+    assert same(logits, expected)
+
+
+def rows_of(ours: HeadNetwork, family: str, tensors: dict[str, Tensor], count: int = 5) -> tuple[Tensor, Tensor]:
+    """Logits of `count` rows: the network's, and the formula's."""
+    tokens, features, slots = drawn(count), states(count), scattered(count)
+    output = ours.run([slots.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(count))
+    return output.logits, formula(family, tensors)(tokens, features[:, 0])[0]
 
 
 def same(ours: Tensor, exact: Tensor) -> bool:
@@ -78,11 +90,11 @@ def same(ours: Tensor, exact: Tensor) -> bool:
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_row_is_what_the_formula_says(family: str, tmp_path: Path) -> None:
+def test_every_row_is_the_formulas(family: str, tmp_path: Path) -> None:
     tensors = layer_tensors(family)
     ours, tokens, features = network(tmp_path, family, tensors), drawn(70), states(70)
-    lane = scattered(70)
-    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    slots = scattered(70)
+    rows = [slots.row(token, i) for i, token in enumerate(tokens)]
     logits, after = formula(family, tensors)(tokens, features[:, 0])
     together = ours.run(rows, ours.encode(features), range(70))
     assert same(together.logits, logits)
@@ -92,26 +104,26 @@ def test_every_row_is_what_the_formula_says(family: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_guesses_are_fed_with_what_was_made_of_the_guess_before(family: str, tmp_path: Path) -> None:
-    """Two branches of four guesses, in the same passes, from a context of 62 rows: both cross a tile's border."""
+def test_the_feature_of_a_draft_token_is_its_parents_output(family: str, tmp_path: Path) -> None:
+    """Two branches of four draft tokens, in the same passes, after 62 rows: both cross a tile's border."""
     tensors = layer_tensors(family)
     ours, exact = network(tmp_path, family, tensors), formula(family, tensors)
-    tokens, features, lane = drawn(62), states(62), scattered(70)
-    free, lane.slots = lane.slots[62:], lane.slots[:62]
-    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    tokens, features, table = drawn(62), states(62), scattered(70)
+    free, table.slots = table.slots[62:], table.slots[:62]
+    rows = [table.row(token, i) for i, token in enumerate(tokens)]
     root = ours.run(rows, ours.encode(features), [61]).features[0]
-    _, made = exact(tokens, features[:, 0])
+    _, outputs = exact(tokens, features[:, 0])
     branches = [drawn(4, seed=7), drawn(4, seed=8)]
-    fed, slots = [root, root], [free[:4], free[4:]]
-    exactly = [torch.cat((features[:, 0].double(), made[-1:]))] * 2
+    parents, slots = [root, root], [free[:4], free[4:]]
+    exact_features = [torch.cat((features[:, 0].double(), outputs[-1:]))] * 2
     for depth in range(4):
-        step = [lane.branch_row(b[depth], s[: depth + 1]) for b, s in zip(branches, slots, strict=True)]
-        output = ours.run(step, torch.stack(fed), [1, 0])
-        for branch, place in ((0, 1), (1, 0)):
-            logits, made = exact(tokens + branches[branch][: depth + 1], exactly[branch])
-            assert same(output.logits[place], logits[-1])
-            fed[branch] = output.features[place]
-            exactly[branch] = torch.cat((exactly[branch], made[-1:]))
+        step = [table.branch_row(b[depth], s[: depth + 1]) for b, s in zip(branches, slots, strict=True)]
+        output = ours.run(step, torch.stack(parents), [1, 0])
+        for branch, row in ((0, 1), (1, 0)):
+            logits, outputs = exact(tokens + branches[branch][: depth + 1], exact_features[branch])
+            assert same(output.logits[row], logits[-1])
+            parents[branch] = output.features[row]
+            exact_features[branch] = torch.cat((exact_features[branch], outputs[-1:]))
 
 
 @pytest.mark.parametrize("family", IN_THE_TARGET)
@@ -131,34 +143,31 @@ def test_a_layer_may_be_dense_where_its_family_has_experts(family: str, tmp_path
         if ".mlp." in name:
             tensors[name.replace(PREFIX["mimo"], block)] = tensor
     of_the_target = {"model.layers.1.mlp.experts.0.up_proj.weight": torch.zeros(1)}
-    ours = network(tmp_path, family, tensors | of_the_target)
-    tokens, features, lane = drawn(9), states(9), scattered(9)
-    output = ours.run([lane.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(9))
-    assert same(output.logits, formula(family, tensors)(tokens, features[:, 0])[0])
+    check(network(tmp_path, family, tensors | of_the_target), family, tensors, 9)
 
 
-def test_a_layer_comes_in_the_dtype_of_its_target_but_for_the_router_s_correction(tmp_path: Path) -> None:
+def test_a_layer_has_its_targets_dtype_except_the_routers_correction(tmp_path: Path) -> None:
     folder = save_matrices(tmp_path, "glm4_moe", layer_tensors("glm4_moe"))
     ours = load_mtp(Checkpoint(folder), load_target_weights(str(folder), torch.bfloat16, "cpu"), SLOTS)
-    kept = {name: tensor.dtype for name, tensor in ours._layers._layer.state_dict().items()}
-    assert kept.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
-    assert set(kept.values()) == {torch.bfloat16}
-    lane = scattered(3)
-    output = ours.run([lane.row(t, i) for i, t in enumerate((1, 2, 3))], states(3)[:, 0].bfloat16(), [2])
+    dtypes = {name: tensor.dtype for name, tensor in ours._layer.state_dict().items()}
+    assert dtypes.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
+    assert set(dtypes.values()) == {torch.bfloat16}
+    slots = scattered(3)
+    output = ours.run([slots.row(t, i) for i, t in enumerate((1, 2, 3))], states(3)[:, 0].bfloat16(), [2])
     assert (output.logits.dtype, output.features.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
-def test_the_target_s_configuration_stays_as_it_is(tmp_path: Path) -> None:
-    lent = lent_by(save_matrices(tmp_path, "qwen3_next", layer_tensors("qwen3_next")))
-    before = lent.config.to_dict()
-    own = mtp_layer_config(lent.config, sparse=True)
-    assert own._experts_implementation == "eager", "nobody else chose one"
-    assert lent.config.to_dict() == before
+def test_the_targets_configuration_is_not_changed(tmp_path: Path) -> None:
+    target = target_of(save_matrices(tmp_path, "qwen3_next", layer_tensors("qwen3_next")))
+    before = target.config.to_dict()
+    own = mtp_layer_config(target.config, sparse=True)
+    assert own._experts_implementation == "eager", "transformers sets none before it builds a model"
+    assert target.config.to_dict() == before
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(16, 24), (128, 128)])
 def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(rows: int, columns: int, tmp_path: Path) -> None:
-    """Blocks that divide neither side of every weight; those of 128 x 128 need not be said."""
+    """Blocks that divide neither side of every weight; those of 128 x 128 need not be complaint."""
     tensors, exact = layer_tensors("deepseek_v3"), {}
     stored: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -177,15 +186,13 @@ def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(rows: int, col
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
         (folder / "config.json").write_text(json.dumps(config))
-    ours, tokens, features, lane = in_the_target(folder), drawn(5), states(5), scattered(5)
-    output = ours.run([lane.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(5))
-    assert same(output.logits, formula("deepseek_v3", exact)(tokens, features[:, 0])[0])
+    check(in_the_target(folder), "deepseek_v3", exact)
 
 
-def test_embedding_and_output_matrix_are_the_target_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedding_and_output_matrix_are_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSeek's checkpoints repeat them. A copy would be several gigabytes."""
     folder = save_matrices(tmp_path, "deepseek_v3", layer_tensors("deepseek_v3") | repeated("model.layers.2."))
-    lent, read = lent_by(folder), []
+    target, read = target_of(folder), []
     tensor = Checkpoint.tensor
 
     def noted(self: Checkpoint, name: str, *rest: object) -> Tensor:
@@ -193,10 +200,10 @@ def test_embedding_and_output_matrix_are_the_target_s_own(tmp_path: Path, monkey
         return tensor(self, name, *rest)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Checkpoint, "tensor", noted)
-    ours = load_mtp(Checkpoint(lent.folder), lent, SLOTS)
+    ours = load_mtp(Checkpoint(target.folder), target, SLOTS)
     assert set(read) == set(layer_tensors("deepseek_v3"))
-    assert not [name for name, each in ours._layers._layer.state_dict().items() if VOCABULARY in each.shape]
-    assert ours._layers._embedding is lent.embedding()
+    assert not [name for name, each in ours._layer.state_dict().items() if VOCABULARY in each.shape]
+    assert ours._embedding is target.embedding()
 
 
 def repeated(prefix: str) -> dict[str, Tensor]:
@@ -252,54 +259,32 @@ REFUSED: dict[str, tuple[str, Damage, str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_a_layer_that_does_not_fit_is_refused_in_a_sentence(what: str, tmp_path: Path) -> None:
-    family, damage, said = REFUSED[what]
+def test_a_layer_that_does_not_fit_is_refused(what: str, tmp_path: Path) -> None:
+    family, damage, complaint = REFUSED[what]
     tensors = layer_tensors(family)
     damage(tensors)
-    lent = lent_by(save_matrices(tmp_path, family, tensors))
-    with pytest.raises(ValueError, match=said) as caught:
-        load_mtp(Checkpoint(lent.folder), lent, SLOTS)
+    target = target_of(save_matrices(tmp_path, family, tensors))
+    with pytest.raises(ValueError, match=complaint) as caught:
+        load_mtp(Checkpoint(target.folder), target, SLOTS)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_was_cut_off_is_refused(tmp_path: Path) -> None:
-    lent = lent_by(save_matrices(tmp_path / "target", "qwen3", {}))
-    own = save_speculators(tmp_path / "own", layer_tensors("qwen3"))
-    weights = own / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=re.escape(f"{weights} cannot be read")):
-        load_mtp(Checkpoint(own), lent, SLOTS)
-
-
 def test_a_family_that_has_no_such_layer_is_refused(tmp_path: Path) -> None:
-    lent = replace(lent_by(save_checkpoint(tmp_path)), config=SimpleNamespace(model_type="gemma2"))
+    target = replace(target_of(save_checkpoint(tmp_path)), config=SimpleNamespace(model_type="gemma2"))
     with pytest.raises(
         ValueError, match=r"method mtp knows .* DeepSeek-V3, GLM-4.5, MiMo, Qwen3-Next, .*, not of 'gemma2': choose"
     ):
-        load_mtp(Checkpoint(lent.folder), lent, SLOTS)
+        load_mtp(Checkpoint(target.folder), target, SLOTS)
 
 
-def test_a_llama_target_needs_a_layer_of_the_speculators_library(tmp_path: Path) -> None:
-    lent = lent_by(save_checkpoint(tmp_path))
-    with pytest.raises(ValueError, match=r"checkpoints of Llama have no multi-token-prediction layer, and .* is none"):
-        load_mtp(Checkpoint(lent.folder), lent, SLOTS)
-
-
-def test_a_qwen3_target_needs_a_layer_of_the_speculators_library(tmp_path: Path) -> None:
-    lent = lent_by(save_matrices(tmp_path, "qwen3", {}))
-    with pytest.raises(ValueError, match=r"checkpoints of Qwen3 have no multi-token-prediction layer, and .* is none"):
-        load_mtp(Checkpoint(lent.folder), lent, SLOTS)
-
-
-def test_a_layer_in_torch_s_own_format_is_read(tmp_path: Path) -> None:
-    tensors = layer_tensors("mimo")
-    folder = save_matrices(tmp_path, "mimo", tensors)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    ours, tokens, features, lane = in_the_target(folder), drawn(5), states(5), scattered(5)
-    output = ours.run([lane.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(5))
-    assert same(output.logits, formula("mimo", tensors)(tokens, features[:, 0])[0])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_target_without_such_a_layer_needs_one_of_the_speculators_library(family: str, tmp_path: Path) -> None:
+    target = target_of(save_checkpoint(tmp_path) if family == "llama" else save_matrices(tmp_path, family, {}))
+    with pytest.raises(
+        ValueError, match=f"checkpoints of {family.title()} have no multi-token-prediction layer, and .* is not"
+    ):
+        load_mtp(Checkpoint(target.folder), target, SLOTS)
 
 
 def swapped(family: str) -> tuple[str, str]:
@@ -319,7 +304,7 @@ def exchange(tensors: dict[str, Tensor], names: Sequence[str]) -> None:
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo", "qwen3_next"])
 @pytest.mark.parametrize("mutant", ["norms exchanged", "halves exchanged", "norms centred elsewhere"])
 def test_mutants_of_a_layer_are_caught(family: str, mutant: str, tmp_path: Path) -> None:
-    """What the formula's tests rest on: each common mistake changes every row."""
+    """Each common mistake changes every row."""
     tensors = layer_tensors(family)
     mistaken = {name: tensor.clone() for name, tensor in tensors.items()}
     if mutant == "norms exchanged":
@@ -329,7 +314,5 @@ def test_mutants_of_a_layer_are_caught(family: str, mutant: str, tmp_path: Path)
         mistaken[name] = mistaken[name].roll(SIZE, 1)
     else:
         mistaken[swapped(family)[0]] += 1
-    ours, tokens, features, lane = network(tmp_path, family, mistaken), drawn(5), states(5), scattered(5)
-    output = ours.run([lane.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(5))
-    exact = formula(family, tensors)(tokens, features[:, 0])[0]
-    assert not any(same(a, b) for a, b in zip(output.logits, exact, strict=True))
+    logits, expected = rows_of(network(tmp_path, family, mistaken), family, tensors)
+    assert not any(same(a, b) for a, b in zip(logits, expected, strict=True))

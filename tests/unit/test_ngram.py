@@ -1,4 +1,4 @@
-"""Prompt lookup: which earlier occurrence is found, and what is guessed from it."""
+"""Prompt lookup: which earlier occurrence is found, and what is drafted from it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.config import SamplingParams
 from paceline.core.growth import Growth
 from paceline.core.tree import TokenTree
 from paceline.drafting.methods.ngram import FIRST_TOKEN_PROBABILITY, NEXT_TOKEN_PROBABILITY, NGramSpeculator
-from paceline.drafting.speculator import Commit, DraftError, Opening
+from paceline.drafting.speculator import Commit, Opening
 from tests.helpers.seen import nodes_of, root_of
 
 A, B, C, D, E, X, Y = range(7)
@@ -33,52 +33,52 @@ def paths(growth: Growth) -> list[tuple[list[int], float]]:
     return [known[id_] for id_ in growth.node_ids if id_ not in growth.parent_ids]
 
 
-def guessed(tokens: Sequence[int], *, least: int = 1, most: int = 3, width: int = 1, depth: int = 3) -> list[list[int]]:
+def drafted(tokens: Sequence[int], *, least: int = 1, most: int = 3, width: int = 1, depth: int = 3) -> list[list[int]]:
     ngram = NGramSpeculator(least, most, width)
     ngram.open(opening(tokens, depth))
     grown = ngram.grow()
     return [path for path, _ in paths(grown[1])] if grown else []
 
 
-def test_what_followed_is_guessed() -> None:
-    assert guessed([A, B, C, D, E, A, B]) == [[C, D, E]]
+def test_the_continuation_is_drafted() -> None:
+    assert drafted([A, B, C, D, E, A, B]) == [[C, D, E]]
 
 
 def test_the_longest_run_wins_over_a_more_recent_one() -> None:
-    assert guessed([A, B, C, B, D, D, A, B]) == [[C, B, D]]
+    assert drafted([A, B, C, B, D, D, A, B]) == [[C, B, D]]
 
 
 def test_of_equal_runs_the_most_recent_wins() -> None:
-    assert guessed([A, B, C, C, A, B, D, D, A, B]) == [[D, D, A]]
+    assert drafted([A, B, C, C, A, B, D, D, A, B]) == [[D, D, A]]
 
 
 def test_older_occurrences_that_went_on_otherwise_are_branches() -> None:
-    assert guessed([A, B, C, C, A, B, D, D, A, B], width=2) == [[D, D, A], [C, C, A]]
+    assert drafted([A, B, C, C, A, B, D, D, A, B], width=2) == [[D, D, A], [C, C, A]]
 
 
 def test_occurrences_that_go_on_alike_share_their_nodes() -> None:
-    assert guessed([A, B, C, X, A, B, C, Y, A, B], width=2, depth=2) == [[C, Y], [C, X]]
+    assert drafted([A, B, C, X, A, B, C, Y, A, B], width=2, depth=2) == [[C, Y], [C, X]]
 
 
 def test_the_request_s_own_end_is_never_found() -> None:
-    assert guessed([A, B, C, D]) == []
-    assert guessed([A]) == []
+    assert drafted([A, B, C, D]) == []
+    assert drafted([A]) == []
 
 
 def test_a_run_that_overlaps_itself_goes_on_as_a_loop() -> None:
-    assert guessed([X, A, A, A], depth=5) == [[A, A, A, A, A]]
-    assert guessed([X, A, B, A, B, A], depth=5) == [[B, A, B, A, B]]
+    assert drafted([X, A, A, A], depth=5) == [[A, A, A, A, A]]
+    assert drafted([X, A, B, A, B, A], depth=5) == [[B, A, B, A, B]]
 
 
 def test_runs_shorter_than_the_least_do_not_count() -> None:
-    assert guessed([A, B, X, B], least=2) == []
-    assert guessed([A, B, X, A, B], least=2) == [[X, A, B]]
+    assert drafted([A, B, X, B], least=2) == []
+    assert drafted([A, B, X, A, B], least=2) == [[X, A, B]]
 
 
-def test_runs_longer_than_the_most_are_not_told_apart() -> None:
+def test_only_the_longest_allowed_run_is_compared() -> None:
     """The older occurrence agrees in three tokens, the recent one in two; only two count."""
-    assert guessed([A, B, C, D, X, B, C, E, A, B, C], most=2, depth=1) == [[E]]
-    assert guessed([A, B, C, D, X, B, C, E, A, B, C], most=3, depth=1) == [[D]]
+    assert drafted([A, B, C, D, X, B, C, E, A, B, C], most=2, depth=1) == [[E]]
+    assert drafted([A, B, C, D, X, B, C, E, A, B, C], most=3, depth=1) == [[D]]
 
 
 def test_output_is_looked_up_too() -> None:
@@ -89,15 +89,7 @@ def test_output_is_looked_up_too() -> None:
     assert [path for path, _ in paths(ngram.grow()[1])] == [[C, D, A]]
 
 
-def test_nothing_new_is_guessed_until_something_is_committed() -> None:
-    ngram = NGramSpeculator(1, 3, 1)
-    ngram.open(opening([A, B, A]))
-    assert ngram.grow()
-    assert ngram.grow() == {}
-    assert not ngram.behind
-
-
-def test_guesses_that_came_true_are_not_sent_again() -> None:
+def test_accepted_draft_tokens_are_not_sent_again() -> None:
     ngram = NGramSpeculator(1, 3, 1)
     ngram.open(opening([A, B, C, D, E, A, B], depth=2))
     replica = TokenTree(6, B)
@@ -126,7 +118,7 @@ def test_confidence_falls_along_a_path_and_with_each_branch() -> None:
     st.integers(0, 6),
     st.integers(0, 8),
 )
-def test_every_guess_once_followed_the_same_run(
+def test_every_draft_token_once_followed_the_same_run(
     tokens: list[int], least: int, more: int, width: int, depth: int, nodes: int
 ) -> None:
     ngram = NGramSpeculator(least, least + more, width)
@@ -149,23 +141,3 @@ def test_every_guess_once_followed_the_same_run(
 
 def runs(tokens: Sequence[int], length: int) -> list[list[int]]:
     return [list(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
-
-
-def test_a_commit_at_another_place_is_refused() -> None:
-    ngram = NGramSpeculator(1, 3, 1)
-    ngram.open(opening([A, B]))
-    with pytest.raises(DraftError, match="the root is at 1, the commit at 5"):
-        ngram.commit(Commit(1, 5, [A], 0))
-
-
-def test_requests_do_not_see_each_other_and_may_close() -> None:
-    ngram = NGramSpeculator(1, 3, 1)
-    ngram.open(opening([A, B, A], key=1))
-    ngram.open(opening([X, C, X], key=2))
-    ngram.open(opening([A], key=3))
-    ngram.close(1)
-    ngram.close(9)
-    ngram.commit(Commit(1, 2, [B], 0))
-    grown = ngram.grow()
-    assert [path for path, _ in paths(grown[2])] == [[C, X, C]]
-    assert set(grown) == {2}

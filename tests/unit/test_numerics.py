@@ -1,4 +1,4 @@
-"""What a target says its numbers depend on: every cause is in it, and it arrives where gateways read it."""
+"""The line that names what a target's numbers depend on, and its way to gateways and the registry."""
 
 from __future__ import annotations
 
@@ -46,52 +46,52 @@ def numerics(folder: Path, threads: int, dtype: str = "auto") -> str:
 
 
 @needs_native
-def test_a_native_model_names_library_dtype_and_versions_whatever_its_threads(tmp_path: Path) -> None:
+def test_a_native_model_s_line_has_library_dtype_and_versions_but_not_threads(tmp_path: Path) -> None:
     folder = save_checkpoint(tmp_path)
-    said = numerics(folder, 1)
-    assert said.startswith(f"native {native_description()}; float32; cpu; torch {torch.__version__} ")
-    assert said.endswith(VERSIONS)
-    assert numerics(folder, 2) == said
-    assert numerics(folder, 1, "bfloat16") == said.replace("float32", "bfloat16")
+    line = numerics(folder, 1)
+    assert line.startswith(f"native {native_description()}; float32; cpu; torch {torch.__version__} ")
+    assert line.endswith(VERSIONS)
+    assert numerics(folder, 2) == line
+    assert numerics(folder, 1, "bfloat16") == line.replace("float32", "bfloat16")
 
 
-def test_torch_s_operators_depend_on_cpu_and_threads_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_torch_s_operators_has_cpu_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "0")
     monkeypatch.setattr(NativeLibrary, "_instance", None)
     folder = save_checkpoint(tmp_path)
-    said = numerics(folder, 1)
-    assert said.startswith(f"torch operators, threads=1, MKL_CBWR={os.environ['MKL_CBWR']}; float32; cpu ")
-    assert ", instructions " in said
-    assert said.endswith(VERSIONS)
-    assert numerics(folder, 2) == said.replace("threads=1", "threads=2")
+    line = numerics(folder, 1)
+    assert line.startswith(f"torch operators, threads=1, MKL_CBWR={os.environ['MKL_CBWR']}; float32; cpu ")
+    assert ", instructions " in line
+    assert line.endswith(VERSIONS)
+    assert numerics(folder, 2) == line.replace("threads=1", "threads=2")
     monkeypatch.setenv("MKL_CBWR", "COMPATIBLE")
     assert ", MKL_CBWR=COMPATIBLE; " in numerics(folder, 1)
 
 
 @needs_native
-def test_native_attention_is_named_where_other_operators_are_torch_s() -> None:
-    said = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
-    assert said.startswith(f"torch operators, native attention {native_description()}, threads=")
+def test_the_line_has_native_attention_and_torch_s_operators() -> None:
+    line = build(network("olmo2", torch.float32), "olmo2", CONFIG, "", []).numerics
+    assert line.startswith(f"torch operators, native attention {native_description()}, threads=")
 
 
-def test_quantisation_is_named_with_its_parameters() -> None:
-    decoder = build(peaked_llama(), "peaked", CONFIG, "", [])._decoder
+def test_the_line_has_the_quantisation_and_its_parameters() -> None:
+    model = build(peaked_llama(), "peaked", CONFIG, "", [])
 
     def quantised(block: int) -> str:
         given = {"quant_method": "fp8", "weight_block_size": [block, block]}
-        return numerics_of(decoder, LlamaConfig(quantization_config=given))
+        return numerics_of(model, LlamaConfig(quantization_config=given))
 
     assert "; float32 fp8 " in quantised(128)
     assert quantised(64) != quantised(128) == quantised(128)
-    assert "; float32; " in numerics_of(decoder, LlamaConfig())
+    assert "; float32; " in numerics_of(model, LlamaConfig())
 
 
-def test_it_arrives_at_gateways_and_in_the_registry(tmp_path: Path) -> None:
+def test_the_line_reaches_gateways_and_the_registry(tmp_path: Path) -> None:
     model, speculation = load(str(save_checkpoint(tmp_path)), CONFIG), SpeculativeConfig()
     engine = Engine(model, CONFIG, speculation, NoDraftClient(), FREE)
     options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name)
-    told = target_description(model_facts(engine, speculation), options)
-    wire = encode_target_description(told).SerializeToString()
-    heard = decode_target_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))
-    assert heard == told
-    assert heard.numerics == worker_record(told, "h:1").numerics == model.numerics != ""
+    description = target_description(model_facts(engine, speculation), options)
+    wire = encode_target_description(description).SerializeToString()
+    decoded = decode_target_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))
+    assert decoded == description
+    assert decoded.numerics == worker_record(description, "h:1").numerics == model.numerics != ""

@@ -1,4 +1,4 @@
-"""PARD: laws of several positions in one pass, and what all methods share that guess so."""
+"""PARD: distributions of several positions in one pass, and what all parallel drafts share."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from paceline.config import EngineConfig, SamplingParams
 from paceline.core.sampling import History, SamplingRow, draw
 from paceline.drafting.cached_draft import PREFILL_ROWS
-from paceline.drafting.methods.pard import PardSpeculator, is_pard, mask_token_of
-from paceline.drafting.parallel_drafts import MAX_ROWS
-from paceline.drafting.speculator import DraftError, Opening
+from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.methods.pard import PardSpeculator, mask_token_of, matches
+from paceline.drafting.speculator import DraftError
 from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.loading import build
@@ -25,7 +25,7 @@ from paceline.model.model import ModelOutput
 from paceline.model.rows import Row as ModelRow
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.checkpoints import save_checkpoint
-from tests.helpers.feeding import GREEDY, Feeding, Guess
+from tests.helpers.feeding import Feeding, Guess
 from tests.helpers.llamas import LAWS, VOCABULARY, peaked_llama
 from tests.helpers.seen import nodes_of, root_of
 
@@ -42,70 +42,70 @@ def pard(ahead: int = 4, width: int = 3, model: Model | None = None, least: floa
     return PardSpeculator(model or llama(), MASK, ahead, width, least)
 
 
-def asked(speculator: PardSpeculator, tokens: Sequence[int] = PROMPT, **limits: int) -> Feeding:
+def request_of(speculator: PardSpeculator, tokens: Sequence[int] = PROMPT, **limits: int) -> Feeding:
     return Feeding(speculator, NETWORK, tokens, **limits)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
-def laws(tokens: Sequence[int], ahead: int) -> torch.Tensor:
+def distributions(tokens: Sequence[int], ahead: int) -> torch.Tensor:
     """Log-probabilities [ahead, vocabulary] after these tokens, by the network alone and in one piece."""
     masked = torch.tensor([[*tokens, *[MASK] * (ahead - 1)]])
     return NETWORK(masked).logits[0, len(tokens) - 1 :].log_softmax(-1)
 
 
 def check(request: Feeding, guesses: Sequence[Guess], ahead: int, width: int) -> None:
-    """Each guess has the log-probability of its depth's law, is among its best, and the likeliest path is there."""
-    expected = laws(request.tokens, ahead)
+    """Each guess has its depth's log-probability and is among the best; the likeliest path is there."""
+    expected = distributions(request.tokens, ahead)
     best = expected.topk(width).indices.tolist()
     for path, log_prob in guesses:
         assert log_prob == pytest.approx(float(expected[len(path) - 1, path[-1]]), abs=1e-3)
         assert path[-1] in best[len(path) - 1]
-    likeliest = [law[0] for law in best]
+    likeliest = [tokens[0] for tokens in best]
     assert len(request.tree.match(likeliest)) == len(likeliest)
 
 
-class TestLaws:
+class TestDistributions:
     @pytest.mark.parametrize("ahead", [1, 2, 5])
     @pytest.mark.parametrize("prompt", [PROMPT, [1], [2, 2, 2], list(range(60)), [*range(63), 9]])
-    def test_are_those_of_the_root_and_of_the_masks_behind_it(self, prompt: list[int], ahead: int) -> None:
-        request = asked(pard(ahead), prompt)
+    def test_they_are_of_the_root_and_of_the_masks_after_it(self, prompt: list[int], ahead: int) -> None:
+        request = request_of(pard(ahead), prompt)
         guesses = request.grow()
         check(request, guesses, ahead, 3)
         assert len(guesses) == sum(3**depth for depth in range(1, ahead + 1))
 
-    def test_after_commits_are_those_of_a_fresh_start(self) -> None:
-        """Masks leave nothing behind, and accepted tokens are run as what they are."""
+    def test_after_commits_they_are_those_of_a_fresh_start(self) -> None:
+        """Masks leave nothing behind, and accepted tokens are run as ordinary rows."""
         rng = random.Random(1)
         speculator = pard(4, 2)
-        request = asked(speculator)
-        stood = 0
+        request = request_of(speculator)
+        remaining = 0
         for _ in range(40):
             check(request, request.grow(), 4, 2)
             speculator.check_integrity()
             chosen = rng.choice(list(nodes_of(request.tree))).path()
             request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
-            stood += request.tree.size > 0
-        assert 5 < stood < 35
+            remaining += request.tree.size > 0
+        assert 5 < remaining < 35
 
-    def test_guesses_that_stand_stay_and_get_the_new_laws_children(self) -> None:
-        request = asked(pard(3, 1))
+    def test_remaining_nodes_get_children_of_the_new_distributions(self) -> None:
+        request = request_of(pard(3, 1))
         [first, second, _] = [path[-1] for path, _ in request.grow()]
         request.commit([first])
         new = request.grow()
-        best = [int(law.argmax()) for law in laws(request.tokens, 3)]
-        told = {path for path, _ in new}
+        best = [int(each.argmax()) for each in distributions(request.tokens, 3)]
+        paths = {path for path, _ in new}
         assert second in root_of(request.tree).children
-        assert any(len(path) == 3 and path[-1] == best[2] for path in told), "one deeper than before"
-        assert (second,) not in told, "it is known already"
+        assert any(len(path) == 3 and path[-1] == best[2] for path in paths), "one deeper than before"
+        assert (second,) not in paths, "it is in the tree already"
 
-    @pytest.mark.parametrize("law", [law for law in LAWS if not law.penalised and not law.bad_words])
-    def test_have_the_noise_of_the_targets_draws(self, law: SamplingParams) -> None:
-        """The likeliest guess at each depth is what the target would draw there from this law."""
-        request = Feeding(pard(3, 2), NETWORK, PROMPT, sampling=law)
+    @pytest.mark.parametrize("params", [each for each in LAWS if not each.penalised and not each.bad_words])
+    def test_they_have_the_noise_of_the_targets_draws(self, params: SamplingParams) -> None:
+        """The likeliest guess at each depth is the target's draw from this distribution."""
+        request = Feeding(pard(3, 2), NETWORK, PROMPT, sampling=params)
         request.grow()
-        history = History(law, PROMPT, [], VOCABULARY)
-        rows = [SamplingRow(law, len(PROMPT) + depth, history, [1] * depth) for depth in range(3)]
-        expected = draw(laws(PROMPT, 3), rows).tolist()
+        history = History(params, PROMPT, [], VOCABULARY)
+        rows = [SamplingRow(params, len(PROMPT) + depth, history, [1] * depth) for depth in range(3)]
+        expected = draw(distributions(PROMPT, 3), rows).tolist()
         children = root_of(request.tree).children.values()
         for token in expected:
             likeliest = max(children, key=lambda node: node.log_prob)
@@ -116,25 +116,25 @@ class TestLaws:
 class TestLimits:
     @pytest.mark.parametrize("depth", [0, 1, 3, 9])
     def test_depth(self, depth: int) -> None:
-        request = asked(pard(5, 1), depth=depth)
+        request = request_of(pard(5, 1), depth=depth)
         assert len(request.grow()) == min(depth, 5)
 
     @pytest.mark.parametrize("nodes", [0, 1, 7, 40])
     def test_nodes(self, nodes: int) -> None:
-        request = asked(pard(4, 3), nodes=nodes)
+        request = request_of(pard(4, 3), nodes=nodes)
         assert len(request.grow()) == nodes
 
-    def test_unlikely_guesses_are_not_made(self) -> None:
-        request = asked(pard(4, 3, least=0.05))
+    def test_unlikely_guesses_are_not_added(self) -> None:
+        request = request_of(pard(4, 3, least=0.05))
         request.grow()
         chances = [node.path_log_prob for node in nodes_of(request.tree)]
         assert min(chances) > torch.tensor(0.05).log()
         assert len(chances) < 120
 
-    def test_a_paused_request_follows_commits_and_guesses_again_afterwards(self) -> None:
+    def test_a_paused_request_runs_each_token_once(self) -> None:
         model = Recording(512, 512)
         speculator = PardSpeculator(model, MASK, 4, 1, 0.0)
-        request = asked(speculator, nodes=0)
+        request = request_of(speculator, nodes=0)
         for token in (7, 8, 9):
             assert request.grow() == []
             request.commit([token])
@@ -146,23 +146,23 @@ class TestLimits:
         positions = [row.position for rows in model.passes for row in rows if row.token != MASK]
         assert positions == list(range(len(request.tokens))), "each token ran once"
 
-    def test_a_limit_that_is_raised_needs_no_pass(self) -> None:
+    def test_a_raised_limit_needs_no_pass(self) -> None:
         model = Recording(512, 512)
-        request = asked(PardSpeculator(model, MASK, 4, 3, 0.0), nodes=5)
+        request = request_of(PardSpeculator(model, MASK, 4, 3, 0.0), nodes=5)
         assert len(request.grow()) == 5
         passes = len(model.passes)
         request.limit(20, 12)
         assert len(request.grow()) == 7
         assert len(model.passes) == passes
 
-    def test_a_limit_that_is_lowered_counts_for_laws_that_are_there(self) -> None:
-        request = asked(pard(4, 3), nodes=1)
+    def test_a_lowered_limit_holds_for_known_distributions(self) -> None:
+        request = request_of(pard(4, 3), nodes=1)
         assert len(request.grow()) == 1
         request.limit(1, 1000)
         assert sorted(len(path) for path, _ in request.grow()) == [1, 1]
 
     def test_no_position_at_or_beyond_the_models_last(self) -> None:
-        request = asked(pard(4, 1, llama(max_model_len=10)))
+        request = request_of(pard(4, 1, llama(max_model_len=10)))
         assert len(request.grow()) == 2
         request.commit([1])
         assert len(request.grow()) == 1
@@ -171,11 +171,11 @@ class TestLimits:
 
     def test_what_the_model_cannot_run_is_refused(self) -> None:
         with pytest.raises(DraftError, match="vocabulary"):
-            asked(pard(), [1, VOCABULARY])
+            request_of(pard(), [1, VOCABULARY])
 
 
 class Recording(TableModel):
-    """Remembers the rows of each pass."""
+    """Records the rows of each pass."""
 
     def __init__(self, slots: int, positions: int) -> None:
         super().__init__(VOCABULARY, slots, positions)
@@ -187,9 +187,9 @@ class Recording(TableModel):
 
 
 class TestRounds:
-    def test_a_root_is_asked_once(self) -> None:
+    def test_a_root_is_run_once(self) -> None:
         model = Recording(512, 512)
-        request = asked(PardSpeculator(model, MASK, 4, 2, 0.0))
+        request = request_of(PardSpeculator(model, MASK, 4, 2, 0.0))
         request.grow()
         request.grow()
         assert [len(rows) for rows in model.passes] == [len(PROMPT) + 3]
@@ -197,15 +197,15 @@ class TestRounds:
     def test_a_long_prompt_takes_several_rounds(self) -> None:
         model = Recording(2048, 2048)
         prompt = [5] * (2 * PREFILL_ROWS + 10)
-        assert len(asked(PardSpeculator(model, MASK, 4, 1, 0.0), prompt).grow()) == 4
+        assert len(request_of(PardSpeculator(model, MASK, 4, 1, 0.0), prompt).grow()) == 4
         assert [len(rows) for rows in model.passes] == [PREFILL_ROWS, PREFILL_ROWS, 13]
 
-    def test_many_requests_are_asked_in_turns_by_owner(self) -> None:
-        """A quiet target's only request has its turn in the first round, among a flood of another's."""
+    def test_many_requests_take_turns_by_link(self) -> None:
+        """A link's only request is in the first round, though another link has many."""
         speculator = PardSpeculator(TableModel(VOCABULARY, 8192, 512), MASK, 32, 1, 0.0)
         for key in range(2, 32):
-            asked(speculator, [key, 1], key=key, owner=1)
-        asked(speculator, [1, 1], key=1, owner=2)
+            request_of(speculator, [key, 1], key=key, owner=1)
+        request_of(speculator, [1, 1], key=1, owner=2)
         first = speculator.grow()
         assert len(first) == MAX_ROWS // 32
         assert 1 in first
@@ -216,20 +216,20 @@ class TestRounds:
         assert seen == set(range(1, 32))
         assert not speculator.behind
 
-    def test_owners_take_turns(self) -> None:
-        """With room for one request a round, the next owner comes first in the next round."""
+    def test_links_take_turns(self) -> None:
+        """If a round has one request, the next round has another link's."""
         speculator = PardSpeculator(TableModel(VOCABULARY, 8192, 512), MASK, 256, 1, 0.0)
         for key in range(6):
-            asked(speculator, [key + 1, 1], key=key, owner=key // 3)
+            request_of(speculator, [key + 1, 1], key=key, owner=key // 3)
         order = [key // 3 for _ in range(6) for key in speculator.grow()]
         assert order[:2] in ([0, 1], [1, 0])
         assert len(order) == 6
 
 
 class TestSlots:
-    def test_masks_use_what_is_free_and_give_it_back(self) -> None:
+    def test_masks_use_free_slots_and_free_them(self) -> None:
         speculator = pard(4, 1, llama(slots=256))
-        request = asked(speculator, [1] * 253)
+        request = request_of(speculator, [1] * 253)
         assert len(request.grow()) == 4
         speculator.check_integrity()
         request.commit([1])
@@ -242,7 +242,7 @@ class TestSlots:
 
     @given(st.integers(0, 2**32), st.integers(20, 120), st.integers(1, 6))
     @settings(max_examples=40, deadline=None)
-    def test_none_is_lost_whatever_is_said(self, seed: int, slots: int, ahead: int) -> None:
+    def test_none_is_lost_in_any_sequence_of_calls(self, seed: int, slots: int, ahead: int) -> None:
         rng = random.Random(seed)
         speculator = PardSpeculator(TableModel(VOCABULARY, slots, 60), MASK, ahead, 2, 0.0)
         requests: dict[int, Feeding] = {}
@@ -252,7 +252,7 @@ class TestSlots:
             try:
                 if action == "open":
                     prompt = rng.choices(range(VOCABULARY), k=rng.randint(1, 40))
-                    requests[key] = asked(speculator, prompt, key=key, nodes=rng.choice([0, 1, 10, 100]))
+                    requests[key] = request_of(speculator, prompt, key=key, nodes=rng.choice([0, 1, 10, 100]))
                 elif action == "commit" and key in requests:
                     best = [requests[key].tree.tokens[node] for node in requests[key].tree.best(3, 1)]
                     requests[key].commit([rng.choice([*best, 5]), *rng.choices(range(9), k=rng.randrange(3))])
@@ -277,30 +277,25 @@ class TestCheckpoints:
         (path / "config.json").write_text(json.dumps(config | keys))
         return Checkpoint(path)
 
-    def test_the_mask_is_what_the_configuration_says(self, tmp_path: Path) -> None:
+    def test_the_configuration_names_the_mask(self, tmp_path: Path) -> None:
         checkpoint = self.folder(tmp_path, pard_token=17)
-        assert is_pard(checkpoint)
+        assert matches(checkpoint)
         assert mask_token_of(checkpoint) == 17
         assert mask_token_of(self.folder(tmp_path / "other", ptd_token_id=5)) == 5
 
     @pytest.mark.parametrize(
-        ("keys", "words"),
+        ("keys", "complaint"),
         [
             ({}, "names no pard_token"),
-            ({"pard_token": VOCABULARY}, f"no id in its embedding of {VOCABULARY}"),
-            ({"pard_token": -1}, "no id in its embedding"),
+            ({"pard_token": VOCABULARY}, f"no row of its embedding of {VOCABULARY}"),
+            ({"pard_token": -1}, "no row of its embedding"),
             ({"pard_token": "<m>"}, "'<m>'"),
             ({"pard_token": 5, "pard2_target_layers": [1, 2]}, "PARD-2"),
         ],
     )
-    def test_what_is_no_pard_model_is_refused(self, tmp_path: Path, keys: dict[str, object], words: str) -> None:
-        with pytest.raises(CheckpointError, match=words):
+    def test_an_unsuitable_model_is_refused(self, tmp_path: Path, keys: dict[str, object], complaint: str) -> None:
+        with pytest.raises(CheckpointError, match=complaint):
             mask_token_of(self.folder(tmp_path, **keys))
 
-    def test_a_plain_model_is_none(self, tmp_path: Path) -> None:
-        assert not is_pard(self.folder(tmp_path))
-
-
-def test_an_unknown_strategy_is_refused() -> None:
-    with pytest.raises(DraftError, match="'hope'"):
-        pard().open(Opening(1, PROMPT, 0, GREEDY, 5, 5, strategy="hope"))
+    def test_a_plain_model_does_not_match(self, tmp_path: Path) -> None:
+        assert not matches(self.folder(tmp_path))

@@ -1,57 +1,52 @@
-"""P-EAGLE heads: against a computation without a cache written from the paper's formulas."""
+"""P-EAGLE heads, compared with the paper's formulas computed without a cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from paceline.config import EngineConfig
 from paceline.drafting.cached_draft import PREFILL_ROWS
 from paceline.drafting.methods.eagle3 import Eagle3Network
-from paceline.drafting.methods.peagle import PEagleSpeculator, is_peagle
+from paceline.drafting.methods.peagle import PEagleSpeculator, matches
 from paceline.model.checkpoint import Checkpoint, CheckpointError
-from paceline.model.loading import build
-from paceline.model.target_weights import TargetWeights
 from tests.helpers.dense import HIDDEN, attention, heads_of, mlp, random, rms_norm
-from tests.helpers.feeding import Feeding, Guess
+from tests.helpers.feeding import Feeding
+from tests.helpers.head_methods import target_weights
 from tests.helpers.llamas import VOCABULARY, peaked_llama
-from tests.helpers.parallel import MASK, PEAGLE, peagle_tensors, save
-from tests.helpers.seen import nodes_of
+from tests.helpers.parallel import (
+    MASK,
+    PEAGLE,
+    check_guesses,
+    check_rounds,
+    peagle_tensors,
+    reduced_vocabulary,
+    save,
+)
 
 NETWORK = peaked_llama()
 AHEAD = 4
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 
-def reduced() -> tuple[dict[str, Tensor], list[int]]:
-    ids = list(range(1, VOCABULARY, 4))
-    offsets = torch.tensor(ids) - torch.arange(len(ids))
-    return peagle_tensors() | {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets}, ids
-
-
-def lent() -> TargetWeights:
-    return build(peaked_llama(), "target", EngineConfig(), "", []).target_weights()
-
-
 def drafting(checkpoint: Checkpoint, ahead: int = AHEAD, width: int = 2) -> PEagleSpeculator:
-    target = lent()
+    target = target_weights()
     return PEagleSpeculator(Eagle3Network(checkpoint, target, 1024), checkpoint, target, ahead, width, 0.0)
 
 
 @torch.no_grad()
-def laws(
+def distributions(
     request: Feeding, weights: Mapping[str, Tensor], ahead: int = AHEAD, *, normed_residual: bool = False
 ) -> Tensor:
     """Log-probabilities [ahead, columns] of the last real row and of the mask rows behind it."""
     before = len(request.tokens) - 1
-    told = request.states()[:before].flatten(1)
-    states = torch.cat((told, weights["mask_hidden"].view(1, -1).expand(ahead - 1, -1)))
+    known = request.states()[:before].flatten(1)
+    states = torch.cat((known, weights["mask_hidden"].view(1, -1).expand(ahead - 1, -1)))
     if "input_norm.weight" in weights:
         states = rms_norm(states, weights["input_norm.weight"])
     elif "fc_norm.0.weight" in weights:
@@ -78,37 +73,27 @@ def layer(x: Tensor, y: Tensor, weights: Mapping[str, Tensor], n: int) -> Tensor
     return x + mlp(rms_norm(x, weights[f"{name}.post_attention_layernorm.weight"]), weights, name)
 
 
-def check(request: Feeding, guesses: Sequence[Guess], expected: Tensor, ids: Sequence[int] | None) -> None:
-    """Each guess has its depth's log-probability, and the likeliest path is there."""
-    columns = {token: column for column, token in enumerate(ids or range(VOCABULARY))}
-    assert guesses
-    for path, log_prob in guesses:
-        assert log_prob == pytest.approx(float(expected[len(path) - 1, columns[path[-1]]]), abs=2e-3)
-    best = [int(law.argmax()) for law in expected]
-    likeliest = [ids[column] if ids else column for column in best]
-    assert len(request.tree.match(likeliest)) == len(likeliest)
-
-
+@dataclass(frozen=True)
 class Variant:
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        weights: Mapping[str, Tensor] | None = None,
-        ids: Sequence[int] | None = None,
-        *,
-        normed_residual: bool = False,
-    ) -> None:
-        self.config, self.weights, self.ids = config, weights or peagle_tensors(), ids
-        self.normed_residual = normed_residual
+    """`ids`: the tokens of a reduced vocabulary."""
+
+    config: Mapping[str, Any]
+    weights: Mapping[str, Tensor] = field(default_factory=peagle_tensors)
+    ids: Sequence[int] | None = None
+    normed_residual: bool = False
+
+    def distributions(self, request: Feeding) -> Tensor:
+        return distributions(request, self.weights, normed_residual=self.normed_residual)
 
 
 def without(mapping: Mapping[str, Any], *keys: str) -> dict[str, Any]:
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
+REDUCED, IDS = reduced_vocabulary(4)
 VARIANTS = {
     "library": Variant(PEAGLE),
-    "residual not said": Variant(without(PEAGLE, "norm_before_residual")),
+    "residual not configured": Variant(without(PEAGLE, "norm_before_residual")),
     "normed residual": Variant({**PEAGLE, "norm_before_residual": True}, normed_residual=True),
     "norm before fc": Variant(
         {**PEAGLE, "norm_before_fc": True}, peagle_tensors() | {"input_norm.weight": random(192)}
@@ -117,7 +102,7 @@ VARIANTS = {
         {**PEAGLE, "fc_norm": True}, peagle_tensors() | {f"fc_norm.{i}.weight": random(HIDDEN) for i in range(3)}
     ),
     "the target's matrices": Variant(PEAGLE, without(peagle_tensors(), "embed_tokens.weight", "lm_head.weight")),
-    "reduced vocabulary": Variant(PEAGLE, *reduced()),
+    "reduced vocabulary": Variant(PEAGLE, peagle_tensors() | REDUCED, IDS),
     "the mask's other name": Variant({**without(PEAGLE, "mask_token_id"), "pard_token": MASK}),
 }
 
@@ -128,122 +113,64 @@ def variant(request: pytest.FixtureRequest) -> Variant:
 
 
 @pytest.mark.parametrize("length", [2, 8, 62, 64, 65])
-def test_laws_are_those_of_the_formulas(variant: Variant, tmp_path: Path, length: int) -> None:
-    request = Feeding(
-        drafting(save(tmp_path, variant.config, variant.weights)),
-        NETWORK,
-        [(7 * i + i // 5) % VOCABULARY for i in range(length)],
-    )
+def test_distributions_are_the_formulas(variant: Variant, tmp_path: Path, length: int) -> None:
+    prompt = [(7 * i + i // 5) % VOCABULARY for i in range(length)]
+    request = Feeding(drafting(save(tmp_path, variant.config, variant.weights)), NETWORK, prompt)
     request.tell()
-    expected = laws(request, variant.weights, normed_residual=variant.normed_residual)
-    assert len(expected) == AHEAD
-    check(request, request.grow(), expected, variant.ids)
+    check_guesses(request, request.grow(), variant.distributions(request), variant.ids)
 
 
 def test_rounds_with_commits_between_are_those_without_a_cache(variant: Variant, tmp_path: Path) -> None:
     """Masks leave nothing behind; accepted tokens are run with the target's states."""
-    rng = Random(3)
     speculator = drafting(save(tmp_path, variant.config, variant.weights))
     request = Feeding(speculator, NETWORK, PROMPT)
-    request.tell()
-    for _ in range(12):
-        expected = laws(request, variant.weights, normed_residual=variant.normed_residual)
-        check(request, request.grow(), expected, variant.ids)
-        speculator.check_integrity()
-        chosen = rng.choice(list(nodes_of(request.tree))).path()
-        request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
+    check_rounds(request, speculator, lambda: variant.distributions(request), variant.ids)
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 7])
-def test_the_laws_are_as_many_as_are_asked_for(tmp_path: Path, ahead: int) -> None:
+def test_a_pass_has_as_many_distributions_as_configured(tmp_path: Path, ahead: int) -> None:
     request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors()), ahead, 1), NETWORK, PROMPT)
     request.tell()
     guesses = request.grow()
     assert len(guesses) == ahead
-    check(request, guesses, laws(request, peagle_tensors(), ahead), None)
-
-
-def test_a_first_token_alone_has_no_row(tmp_path: Path) -> None:
-    """Until there is one after it, and its state."""
-    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, [5])
-    assert request.grow() == []
-    request.commit([7])
-    check(request, request.grow(), laws(request, peagle_tensors()), None)
-
-
-def test_states_that_come_late_are_waited_for(tmp_path: Path) -> None:
-    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, PROMPT)
-    request.tell(len(PROMPT) - 2)
-    assert request.grow() == []
-    request.commit([7, 8])
-    assert request.grow() == []
-    request.tell()
-    check(request, request.grow(), laws(request, peagle_tensors()), None)
-
-
-def test_several_requests_share_a_pass(tmp_path: Path) -> None:
-    speculator = drafting(save(tmp_path, PEAGLE, peagle_tensors()))
-    requests = {
-        key: Feeding(speculator, NETWORK, [(key * i) % VOCABULARY for i in range(3 * key)], key=key)
-        for key in (1, 2, 5)
-    }
-    for request in requests.values():
-        request.tell()
-    grown = speculator.grow()
-    assert grown.keys() == requests.keys()
-    for key, request in requests.items():
-        request.tree.graft(grown[key], 1000)
-        guesses = [(tuple(n.token for n in node.path()), node.log_prob) for node in nodes_of(request.tree)]
-        check(request, guesses, laws(request, peagle_tensors()), None)
+    check_guesses(request, guesses, distributions(request, peagle_tensors(), ahead))
 
 
 def test_a_long_prompt_takes_several_rounds(tmp_path: Path) -> None:
-    request = Feeding(
-        drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, [i % VOCABULARY for i in range(PREFILL_ROWS + 70)]
-    )
+    prompt = [i % VOCABULARY for i in range(PREFILL_ROWS + 70)]
+    request = Feeding(drafting(save(tmp_path, PEAGLE, peagle_tensors())), NETWORK, prompt)
     request.tell()
-    check(request, request.grow(), laws(request, peagle_tensors()), None)
+    check_guesses(request, request.grow(), distributions(request, peagle_tensors()))
 
 
-def test_the_first_guess_stands_on_the_state_before_the_root(tmp_path: Path) -> None:
-    """A head that lets through the last layer's output says in the root's row what the target says before the root."""
-    through = {name: torch.zeros_like(tensor) for name, tensor in peagle_tensors().items()}
-    through["fc.weight"] = torch.cat((torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1)
-    through["lm_head.weight"] = NETWORK.lm_head.weight.detach().clone()
-    through["norm.weight"] = NETWORK.model.norm.weight.detach().clone()
+def test_the_first_guess_comes_from_the_state_before_the_root(tmp_path: Path) -> None:
+    """A head that passes on the last layer's state predicts in the root's row what the target predicts before it."""
+    passing = {name: torch.zeros_like(tensor) for name, tensor in peagle_tensors().items()}
+    passing["fc.weight"] = torch.cat((torch.zeros(HIDDEN, 2 * HIDDEN), torch.eye(HIDDEN)), 1)
+    passing["lm_head.weight"] = NETWORK.lm_head.weight.detach().clone()
+    passing["norm.weight"] = NETWORK.model.norm.weight.detach().clone()
     with torch.no_grad():
-        said = NETWORK(torch.tensor([PROMPT])).logits[0].argmax(-1).tolist()
-    request = Feeding(drafting(save(tmp_path, PEAGLE, through), 1, 1), NETWORK, PROMPT)
+        predicted = NETWORK(torch.tensor([PROMPT])).logits[0].argmax(-1).tolist()
+    request = Feeding(drafting(save(tmp_path, PEAGLE, passing), 1, 1), NETWORK, PROMPT)
     request.tell()
-    assert [path for path, _ in request.grow()] == [(said[-2],)]
-    assert len(set(said[-3:])) == 3
-
-
-def test_a_head_without_mask_hidden_is_refused(tmp_path: Path) -> None:
-    checkpoint = save(tmp_path, PEAGLE, without(peagle_tensors(), "mask_hidden"))
-    assert is_peagle(checkpoint)
-    with pytest.raises(CheckpointError, match="no tensor mask_hidden: it is an EAGLE-3 head"):
-        drafting(checkpoint)
+    assert [path for path, _ in request.grow()] == [(predicted[-2],)]
+    assert len(set(predicted[-3:])) == 3
 
 
 @pytest.mark.parametrize(
-    ("config", "weights", "words"),
+    ("config", "weights", "complaint"),
     [
+        (PEAGLE, without(peagle_tensors(), "mask_hidden"), "no tensor mask_hidden: it is an EAGLE-3 head"),
         (without(PEAGLE, "mask_token_id"), peagle_tensors(), "names no mask_token_id"),
-        ({**PEAGLE, "mask_token_id": VOCABULARY}, peagle_tensors(), f"no id in an embedding of {VOCABULARY} tokens"),
+        ({**PEAGLE, "mask_token_id": VOCABULARY}, peagle_tensors(), f"no row of its embedding of {VOCABULARY} tokens"),
         (PEAGLE, peagle_tensors() | {"mask_hidden": torch.zeros(1, 1, 64)}, "has 64 values where 3 states of 64"),
-        (PEAGLE, without(peagle_tensors(), "fc.weight"), "no tensor fc.weight"),
         ({**PEAGLE, "target_hidden_size": 128}, peagle_tensors(), "hidden size 128, target has 64"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
-    tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], words: str
+def test_an_unsuitable_checkpoint_is_refused(
+    tmp_path: Path, config: dict[str, Any], weights: dict[str, Tensor], complaint: str
 ) -> None:
-    with pytest.raises(CheckpointError, match=words):
-        drafting(save(tmp_path, config, weights))
-
-
-def test_a_head_is_recognised_by_its_mask(tmp_path: Path) -> None:
-    assert is_peagle(save(tmp_path, without(PEAGLE, "speculators_model_type", "architectures"), peagle_tensors()))
-    plain = without(PEAGLE, "speculators_model_type", "architectures")
-    assert not is_peagle(save(tmp_path / "other", plain, without(peagle_tensors(), "mask_hidden")))
+    checkpoint = save(tmp_path, config, weights)
+    assert matches(checkpoint) == ("mask_hidden" in weights)
+    with pytest.raises(CheckpointError, match=complaint):
+        drafting(checkpoint)

@@ -1,4 +1,4 @@
-"""Other engines: their processes, environments and files, and what `paceline bench peers` makes of what they say."""
+"""Other engines: their processes, environments and files, and the figures of `paceline bench peers`."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ from typer.testing import CliRunner
 
 from paceline import family
 from paceline.cli import main
-from paceline.cli.supervised_process import StartError
+from paceline.launcher import StartError
 from paceline_lab.bench import peer_comparison
-from paceline_lab.bench.peer_comparison import LOADS, METHODS, PeerBenchOptions, PeerRow, models, picture, ratios
+from paceline_lab.bench.bench_measurement import Measurement
+from paceline_lab.bench.peer_comparison import METHODS, PeerBenchOptions, models, picture, ratios
 from paceline_lab.bench.workloads import Workload
 from paceline_lab.peers import peer_environments
 from paceline_lab.peers.peer_environments import DONE, NotInstalledError, python_of
 from paceline_lab.peers.peer_process import PeerError, PeerProcess
 from tests.helpers.checkpoints import save_checkpoint
 
-TOY = Path(__file__).parents[1] / "toy_engine.py"
-WISH = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "seed": 7, "max_tokens": 3}
+ROOT = Path(__file__).parents[2]
+REQUEST = {"method": "plain", "prompts": [[1, 5], [8]], "temperature": 0.0, "seed": 7, "max_tokens": 3}
 
 
 @pytest.fixture
@@ -43,12 +44,12 @@ def engine(tmp_path: Path) -> Iterator[PeerProcess]:
 
 
 def toy(folder: Path) -> PeerProcess:
-    root = str(TOY.parents[1])
-    return PeerProcess("toy", [sys.executable, str(TOY)], {"PYTHONPATH": root}, folder / "toy.log")
+    argv = [sys.executable, "-m", "tests.helpers.toy_engine"]
+    return PeerProcess("toy", argv, {"PYTHONPATH": str(ROOT)}, folder / "toy.log")
 
 
 def is_stopped(engine: PeerProcess) -> bool:
-    """A signal takes its time to arrive."""
+    """Waits: a signal takes its time to arrive."""
     for _ in range(500):
         if Path(f"/proc/{engine.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T":
             return True
@@ -56,60 +57,60 @@ def is_stopped(engine: PeerProcess) -> bool:
     return False
 
 
-class TestAProcess:
-    def test_answers_line_by_line(self, engine: PeerProcess) -> None:
+class TestProcess:
+    def test_responds_line_by_line(self, engine: PeerProcess) -> None:
         assert engine.start({}) == ["plain", "refusing", "dying", "slow"]
         for _ in range(2):
-            tokens, seconds = engine.generate(WISH)
+            tokens, seconds = engine.generate(REQUEST)
             assert tokens == [[6, 7, 8], [9, 10, 11]]
             assert 0 < seconds < 1
 
-    def test_tells_how_long_its_own_call_took(self, engine: PeerProcess) -> None:
+    def test_measures_its_own_call(self, engine: PeerProcess) -> None:
         engine.start({})
-        _, seconds = engine.generate({**WISH, "method": "slow"})
+        _, seconds = engine.generate({**REQUEST, "method": "slow"})
         assert 0.2 <= seconds < 2
 
-    def test_is_stopped_while_nobody_asks(self, engine: PeerProcess) -> None:
+    def test_is_stopped_between_requests(self, engine: PeerProcess) -> None:
         engine.start({})
         assert is_stopped(engine)
-        engine.generate(WISH)
+        engine.generate(REQUEST)
         assert is_stopped(engine)
 
-    def test_lives_on_after_an_error(self, engine: PeerProcess) -> None:
+    def test_survives_an_error(self, engine: PeerProcess) -> None:
         engine.start({})
         with pytest.raises(PeerError, match="toy: ValueError: it takes 1 at once"):
-            engine.generate({**WISH, "method": "refusing"})
-        assert engine.generate(WISH)[0][0] == [6, 7, 8]
+            engine.generate({**REQUEST, "method": "refusing"})
+        assert engine.generate(REQUEST)[0][0] == [6, 7, 8]
 
-    def test_that_cannot_load_says_why(self, engine: PeerProcess) -> None:
+    def test_reports_why_it_cannot_load(self, engine: PeerProcess) -> None:
         with pytest.raises(PeerError, match="nothing to load"):
             engine.start({"broken": True})
 
-    def test_that_died_is_gone_for_good(self, engine: PeerProcess) -> None:
+    def test_stays_gone_after_it_died(self, engine: PeerProcess) -> None:
         engine.start({})
         for _ in range(2):
             with pytest.raises(PeerError, match=r"gone: see .*toy\.log"):
-                engine.generate({**WISH, "method": "dying"})
+                engine.generate({**REQUEST, "method": "dying"})
 
-    def test_that_says_nothing_is_not_waited_for(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_times_out_without_an_answer(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
         engine.start({})
         monkeypatch.setattr("paceline_lab.peers.peer_process.ANSWER_S", 0.05)
         began = time.perf_counter()
         with pytest.raises(PeerError, match="no answer in"):
-            engine.generate({**WISH, "method": "slow"})
+            engine.generate({**REQUEST, "method": "slow"})
         assert time.perf_counter() - began < 0.19
 
-    def test_that_was_late_is_not_asked_again(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Its answer would be taken for that to the next question."""
+    def test_is_killed_after_a_timeout(self, engine: PeerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its late answer would be taken for the next request's."""
         engine.start({})
         monkeypatch.setattr("paceline_lab.peers.peer_process.ANSWER_S", 0.05)
         with pytest.raises(PeerError, match="no answer in"):
-            engine.generate({**WISH, "method": "slow", "max_tokens": 1})
+            engine.generate({**REQUEST, "method": "slow", "max_tokens": 1})
         monkeypatch.undo()
         with pytest.raises(PeerError, match="gone"):
-            engine.generate(WISH)
+            engine.generate(REQUEST)
 
-    def test_is_ended_though_it_is_stopped(self, tmp_path: Path) -> None:
+    def test_can_be_closed_while_it_is_stopped(self, tmp_path: Path) -> None:
         process = toy(tmp_path)
         process.start({})
         process.close()
@@ -119,40 +120,40 @@ class TestAProcess:
 RECIPE = [["install", "one"], ["install", "two"]]
 
 
-class TestAnEnvironment:
+class TestEnvironment:
     @pytest.fixture(autouse=True)
     def recipe(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(peer_environments, "RECIPES", {"toy": RECIPE})
 
     @pytest.fixture
-    def told(self, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
-        """What pip is told."""
-        told: list[Sequence[str]] = []
-        monkeypatch.setattr(peer_environments, "_pip", lambda python, command: told.append(command))
-        monkeypatch.setattr(peer_environments.venv, "create", lambda place, with_pip: self.make(place))
-        return told
+    def commands(self, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+        """Commands given to pip."""
+        commands: list[Sequence[str]] = []
+        monkeypatch.setattr(peer_environments, "_pip", lambda python, command: commands.append(command))
+        monkeypatch.setattr(peer_environments.venv, "create", lambda folder, with_pip: self.make(folder))
+        return commands
 
-    def make(self, place: Path) -> None:
-        (place / "bin").mkdir(parents=True)
-        (place / "bin" / "python").touch()
+    def make(self, folder: Path) -> None:
+        (folder / "bin").mkdir(parents=True)
+        (folder / "bin" / "python").touch()
 
-    def test_is_made_once(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+    def test_is_made_once(self, tmp_path: Path, commands: list[Sequence[str]]) -> None:
         python = python_of("toy", tmp_path)
         assert python == tmp_path / "toy" / "bin" / "python"
-        assert told == RECIPE
+        assert commands == RECIPE
         assert python_of("toy", tmp_path) == python
-        assert len(told) == 2
+        assert len(commands) == 2
 
-    def test_is_completed_if_it_is_of_another_recipe(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+    def test_is_completed_after_a_change_of_recipe(self, tmp_path: Path, commands: list[Sequence[str]]) -> None:
         self.make(tmp_path / "toy")
         (tmp_path / "toy" / DONE).write_text("install an older one")
         python_of("toy", tmp_path)
-        assert told == RECIPE
+        assert commands == RECIPE
 
-    def test_without_a_recipe_is_our_own(self, tmp_path: Path) -> None:
+    def test_without_a_recipe_is_this_one(self, tmp_path: Path) -> None:
         assert python_of("paceline", tmp_path) == Path(sys.executable)
 
-    def test_that_cannot_be_made_is_told_in_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failure_is_reported_in_one_line(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.make(tmp_path / "toy")
 
         def fails(python: Path, command: Sequence[str]) -> None:
@@ -163,24 +164,24 @@ class TestAnEnvironment:
             python_of("toy", tmp_path)
         assert not (tmp_path / "toy" / DONE).exists()
 
-    def test_is_tried_again_where_it_was_left_half_made(self, tmp_path: Path, told: list[Sequence[str]]) -> None:
+    def test_is_completed_if_it_is_half_made(self, tmp_path: Path, commands: list[Sequence[str]]) -> None:
         self.make(tmp_path / "toy")
         python_of("toy", tmp_path)
         assert (tmp_path / "toy" / DONE).read_text() == "install one\ninstall two"
 
 
-class TestAModel:
+class TestModel:
     def test_has_no_token_that_ends_a_text(self, tmp_path: Path) -> None:
-        places = models("shipped", tmp_path / "models")
+        paths = models("shipped", tmp_path / "models")
         for which in ("target", "draft"):
             for name in ("config.json", "generation_config.json"):
-                assert json.loads((Path(places[which]) / name).read_text())["eos_token_id"] is None
+                assert json.loads((Path(paths[which]) / name).read_text())["eos_token_id"] is None
         shipped = family.path(family.NAMES[0])
-        assert (Path(places["target"]) / "model.safetensors").read_bytes() == (
+        assert (Path(paths["target"]) / "model.safetensors").read_bytes() == (
             shipped / "model.safetensors"
         ).read_bytes()
 
-    def test_of_the_last_run_is_written_again(self, tmp_path: Path) -> None:
+    def test_is_written_anew_in_every_run(self, tmp_path: Path) -> None:
         gguf = Path(models("shipped", tmp_path / "models")["gguf"])
         gguf.write_text("of an older model")
         models("shipped", tmp_path / "models")
@@ -207,7 +208,7 @@ def tensors(checkpoint: Path) -> Mapping[str, Any]:
     return {tensor.name: tensor for tensor in reader.tensors}
 
 
-class TestAGgufFile:
+class TestGgufFile:
     """Read back with the package's own reader."""
 
     def test_has_every_tensor_once(self, checkpoint: Path, tensors: Mapping[str, Any]) -> None:
@@ -223,7 +224,7 @@ class TestAGgufFile:
         assert np.array_equal(tensors["output_norm.weight"].data, weight.float().numpy())
 
     @pytest.mark.parametrize(("ours", "theirs", "heads"), [("q_proj", "attn_q", 4), ("k_proj", "attn_k", 2)])
-    def test_turns_neighbours(
+    def test_reorders_rows_for_rotary_embedding(
         self, ours: str, theirs: str, heads: int, checkpoint: Path, tensors: Mapping[str, Any]
     ) -> None:
         """Turning number i with number i + D / 2, then dotting, is turning neighbours of the reordered rows."""
@@ -235,7 +236,7 @@ class TestAGgufFile:
         assert torch.allclose(pairs[..., 0], halves[:, 0])
         assert torch.allclose(pairs[..., 1], halves[:, 1])
 
-    def test_is_not_written_of_other_dtypes(self, tmp_path: Path) -> None:
+    def test_is_refused_for_other_dtypes(self, tmp_path: Path) -> None:
         pytest.importorskip("gguf", reason="pip install gguf: `make setup` does")
         from paceline_lab.peers.gguf_writer import write_gguf
 
@@ -247,7 +248,7 @@ class TestAGgufFile:
 
 
 def rows(**speeds: float) -> list[dict[str, Any]]:
-    """Of `engine/method/load/batch` in the shipped size; `engine` alone: plain code."""
+    """Rows of `engine/method/load/batch` in the shipped size; `engine` alone: plain code."""
     made = []
     for key, speed in speeds.items():
         engine, method, load, batch = (*key.split("/"), *["plain", "code", "1"][key.count("/") :])
@@ -259,13 +260,13 @@ def rows(**speeds: float) -> list[dict[str, Any]]:
 
 
 def test_the_best_method_counts() -> None:
-    told = ratios(rows(**{"paceline": 10, "paceline/ngram": 60, "llama.cpp": 20, "llama.cpp/prompt_lookup": 15}))
-    assert told["shipped: best / llama.cpp best, code"] == 3
-    assert told["shipped: speculative / plain, code"] == 6
+    found = ratios(rows(**{"paceline": 10, "paceline/ngram": 60, "llama.cpp": 20, "llama.cpp/prompt_lookup": 15}))
+    assert found["shipped: best / llama.cpp best, code"] == 3
+    assert found["shipped: speculative / plain, code"] == 6
 
 
 def test_one_figure_for_several_loads_is_their_geometric_mean() -> None:
-    told = ratios(
+    found = ratios(
         rows(
             **{
                 "paceline": 40,
@@ -275,13 +276,13 @@ def test_one_figure_for_several_loads_is_their_geometric_mean() -> None:
             }
         )
     )
-    assert told["shipped: plain / llama.cpp plain"] == 6
+    assert found["shipped: plain / llama.cpp plain"] == 6
 
 
 def test_what_was_not_measured_has_no_ratio() -> None:
-    told = ratios(rows(**{"paceline": 40, "llama.cpp": 10}))
-    assert "shipped: plain / llama.cpp plain" not in told, "half of the loads"
-    assert told == {"shipped: best / llama.cpp best, code": 4.0}
+    found = ratios(rows(**{"paceline": 40, "llama.cpp": 10}))
+    assert "shipped: plain / llama.cpp plain" not in found, "half of the loads"
+    assert found == {"shipped: best / llama.cpp best, code": 4.0}
 
 
 def test_batches_are_not_mixed() -> None:
@@ -290,32 +291,28 @@ def test_batches_are_not_mixed() -> None:
     assert "shipped: best / vllm best, batch 1" not in ratios(rows(**speeds))
 
 
-def test_the_slowest_way_to_draft_counts_where_it_does_not_pay() -> None:
+def test_the_slowest_method_counts_where_drafting_does_not_pay() -> None:
     speeds = {"paceline": 100, "paceline/ngram": 96, "paceline/eagle3": 120}
-    told = ratios(rows(**{f"{key if '/' in key else key + '/plain'}/code-0.8": speed for key, speed in speeds.items()}))
-    assert told["shipped: slowest method / plain, code-0.8"] == 0.96
+    found = ratios(
+        rows(**{f"{key if '/' in key else key + '/plain'}/code-0.8": speed for key, speed in speeds.items()})
+    )
+    assert found["shipped: slowest method / plain, code-0.8"] == 0.96
 
 
-def test_an_output_is_equal_if_it_always_is() -> None:
-    plain, other = PeerRow(), PeerRow()
+def test_an_output_is_equal_if_every_repetition_is() -> None:
+    plain, other = Measurement(), Measurement()
     for _ in range(2):
         plain.add(0, [[1, 2], [3, 4]], 1.0)
     other.add(0, [[1, 2], [3, 4]], 1.0)
     other.add(0, [[1, 2], [3, 5]], 1.0)
-    assert (plain.equal(plain), other.equal(plain)) == (2, 1)
-    assert PeerRow().equal(plain) == 0
-
-
-def test_without_plain_decoding_nothing_is_equal() -> None:
-    other = PeerRow()
-    other.add(0, [[1, 2]], 1.0)
-    assert other.equal(PeerRow()) == 0
+    assert (plain.equal_prompts(plain), other.equal_prompts(plain)) == (2, 1)
+    assert Measurement().equal_prompts(plain) == other.equal_prompts(Measurement()) == 0
 
 
 def test_speed_counts_the_tokens_of_all_requests() -> None:
-    line = PeerRow()
-    line.add(0, [[1, 2], [3, 4, 5]], 2.0)
-    assert line.speeds == [2.5]
+    this = Measurement()
+    this.add(0, [[1, 2], [3, 4, 5]], 2.0)
+    assert this.median_speed == 2.5
 
 
 # A run
@@ -325,9 +322,9 @@ PROMPTS = [[1, 2], [3, 4], [5, 6], [7, 8]]
 
 
 class Fake:
-    """In place of an engine's process: 96 tokens in 1 s, drafting in half of that"""
+    """In place of an engine's process: 96 tokens in 1 s, with a draft in half of that."""
 
-    asked: ClassVar[list[tuple[str, str, int]]] = []
+    requests: ClassVar[list[tuple[str, str, int]]] = []
     interrupt_at = math.inf
 
     def __init__(self, name: str, argv: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
@@ -340,14 +337,14 @@ class Fake:
         assert self.engine != "paceline" or setup["speculation"]["suffix + eagle3"]["model"] == "h"
         return list(setup["methods"])
 
-    def generate(self, wish: Mapping[str, Any]) -> tuple[list[list[int]], float]:
-        method, prompts = wish["method"], wish["prompts"]
-        if len(self.asked) >= self.interrupt_at:
+    def generate(self, request: Mapping[str, Any]) -> tuple[list[list[int]], float]:
+        method, prompts = request["method"], request["prompts"]
+        if len(self.requests) >= self.interrupt_at:
             raise KeyboardInterrupt
-        self.asked.append((self.engine, method, len(prompts)))
+        self.requests.append((self.engine, method, len(prompts)))
         if self.engine == "llama.cpp" and method != "plain" and len(prompts) > 1:
             raise PeerError("llama.cpp, shipped: it takes 1 at once")
-        tokens = [[prompt[0]] * wish["max_tokens"] for prompt in prompts]
+        tokens = [[prompt[0]] * request["max_tokens"] for prompt in prompts]
         return tokens, (1.0 if method == "plain" else 0.5) * (1.0 if self.threads == 1 else 0.8)
 
     def close(self) -> None:
@@ -363,18 +360,18 @@ def faked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> PeerBenchOptions:
     monkeypatch.setattr(peer_comparison.os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(peer_comparison, "workloads", lambda: [Workload("code completion", "", [])])
     monkeypatch.setattr(peer_comparison, "repetitive_workloads", lambda: [])
-    monkeypatch.setattr(Fake, "asked", [])
+    monkeypatch.setattr(Fake, "requests", [])
     return PeerBenchOptions(sizes=["shipped"], loads=["code"], repeats=2, folder=tmp_path / "peers")
 
 
-def run(wish: PeerBenchOptions) -> tuple[dict[str, Any], str]:
+def run(options: PeerBenchOptions) -> tuple[dict[str, Any], str]:
     shown = io.StringIO()
-    return peer_comparison.run(Console(file=shown, width=160), wish), shown.getvalue()
+    return peer_comparison.run(Console(file=shown, width=160), options), shown.getvalue()
 
 
 def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
     summary, shown = run(faked)
-    singles = [each for each in Fake.asked if each[2] == 1]
+    singles = [each for each in Fake.requests if each[2] == 1]
     able = [(engine, method) for engine, methods in METHODS.items() for method in methods if engine != "transformers"]
     assert [each[:2] for each in singles[-len(able) :]] == able
     assert [each[:2] for each in singles[-2 * len(able) : -len(able)]] == able
@@ -388,7 +385,7 @@ def test_every_method_is_measured_in_turns(faked: PeerBenchOptions) -> None:
     assert "120" in shown
 
 
-def test_what_is_missing_is_told_and_the_rest_measured(faked: PeerBenchOptions) -> None:
+def test_an_engine_that_fails_is_left_out(faked: PeerBenchOptions) -> None:
     summary, shown = run(faked)
     assert "left out: transformers, shipped is gone" in shown
     assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp", "vllm"}
@@ -409,9 +406,7 @@ def test_an_engine_that_cannot_be_installed_is_left_out(
     assert {row["engine"] for row in summary["rows"]} == {"paceline", "llama.cpp"}
 
 
-def test_after_an_interruption_there_is_what_was_measured(
-    faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interruption_keeps_what_was_measured(faked: PeerBenchOptions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Fake, "interrupt_at", 60)
     summary, shown = run(faked)
     assert "interrupted" in shown
@@ -419,9 +414,9 @@ def test_after_an_interruption_there_is_what_was_measured(
     assert all(row["batch"] == 1 for row in summary["rows"])
 
 
-def test_names_that_are_none_are_refused() -> None:
+def test_unknown_names_are_refused() -> None:
     for wrong in ({"engines": ["sglang"]}, {"sizes": ["huge"]}, {"loads": ["poems"]}):
-        with pytest.raises(StartError, match="choose of"):
+        with pytest.raises(StartError, match="choose from"):
             PeerBenchOptions(**wrong)  # type: ignore[arg-type]
 
 
@@ -435,6 +430,18 @@ def test_the_command_ends_with_one_line_of_json(
     assert json.loads(result.output.splitlines()[-1])["rows"]
     assert ElementTree.fromstring(svg.read_text()) is not None
     assert CliRunner().invoke(main, ["bench", "peers", "--engines", "sglang"]).exit_code == 2
+
+
+def test_baseline_is_peers_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[PeerBenchOptions] = []
+
+    def run(console: Console, options: PeerBenchOptions) -> dict[str, Any]:
+        given.append(options)
+        return {"rows": []}
+
+    monkeypatch.setattr(peer_comparison, "run", run)
+    assert CliRunner().invoke(main, ["bench", "baseline"]).exit_code == 0
+    assert (given[0].engines, given[0].sizes) == (["paceline", "transformers"], ["shipped"])
 
 
 def test_the_picture_shows_plain_and_best_of_every_engine(faked: PeerBenchOptions) -> None:
@@ -452,9 +459,8 @@ def test_the_picture_shows_plain_and_best_of_every_engine(faked: PeerBenchOption
     assert "Tokens per second, one request: code and questions" in texts
 
 
-def test_the_picture_shows_what_there_is() -> None:
+def test_the_picture_shows_the_loads_that_were_measured() -> None:
     drawn = picture({"rows": rows(**{"paceline": 40, "llama.cpp": 10})})
     assert "one request: code<" in drawn
     assert ">40<" in drawn
     assert "json<" in picture({"rows": rows(**{"paceline/plain/json": 40})})
-    assert set(LOADS) >= {"code", "questions"}

@@ -1,45 +1,47 @@
-"""The pipe between a service and its compute."""
+"""The pipe between a service and its model process."""
 
 import asyncio
 import time
 
 import pytest
 
-from paceline.ipc.model_process import ModelProcessDiedError, ModelProcessStartError, model_process
+from paceline.ipc.model_process import ModelProcessDiedError, model_process
 from paceline.ipc.pipe import MessageDecoder, PipeClosedError, pack
+from paceline.launcher import StartError
 from tests.helpers.pipes import Note, joined, pipes
 
+MODULE = "tests.helpers.fake_model_process"
 
-def test_messages_come_whole_however_their_bytes_do() -> None:
+
+@pytest.mark.parametrize("chunk", [1, 7, 4096, 2**20])
+def test_messages_are_decoded_from_chunks_of_any_size(chunk: int) -> None:
     messages = [Note("a"), Note("b" * 100_000), Note("")]
     stream = b"".join(map(pack, messages))
-    for step in (1, 7, 4096, len(stream)):
-        unpacker = MessageDecoder()
-        got = [m for i in range(0, len(stream), step) for m in unpacker.feed(stream[i : i + step])]
-        assert got == messages
+    decoder = MessageDecoder()
+    assert [m for i in range(0, len(stream), chunk) for m in decoder.feed(stream[i : i + chunk])] == messages
 
 
-def test_each_kind_goes_to_who_asked_for_it() -> None:
+def test_messages_are_dispatched_by_type() -> None:
     with pipes() as (here, there):
         notes: list[Note] = []
         numbers: list[int] = []
         there.on(Note, notes.append)
         there.on(int, numbers.append)
+        there.receive(0.0)
+        there.receive(0.01)
         for message in (1, Note("x"), 2):
             here.send(message)
         there.receive(1.0)
         assert (notes, numbers) == ([Note("x")], [1, 2])
 
 
-def test_receiving_waits_as_long_as_it_is_told() -> None:
+def test_the_first_message_is_awaited() -> None:
     with pipes() as (here, there):
-        there.receive(0.0)
-        there.receive(0.01)
         here.send(Note("x"))
         assert there.receive_first(Note) == Note("x")
 
 
-def test_both_ends_notice_the_end() -> None:
+def test_both_ends_detect_a_closed_pipe() -> None:
     with pipes() as (here, there):
         there.close()
         with pytest.raises(PipeClosedError):
@@ -48,27 +50,27 @@ def test_both_ends_notice_the_end() -> None:
             here.send(Note("x"))
 
 
-async def test_the_event_loop_never_waits_for_a_slow_reader() -> None:
-    """Far more than a socket holds is sent before anybody reads; it all arrives, in order."""
+async def test_the_event_loop_does_not_wait_for_a_slow_reader() -> None:
+    """It sends far more than a socket buffers before the other end reads. Everything arrives in order."""
     async with joined() as (connection, pipe):
         for i in range(64):
             connection.send(Note(str(i) * 100_000))
-        got: list[Note] = []
-        pipe.on(Note, got.append)
+        received: list[Note] = []
+        pipe.on(Note, received.append)
         deadline = time.monotonic() + 20
-        while len(got) < 64 and time.monotonic() < deadline:
+        while len(received) < 64 and time.monotonic() < deadline:
             await asyncio.to_thread(pipe.receive, 0.05)
-        assert [note.text[:2] for note in got] == [(str(i) * 2)[:2] for i in range(64)]
+        assert [note.text[:2] for note in received] == [(str(i) * 2)[:2] for i in range(64)]
 
 
-async def test_what_is_sent_to_nobody_is_forgotten() -> None:
+async def test_messages_to_a_closed_pipe_are_discarded() -> None:
     async with joined() as (connection, pipe):
         pipe.close()
         await connection.lost
         connection.send(Note("x"))
 
 
-async def test_a_message_that_cannot_be_handled_ends_the_connection_and_says_why() -> None:
+async def test_an_error_in_a_handler_closes_the_pipe() -> None:
     async with joined() as (connection, pipe):
         connection.on(Note, lambda note: 1 / len(note.text))
         pipe.send(Note(""))
@@ -78,29 +80,27 @@ async def test_a_message_that_cannot_be_handled_ends_the_connection_and_says_why
             await asyncio.to_thread(pipe.receive, None)
 
 
-async def test_a_process_whose_message_cannot_be_handled_is_not_blamed() -> None:
-    async with model_process("tests.helpers.begins", "yes") as compute:
-        await compute.ready()
-        compute.connection.on(Note, lambda note: 1 / len(note.text))
-        compute.connection.send(Note(""))
+async def test_an_error_in_a_handler_is_not_reported_as_the_death_of_the_process() -> None:
+    async with model_process(MODULE, "echo") as process:
+        await process.ready
+        process.connection.on(Note, lambda note: 1 / len(note.text))
+        process.connection.send(Note(""))
         with pytest.raises(ZeroDivisionError):
-            await compute.exited
+            await process.exited
 
 
-async def test_a_process_that_cannot_begin_says_why() -> None:
-    async with model_process("tests.helpers.begins", "no") as compute:
-        with pytest.raises(ModelProcessStartError, match="it said no"):
-            await compute.ready()
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [("fail", StartError, "no such model"), ("exit", ModelProcessDiedError, "exit code 3")],
+)
+async def test_a_process_that_does_not_become_ready(options: str, error: type[Exception], text: str) -> None:
+    async with model_process(MODULE, options) as process:
+        with pytest.raises(error, match=text):
+            await process.ready
 
 
-async def test_a_process_that_ends_before_it_is_ready() -> None:
-    async with model_process("tests.helpers.begins", "die") as compute:
-        with pytest.raises(ModelProcessDiedError, match="exit code 3"):
-            await compute.ready()
-
-
-async def test_a_process_lives_as_long_as_it_is_needed() -> None:
-    async with model_process("tests.helpers.begins", "yes") as compute:
-        assert await compute.ready() == "about it"
-        assert not compute.exited.done()
-    assert compute.process.returncode == 0
+async def test_a_process_exits_at_the_end_of_its_context() -> None:
+    async with model_process(MODULE, "echo") as process:
+        assert await process.ready == "facts"
+        assert not process.exited.done()
+    assert process.process.returncode == 0

@@ -1,4 +1,4 @@
-"""Trees from laws per depth: compared with every path there is."""
+"""Trees from distributions per depth, compared with all paths."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.helpers.llamas import LAWS, VOCABULARY
 from tests.helpers.seen import nodes_of, root_of
 
 
-def random_law(rng: random.Random, tokens: int) -> RankedTokens:
+def random_distribution(rng: random.Random, tokens: int) -> RankedTokens:
     weights = sorted((rng.random() ** 3 for _ in range(tokens)), reverse=True)
     chosen = rng.sample(range(20), tokens)
     return [(token, math.log(weight / sum(weights))) for token, weight in zip(chosen, weights, strict=True)]
@@ -29,11 +29,11 @@ def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
     return {tuple(n.token for n in node.path()): node.path_log_prob for node in nodes_of(tree)}
 
 
-def every_path(laws: Sequence[RankedTokens]) -> dict[tuple[int, ...], float]:
+def every_path(distributions: Sequence[RankedTokens]) -> dict[tuple[int, ...], float]:
     return {
         tuple(token for token, _ in path): sum(log_prob for _, log_prob in path)
-        for depth in range(1, len(laws) + 1)
-        for path in itertools.product(*laws[:depth])
+        for depth in range(1, len(distributions) + 1)
+        for path in itertools.product(*distributions[:depth])
     }
 
 
@@ -41,18 +41,18 @@ def every_path(laws: Sequence[RankedTokens]) -> dict[tuple[int, ...], float]:
 @pytest.mark.parametrize("most", [0, 1, 5, 30, 1000])
 def test_the_likeliest_paths_of_all_are_grown(seed: int, most: int) -> None:
     rng = random.Random(seed)
-    laws = [random_law(rng, rng.randint(1, 4)) for _ in range(rng.randint(0, 4))]
+    distributions = [random_distribution(rng, rng.randint(1, 4)) for _ in range(rng.randint(0, 4))]
     floor = math.log(rng.choice([1e-9, 0.01, 0.1]))
     tree = TokenTree(5, 1)
-    new = grow_product_tree(tree, laws, most, floor)
-    likely = {path: chance for path, chance in every_path(laws).items() if chance > floor}
+    new = grow_product_tree(tree, distributions, most, floor)
+    likely = {path: chance for path, chance in every_path(distributions).items() if chance > floor}
     best = dict(sorted(likely.items(), key=lambda item: -item[1])[:most])
     assert paths(tree) == pytest.approx(best)
     assert sorted(new) == list(tree.nodes())
 
 
 def test_nodes_that_were_there_get_children_and_are_not_counted() -> None:
-    """Whether the new laws know them or not."""
+    """Whether or not the new distributions contain them."""
     tree = TokenTree(0, 0)
     stale, known = tree.add(ROOT, 9, math.log(0.9)), tree.add(ROOT, 1, math.log(0.1))
     tree.growth([stale, known])
@@ -67,7 +67,7 @@ def test_nodes_that_were_there_get_children_and_are_not_counted() -> None:
 def test_nodes_come_in_the_order_of_their_parents() -> None:
     rng = random.Random(3)
     tree = TokenTree(0, 0)
-    new = grow_product_tree(tree, [random_law(rng, 3) for _ in range(4)], 60, -math.inf)
+    new = grow_product_tree(tree, [random_distribution(rng, 3) for _ in range(4)], 60, -math.inf)
     growth = tree.growth(new)
     assert len(new) == 60
     assert list(growth.parent_ids) == sorted(growth.parent_ids)
@@ -76,29 +76,29 @@ def test_nodes_come_in_the_order_of_their_parents() -> None:
     assert TokenTree(0, 0).graft(growth, 1000) == 60
 
 
-@pytest.mark.parametrize("law", LAWS)
-def test_what_is_predicted_is_the_target_s_draw(law: SamplingParams) -> None:
-    """With the noise of each position; barred tokens have no chance."""
+@pytest.mark.parametrize("distribution", LAWS)
+def test_what_is_predicted_is_the_target_s_draw(distribution: SamplingParams) -> None:
+    """With the noise of each position; forbidden tokens have probability 0."""
     torch.manual_seed(0)
     logits = 3 * torch.randn(5, VOCABULARY)
-    history = History(law, [1, 2, 3], [4, 5], VOCABULARY)
+    history = History(distribution, [1, 2, 3], [4, 5], VOCABULARY)
     rows = draw_rows(history, 9, 5)
     assert [row.position for row in rows] == [9, 10, 11, 12, 13]
     expected = scores(logits, rows)
-    for law_of_one, score in zip(predict_draws(logits, rows, VOCABULARY), expected, strict=True):
-        assert law_of_one[0][0] == int(score.argmax())
-        assert sum(math.exp(log_prob) for _, log_prob in law_of_one) == pytest.approx(1, abs=1e-4)
+    for ranked, score in zip(predict_draws(logits, rows, VOCABULARY), expected, strict=True):
+        assert ranked[0][0] == int(score.argmax())
+        assert sum(math.exp(log_prob) for _, log_prob in ranked) == pytest.approx(1, abs=1e-4)
     assert [len(each) for each in predict_draws(logits, rows, 3)] == [3] * 5
 
 
 def test_a_shortest_length_is_counted_along_the_unknown_guesses() -> None:
     barred = SamplingParams(temperature=0.0, min_tokens=4, max_tokens=9, stop_token_ids=(7,))
     logits = torch.zeros(5, 10).index_fill(1, torch.tensor([7]), 5.0)
-    laws = predict_draws(logits, draw_rows(History(barred, [1], [2], 10), 2, 5), 1)
-    assert [each[0][0] == 7 for each in laws] == [False, False, False, True, True]
+    distributions = predict_draws(logits, draw_rows(History(barred, [1], [2], 10), 2, 5), 1)
+    assert [each[0][0] == 7 for each in distributions] == [False, False, False, True, True]
 
 
 def test_columns_may_stand_for_other_tokens() -> None:
     ids = torch.tensor([4, 9])
-    [law] = predict_draws(torch.tensor([[0.0, 3.0]]), draw_rows(History(LAWS[0], [1], [], 20), 1, 1), 5, ids)
-    assert [token for token, _ in law] == [9, 4]
+    [distribution] = predict_draws(torch.tensor([[0.0, 3.0]]), draw_rows(History(LAWS[0], [1], [], 20), 1, 1), 5, ids)
+    assert [token for token, _ in distribution] == [9, 4]

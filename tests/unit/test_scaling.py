@@ -1,4 +1,4 @@
-"""From what each part costs to how many it takes."""
+"""From measured costs to numbers of processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COSTS = Costs(
 )
 
 
-def test_costs_lie_on_straight_lines() -> None:
+def test_costs_are_interpolated() -> None:
     assert COSTS.engine_s(1) == 1e-3
     assert COSTS.engine_s(550) == pytest.approx(55e-3)
     assert COSTS.engine_s(5000) == pytest.approx(0.5)
@@ -30,36 +30,36 @@ def test_one_target_is_enough_while_its_step_is_short() -> None:
     assert process_counts(100, COSTS, TARGET, token_ms=39.0, answer_tokens=100).targets == 2
 
 
-def test_gateways_are_never_fuller_than_full() -> None:
+def test_gateways_are_at_most_full() -> None:
     found = process_counts(10_000, COSTS, TARGET, token_ms=50.0, answer_tokens=100)
     assert found.token_ms <= 50.0
     assert found.gateway <= FULL
     assert found.gateways == pytest.approx(found.tokens_per_s * 70e-6 / FULL, abs=1)
 
 
-def test_a_service_that_is_full_takes_another_target() -> None:
+def test_a_full_service_needs_another_target() -> None:
     slow = Costs(COSTS.engine, service=CpuPerToken(800e-6, 0.0), gateway=COSTS.gateway)
     found = process_counts(100, slow, TARGET, token_ms=1000.0, answer_tokens=100)
     assert found.targets > 1
     assert found.service <= FULL
 
 
-def test_what_no_target_can_do_is_said() -> None:
+def test_an_impossible_goal_is_refused() -> None:
     with pytest.raises(OutOfReachError, match=r"one request alone gets a token every 31\.0 ms"):
         process_counts(10, COSTS, TARGET, token_ms=20.0, answer_tokens=100)
 
 
-def test_the_engine_is_measured_at_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "STREAMED", 8)
     found, beyond = measure_engine(8), measure_engine(9)
     assert found.tokens is not None
     assert found.streamed_ms is not None
-    assert found.tokens > 1, "guesses are accepted"
+    assert found.tokens > 1, "draft tokens are accepted"
     assert min(found.plain_ms, found.streamed_ms, beyond.plain_ms) > 0
     assert beyond.streamed_ms is None
 
 
 def test_a_frame_carries_several_tokens_for_little_more_than_one() -> None:
-    told = frames()
-    assert told["delta_of_1_token"] < told["delta_of_4_tokens"] < 2 * told["delta_of_1_token"]
-    assert min(told.values()) > 0
+    sizes = frames()
+    assert sizes["delta_of_1_token"] < sizes["delta_of_4_tokens"] < 2 * sizes["delta_of_1_token"]
+    assert min(sizes.values()) > 0

@@ -1,7 +1,7 @@
-"""The heads that ship, on text that neither they nor their target were trained on.
+"""The shipped heads, on text that neither they nor their target were trained on.
 
-That what a head is told after a disturbance is what it is told without one is shown bit by bit in test_freshness.py.
-Here is what that is for: a trained head's guesses are accepted as often as ever, at every depth.
+test_freshness.py shows bit by bit that a head gets the same states after a disturbance as without one. These tests show
+the effect: a trained head's acceptance rate stays the same at every depth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 from paceline import family
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import SpeculationStats, Submission
+from paceline.core.messages import GenerationRequest, SpeculationStats
 from paceline.drafting import build_speculator
 from paceline.drafting.speculator import Context, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
@@ -40,10 +40,9 @@ CHAIN = {
     "draft_schedule": "lockstep",
     "row_budget": False,
 }
-"""Every step verifies a chain of DEPTH guesses, however long they took."""
+"""Every step verifies a chain of DEPTH draft tokens, on machines of any speed."""
 NEAR = 0.04
-"""Shares of acceptance are as good as equal if they differ by less. Where a step begins elsewhere in the text than
-without the disturbance, other guesses are counted."""
+"""Acceptance rates that differ by less count as equal. After a disturbance, steps begin at other tokens of the text."""
 
 
 @pytest.fixture(scope="module")
@@ -63,15 +62,15 @@ def head(model: Model, method: str) -> Speculator:
 
 @dataclass
 class Served:
-    """What became of requests: their tokens, and how their guesses fared, all taken together."""
+    """The tokens of requests, and the sum of their statistics."""
 
     tokens: list[list[int]]
     stats: SpeculationStats
     cached: int = 0
     preemptions: int = 0
 
-    def shares(self) -> list[float]:
-        """Of all verifications, those that accepted so many guesses at least."""
+    def rates(self) -> list[float]:
+        """By depth, the share of verifications that accepted a draft token there."""
         return [count / self.stats.verifications for count in self.stats.accepted_by_depth]
 
 
@@ -84,7 +83,7 @@ def serve(target: Engine, prompts: Sequence[Sequence[int]]) -> Served:
     served = Served([[] for _ in prompts], SpeculationStats())
     for number, prompt in enumerate(prompts):
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS)
-        target.submit(Submission(str(number), list(prompt), sampling, SpeculativeOptions(report=True)))
+        target.submit(GenerationRequest(str(number), list(prompt), sampling, SpeculativeOptions(report=True)))
     while target.busy:
         for delta in target.step():
             served.tokens[int(delta.request_id)] += delta.tokens
@@ -110,15 +109,15 @@ def plain(model: Model, prompts: list[list[int]]) -> list[list[int]]:
 @pytest.mark.parametrize(
     "method", [pytest.param(each, marks=[] if each == "eagle3" else pytest.mark.slow) for each in family.HEADS]
 )
-def test_a_head_foresees_far_more_than_chance_would(
+def test_a_head_predicts_far_better_than_chance(
     method: str, model: Model, prompts: list[list[int]], plain: list[list[int]]
 ) -> None:
-    """Who guesses the commonest token each time is right once in ten times, and one of 4096 at random hardly ever."""
+    """The commonest token is right one time in ten, a random one of 4096 hardly ever."""
     served = serve(engine(model, LocalDraftClient(head(model, method))), prompts)
     assert served.tokens == plain
     [(_, commonest)] = Counter(itertools.chain(*plain)).most_common(1)
-    assert served.shares()[0] > 2 * commonest / sum(map(len, plain))
-    assert served.shares()[0] > served.shares()[1] > served.shares()[2] > 0
+    assert served.rates()[0] > 2 * commonest / sum(map(len, plain))
+    assert served.rates()[0] > served.rates()[1] > served.rates()[2] > 0
 
 
 @pytest.fixture(scope="module")
@@ -126,16 +125,16 @@ def undisturbed(model: Model, prompts: list[list[int]]) -> Served:
     return serve(engine(model, LocalDraftClient(head(model, "eagle3"))), prompts)
 
 
-class TestAcceptanceIsAsGoodAsEver:
-    """After everything that makes others' heads lose it."""
+class TestAcceptanceStaysTheSame:
+    """After disturbances that lower it in other engines."""
 
     def test_after_a_hit_in_the_prefix_cache(self, model: Model, prompts: list[list[int]], undisturbed: Served) -> None:
-        """vLLM's and SGLang's users saw it fall from 0.98 to 0.10: the head had not seen what was not computed."""
+        """vLLM's and SGLang's users saw it fall from 0.98 to 0.10: the head had no states of cached positions."""
         target = engine(model, LocalDraftClient(head(model, "eagle3")))
         serve(target, prompts)
         again = serve(target, prompts)
         assert again.cached > sum(map(len, prompts)) / 2
-        assert again.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
+        assert again.rates() == pytest.approx(undisturbed.rates(), abs=NEAR)
         assert again.tokens == undisturbed.tokens
 
     @pytest.mark.slow
@@ -144,7 +143,7 @@ class TestAcceptanceIsAsGoodAsEver:
     ) -> None:
         target = engine(model, LocalDraftClient(head(model, "eagle3")), max_num_batched_rows=64)
         served = serve(target, prompts)
-        assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
+        assert served.rates() == pytest.approx(undisturbed.rates(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
     @pytest.mark.slow
@@ -152,7 +151,7 @@ class TestAcceptanceIsAsGoodAsEver:
         scarce = load(family.NAMES[0], EngineConfig(slots=512))
         served = serve(engine(scarce, LocalDraftClient(head(scarce, "eagle3")), slots=512), prompts)
         assert served.preemptions > 0
-        assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
+        assert served.rates() == pytest.approx(undisturbed.rates(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
     @pytest.mark.parametrize(
@@ -162,20 +161,18 @@ class TestAcceptanceIsAsGoodAsEver:
         self, losses: list[int], model: Model, prompts: list[list[int]], undisturbed: Served
     ) -> None:
         served = serve(engine(model, Moving(head(model, "eagle3"), losses)), prompts)
-        assert served.shares() == pytest.approx(undisturbed.shares(), abs=NEAR)
+        assert served.rates() == pytest.approx(undisturbed.rates(), abs=NEAR)
         assert served.tokens == undisturbed.tokens
 
-    def test_a_head_that_is_told_nonsense_is_found_out(
-        self, model: Model, prompts: list[list[int]], undisturbed: Served
-    ) -> None:
-        """What these tests would see if the states of cached positions were those of others."""
-        served = serve(engine(model, Confused(head(model, "eagle3"))), prompts)
+    def test_wrong_states_change_it(self, model: Model, prompts: list[list[int]], undisturbed: Served) -> None:
+        """As if the states of cached positions belonged to other positions."""
+        served = serve(engine(model, ShufflingClient(head(model, "eagle3"))), prompts)
         assert served.tokens == undisturbed.tokens
-        assert served.shares() != pytest.approx(undisturbed.shares(), abs=NEAR)
+        assert served.rates() != pytest.approx(undisturbed.rates(), abs=NEAR)
 
 
-class Confused(LocalDraftClient):
-    """Tells its head the states of a prompt in another order."""
+class ShufflingClient(LocalDraftClient):
+    """Sends the states of a prompt in another order."""
 
     def context(self, context: Context) -> None:
         shuffled = torch.randperm(len(context.hidden_states), generator=torch.Generator().manual_seed(0))

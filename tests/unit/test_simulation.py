@@ -1,4 +1,4 @@
-"""Target and draft in virtual time: what overlapping is worth, on a clock that knows no machine."""
+"""Target and draft in virtual time: the gain from overlap, independent of the machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.config import SamplingParams, SpeculativeConfig
-from paceline.core.messages import Submission
+from paceline.core.messages import GenerationRequest
 from paceline.engine.draft_schedule import LockstepSchedule
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.pair_simulation import SimulatedPair, SimulationResult, simulate
@@ -38,7 +38,7 @@ def lockstep(k: int, rtt_s: float) -> SimulatedPair:
 def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200) -> SimulationResult:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     return simulate(
-        pair, [(0.0, Submission(f"r{i}", [i + 1, 2, 3], sampling, drafts=["draft"])) for i in range(requests)]
+        pair, [(0.0, GenerationRequest(f"r{i}", [i + 1, 2, 3], sampling, drafts=["draft"])) for i in range(requests)]
     )
 
 
@@ -82,26 +82,26 @@ def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> N
     assert useless.tokens_per_s >= 0.97 * plain.tokens_per_s
 
 
-def test_guesses_are_cheap_on_the_wire() -> None:
+def test_draft_tokens_are_cheap_on_the_wire() -> None:
     assert served(replace(STREAMED, rtt_s=0.002)).wire_bytes_per_token < 160
 
 
 def test_a_forecast_is_the_simulation_of_one_request_after_another(plain: SimulationResult) -> None:
-    foreseen = forecast_sequential(SimulatedPair(TARGET, None), [[1, 2, 3]] * 2, 200)
-    assert foreseen.tokens_per_s == pytest.approx(plain.tokens_per_s)
-    assert foreseen.answers == [next(iter(plain.tokens.values()))] * 2
-    assert forecast_sequential(STREAMED, [[1, 2, 3]], 60).answers == [foreseen.answers[0][:60]]
+    forecast = forecast_sequential(SimulatedPair(TARGET, None), [[1, 2, 3]] * 2, 200)
+    assert forecast.tokens_per_s == pytest.approx(plain.tokens_per_s)
+    assert forecast.outputs == [next(iter(plain.tokens.values()))] * 2
+    assert forecast_sequential(STREAMED, [[1, 2, 3]], 60).outputs == [forecast.outputs[0][:60]]
 
 
 @pytest.mark.parametrize("requests", [32, pytest.param(64, marks=pytest.mark.slow)])
-def test_where_rows_are_dear_drafts_grow_less(requests: int) -> None:
-    """The price of a row reaches them: with twice the requests, they send less for each token."""
+def test_drafts_grow_less_where_rows_are_expensive(requests: int) -> None:
+    """The price of a row reaches the drafts: with twice the requests, they send less per token."""
     some, more = (served(STREAMED, count, tokens=60).wire_bytes_per_token for count in (8, requests))
     assert more < 0.6 * some
 
 
 @pytest.mark.parametrize("requests", [1, 8, pytest.param(64, marks=pytest.mark.slow)])
-def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None:
+def test_the_row_budget_beats_any_fixed_number_of_nodes(requests: int) -> None:
     def rate(**changes: object) -> float:
         pair = replace(STREAMED, speculation=STREAMED.speculation.model_copy(update=changes))
         return served(pair, requests, tokens=60).tokens_per_s
@@ -110,8 +110,8 @@ def test_the_row_budget_beats_any_fixed_number_of_guesses(requests: int) -> None
 
 
 @pytest.mark.parametrize("k", [4, pytest.param(6, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)])
-def test_lockstep_drafts_grow_whole_chains_however_dear_rows_are(k: int) -> None:
-    """A chain that came up short would have its step wait for as long as it can."""
+def test_lockstep_drafts_grow_whole_chains_at_any_price_of_a_row(k: int) -> None:
+    """A short chain would make its step wait until the timeout."""
     requests, rtt_s = 64, 0.01
     draft = DRAFT.model_copy(update={"knee_rows": 16})
     outcome = served(replace(lockstep(k, rtt_s), draft=draft), requests, tokens=40)
@@ -127,18 +127,18 @@ def test_actors_meet_in_time() -> None:
     time, seen = VirtualTime(), []
     wire: DelayedLink[str] = DelayedLink(time, 0.5)
 
-    def speak() -> None:
-        for word in ("a", "b"):
+    def send() -> None:
+        for message in ("a", "b"):
             time.sleep(1.0)
-            wire.put(word)
+            wire.put(message)
 
-    def listen() -> None:
+    def receive() -> None:
         while True:
-            heard = wire.take(0.7)
-            seen.append((round(time.now(), 3), heard))
+            messages = wire.take(0.7)
+            seen.append((round(time.now(), 3), messages))
 
-    time.start(speak)
-    time.start(listen)
+    time.start(send)
+    time.start(receive)
     time.run(lambda: len(seen) >= 5)
     assert seen == [(0.7, []), (1.4, []), (1.5, ["a"]), (2.2, []), (2.5, ["b"])]
 
@@ -160,7 +160,7 @@ def test_only_actors_wait() -> None:
         VirtualTime().sleep(1.0)
 
 
-def test_ctrl_c_is_not_taken_for_an_error_of_who_was_at_work() -> None:
+def test_ctrl_c_ends_the_run_without_resuming_actors() -> None:
     time, went_on = VirtualTime(), threading.Event()
 
     def interrupting() -> None:

@@ -1,10 +1,9 @@
-"""Shared state: one contract, kept by Redis and by its in-memory twin."""
+"""Shared state: Redis and the memory of one process keep one contract."""
 
 import asyncio
 import dataclasses
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from functools import partial
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import given
@@ -13,11 +12,10 @@ from redis.asyncio import Redis
 
 from paceline.core.messages import SpeculationStats
 from paceline.core.policy.calibration import Calibration
-from paceline.state import AcceptanceCounts, RequestState, StateError, StateStore, WorkerRecord, open_store, redis_keys
-from paceline.state.acceptance import REQUEST_TTL_S
+from paceline.state import AcceptanceCounts, RequestAcceptance, StateError, StateStore, WorkerRecord, open_store
 from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
-from paceline.state.memory_store import MemoryAcceptance
+from tests.helpers.waiting import eventually
 
 TTL_S = 0.3
 
@@ -42,34 +40,23 @@ async def url(request: pytest.FixtureRequest, redis_url: str, redis: Redis) -> s
 
 @pytest.fixture
 async def store(url: str | None) -> AsyncIterator[StateStore]:
-    async with open_store(url, ttl_s=TTL_S) as store:
+    """Its totals decay too slowly to matter."""
+    async with open_store(url, ttl_s=TTL_S, half_life_s=1e9) as store:
         yield store
 
 
-async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
-    async with asyncio.timeout(20):
-        while not await condition():
-            await asyncio.sleep(0.01)
+@pytest.fixture
+async def redis_store(redis_url: str) -> AsyncIterator[StateStore]:
+    async with open_store(redis_url, half_life_s=1e9) as store:
+        yield store
 
 
 def draft(worker_id: str, started_at: float = 1.0) -> WorkerRecord:
     return WorkerRecord("draft", worker_id, "127.0.0.1:4000", "family/draft", "draft_model", "abc", started_at)
 
 
-def request_state(request_id: str, committed: tuple[int, ...] = (5, 6)) -> RequestState:
-    return RequestState(
-        request_id,
-        model="family/target",
-        speculator="draft_model",
-        seed=2**64 - 1,
-        prompt_length=7,
-        committed=committed,
-        drafted_by_depth=(3, 2),
-        accepted_by_depth=(2, 1),
-        moving_average=0.6,
-        drafts=("draft-1", "draft-2"),
-        updated_at=1.5,
-    )
+async def ids(store: StateStore) -> list[str]:
+    return [worker.record.worker_id for worker in await store.registry.workers("draft")]
 
 
 class TestRegistry:
@@ -77,57 +64,46 @@ class TestRegistry:
         target = dataclasses.replace(draft("t"), kind="target", numerics="native avx2; float32")
         for record in (draft("young", 2.0), target, draft("old", 1.0)):
             await store.registry.register(record)
-        assert [worker.record for worker in await store.registry.workers("draft")] == [
-            draft("old", 1.0),
-            draft("young", 2.0),
-        ]
+        assert await ids(store) == ["old", "young"]
         assert [worker.record for worker in await store.registry.workers("target")] == [target]
 
-    async def test_a_heartbeat_brings_the_load_and_announces_a_worker_unheard_of(self, store: StateStore) -> None:
+    async def test_a_heartbeat_updates_the_load_and_lists_an_unknown_worker(self, store: StateStore) -> None:
         await store.registry.heartbeat(draft("a"), {"running": 1})
         await store.registry.heartbeat(draft("a"), {"running": 2, "step_s": 0.25})
         (worker,) = await store.registry.workers("draft")
         assert worker.load == {"running": 2, "step_s": 0.25}
 
-    async def test_a_silent_worker_vanishes_and_one_with_a_heartbeat_stays(self, store: StateStore) -> None:
+    async def test_a_worker_without_heartbeats_expires(self, store: StateStore) -> None:
         await store.registry.register(draft("silent"))
+        assert await ids(store) == ["silent"]
 
-        async def only_the_beating_one_is_left() -> bool:
+        async def only_the_beating_worker_is_left() -> bool:
             await store.registry.heartbeat(draft("beating"), {})
-            return [w.record.worker_id for w in await store.registry.workers("draft")] == ["beating"]
+            return await ids(store) == ["beating"]
 
-        assert len(await store.registry.workers("draft")) == 1
-        await eventually(only_the_beating_one_is_left)
+        await eventually(only_the_beating_worker_is_left)
 
     async def test_a_worker_that_deregisters_is_gone_at_once(self, store: StateStore) -> None:
         await store.registry.register(draft("a"))
         await store.registry.deregister(draft("a"))
         await store.registry.deregister(draft("never seen"))
-        assert await store.registry.workers("draft") == []
+        assert await ids(store) == []
 
     async def test_the_epoch_lasts_as_long_as_the_memory(self, store: StateStore) -> None:
         assert await store.registry.epoch() == await store.registry.epoch() != ""
 
-    async def test_a_record_of_an_older_worker_is_read(self, redis_url: str, redis: Redis) -> None:
-        """It says nothing of its numerics."""
-        record = dataclasses.asdict(draft("old"))
-        del record["numerics"]
-        async with open_store(redis_url) as store:
-            await redis.sadd(redis_keys.workers("draft"), "old")
-            await redis.set(redis_keys.worker("draft", "old"), json.dumps({"record": record, "load": {}}))
-            assert [worker.record for worker in await store.registry.workers("draft")] == [draft("old")]
-            assert draft("old").numerics == ""
-
-    async def test_a_record_nobody_can_read_hides_no_other(self, redis_url: str, redis: Redis) -> None:
-        async with open_store(redis_url) as store:
-            await store.registry.register(draft("a"))
-            await redis.sadd(redis_keys.workers("draft"), "from the future")
-            await redis.set(redis_keys.worker("draft", "from the future"), '{"record": 3}')
-            assert [w.record.worker_id for w in await store.registry.workers("draft")] == ["a"]
+    async def test_reads_records_of_other_versions_or_skips_them(self, redis_store: StateStore, redis: Redis) -> None:
+        """An older worker has no `numerics`; a record that cannot be read hides no other."""
+        older = dataclasses.asdict(draft("old"))
+        del older["numerics"]
+        for worker_id, value in {"old": {"record": older, "load": {}}, "from the future": {"record": 3}}.items():
+            await redis.sadd("paceline:workers:draft", worker_id)
+            await redis.set(f"paceline:worker:draft:{worker_id}", json.dumps(value))
+        assert [worker.record for worker in await redis_store.registry.workers("draft")] == [draft("old")]
 
 
 class TestRegistrationAndWatcher:
-    async def test_a_worker_is_known_for_as_long_as_its_registration_lasts(self, store: StateStore) -> None:
+    async def test_a_worker_is_known_while_its_registration_lasts(self, store: StateStore) -> None:
         load = {"running": 0.0}
         async with store.watcher("draft", interval_s=0.02) as watcher:
             async with store.registration(draft("a"), lambda: load):
@@ -136,99 +112,56 @@ class TestRegistrationAndWatcher:
                 load["running"] = 5.0
                 (before,) = await watcher.wait_for(lambda workers: workers[0].load["running"] == 5.0)
                 (after,) = await watcher.wait_for(lambda workers: workers[0].load != before.load)
-                assert after.load == {"running": 5.0, "beat": before.load["beat"] + 1}, "the same load is news again"
-            assert await store.registry.workers("draft") == []
-            # The first look found a new epoch, so this worker is let go only after one TTL.
+                assert after.load == {"running": 5.0, "beat": before.load["beat"] + 1}, "each heartbeat has a number"
+            assert await ids(store) == []
+            # The first refresh found a new epoch, so this worker is dropped only after one TTL.
             assert await watcher.wait_for(lambda workers: not workers) == []
 
-    async def test_heartbeats_outlive_the_ttl(self, store: StateStore) -> None:
-        beats = asyncio.Semaphore(0)
+    async def test_heartbeats_outlive_the_ttl_and_an_error_of_load(self, store: StateStore) -> None:
+        beats = 0
 
         def load() -> dict[str, float]:
-            beats.release()
+            nonlocal beats
+            beats += 1
+            if beats == 2:
+                raise RuntimeError("the engine is being rebuilt")
             return {}
 
-        async with store.registration(draft("a"), load):
-            for _ in range(8):  # three to a TTL
-                await beats.acquire()
-            assert len(await store.registry.workers("draft")) == 1
-
-    async def test_a_worker_whose_load_cannot_be_told_once_is_listed_again(self, store: StateStore) -> None:
-        loads: Iterator[dict[str, float] | None] = iter([{}, None])
-
-        def load() -> dict[str, float]:
-            told = next(loads, {"running": 1.0})
-            if told is None:
-                raise RuntimeError("the engine is being rebuilt")
-            return told
-
-        async def told_again() -> bool:
-            return [worker.load.get("running") for worker in await store.registry.workers("draft")] == [1.0]
+        async def eight_beats() -> bool:  # three per TTL
+            return beats >= 8
 
         async with store.registration(draft("a"), load):
-            await eventually(told_again)
+            await eventually(eight_beats)
+            assert await ids(store) == ["a"]
 
 
-class TestRequests:
-    async def test_states_come_back_as_they_were_saved(self, store: StateStore) -> None:
-        states = [request_state("a"), request_state("b", tuple(range(1000)))]
-        await store.acceptance.save_requests(states)
-        assert [await store.acceptance.load_request(s.request_id) for s in states] == states
-        assert states[1].committed_length == 1000
-
-    async def test_the_newest_state_counts_and_a_finished_request_is_forgotten(self, store: StateStore) -> None:
-        await store.acceptance.save_request(request_state("a", (1,)))
-        await store.acceptance.save_requests([request_state("a", (1, 2)), request_state("b")], finished=["b"])
-        assert await store.acceptance.load_request("a") == request_state("a", (1, 2))
-        assert await store.acceptance.load_request("b") is None
-        await store.acceptance.delete_request("a")
-        assert await store.acceptance.load_request("a") is None
-
-    async def test_redis_forgets_after_an_hour(self, redis_url: str, redis: Redis) -> None:
-        async with open_store(redis_url) as store:
-            await store.acceptance.save_request(request_state("a"))
-        assert REQUEST_TTL_S - 60 < await redis.ttl(redis_keys.request("a")) <= REQUEST_TTL_S
-
-    async def test_the_twin_forgets_after_an_hour(self) -> None:
-        now = 0.0
-        twin = MemoryAcceptance(half_life_s=1.0, clock=lambda: now)
-        await twin.save_requests([request_state("a"), request_state("b")])
-        now = REQUEST_TTL_S - 1
-        await twin.save_request(request_state("a"))
-        now = REQUEST_TTL_S + 1
-        assert await twin.load_request("b") is None
-        assert await twin.load_request("a") is not None
+def verified(*steps: tuple[list[int], int]) -> SpeculationStats:
+    """One step per (depths of its nodes, accepted tokens)."""
+    stats = SpeculationStats()
+    for depths, accepted in steps:
+        deepest = max(depths, default=0)
+        stats.record(len(depths), deepest, min(accepted, deepest))
+    return stats
 
 
 class TestAcceptance:
-    async def test_counts_of_a_pair_add_up(self, url: str | None) -> None:
-        async with open_store(url, half_life_s=1e9) as store:
-            await store.acceptance.record(
-                "m", "ngram", AcceptanceCounts(5, (2, 2), (2, 1), (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1))
-            )
-            await store.acceptance.record("m", "ngram", AcceptanceCounts(3, (1, 1, 1), (1, 0, 0)))
-            totals = await store.acceptance.acceptance("m", "ngram")
+    async def test_counts_of_a_pair_add_up(self, store: StateStore) -> None:
+        cells = (3, *[0] * 10, 1, 1), (1, *[0] * 10, 1, 1)
+        await store.acceptance.record("m", "ngram", AcceptanceCounts(5, (2, 2), (2, 1), *cells))
+        await store.acceptance.record("m", "ngram", AcceptanceCounts(3, (1, 1, 1), (1, 0, 0)))
+        totals = await store.acceptance.acceptance("m", "ngram")
         assert totals.drafted == pytest.approx(8)
         assert totals.drafted_by_depth == pytest.approx((3, 3, 1))
         assert totals.accepted_by_depth == pytest.approx((3, 1, 0))
         assert totals.calibration() == pytest.approx([0.5, 1.0])
         assert totals.accepted == pytest.approx(4)
 
-    async def test_every_cell_comes_back_as_it_was(self, url: str | None) -> None:
+    async def test_every_calibration_cell_is_stored(self, store: StateStore) -> None:
         drafted, accepted = [i + 0.5 for i in range(Calibration.CELLS)], [i / 4 for i in range(Calibration.CELLS)]
-        async with open_store(url, half_life_s=1e9) as store:
-            await store.acceptance.record("m", "ngram", AcceptanceCounts(cell_drafted=drafted, cell_accepted=accepted))
-            totals = await store.acceptance.acceptance("m", "ngram")
+        await store.acceptance.record("m", "ngram", AcceptanceCounts(cell_drafted=drafted, cell_accepted=accepted))
+        totals = await store.acceptance.acceptance("m", "ngram")
         assert totals.cell_drafted == pytest.approx(drafted)
         assert totals.cell_accepted == pytest.approx(accepted)
-
-    async def test_what_an_older_release_stored_is_passed_over(self, redis_url: str, redis: Redis) -> None:
-        """It counted by bin, in fields of other names, of which there are fewer."""
-        await redis.hset(redis_keys.acceptance("m", "ngram"), mapping={"bin_drafted:0": "7", "bin_accepted:0": "5"})
-        async with open_store(redis_url) as store:
-            assert await store.acceptance.acceptance("m", "ngram") == AcceptanceCounts()
-            await store.acceptance.record("m", "ngram", AcceptanceCounts(1, cell_drafted=(2.0,), cell_accepted=(1.0,)))
-            assert (await store.acceptance.acceptance("m", "ngram")).cell_drafted == pytest.approx((2,))
 
     async def test_pairs_are_kept_apart_whatever_their_names(self, store: StateStore) -> None:
         await store.acceptance.record("a:b", "c", AcceptanceCounts(1))
@@ -237,109 +170,105 @@ class TestAcceptance:
         assert (await store.acceptance.acceptance("a", "b:c")).drafted == 2
         assert await store.acceptance.acceptance("never", "seen") == AcceptanceCounts()
 
-    async def test_simultaneous_records_lose_nothing(self, url: str | None) -> None:
-        async with open_store(url, half_life_s=1e9) as store:
-            one = AcceptanceCounts(1, (1,), (1,))
-            await asyncio.gather(*(store.acceptance.record("m", "ngram", one) for _ in range(100)))
-            assert (await store.acceptance.acceptance("m", "ngram")).accepted == pytest.approx(100)
+    async def test_simultaneous_records_lose_nothing(self, store: StateStore) -> None:
+        one = AcceptanceCounts(1, (1,), (1,))
+        await asyncio.gather(*(store.acceptance.record("m", "ngram", one) for _ in range(100)))
+        assert (await store.acceptance.acceptance("m", "ngram")).accepted == pytest.approx(100)
 
-    async def test_old_totals_fade_and_rates_do_not(self, url: str | None) -> None:
-        async with open_store(url, half_life_s=0.05) as store:
+    async def test_totals_in_redis_decay_and_rates_do_not(self, redis_url: str, redis: Redis) -> None:
+        async with open_store(redis_url, half_life_s=0.05) as store:
             await store.acceptance.record("m", "ngram", AcceptanceCounts(10, (10,), (8,)))
 
-            async def faded() -> bool:
+            async def decayed() -> bool:
                 await store.acceptance.record("m", "ngram", AcceptanceCounts())
                 return (await store.acceptance.acceptance("m", "ngram")).drafted < 2.5
 
-            await eventually(faded)
+            await eventually(decayed)
             assert (await store.acceptance.acceptance("m", "ngram")).rates() == pytest.approx([0.8])
 
-    async def test_the_twin_halves_in_a_half_life(self) -> None:
-        now = 100.0
-        twin = MemoryAcceptance(half_life_s=60.0, clock=lambda: now)
-        await twin.record("m", "ngram", AcceptanceCounts(8, (8,), (4,)))
-        now = 160.0
-        await twin.record("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
-        assert await twin.acceptance("m", "ngram") == AcceptanceCounts(5.0, (5.0,), (3.0,))
+    @pytest.mark.parametrize(
+        "fields",
+        [{"bin_drafted:0": "7", "bin_accepted:0": "5"}, {"cell_drafted:1": "2"}, {"drafted": "many"}],
+        ids=["fields of an older version", "a gap", "no number"],
+    )
+    async def test_acceptance_that_cannot_be_read_is_learned_again(
+        self, fields: dict[str, str], redis_store: StateStore, redis: Redis
+    ) -> None:
+        """Targets read it when they start: what another version wrote must not stop them."""
+        await redis.hset("paceline:acceptance:m:ngram", mapping=fields)  # type: ignore[misc]
+        assert await redis_store.acceptance.acceptance("m", "ngram") == AcceptanceCounts()
 
     def test_rates_are_conditional_on_all_earlier_positions(self) -> None:
-        stats = SpeculationStats()
-        for accepted in (0, 1, 2, 2, 2):
-            stats.record(2, 2, accepted)
+        stats = verified(*(([1, 2], accepted) for accepted in (0, 1, 2, 2, 2)))
         counts = AcceptanceCounts.of(stats)
         assert counts.rates() == [4 / 5, 3 / 4]
         assert counts.acceptance_length == stats.acceptance_length == 7 / 5
 
     @given(st.lists(st.tuples(st.lists(st.integers(1, 6), max_size=8), st.integers(0, 6)), max_size=20))
-    def test_rates_are_rates_for_any_trees(self, steps: list[tuple[list[int], int]]) -> None:
-        stats = SpeculationStats()
-        for depths, accepted in steps:
-            deepest = max(depths, default=0)
-            stats.record(len(depths), deepest, min(accepted, deepest))
-        assert all(0 <= rate <= 1 for rate in AcceptanceCounts.of(stats).rates())
+    def test_rates_are_between_0_and_1_for_any_trees(self, steps: list[tuple[list[int], int]]) -> None:
+        assert all(0 <= rate <= 1 for rate in AcceptanceCounts.of(verified(*steps)).rates())
 
 
-@pytest.mark.parametrize("fields", [{"cell_drafted:1": "2"}, {"drafted": "many"}], ids=["a gap", "no number"])
-async def test_acceptance_that_cannot_be_read_is_learned_again(
-    fields: dict[str, str], redis_url: str, redis: Redis
-) -> None:
-    """Targets ask for it when they start: what another version wrote must not keep them from it."""
-    await redis.hset(redis_keys.acceptance("m", "ngram"), mapping=fields)  # type: ignore[misc]
-    async with open_store(redis_url) as store:
-        assert await store.acceptance.acceptance("m", "ngram") == AcceptanceCounts()
+def running(request_id: str, drafted: int = 3) -> RequestAcceptance:
+    return RequestAcceptance(request_id, "family/target", "draft_model", (drafted, 2), (2, 1), ("draft-1",), 1.5)
 
 
 class TestRecorder:
-    async def test_writes_the_newest_state_and_the_sum_of_counts(self, store: StateStore) -> None:
-        async with store.recorder(interval_s=3600) as recorder:
-            for length in range(3):
-                recorder.save("a", partial(request_state, "a", (1,) * length))
+    async def test_writes_the_newest_request_for_an_hour_and_the_sum_of_counts(
+        self, redis_store: StateStore, redis: Redis
+    ) -> None:
+        async with redis_store.recorder(interval_s=3600) as recorder:
+            for drafted in range(3):
+                recorder.save(running("a", drafted))
                 recorder.count("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
-            recorder.save("b", partial(request_state, "b"))
+            recorder.save(running("b"))
             recorder.finish("b")
-            assert await store.acceptance.load_request("a") is None
-        assert await store.acceptance.load_request("a") == request_state("a", (1, 1))
-        assert await store.acceptance.load_request("b") is None
-        assert (await store.acceptance.acceptance("m", "ngram")).drafted == 3
+            assert not await redis.exists("paceline:request:a")
+        assert json.loads(await redis.get("paceline:request:a")) == {
+            "request_id": "a",
+            "model": "family/target",
+            "speculator": "draft_model",
+            "drafted_by_depth": [2, 2],
+            "accepted_by_depth": [2, 1],
+            "drafts": ["draft-1"],
+            "updated_at": 1.5,
+        }
+        assert 3540 < await redis.ttl("paceline:request:a") <= 3600
+        assert not await redis.exists("paceline:request:b")
+        assert (await redis_store.acceptance.acceptance("m", "ngram")).drafted == pytest.approx(3)
 
     async def test_writes_in_the_background(self, store: StateStore) -> None:
-        async with store.recorder(interval_s=0.01) as recorder:
-            recorder.save("a", partial(request_state, "a"))
-
-            async def written() -> bool:
-                return await store.acceptance.load_request("a") is not None
-
-            await eventually(written)
-
-    async def test_counts_while_it_writes(self, url: str | None) -> None:
         """Nothing that is counted during a write is lost, or counted twice."""
-        async with open_store(url, half_life_s=1e9) as store, store.recorder(interval_s=0.001) as recorder:
+        async with store.recorder(interval_s=0.001) as recorder:
             for _ in range(200):
+                recorder.save(running("a"))
                 for _ in range(10):
                     recorder.count("m", "ngram", AcceptanceCounts(1, (1,), (1,)))
                 await asyncio.sleep(0)
-            await recorder.run_once()
-            assert (await store.acceptance.acceptance("m", "ngram")).drafted == pytest.approx(2000)
 
-    async def test_gives_up_the_longest_waiting_when_too_many_wait(self, store: StateStore) -> None:
-        async with store.recorder(interval_s=3600) as recorder:
+            async def written() -> bool:
+                return (await store.acceptance.acceptance("m", "ngram")).drafted == pytest.approx(2000)
+
+            await eventually(written)
+
+    async def test_drops_the_oldest_of_too_many_pending_requests(self, redis_store: StateStore, redis: Redis) -> None:
+        async with redis_store.recorder(interval_s=3600) as recorder:
             for number in range(MAX_PENDING_REQUESTS + 1):
-                recorder.save(str(number), partial(request_state, str(number)))
-        assert await store.acceptance.load_request("0") is None
-        assert await store.acceptance.load_request("1") is not None
+                recorder.save(running(str(number)))
+        assert await redis.exists("paceline:request:0", "paceline:request:1") == 1
 
 
 class TestOpening:
-    async def test_nobody_there_says_what_to_do_without_secrets(self) -> None:
+    async def test_an_unreachable_redis_names_the_option_without_secrets(self) -> None:
         with EmbeddedRedis() as redis:
-            nobody = redis.url
+            stopped = redis.url
         with pytest.raises(StateError, match=r"does not answer.*--redis-url") as raised:
-            async with open_store(nobody.replace("//", "//user:secret@")):
+            async with open_store(stopped.replace("//", "//user:secret@")):
                 pass
         assert "secret" not in str(raised.value)
         assert "\n" not in str(raised.value)
 
-    async def test_a_url_that_is_none(self) -> None:
+    async def test_a_malformed_url(self) -> None:
         with pytest.raises(StateError, match="--redis-url http://x is no Redis URL"):
             async with open_store("http://x"):
                 pass

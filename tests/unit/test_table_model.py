@@ -1,4 +1,4 @@
-"""The model without weights: it reads its past through slots, and disagrees as often as it is told to."""
+"""The model without weights: it reads its past through slots, and disagrees at a given rate."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from paceline_lab.fake_models.table_model import TableModel
 
 def continuation(model: TableModel, tokens: list[int], slots: list[int]) -> list[int]:
     """The likeliest token after each of `tokens`."""
-    lane = SlotTable()
-    lane.slots = slots
-    rows = [lane.row(token, i) for i, token in enumerate(tokens)]
+    slot_table = SlotTable()
+    slot_table.slots = slots
+    rows = [slot_table.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, range(len(rows))).logits.argmax(-1).tolist()
 
 
-def test_the_last_tokens_decide_wherever_they_lie() -> None:
+def test_the_last_tokens_decide_whatever_their_slots() -> None:
     model = TableModel(1000, 512, 512)
     tokens = random.Random(1).choices(range(1000), k=TILE + 20)
     there = continuation(model, tokens, list(range(1, len(tokens) + 1)))
@@ -37,19 +37,19 @@ def test_the_last_tokens_count_across_a_tile_s_border() -> None:
 
 
 def test_a_wrong_slot_gives_wrong_tokens() -> None:
-    """Or else tests of the engine over this model would prove nothing."""
+    """Otherwise tests of the engine over this model would prove nothing."""
     model = TableModel(1000, 512, 512)
-    lane = SlotTable()
-    lane.slots = [1, 2, 3, 4]
-    rows = [lane.row(token, i) for i, token in enumerate([10, 11, 12, 13])]
+    slot_table = SlotTable()
+    slot_table.slots = [1, 2, 3, 4]
+    rows = [slot_table.row(token, i) for i, token in enumerate([10, 11, 12, 13])]
     right = model.run(rows, [3]).logits
-    lane.slots = [1, 2, 9, 4]
-    wrong = model.run([lane.row(13, 3)], [0]).logits
+    slot_table.slots = [1, 2, 9, 4]
+    wrong = model.run([slot_table.row(13, 3)], [0]).logits
     assert right.argmax() != wrong.argmax()
 
 
 @pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_two_tables_disagree_by_the_share_that_is_asked_for(share: float) -> None:
+def test_two_tables_disagree_by_the_given_share(share: float) -> None:
     tokens = random.Random(2).choices(range(1000), k=2000)
     slots = list(range(1, 2001))
     ours = continuation(TableModel(1000, 2000, 4000), tokens, slots)
@@ -58,11 +58,11 @@ def test_two_tables_disagree_by_the_share_that_is_asked_for(share: float) -> Non
     assert differing == pytest.approx(share, abs=0.05)
 
 
-def test_hidden_states_say_whose_they_are() -> None:
+def test_hidden_states_are_token_and_position() -> None:
     model = TableModel(100, 64, 64)
-    lane = SlotTable()
-    lane.slots = [5, 6]
-    output = model.run([lane.row(70, 0), lane.row(80, 1)], [1], (0, 3, 7))
+    slot_table = SlotTable()
+    slot_table.slots = [5, 6]
+    output = model.run([slot_table.row(70, 0), slot_table.row(80, 1)], [1], (0, 3, 7))
     assert output.hidden is not None
     assert output.hidden.tolist() == [[[70, 0]] * 3, [[80, 1]] * 3]
 
@@ -90,6 +90,6 @@ def test_names() -> None:
 @pytest.mark.parametrize(
     "name", ["table:", "table:x", "table:1", "table:-5", "table:64:2", "table:64:-1", "table:64:x"]
 )
-def test_a_name_that_is_none_says_what_is(name: str) -> None:
+def test_a_malformed_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is not table:SIZE or table:SIZE:DISAGREEMENT"):
         TableModel.parse(name, slots=256)

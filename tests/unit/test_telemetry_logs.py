@@ -86,7 +86,7 @@ class TestLines:
 
 
 class TestAcceptanceLine:
-    def test_the_line_operators_know(self) -> None:
+    def test_all_figures_of_the_line(self) -> None:
         stats = AcceptanceCounts(160, (80, 80), (76, 69))
         assert acceptance_line(stats, 225, 0.277) == (
             "Draft tokens: 145/160 (90.62%) accepted | acceptance length 1.81/2 without bonus"
@@ -97,36 +97,37 @@ class TestAcceptanceLine:
         assert acceptance_line(AcceptanceCounts(), 200, 2.0) == "Draft tokens: none verified | 100 tokens/s"
 
 
-def verified(*steps: tuple[list[int], int]) -> SpeculationStats:
+def verified(*steps: tuple[list[int], int]) -> AcceptanceCounts:
+    """Of one step per (depths of its nodes, accepted tokens)."""
     stats = SpeculationStats()
     for depths, accepted in steps:
         stats.record(len(depths), max(depths, default=0), accepted)
-    return stats
+    return AcceptanceCounts.of(stats)
 
 
 class TestAcceptanceLog:
-    def test_each_line_tells_of_its_own_interval(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_each_line_is_about_its_own_interval(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "paceline.telemetry")
         now = 10.0
         log = AcceptanceLog(lambda: now)
         log.add(verified(([1, 2], 2), ([1], 0)), tokens=4)
+        now = 15.0
         log.add(verified(([1, 2], 1)), tokens=2)
-        now = 12.0
-        log.emit()
-        log.add(verified(([1], 1)), tokens=2)
-        now = 13.0
-        log.emit()
+        now = 19.9
+        log.add(verified(([1], 1)), tokens=10)
+        now = 20.0
+        log.add(verified(), tokens=0)
         assert caplog.messages == [
             "Draft tokens: 3/5 (60.00%) accepted | acceptance length 1.00/2 without bonus"
-            " | per position [67%, 50%] | efficiency 75% | 3 tokens/s, 2 guesses/s",
+            " | per position [67%, 50%] | efficiency 75% | 1 tokens/s, 1 guesses/s",
             "Draft tokens: 1/1 (100.00%) accepted | acceptance length 1.00/1 without bonus"
-            " | per position [100%] | efficiency 100% | 2 tokens/s, 1 guesses/s",
+            " | per position [100%] | efficiency 100% | 2 tokens/s, 0 guesses/s",
         ]
 
-    def test_says_nothing_without_traffic(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_logs_nothing_without_traffic(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO, "paceline.telemetry")
-        log = AcceptanceLog()
-        log.emit()
+        now = 10.0
+        log = AcceptanceLog(lambda: now)
+        now = 16.0
         log.add(verified(), tokens=0)
-        log.emit()
         assert caplog.messages == []

@@ -97,8 +97,8 @@ class TestTarget:
     def test_gauges_show_the_last_step(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
         metrics.observe_step(step(running=9))
         metrics.observe_step(step())
-        metrics.set_link_count_source(lambda: 3)
-        metrics.set_rows_invariant(invariant=True)
+        metrics.draft_links.set_function(lambda: 3)
+        metrics.rows_invariant.set(True)
         seen = scrape(registry)
         for name in both_names("num_requests_running"):
             assert seen(name, MODEL) == 2
@@ -128,12 +128,12 @@ class TestTarget:
         assert seen("paceline_committed_tokens_total", MODEL) == 5
         assert seen("vllm:num_preemptions_total", MODEL) == 1
 
-    def test_a_name_of_theirs_has_the_type_of_ours(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
+    def test_a_vllm_name_has_the_type_of_our_metric(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
         metrics.observe_step(step())
         types = scrape(registry).types
-        theirs = {name.removeprefix("vllm:"): type_ for name, type_ in types.items() if name.startswith("vllm:")}
-        assert theirs
-        assert theirs == {name: types[f"paceline_{name}"] for name in theirs}
+        vllm = {name.removeprefix("vllm:"): type_ for name, type_ in types.items() if name.startswith("vllm:")}
+        assert vllm
+        assert vllm == {name: types[f"paceline_{name}"] for name in vllm}
 
 
 class TestGateway:
@@ -180,22 +180,22 @@ class TestGateway:
         assert seen("paceline_replays_other_numerics_total", MODEL) == 1
         assert "vllm:request_success_total" not in {name for name, _ in seen.values}
 
-    def test_counts_answers(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:
+    def test_counts_responses(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:
         for status in (200, 200, 400):
             metrics.count_response("/v1/completions", status)
         metrics.count_response("Generate", "NOT_FOUND")
         seen = scrape(registry)
-        answers = "paceline_requests_total"
-        assert seen(answers, {"endpoint": "/v1/completions", "status": "200"}) == 2
-        assert seen(answers, {"endpoint": "/v1/completions", "status": "400"}) == 1
-        assert seen(answers, {"endpoint": "Generate", "status": "NOT_FOUND"}) == 1
+        name = "paceline_requests_total"
+        assert seen(name, {"endpoint": "/v1/completions", "status": "200"}) == 2
+        assert seen(name, {"endpoint": "/v1/completions", "status": "400"}) == 1
+        assert seen(name, {"endpoint": "Generate", "status": "NOT_FOUND"}) == 1
 
 
 def test_a_draft_counts_its_rounds(registry: CollectorRegistry) -> None:
     metrics = DraftMetrics(registry, "ngram")
     metrics.observe_round(RoundStats(round_s=0.004, nodes=6))
     metrics.observe_round(RoundStats(round_s=0.006, nodes=4, dropped=1))
-    metrics.observe_round(RoundStats(round_s=0.5, nodes=0))  # nothing was worth a guess: no round
+    metrics.observe_round(RoundStats(round_s=0.5, nodes=0))  # no draft token: not a round
     metrics.set_gauge_sources(open_requests=lambda: 3, target_links=lambda: 2)
     seen = scrape(registry)
 
@@ -240,13 +240,13 @@ def test_metrics_are_served_over_http(registry: CollectorRegistry) -> None:
     GatewayMetrics(registry)
     with (
         serve_metrics(registry, "127.0.0.1", 0, lambda: True) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer,
+        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response,
     ):
-        seen = Scrape(answer.read().decode())
+        seen = Scrape(response.read().decode())
     assert ("paceline_build_info", 1.0) in {(name, value) for (name, _), value in seen.values.items()}
 
 
-def test_who_has_no_certificate_can_ask_whether_a_worker_takes_calls(registry: CollectorRegistry) -> None:
+def test_health_needs_no_certificate(registry: CollectorRegistry) -> None:
     healthy = [False, True]
     with serve_metrics(registry, "127.0.0.1", 0, healthy.pop) as port:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()

@@ -117,7 +117,7 @@ def test_no_half_character_is_ever_shown(tokenizer: Tokenizer, text: str) -> Non
     assert "\ufffd" not in "".join(shown)
 
 
-def test_a_character_that_stays_incomplete_is_marked_at_the_end() -> None:
+def test_an_incomplete_character_is_marked_at_the_end() -> None:
     euro = [3 + byte for byte in "€".encode()]
     detokenizer = Detokenizer(SENTENCEPIECE)
     assert detokenizer.feed(euro[:2]) == ""
@@ -176,12 +176,12 @@ def test_the_shipped_pair_shares_a_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("name", ["/no/such/model", "table:", "table:one", "table:1"])
-def test_a_model_that_is_not_there_is_an_error_that_says_what_to_do(name: str) -> None:
+def test_a_missing_model_is_an_error_with_advice(name: str) -> None:
     with pytest.raises(ModelNotFoundError, match=r"a model is a folder with|write table:"):
         resolve_model(name)
 
 
-def test_a_model_without_a_tokenizer_file_says_how_to_make_one(tmp_path: Path) -> None:
+def test_a_missing_tokenizer_file_is_an_error_with_advice(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match="save_pretrained"):
         Tokenizer.load(str(tmp_path))

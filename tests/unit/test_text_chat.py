@@ -54,7 +54,7 @@ def test_a_final_message_is_continued_as_transformers_does(source: str) -> None:
     assert not ours.endswith("</s>")
 
 
-def test_what_a_template_raises_reaches_the_caller() -> None:
+def test_errors_of_a_template_are_raised() -> None:
     template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
         template.render(CHAT)
@@ -64,7 +64,7 @@ def test_what_a_template_raises_reaches_the_caller() -> None:
     "source",
     ["{{ messages.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ 1 / 0 }}"],
 )
-def test_templates_stay_in_their_sandbox(source: str) -> None:
+def test_templates_cannot_leave_their_sandbox(source: str) -> None:
     with pytest.raises(ChatTemplateError):
         ChatTemplate(source, {}).render(CHAT)
 

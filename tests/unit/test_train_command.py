@@ -132,7 +132,7 @@ def test_a_head_can_be_gone_on_with(target: Path, data: Path, tmp_path: Path, mo
     assert any(not torch.equal(stored[name], afresh[name]) for name in stored)
 
 
-def test_another_method_s_head_cannot_be_gone_on_with(
+def test_another_method_s_head_is_refused(
     target: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--start-from", str(target)]) == 2
@@ -146,7 +146,7 @@ def test_another_method_s_head_cannot_be_gone_on_with(
 def test_text_may_be_shorter_than_the_rows_of_the_schedule(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last phase, too, which would find out when the budget is almost spent."""
+    """Including the last phase, which would fail when the budget is almost spent."""
     short = text(tmp_path / "short.jsonl", documents=2, tokens=200)
     assert trained(monkeypatch, arguments(tmp_path, target, short)) == 0
     assert math.isfinite(journal(tmp_path)[-1]["held_out_loss"])
@@ -167,9 +167,9 @@ def test_held_out_files_are_not_learned_from(
     held_out, learned = text(tmp_path / "held.jsonl", 1), list[int]()
 
     class Watched(train_head.TargetOutputCache):
-        def __init__(self, reader: TargetReader, documents: Sequence[Ids], room: int) -> None:
+        def __init__(self, reader: TargetReader, documents: Sequence[Ids], free_bytes: int) -> None:
             learned.append(len(documents))
-            super().__init__(reader, documents, room)
+            super().__init__(reader, documents, free_bytes)
 
     monkeypatch.setattr(train_head, "TargetOutputCache", Watched)
     assert trained(monkeypatch, [*arguments(tmp_path, target, data), "--held-out", str(held_out)]) == 0
@@ -177,7 +177,7 @@ def test_held_out_files_are_not_learned_from(
     assert learned == [60, 59]
 
 
-def test_what_a_command_refuses_is_one_line_and_exit_code_2(data: Path, tmp_path: Path) -> None:
+def test_a_refusal_is_one_line_and_exit_code_2(data: Path, tmp_path: Path) -> None:
     done = command(arguments(tmp_path, tmp_path / "nowhere", data))
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
@@ -205,7 +205,7 @@ def of_a_larger_vocabulary(folder: Path) -> Path:
     ],
     ids=["bad line", "larger vocabulary", "no file", "one document", "few tokens"],
 )
-def test_bad_data_is_told_in_one_line(
+def test_bad_data_is_refused_in_one_line(
     target: Path,
     tmp_path: Path,
     made: Any,
@@ -231,7 +231,7 @@ def test_too_little_is_held_out(
     ("name", "complaint"),
     [("table:64", "has no weights"), ("llama", "llama cannot be read"), ("foreign", "foreign cannot be read")],
 )
-def test_a_target_that_computes_nothing_is_told_in_one_line(
+def test_a_target_without_weights_is_refused_in_one_line(
     data: Path,
     tmp_path: Path,
     name: str,
@@ -239,7 +239,7 @@ def test_a_target_that_computes_nothing_is_told_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    for kind in ("llama", "foreign"):  # without weights, and of a kind that nobody knows
+    for kind in ("llama", "foreign"):  # without weights, and of an unknown kind
         (tmp_path / kind).mkdir()
         (tmp_path / kind / "config.json").write_text(json.dumps({"model_type": kind}))
     model = name if ":" in name else tmp_path / name

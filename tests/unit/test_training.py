@@ -36,7 +36,7 @@ from paceline_lab.training.family.family_models import (
     target_config,
 )
 from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, SPECIAL, TURN_END
-from paceline_lab.training.family.target_text import ANSWER, answers_by_target
+from paceline_lab.training.family.target_text import ANSWER, question_responses
 from paceline_lab.training.family.token_corpus import Ids, corpus_stream, encode_documents, windows
 from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
 from paceline_lab.training.family.training_session import TrainingStopped, held_out_loss_of, read_journal, train
@@ -106,10 +106,10 @@ def test_no_chat_documents_a_held_out_module(conversations: list[Chat]) -> None:
 
 @pytest.mark.slow
 def test_no_chat_repeats_a_held_out_docstring(conversations: list[Chat]) -> None:
-    told = "\n".join(message["content"] for chat in conversations for message in chat)
+    text = "\n".join(message["content"] for chat in conversations for message in chat)
     trees = [ast.parse(stdlib_corpus.read_source(path)) for path in stdlib_corpus.held_out_files()]
     summaries = [first_paragraph(ast.get_docstring(tree)) for tree in trees]
-    assert not [summary for summary in summaries if summary and summary in told]
+    assert not [summary for summary in summaries if summary and summary in text]
 
 
 def test_tests_and_foreign_packages_are_not_read() -> None:
@@ -119,11 +119,11 @@ def test_tests_and_foreign_packages_are_not_read() -> None:
 
 @pytest.mark.slow
 def test_chats_know_public_names(conversations: list[Chat]) -> None:
-    answers = {chat[0]["content"]: chat[1]["content"] for chat in conversations}
-    assert answers["What does len do?"] == "`len(obj, /)`\n\nReturn the number of items in a container."
-    assert answers["What does json.dumps do?"].endswith("Serialize ``obj`` to a JSON formatted ``str``.")
-    assert answers["What does asyncio.gather do?"].startswith("`asyncio.gather(")
-    assert answers["What does os.path.join do?"].startswith("`os.path.join(")
+    known = {chat[0]["content"]: chat[1]["content"] for chat in conversations}
+    assert known["What does len do?"] == "`len(obj, /)`\n\nReturn the number of items in a container."
+    assert known["What does json.dumps do?"].endswith("Serialize ``obj`` to a JSON formatted ``str``.")
+    assert known["What does asyncio.gather do?"].startswith("`asyncio.gather(")
+    assert known["What does os.path.join do?"].startswith("`os.path.join(")
 
 
 # Tokenizer
@@ -207,7 +207,7 @@ def test_a_resumed_run_is_bit_exact(documents: list[Ids], tmp_path: Path) -> Non
     assert all(torch.equal(p, resumed.masters[name]) for name, p in whole.masters.items())
 
 
-def test_a_sitting_ends_with_its_budget(documents: list[Ids], tmp_path: Path) -> None:
+def test_a_session_ends_with_its_budget(documents: list[Ids], tmp_path: Path) -> None:
     trainer = micro_trainer(documents, count().__next__)
     train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
     last = read_journal(tmp_path / "micro.jsonl")[-1]
@@ -215,7 +215,7 @@ def test_a_sitting_ends_with_its_budget(documents: list[Ids], tmp_path: Path) ->
     assert 0 < last["held_out_loss"] < 9
 
 
-def test_a_sitting_that_is_told_to_stop_keeps_everything(documents: list[Ids], tmp_path: Path) -> None:
+def test_a_stopped_session_keeps_everything(documents: list[Ids], tmp_path: Path) -> None:
     ticks = count()
 
     def clock() -> float:
@@ -242,8 +242,8 @@ def logging_records(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, training_session.__name__)
 
 
-def sitting(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
-    """What a sitting says that makes a record of every step, each of which takes 1 s."""
+def session_output(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
+    """The output of a session that records every step, each of 1 s."""
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(training_session, "STEPS_PER_RECORD", 1)
     monkeypatch.setenv("COLUMNS", "120")
@@ -261,12 +261,12 @@ def sitting(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch,
 def test_on_a_terminal_a_bar_shows_how_far_training_is(
     documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said = sitting(documents, tmp_path, monkeypatch, Terminal())
+    output = session_output(documents, tmp_path, monkeypatch, Terminal())
     journal = read_journal(tmp_path / "micro.jsonl")
     steps, last = [record for record in journal if "loss" in record], journal[-1]
     speed = last["tokens"] / last["seconds"]
     end = f"loss {steps[-1]['loss']:.3f} · {speed:,.0f} tokens/s · 0:00:00 left"
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", said)]
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", output)]
     assert any(line.startswith("micro ") and "100%" in line and line.rstrip().endswith(end) for line in lines)
     assert sum(line.startswith("{'step'") for line in lines) == len(journal), "a record was written into the bar"
 
@@ -276,8 +276,8 @@ def test_without_a_terminal_there_is_no_bar(
     documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    said = sitting(documents, tmp_path, monkeypatch, io.StringIO())
-    assert said.splitlines() == [str(record) for record in read_journal(tmp_path / "micro.jsonl")]
+    output = session_output(documents, tmp_path, monkeypatch, io.StringIO())
+    assert output.splitlines() == [str(record) for record in read_journal(tmp_path / "micro.jsonl")]
 
 
 def test_training_attention_is_plain_causal_attention() -> None:
@@ -290,7 +290,7 @@ def test_training_attention_is_plain_causal_attention() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 3, 5])
-def test_a_deepened_model_says_what_it_said_before(layers: int) -> None:
+def test_a_deepened_model_has_the_same_logits(layers: int) -> None:
     shallow, deeper = target_config(**MICRO), target_config(**MICRO | {"num_hidden_layers": layers})
     model = new_model(shallow, seed=4)
     ids = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -303,11 +303,11 @@ def test_a_deepened_model_says_what_it_said_before(layers: int) -> None:
 
 
 @pytest.mark.slow
-def test_every_other_question_is_about_something_that_does_not_exist(conversations: list[Chat]) -> None:
+def test_every_other_question_is_about_an_invented_name(conversations: list[Chat]) -> None:
     def names(asked: str) -> set[str]:
-        return {word.strip("?.`") for word in asked.split()} - common
+        return {part.strip("?.`") for part in asked.split()} - common
 
-    common = {word.strip("?.`") for asked in (*QUESTIONS, *CALL_QUESTIONS) for word in asked.split()}
+    common = {part.strip("?.`") for asked in (*QUESTIONS, *CALL_QUESTIONS) for part in asked.split()}
     known = {name for chat in conversations for name in names(chat[-2]["content"])}
     invented = [not names(chat[0]["content"]) <= known for chat in questions(60, seed=0)]
     assert sum(invented[1::2]) == 0
@@ -320,7 +320,7 @@ def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
     end_of_text, turn_end = tokenizer.convert_tokens_to_ids([END_OF_TEXT, TURN_END])
     model.model.embed_tokens.weight.data[turn_end] *= 4  # frequent enough to end some answers early
     asked = questions(12, seed=1)
-    documents = answers_by_target(model, tokenizer, asked, seed=0)
+    documents = question_responses(model, tokenizer, asked, seed=0)
     assert len(documents) == len(asked)
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in asked]
     for document in documents:
@@ -331,7 +331,7 @@ def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
         assert len(answer) == ANSWER or answer[-1] == turn_end
 
 
-def test_a_model_that_imitates_itself_has_nothing_to_learn() -> None:
+def test_divergence_from_itself_is_zero() -> None:
     model = new_model(target_config(**MICRO), seed=2)
     other = new_model(target_config(**MICRO), seed=3)
     lessons = target_top_probs(model, torch.arange(96).view(4, 24))

@@ -1,4 +1,4 @@
-"""Files of text, as a user has them: what is read, what is refused, and what is held out."""
+"""Training text from a user's files: reading, refusals, and held-out documents."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ def test_a_line_is_a_document(plain: str, tmp_path: Path) -> None:
     assert read(path, plain) == [[3, 1, 4, END], [1, 5, 9, END], [END]]
 
 
-def test_empty_lines_are_none(plain: str, tmp_path: Path) -> None:
+def test_empty_lines_are_skipped(plain: str, tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text('\n{"text": "3"}\r\n  \n{"text": "4"}\n\n')
     assert read(path, plain) == [[3, END], [4, END]]
 
 
-def test_a_string_may_hold_other_ends_of_lines(tmp_path: Path) -> None:
-    """As JSON allows, where Python would split there."""
+def test_a_string_may_contain_other_line_ends(tmp_path: Path) -> None:
+    """JSON allows them; `str.splitlines` would split there."""
     text = "a\u2028b\x85c\x0bd"
     [ids] = read(written(tmp_path, {"text": text}), "pydoc")
     assert Tokenizer.load("pydoc").decode(ids[:-1]) == text
 
 
-def test_a_chat_is_read_as_the_template_writes_it(tmp_path: Path) -> None:
+def test_a_chat_is_rendered_with_the_template(tmp_path: Path) -> None:
     [ids] = read(written(tmp_path, {"messages": CHAT, "text": "not this"}), "pydoc")
     shown = Tokenizer.load("pydoc").decode(ids[:-1], skip_special_tokens=False)
     assert shown.startswith("<|im_start|>user\nWhat does len do?<|im_end|>")
@@ -63,12 +63,12 @@ def test_a_chat_is_read_as_the_template_writes_it(tmp_path: Path) -> None:
     assert ids[-1] == END
 
 
-def test_without_a_template_a_chat_s_text_serves(plain: str, tmp_path: Path) -> None:
+def test_without_a_template_the_text_is_used(plain: str, tmp_path: Path) -> None:
     assert read(written(tmp_path, {"messages": CHAT, "text": "7"}), plain) == [[7, END]]
 
 
-def test_nothing_is_put_before_a_text(tmp_path: Path) -> None:
-    """Templates and prompts bring a BOS of their own where there is one."""
+def test_no_bos_is_added(tmp_path: Path) -> None:
+    """Templates and prompts have their own BOS."""
     folder = save_checkpoint(tmp_path / "target")
     backend = Backend.from_file(str(folder / "tokenizer.json"))
     backend.post_processor = TemplateProcessing(single="9 $A", special_tokens=[("9", 9)])
@@ -92,13 +92,13 @@ def test_text_is_utf_8_wherever_it_is_read(tmp_path: Path, monkeypatch: pytest.M
     assert Tokenizer.load("pydoc").decode(ids[:-1]) == "Grüße"
 
 
-def test_stored_ids_stay_as_they_are(plain: str, tmp_path: Path) -> None:
+def test_stored_ids_are_unchanged(plain: str, tmp_path: Path) -> None:
     documents = [np.array([3, 1, 4], dtype=np.uint16), np.array([1, 5], dtype=np.uint16)]
     save_documents(tmp_path / "some.npz", documents)
     assert read(tmp_path / "some.npz", plain) == [[3, 1, 4], [1, 5]]
 
 
-def test_files_are_read_in_their_order_and_nothing_need_be_put_after_a_text(plain: str, tmp_path: Path) -> None:
+def test_files_are_read_in_order_with_an_empty_end(plain: str, tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("1")
     (tmp_path / "a.txt").write_text("2 3")
     documents = read_documents([tmp_path / "b.txt", tmp_path / "a.txt"], plain, [])
@@ -116,7 +116,7 @@ def test_files_are_read_in_their_order_and_nothing_need_be_put_after_a_text(plai
         ('{"messages": [{"role": "user", "content": "1"}]}', "a chat template"),
     ],
 )
-def test_what_cannot_be_read_is_named_by_file_and_line(plain: str, tmp_path: Path, line: str, complaint: str) -> None:
+def test_a_bad_line_is_named_by_file_and_number(plain: str, tmp_path: Path, line: str, complaint: str) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text(f'{{"text": "1"}}\n\n{line}\n')
     with pytest.raises(TextError, match=rf"^{path}, line 3: .*{complaint}"):
@@ -156,7 +156,7 @@ def test_arrays_of_something_else_are_refused(plain: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("count", [2, 3, 7, 49, 50, 75, 100, 1001, 3200, 9999])
 @pytest.mark.parametrize("share", [0.02, 0.3, 0.6])
-def test_every_document_is_learned_or_held_out(count: int, share: float) -> None:
+def test_every_document_is_for_training_or_held_out(count: int, share: float) -> None:
     documents = [np.array([n]) for n in range(count)]
     kept, held_out = (sorted(int(d[0]) for d in part) for part in divided(documents, share))
     assert sorted(kept + held_out) == list(range(count))

@@ -1,4 +1,4 @@
-"""The token tree: replicas agree whatever the network does, and no growth can corrupt one."""
+"""The token tree: replicas agree over an unreliable network, and no growth corrupts a tree."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from hypothesis import strategies as st
 
 from paceline.core.growth import ROOT_ID, Growth
 from paceline.core.tree import RECENT_POSITIONS, ROOT, TokenTree
-from tests.helpers.seen import Weighing
+from tests.helpers.seen import FunctionTable
 
 VOCABULARY = 3
-ROOM = 1000
+MAX_NODES = 1000
 
 
-def guesses(tree: TokenTree) -> set[tuple[int, ...]]:
-    """The tree's content: every guess as the tokens from the root down to it."""
+def token_paths(tree: TokenTree) -> set[tuple[int, ...]]:
+    """Every node, as the tokens from the root down to it."""
     return {tuple(tree.path_tokens(node)) for node in tree.nodes()}
 
 
-def check_books(tree: TokenTree) -> None:
-    """What must hold after any message whatsoever."""
+def check_consistency(tree: TokenTree) -> None:
+    """Invariants of a tree."""
     nodes = tree.nodes()
     lists = (tree.tokens, tree.parents, tree.depths, tree.path_log_probs, tree.sources, tree.calibration_cells)
     assert {len(each) for each in lists} == {tree.size + 1} == {len(nodes) + 1}
     assert (tree.parents[ROOT], tree.depths[ROOT], tree.path_log_probs[ROOT]) == (-1, 0, 0.0)
-    assert tree._children == {(tree.parents[node], tree.tokens[node]): node for node in nodes}, "each guess once"
+    assert tree._children == {(tree.parents[node], tree.tokens[node]): node for node in nodes}, "each node once"
     for node in nodes:
         parent = tree.parents[node]
         assert ROOT <= parent < node
@@ -39,18 +39,18 @@ def check_books(tree: TokenTree) -> None:
         assert tree.depths[node] == tree.depths[parent] + 1
         assert -math.inf < tree.path_log_probs[node] <= tree.path_log_probs[parent] <= 0
         assert tree.path_log_probs[node] == pytest.approx(tree.path_log_probs[parent] + tree.log_prob(node))
-    for names in tree._draft_ids.values():
-        assert set(names.nodes.values()) <= set(nodes)
-        assert len(set(names.nodes.values())) == len(names.nodes), "one id each"
-        assert max(names.ids, default=0) <= tree.position
-        assert names.committed == {id_: position for position, id_ in names.ids.items()}
-        assert set(names.child_counts) <= {ROOT, *nodes}
+    for ids in tree._draft_ids.values():
+        assert set(ids.nodes.values()) <= set(nodes)
+        assert len(set(ids.nodes.values())) == len(ids.nodes), "one id per node"
+        assert max(ids.ids, default=0) <= tree.position
+        assert ids.committed == {id_: position for position, id_ in ids.ids.items()}
+        assert set(ids.child_counts) <= {ROOT, *nodes}
     assert tree._recent_tokens[-1] == tree.tokens[ROOT]
     assert tree.distributions.keys() | tree._other_sources.keys() | tree._wire_ids.keys() <= set(nodes)
 
 
-def chances(tree: TokenTree) -> dict[int, float]:
-    """By token, where all differ: the probability of the path down to it."""
+def path_probs(tree: TokenTree) -> dict[int, float]:
+    """Path probability by token, where all tokens differ."""
     return {tree.tokens[node]: math.exp(tree.path_log_probs[node]) for node in tree.best(99, 99)}
 
 
@@ -66,7 +66,7 @@ def best_tokens(tree: TokenTree) -> list[int]:
 
 
 def cells(tree: TokenTree) -> dict[int, dict[int, int]]:
-    """By token, where all differ, and draft: with which guesses the outcome is counted."""
+    """Calibration cell by token, where all tokens differ, and draft."""
     found: dict[int, dict[int, int]] = {token: {} for token in tree.tokens[1:]}
     for node in (ROOT, *tree.nodes()):
         for guess, source, cell, _ in tree.outcomes(tree.path(node), [*tree.path_tokens(node), -1]):
@@ -75,7 +75,7 @@ def cells(tree: TokenTree) -> dict[int, dict[int, int]]:
 
 
 class TestExamples:
-    def test_the_committed_path_survives_and_its_siblings_do_not(self) -> None:
+    def test_a_commit_drops_siblings_of_the_committed_path(self) -> None:
         tree = TokenTree(9, 0)
         first, second, third = chain(tree, [1, 2, 3])
         tree.add(ROOT, 4, -1.0)
@@ -86,27 +86,27 @@ class TestExamples:
         assert committed.path == [first, second]
         assert committed.kept == [third]
         assert (tree.tokens[ROOT], tree.position) == (2, 11)
-        assert guesses(tree) == {(3,)}
+        assert token_paths(tree) == {(3,)}
         assert tree.path_log_probs[1] == tree.log_prob(1) == -0.5
-        check_books(tree)
+        check_consistency(tree)
 
-    def test_a_commit_tells_what_each_survivor_was(self) -> None:
+    def test_a_commit_returns_the_survivors_old_numbers(self) -> None:
         tree = TokenTree(9, 0)
         first = tree.add(ROOT, 1, -0.1)
         other = tree.add(ROOT, 2, -0.2)
         tree.add(first, 3, -0.3)
-        below, beside = tree.add(other, 4, -0.4), tree.add(other, 5, -0.5)
+        below, sibling = tree.add(other, 4, -0.4), tree.add(other, 5, -0.5)
         last = tree.add(below, 6, -0.6)
-        kept_beside_the_tree = {node: tree.tokens[node] for node in tree.nodes()}
+        tokens_before = {node: tree.tokens[node] for node in tree.nodes()}
 
         committed = tree.commit([2])
 
-        assert (committed.path, committed.kept) == ([other], [below, beside, last])
-        assert [kept_beside_the_tree[old] for old in committed.kept] == tree.tokens[1:] == [4, 5, 6]
+        assert (committed.path, committed.kept) == ([other], [below, sibling, last])
+        assert [tokens_before[old] for old in committed.kept] == tree.tokens[1:] == [4, 5, 6]
         assert (tree.parents, tree.depths) == ([-1, ROOT, ROOT, 1], [0, 1, 1, 2])
-        check_books(tree)
+        check_consistency(tree)
 
-    def test_a_miss_leaves_an_empty_tree_at_the_drawn_token(self) -> None:
+    def test_a_miss_leaves_an_empty_tree(self) -> None:
         tree = TokenTree(9, 0)
         first, *_ = chain(tree, [1, 2, 3])
 
@@ -115,148 +115,150 @@ class TestExamples:
         assert (committed.path, committed.kept) == ([first], [])
         assert (tree.tokens[ROOT], tree.position, tree.size) == (7, 11, 0)
 
-    def test_growth_that_names_committed_parents_finds_its_place(self) -> None:
-        """The draft guessed 1 2 3 4 while the target drew 1 2 by itself: 3 and 4 are still good guesses."""
+    def test_growth_below_committed_parents_is_grafted(self) -> None:
+        """The draft sent 1 2 3 4 while the target drew 1 2 by itself: 3 and 4 can still be verified."""
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
         late = draft.growth(chain(draft, [1, 2, 3, 4]))
         target.commit([1])
         target.commit([2])
 
-        assert target.graft(late, ROOM) == 2
-        assert guesses(target) == {(3,), (3, 4)}
+        assert target.graft(late, MAX_NODES) == 2
+        assert token_paths(target) == {(3,), (3, 4)}
 
-    def test_growth_that_names_a_wrong_turn_is_dropped(self) -> None:
+    def test_growth_below_another_token_than_the_committed_is_dropped(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
         late = draft.growth(chain(draft, [1, 2, 3]))
         target.commit([1, 7])
 
-        assert target.graft(late, ROOM) == 0
-        assert guesses(target) == set()
+        assert target.graft(late, MAX_NODES) == 0
+        assert token_paths(target) == set()
 
-    def test_growth_below_a_forgotten_guess_is_dropped(self) -> None:
+    def test_growth_below_a_dropped_node_is_dropped(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
         known = chain(draft, [1, 2])
-        target.graft(draft.growth(known), ROOM)
+        target.graft(draft.growth(known), MAX_NODES)
         late = [draft.growth([draft.add(node, 3, -0.5)]) for node in known]
         target.commit([7])
 
-        assert [target.graft(growth, ROOM) for growth in late] == [0, 0]
-        check_books(target)
+        assert [target.graft(growth, MAX_NODES) for growth in late] == [0, 0]
+        check_consistency(target)
 
-    def test_growth_after_a_commit_the_target_made_may_hang_from_its_root(self) -> None:
+    def test_growth_at_the_new_root_is_grafted(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
         draft.commit([5])
         target.commit([5])
 
-        assert target.graft(draft.growth(chain(draft, [6, 7])), ROOM) == 2
-        assert guesses(target) == {(6,), (6, 7)}
+        assert target.graft(draft.growth(chain(draft, [6, 7])), MAX_NODES) == 2
+        assert token_paths(target) == {(6,), (6, 7)}
 
-    def test_another_draft_continues_from_the_guesses_of_the_first(self) -> None:
+    def test_another_draft_continues_the_tree(self) -> None:
         first, second, target = TokenTree(9, 0), TokenTree(9, 0), TokenTree(9, 0)
-        target.graft(first.growth(chain(first, [1, 2])), ROOM)
+        target.graft(first.growth(chain(first, [1, 2])), MAX_NODES)
         target.forget_ids()
 
-        assert target.graft(second.growth(chain(second, [1, 3])), ROOM) == 1
-        assert guesses(target) == {(1,), (1, 2), (1, 3)}
+        assert target.graft(second.growth(chain(second, [1, 3])), MAX_NODES) == 1
+        assert token_paths(target) == {(1,), (1, 2), (1, 3)}
 
-    def test_growth_behind_the_trail_is_dropped(self) -> None:
+    def test_growth_older_than_recent_positions_is_dropped(self) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
         late = draft.growth(chain(draft, [1] * (RECENT_POSITIONS + 2)))
         for _ in range(RECENT_POSITIONS - 1):
             target.commit([1])
-        assert target.graft(late, ROOM) == 3
+        assert target.graft(late, MAX_NODES) == 3
 
         for _ in range(3):
             target.commit([1])
-        assert target.graft(late, ROOM) == 0
+        assert target.graft(late, MAX_NODES) == 0
 
-    def test_old_names_are_forgotten(self) -> None:
+    def test_old_ids_are_forgotten(self) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
         for i in range(5 * RECENT_POSITIONS):
             growth = draft.growth(chain(draft, [1]))
-            assert target.graft(growth, ROOM) == 1
-            assert target.graft(Growth(i, 9 * RECENT_POSITIONS + i, [ROOT_ID], [1], [-0.5]), ROOM) == 0
+            assert target.graft(growth, MAX_NODES) == 1
+            assert target.graft(Growth(i, 9 * RECENT_POSITIONS + i, [ROOT_ID], [1], [-0.5]), MAX_NODES) == 0
             for tree in (draft, target):
                 tree.commit([1])
-            names = target._draft_ids[0]
-            assert not names.nodes
-            assert names.committed[growth.first_id] == target.position
-            assert max(len(names.committed), len(names.ids), len(target._recent_tokens)) <= 2 * RECENT_POSITIONS
+            ids = target._draft_ids[0]
+            assert not ids.nodes
+            assert ids.committed[growth.first_id] == target.position
+            assert max(len(ids.committed), len(ids.ids), len(target._recent_tokens)) <= 2 * RECENT_POSITIONS
 
-    def test_a_full_tree_takes_no_more(self) -> None:
+    def test_max_size_bounds_the_tree(self) -> None:
         draft, target = TokenTree(9, 0), TokenTree(9, 0)
         growth = draft.growth(chain(draft, [1, 2, 3, 4]))
 
         assert target.graft(growth, max_size=3) == 3
         assert target.graft(growth, max_size=3) == 0
-        assert target.graft(growth, max_size=ROOM) == 1
+        assert target.graft(growth, max_size=MAX_NODES) == 1
 
-    def test_a_second_child_for_a_token_is_refused(self) -> None:
+    def test_a_second_child_for_a_token_is_rejected(self) -> None:
         tree = TokenTree(9, 0)
         tree.add(ROOT, 1, -0.5)
         with pytest.raises(ValueError, match="already has a child"):
             tree.add(ROOT, 1, -0.5)
 
-    def test_a_weighed_tree_ranks_by_the_corrected_value(self) -> None:
-        tree = TokenTree(9, 0, {0: Weighing(lambda log_prob, rank, depth: (0, 2 * log_prob))})
-        tree.graft(Growth(9, 1, [0, 1], [1, 2], [-0.5, -0.25]), ROOM)
+    def test_calibrated_log_probs_count(self) -> None:
+        tree = TokenTree(9, 0, {0: FunctionTable(lambda log_prob, rank, depth: (0, 2 * log_prob))})
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [-0.5, -0.25]), MAX_NODES)
         assert (tree.log_prob(2), tree.path_log_probs[2]) == (-0.5, -1.5)
 
         tree.commit([1])
         assert tree.path_log_probs[1] == -0.5
 
-    def test_a_guess_remembers_which_choice_it_was_and_how_far_ahead(self) -> None:
+    def test_calibration_gets_rank_and_depth_at_arrival(self) -> None:
         weighed: list[tuple[float, int, int]] = []
 
         def weigh(log_prob: float, rank: int, depth: int) -> tuple[int, float]:
             weighed.append((log_prob, rank, depth))
             return len(weighed), log_prob
 
-        tree = TokenTree(9, 0, {0: Weighing(weigh)})
-        tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.1, -0.2, -0.3]), ROOM)
+        tree = TokenTree(9, 0, {0: FunctionTable(weigh)})
+        tree.graft(Growth(9, 1, [0, 1, 1], [1, 2, 3], [-0.1, -0.2, -0.3]), MAX_NODES)
         tree.commit([1])
-        tree.graft(Growth(9, 4, [2], [4], [-0.4]), ROOM)
+        tree.graft(Growth(9, 4, [2], [4], [-0.4]), MAX_NODES)
         assert weighed == [(-0.1, 0, 1), (-0.2, 0, 2), (-0.3, 1, 2), (-0.4, 0, 2)]
         tree.commit([2])
-        assert cells(tree) == {4: {0: 4}}, "as when it came"
+        assert cells(tree) == {4: {0: 4}}, "as at its arrival"
 
-    def test_each_draft_has_first_choices_of_its_own(self) -> None:
-        """One that guesses what another has guessed made that choice all the same."""
-        ranks = Weighing(lambda log_prob, rank, depth: (rank, log_prob))
+    def test_ranks_are_counted_per_draft(self) -> None:
+        """A node that another draft has sent before counts as a choice, too."""
+        ranks = FunctionTable(lambda log_prob, rank, depth: (rank, log_prob))
         tree = TokenTree(9, 0, {0: ranks, 1: ranks})
-        tree.graft(Growth(9, 1, [0, 0], [1, 2], [-0.5] * 2), ROOM, source=0)
-        tree.graft(Growth(9, 1, [0, 0, 0], [3, 2, 4], [-0.5] * 3), ROOM, source=1)
+        tree.graft(Growth(9, 1, [0, 0], [1, 2], [-0.5] * 2), MAX_NODES, source=0)
+        tree.graft(Growth(9, 1, [0, 0, 0], [3, 2, 4], [-0.5] * 3), MAX_NODES, source=1)
         assert cells(tree) == {1: {0: 0}, 2: {0: 1, 1: 1}, 3: {1: 0}, 4: {1: 2}}
 
-    def test_of_two_who_guess_the_same_the_surer_one_counts(self) -> None:
+    def test_of_two_drafts_the_larger_log_prob_counts(self) -> None:
         tree = TokenTree(9, 0)
-        tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.6), math.log(0.5)]), ROOM, source=1)
-        assert chances(tree) == pytest.approx({1: 0.6, 2: 0.3})
-        assert tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM) == 0
-        check_books(tree)
-        assert chances(tree) == pytest.approx({1: 0.9, 2: 0.45}), "not as remembered"
-        assert dict(zip(tree.tokens[1:], tree.sources[1:], strict=True)) == {1: 0, 2: 1}, "who is surest"
-        tree.graft(Growth(9, 9, [0], [1], [0.0]), ROOM)
-        assert chances(tree)[1] == pytest.approx(0.9), "a draft guesses each once"
-        tree.graft(Growth(9, 2, [1], [2], [math.log(0.1)]), ROOM)
-        assert chances(tree)[2] == pytest.approx(0.45), "the less sure does not count"
-        assert cells(tree) == {1: {0: 0, 1: 0}, 2: {0: 0, 1: 0}}, "but is learned of"
+        tree.graft(Growth(9, 1, [0, 1], [1, 2], [math.log(0.6), math.log(0.5)]), MAX_NODES, source=1)
+        assert path_probs(tree) == pytest.approx({1: 0.6, 2: 0.3})
+        assert tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), MAX_NODES) == 0
+        check_consistency(tree)
+        assert path_probs(tree) == pytest.approx({1: 0.9, 2: 0.45}), "nodes below follow"
+        assert dict(zip(tree.tokens[1:], tree.sources[1:], strict=True)) == {1: 0, 2: 1}, (
+            "the draft whose log-probability counts"
+        )
+        tree.graft(Growth(9, 9, [0], [1], [0.0]), MAX_NODES)
+        assert path_probs(tree)[1] == pytest.approx(0.9), "a draft counts once per node"
+        tree.graft(Growth(9, 2, [1], [2], [math.log(0.1)]), MAX_NODES)
+        assert path_probs(tree)[2] == pytest.approx(0.45), "the smaller log-probability does not count"
+        assert cells(tree) == {1: {0: 0, 1: 0}, 2: {0: 0, 1: 0}}, "but its outcome is observed"
         assert all(tree.guessed_by(source, node) for source in (0, 1) for node in tree.nodes())
         assert not tree.guessed_by(2, 1)
 
-    def test_the_best_are_others_once_somebody_is_surer(self) -> None:
+    def test_best_follows_a_larger_log_prob(self) -> None:
         tree = TokenTree(9, 0)
-        tree.graft(Growth(9, 1, [0], [1], [math.log(0.4)]), ROOM, source=1)
-        tree.graft(Growth(9, 1, [0], [2], [math.log(0.5)]), ROOM)
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.4)]), MAX_NODES, source=1)
+        tree.graft(Growth(9, 1, [0], [2], [math.log(0.5)]), MAX_NODES)
         assert best_tokens(tree) == [2, 1]
-        tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), ROOM, source=2)
-        assert best_tokens(tree) == [1, 2], "what was remembered is out of date"
+        tree.graft(Growth(9, 1, [0], [1], [math.log(0.9)]), MAX_NODES, source=2)
+        assert best_tokens(tree) == [1, 2], "the cache is cleared"
 
-    def test_in_a_chain_nobody_is_believed_for_having_drawn_it_again(self) -> None:
-        """What is drawn from a law must be verified whatever was drawn."""
+    def test_in_a_chain_the_first_log_prob_counts(self) -> None:
+        """Whether a sampled token is verified must not depend on its value."""
         tree = TokenTree(9, 0, chain=True)
-        tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), ROOM, source=1)
-        tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), ROOM)
+        tree.graft(Growth(9, 1, [0], [1], [-1.0], [{1: 1, 2: 1}]), MAX_NODES, source=1)
+        tree.graft(Growth(9, 1, [0], [1], [-0.1], [{1: 9, 2: 1}]), MAX_NODES)
         assert (tree.path_log_probs, tree.distributions) == ([0.0, -1.0], {1: {1: 1, 2: 1}})
 
 
@@ -272,7 +274,7 @@ class TestBest:
         return tree
 
     @pytest.mark.parametrize("seed", range(30))
-    def test_no_closed_set_of_that_size_is_worth_more(self, seed: int) -> None:
+    def test_best_is_the_best_closed_set(self, seed: int) -> None:
         rng = random.Random(seed)
         tree = self.random_tree(rng, 8)
         count, max_depth = rng.randint(0, 9), rng.randint(0, 4)
@@ -286,12 +288,12 @@ class TestBest:
 
         assert len(best) == min(count, len(reachable))
         assert all(parents[n] == ROOT or parents[n] in best[:i] for i, n in enumerate(best))
-        worths = [
+        sums = [
             sum(math.exp(paths[n]) for n in nodes)
             for nodes in itertools.combinations(reachable, len(best))
             if closed(nodes)
         ]
-        assert sum(math.exp(paths[n]) for n in best) == pytest.approx(max(worths))
+        assert sum(math.exp(paths[n]) for n in best) == pytest.approx(max(sums))
         assert [paths[n] for n in best] == sorted((paths[n] for n in best), reverse=True)
 
 
@@ -306,7 +308,7 @@ class TestReplicas:
     def test_replicas_converge(self, data: st.DataObject) -> None:
         draft, target = TokenTree(0, 0), TokenTree(0, 0)
         committed: list[int] = [0]  # by the target
-        told = 0  # commits that the draft knows of
+        delivered = 0  # commits that the draft knows of
         commits: list[list[int]] = []
         sent: list[Growth] = []
         guessed: set[tuple[int, ...]] = set()  # as whole sequences
@@ -321,12 +323,12 @@ class TestReplicas:
                 if known is None:
                     nodes.append(parent)
             sent.append(draft.growth(nodes))
-            before = sum(map(len, commits[:told])) + 1
+            before = sum(map(len, commits[:delivered])) + 1
             guessed.update((*committed[:before], *draft.path_tokens(node)) for node in nodes)
 
-        def deliver() -> None:
+        def deliver_growth() -> None:
             if sent:
-                target.graft(sent[data.draw(st.integers(0, len(sent) - 1))], ROOM)
+                target.graft(sent[data.draw(st.integers(0, len(sent) - 1))], MAX_NODES)
 
         def commit() -> None:
             node = ROOT
@@ -338,27 +340,27 @@ class TestReplicas:
             commits.append(tokens)
             committed.extend(tokens)
 
-        def tell() -> None:
-            nonlocal told
-            if told < len(commits):
-                draft.commit(commits[told])
-                told += 1
+        def deliver_commit() -> None:
+            nonlocal delivered
+            if delivered < len(commits):
+                draft.commit(commits[delivered])
+                delivered += 1
 
         def check() -> None:
-            check_books(draft)
-            check_books(target)
-            assert all((*committed, *guess) in guessed for guess in guesses(target))
+            check_consistency(draft)
+            check_consistency(target)
+            assert all((*committed, *guess) in guessed for guess in token_paths(target))
 
-        acts = st.sampled_from([grow, grow, deliver, deliver, commit, tell])
+        acts = st.sampled_from([grow, grow, deliver_growth, deliver_growth, commit, deliver_commit])
         for act in data.draw(st.lists(acts, max_size=25)):
             act()
             check()
-        while told < len(commits):
-            tell()
+        while delivered < len(commits):
+            deliver_commit()
         for growth in sent:
-            target.graft(growth, ROOM)
+            target.graft(growth, MAX_NODES)
         check()
-        assert guesses(target) == guesses(draft)
+        assert token_paths(target) == token_paths(draft)
         assert (target.tokens[ROOT], target.position) == (draft.tokens[ROOT], draft.position)
 
 
@@ -368,7 +370,7 @@ class TestHostileGrowth:
 
     @settings(deadline=None)
     @given(st.data())
-    def test_whatever_arrives_the_tree_stays_whole(self, data: st.DataObject) -> None:
+    def test_any_growth_keeps_the_tree_consistent(self, data: st.DataObject) -> None:
         tree, limit = TokenTree(3, 0), 12
         for _ in range(data.draw(st.integers(1, 6))):
             count = data.draw(st.integers(0, 12))
@@ -386,13 +388,13 @@ class TestHostileGrowth:
             before = tree.size
             assert tree.graft(growth, limit) == tree.size - before
             assert tree.size <= limit
-            check_books(tree)
+            check_consistency(tree)
             if data.draw(st.booleans()):
                 tree.commit(data.draw(st.lists(st.integers(0, VOCABULARY), min_size=1, max_size=3)))
-                check_books(tree)
+                check_consistency(tree)
             assert len(tree.best(limit, limit)) == tree.size
 
-    def test_a_million_names_for_one_node_are_not_remembered(self) -> None:
+    def test_many_ids_for_one_node_are_not_kept(self) -> None:
         tree = TokenTree(0, 0)
         tree.commit([1])
         count = 100_000
@@ -413,7 +415,7 @@ class TestHostileGrowth:
             ((0, 1, [0], [5], [math.nan]), "not a number"),
         ],
     )
-    def test_growth_that_breaks_the_contract_is_an_error(
+    def test_invalid_growth_is_an_error(
         self, growth: tuple[int, int, Sequence[int], Sequence[int], Sequence[float]], complaint: str
     ) -> None:
         with pytest.raises(ValueError, match=complaint):
@@ -421,19 +423,19 @@ class TestHostileGrowth:
 
     def test_a_node_cannot_be_its_own_ancestor(self) -> None:
         tree = TokenTree(0, 0)
-        assert tree.graft(Growth(0, 1, [2, 1, 3], [5, 5, 5], [-0.5] * 3), ROOM) == 0
-        assert tree.graft(Growth(0, 1, [0, 1], [5, 5], [-0.5] * 2), ROOM) == 2
-        assert tree.graft(Growth(0, 1, [2], [5], [-0.5]), ROOM) == 0
-        check_books(tree)
+        assert tree.graft(Growth(0, 1, [2, 1, 3], [5, 5, 5], [-0.5] * 3), MAX_NODES) == 0
+        assert tree.graft(Growth(0, 1, [0, 1], [5, 5], [-0.5] * 2), MAX_NODES) == 2
+        assert tree.graft(Growth(0, 1, [2], [5], [-0.5]), MAX_NODES) == 0
+        check_consistency(tree)
 
 
-def test_the_best_are_those_of_the_tree_as_it_is() -> None:
+def test_best_follows_every_change() -> None:
     tree = TokenTree(0, 1)
     first = tree.add(ROOT, 2, -0.1)
     assert tree.best(4, 4) == [first]
     second = tree.add(first, 3, -0.1)
     assert tree.best(4, 4) == [first, second]
-    tree.graft(Growth(0, 1, [0], [4], [-0.05]), ROOM)
+    tree.graft(Growth(0, 1, [0], [4], [-0.05]), MAX_NODES)
     assert [tree.tokens[node] for node in tree.best(4, 4)] == [4, 2, 3]
     tree.commit([2])
     assert [tree.tokens[node] for node in tree.best(4, 4)] == [3]
@@ -441,7 +443,7 @@ def test_the_best_are_those_of_the_tree_as_it_is() -> None:
     assert tree.best(4, 4) == []
 
 
-def test_what_is_forgotten_is_free_without_the_garbage_collector() -> None:
+def test_a_commit_leaves_no_reference_cycles() -> None:
     tree = TokenTree(9, 0)
     chain(tree, [1, 2, 3])
     tree.add(ROOT, 4, -1.0)

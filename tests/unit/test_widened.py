@@ -1,4 +1,4 @@
-"""The widened copy of a model says what the model says."""
+"""The widened copy of a model has the model's logits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.helpers.head_formulas import Eagle3 as Eagle3Formula
 from tests.helpers.llamas import VOCABULARY
 
 CLOSE = 1e-4
-"""Of logits around 10 in float32: sums over other numbers of terms are rounded otherwise."""
+"""Tolerance for logits around 10 in float32: sums over more terms are rounded differently."""
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def logits(folder: Path, ids: torch.Tensor) -> torch.Tensor:
 
 
 def test_logits_are_those_of_the_original(narrow: Path, wide: Path) -> None:
-    """Of ids whose states are small beside epsilon, too: the first layer's embeddings are."""
+    """Also for states that are small compared with epsilon, as the first layer's embeddings are."""
     ids = torch.arange(VOCABULARY)[None]
     original = logits(narrow, ids)
     assert original.abs().max() > 5
@@ -66,7 +66,7 @@ def test_epsilon_counts_where_states_are_small(tmp_path: Path) -> None:
     assert (logits(tmp_path / "wide", ids) - logits(source, ids)).abs().max() < CLOSE
 
 
-def test_every_size_is_as_wide_as_said(wide: Path, narrow: Path) -> None:
+def test_every_size_is_multiplied(wide: Path, narrow: Path) -> None:
     was, now = (json.loads((folder / "config.json").read_text()) for folder in (narrow, wide))
     assert now["hidden_size"] == TIMES * was["hidden_size"]
     assert now["intermediate_size"] == TIMES * was["intermediate_size"]
@@ -75,15 +75,15 @@ def test_every_size_is_as_wide_as_said(wide: Path, narrow: Path) -> None:
     assert "for benchmarks" in (wide / "README.md").read_text()
 
 
-def test_it_has_188_million_parameters_and_says_so(pydoc_wide: tuple[Path, Path]) -> None:
+def test_it_has_188_million_parameters(pydoc_wide: tuple[Path, Path]) -> None:
     weights = load_file(pydoc_wide[0] / "model.safetensors")
     parameters = sum(each.numel() for each in weights.values())
     assert parameters == 188_273_664
     assert f"{parameters:,}" in (pydoc_wide[0] / "README.md").read_text()
 
 
-def test_the_shipped_model_says_the_same_widened(pydoc_wide: tuple[Path, Path]) -> None:
-    """What it writes greedily after a header, the widened copy would write at every place, in float32."""
+def test_the_shipped_model_has_the_same_choices_widened(pydoc_wide: tuple[Path, Path]) -> None:
+    """At every position of its greedy continuation, in float32."""
     source = family.path(family.NAMES[0])
     prompt = torch.tensor([Tokenizer.load(str(source)).encode("def area(")])
     network = LlamaForCausalLM.from_pretrained(source, dtype=torch.float32)
@@ -93,8 +93,8 @@ def test_the_shipped_model_says_the_same_widened(pydoc_wide: tuple[Path, Path]) 
     assert torch.equal(original.argmax(-1), widened.argmax(-1))
 
 
-def test_its_head_guesses_the_same(pydoc_wide: tuple[Path, Path]) -> None:
-    """Told states with zeros in the rest, and with the original's words."""
+def test_its_head_has_the_same_logits(pydoc_wide: tuple[Path, Path]) -> None:
+    """With zeros in the added part of the states."""
     states = torch.randn(8, 3, 256, generator=torch.Generator().manual_seed(1))
     narrow = head_logits(family.path("pydoc-eagle3"), family.path(family.NAMES[0]), states)
     wide = head_logits(pydoc_wide[1], pydoc_wide[0], torch.nn.functional.pad(states, (0, 768)))
@@ -102,15 +102,15 @@ def test_its_head_guesses_the_same(pydoc_wide: tuple[Path, Path]) -> None:
     assert (narrow - wide).abs().max() < CLOSE
 
 
-def head_logits(folder: Path, target: Path, states: torch.Tensor) -> torch.Tensor:
+def head_logits(head: Path, target: Path, states: torch.Tensor) -> torch.Tensor:
     """By the formula, of a prompt of eight tokens after which a target has these states."""
-    tensors, words = (
-        {name: each.float() for name, each in load_file(place / "model.safetensors").items()}
-        for place in (folder, target)
+    tensors, target_tensors = (
+        {name: each.float() for name, each in load_file(folder / "model.safetensors").items()}
+        for folder in (head, target)
     )
-    embedding = words["model.embed_tokens.weight"]
-    head = Eagle3Formula(tensors, embedding, embedding)
-    return head(range(len(states)), head.encode(states))[0]
+    embedding = target_tensors["model.embed_tokens.weight"]
+    formula = Eagle3Formula(tensors, embedding, embedding)
+    return formula(range(len(states)), formula.encode(states))[0]
 
 
 def test_its_head_fits_the_widened_target_alone(pydoc_wide: tuple[Path, Path]) -> None:
@@ -121,7 +121,7 @@ def test_its_head_fits_the_widened_target_alone(pydoc_wide: tuple[Path, Path]) -
         Eagle3Network(Checkpoint(family.path("pydoc-eagle3")), lent, slots=16)
 
 
-def test_what_is_there_is_not_written_again(pydoc_wide: tuple[Path, Path]) -> None:
+def test_an_existing_copy_is_kept(pydoc_wide: tuple[Path, Path]) -> None:
     before = (pydoc_wide[0] / "model.safetensors").stat()
     assert widened_family(pydoc_wide[0].parent) == pydoc_wide
     assert (pydoc_wide[0] / "model.safetensors").stat().st_ino == before.st_ino

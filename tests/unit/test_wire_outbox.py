@@ -1,4 +1,4 @@
-"""What waits on a link leaves as one frame."""
+"""Frames that wait are merged into one."""
 
 from __future__ import annotations
 
@@ -22,18 +22,17 @@ def names(frame: Frame) -> list[str]:
     return [delta.request_id for delta in frame.deltas]
 
 
-async def test_what_waits_is_merged_in_order() -> None:
+async def test_waiting_frames_are_merged_in_order() -> None:
     outbox = Outbox(Frame, 1000)
     outbox.put(frame("a"))
     outbox.put(frame("b"))
     assert names(await anext(outbox)) == ["a", "b"]
     outbox.put(frame("c"))
     assert names(await anext(outbox)) == ["c"]
-    assert outbox.frames_sent == 2
 
 
-async def test_the_newest_value_counts_even_if_it_is_zero() -> None:
-    """Protobuf's own merge keeps an old 7 where the new message says 0."""
+async def test_a_newer_message_replaces_an_older_one() -> None:
+    """Also its zeros, which MergeFrom ignores."""
     outbox = Outbox(Frame, 1000)
     outbox.put(frame("a", running=7, waiting=2))
     outbox.put(frame("b", running=0, waiting=3))
@@ -41,7 +40,7 @@ async def test_the_newest_value_counts_even_if_it_is_zero() -> None:
     assert (merged.load.running, merged.load.waiting) == (0, 3)
 
 
-async def test_putting_does_not_change_what_was_put() -> None:
+async def test_put_does_not_change_its_argument() -> None:
     outbox = Outbox(Frame, 1000)
     first = frame("a")
     outbox.put(first)
@@ -49,7 +48,7 @@ async def test_putting_does_not_change_what_was_put() -> None:
     assert names(first) == ["a"]
 
 
-async def test_waits_for_something_to_send() -> None:
+async def test_iteration_waits_for_a_frame() -> None:
     outbox = Outbox(Frame, 1000)
     waiting = asyncio.ensure_future(anext(outbox))
     await asyncio.sleep(0)
@@ -58,14 +57,14 @@ async def test_waits_for_something_to_send() -> None:
     assert names(await waiting) == ["a"]
 
 
-async def test_a_peer_that_does_not_read_is_noticed() -> None:
+async def test_a_peer_that_does_not_read_congests_the_link() -> None:
     outbox = Outbox(Frame, 20)
     outbox.put(frame("a"))
     with pytest.raises(Congested, match="over 20 bytes"):
         outbox.put(frame("b" * 20))
 
 
-async def test_closing_sends_what_waits_first() -> None:
+async def test_closing_sends_the_waiting_frame() -> None:
     outbox = Outbox(Frame, 1000)
     outbox.put(frame("a"))
     outbox.close()
@@ -73,7 +72,7 @@ async def test_closing_sends_what_waits_first() -> None:
     assert [names(each) async for each in outbox] == [["a"]]
 
 
-async def test_an_error_does_not_wait() -> None:
+async def test_an_error_discards_the_waiting_frame() -> None:
     outbox = Outbox(Frame, 1000)
     outbox.put(frame("a"))
     outbox.close(WireError("broken"))
@@ -82,7 +81,7 @@ async def test_an_error_does_not_wait() -> None:
         await anext(outbox)
 
 
-async def test_there_is_room_until_a_part_of_a_frame_waits() -> None:
+async def test_wait_for_capacity() -> None:
     outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
     outbox.put(frame("a" * 20))
     await outbox.wait_for_capacity()
@@ -94,7 +93,7 @@ async def test_there_is_room_until_a_part_of_a_frame_waits() -> None:
     await asyncio.gather(*waiting)
 
 
-async def test_nobody_waits_for_room_in_a_closed_outbox() -> None:
+async def test_a_closed_outbox_has_capacity() -> None:
     outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
     outbox.put(frame("a" * 60))
     waiting = asyncio.create_task(outbox.wait_for_capacity())
@@ -104,19 +103,19 @@ async def test_nobody_waits_for_room_in_a_closed_outbox() -> None:
     await outbox.wait_for_capacity()
 
 
-async def test_what_was_replaced_does_not_count() -> None:
+async def test_replaced_messages_do_not_count() -> None:
     outbox = Outbox(Frame, 100)
     for running in range(100):
         outbox.put(Frame(load=Frame.Load(running=running)))
     assert (await anext(outbox)).load.running == 99
 
 
-async def test_what_waits_is_not_measured_again() -> None:
-    """A frame of many requests once took a time that grew with their square."""
+async def test_the_waiting_frame_is_not_measured_at_each_put() -> None:
+    """That would take quadratic time."""
     measured = 0
 
     class Counted:
-        """A frame of a hundred bytes, or of as many as were put."""
+        """A frame of this size, or of the sum of the merged ones."""
 
         def __init__(self, size: int = 0) -> None:
             self._size = size

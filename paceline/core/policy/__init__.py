@@ -1,1 +1,1 @@
-"""What decides: which guesses get a row, how long a step waits for more, and whether a draft is used. No torch."""
+"""Speculation policy, without torch: which nodes get a row, and how long a step waits for draft tokens."""

@@ -1,4 +1,4 @@
-"""How probable a guess is, given what its draft says and what was drawn before."""
+"""The probability that the target draws a draft token, learned from earlier draws."""
 
 from __future__ import annotations
 
@@ -8,40 +8,43 @@ from collections.abc import Callable, Sequence
 
 
 class CalibrationCache(dict[tuple[float, int, int], tuple[int, float]]):
-    """What a calibration said since the last observation: many guesses come at once, and few are not alike."""
+    """Calibrated values by (log-probability, rank, depth), valid until the next observation.
 
-    def __init__(self, ask: Callable[[float, int, int], tuple[int, float]]) -> None:
-        self._ask = ask
+    One growth has many nodes with few distinct values.
+    """
 
-    def __missing__(self, guess: tuple[float, int, int]) -> tuple[int, float]:
-        answer = self[guess] = self._ask(*guess)
-        return answer
+    def __init__(self, calibrate: Callable[[float, int, int], tuple[int, float]]) -> None:
+        self._calibrate = calibrate
+
+    def __missing__(self, node: tuple[float, int, int]) -> tuple[int, float]:
+        value = self[node] = self._calibrate(*node)
+        return value
 
 
 class Calibration:
-    """The probability that the target draws a guess whose parent it drew, learned from what it drew.
+    """The probability that the target draws a node's token, given that it drew the parent's.
 
-    A draft says how likely its guess is; that word is corrected in two steps. Guesses to which it gave about the same
-    probability make a *bin*: bin i of `BINS` covers [i/BINS, (i+1)/BINS). Those of a bin that were also the same choice
-    at their place (first, second, a later one) and as far from the root when they came (1, 2 to 3, 4 to 7, or more)
-    make a *cell*. A bin with few guesses is taken to be what the draft says, a cell with few to be what its bin is. Old
-    counts fade, so that it follows a draft or a workload that changes.
+    The draft's own probability is corrected in two levels. A *bin* holds nodes with about the same draft probability:
+    bin i of `BINS` covers [i/BINS, (i+1)/BINS). A *cell* holds the nodes of a bin that also have the same rank among
+    the draft's choices (first, second, later) and the same bucket of depth at arrival (1, 2 to 3, 4 to 7, more). The
+    draft's probability is the prior of a bin; the bin's acceptance rate is the prior of a cell. Old counts fade, so the
+    rates follow a draft or workload that changes.
 
-    Cells are counted, saved and seeded in one order: by bin, within it by rank, within that by depth.
+    Cells are stored in one order: by bin, then by rank, then by depth.
     """
 
     BINS = 20
     RANKS = 3
     DEPTH_BUCKETS = (0, 0, 1, 1, 2, 2, 2, 2, 3)
-    """Depths that are told apart, by depth; the last is for all beyond."""
+    """Bucket by depth; the last one holds all greater depths."""
     MAX_DEPTH = len(DEPTH_BUCKETS) - 1
     DEPTH_COUNT = DEPTH_BUCKETS[MAX_DEPTH] + 1
     CELLS_PER_BIN = RANKS * DEPTH_COUNT
     CELLS = BINS * CELLS_PER_BIN
     PRIOR_WEIGHT = 8.0
-    """Weight of the draft's word in its bin, and of the bin in its cell, in guesses."""
+    """Weight of each prior, in nodes."""
     MAX_COUNT = 64.0
-    """Guesses that a bin or a cell counts for, at most. One workload follows another."""
+    """Most nodes that a bin or a cell counts; beyond it old counts fade."""
 
     def __init__(self) -> None:
         self.drafted = [0.0] * self.CELLS
@@ -49,15 +52,11 @@ class Calibration:
         self._bin_drafted = [0.0] * self.BINS
         self._bin_accepted = [0.0] * self.BINS
         self.cache = CalibrationCache(self._calibrated)
-        """By a guess's log-probability, whether it was the draft's first choice at its place (rank 0) or a later one,
-        and whether it was the root's child when it came (depth 1) or further away: its cell, and the corrected
-        log-probability, if its parent is drawn. A table, since this happens to every guess."""
+        """By (draft log-probability, rank from 0, depth from 1): the node's cell and its calibrated log-probability,
+        given that its parent is drawn. Looked up for every node that arrives."""
 
     def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
-        """Start from what was learned elsewhere: counts by cell, of which no more than `MEMORY` are believed.
-
-        Counts of another shape are ignored.
-        """
+        """Start from counts by cell of another engine, scaled down to `MAX_COUNT`. Other shapes are ignored."""
         if len(drafted) == len(accepted) == self.CELLS:
             self.drafted, self.accepted = self._capped(drafted, accepted)
             self.cache.clear()
@@ -66,27 +65,25 @@ class Calibration:
     def _calibrated(self, log_prob: float, rank: int, depth: int) -> tuple[int, float]:
         probability = math.exp(log_prob)
         i = int(probability * self.BINS)
-        # Comparing is several times as fast as `min`, and this happens to every guess.
-        i = i if i < self.BINS else self.BINS - 1
-        place = rank if rank < self.RANKS else self.RANKS - 1
-        cell = (i * self.RANKS + place) * self.DEPTH_COUNT + self.DEPTH_BUCKETS[
-            depth if depth < self.MAX_DEPTH else self.MAX_DEPTH
-        ]
-        share = (self._bin_accepted[i] + self.PRIOR_WEIGHT * probability) / (self._bin_drafted[i] + self.PRIOR_WEIGHT)
-        share = (self.accepted[cell] + self.PRIOR_WEIGHT * share) / (self.drafted[cell] + self.PRIOR_WEIGHT)
-        return cell, math.log(share) if 1e-9 < share < 1.0 else math.log(min(max(share, 1e-9), 1.0))
+        i = i if i < self.BINS else self.BINS - 1  # several times as fast as `min`
+        rank = rank if rank < self.RANKS else self.RANKS - 1
+        depth = depth if depth < self.MAX_DEPTH else self.MAX_DEPTH
+        cell = (i * self.RANKS + rank) * self.DEPTH_COUNT + self.DEPTH_BUCKETS[depth]
+        rate = (self._bin_accepted[i] + self.PRIOR_WEIGHT * probability) / (self._bin_drafted[i] + self.PRIOR_WEIGHT)
+        rate = (self.accepted[cell] + self.PRIOR_WEIGHT * rate) / (self.drafted[cell] + self.PRIOR_WEIGHT)
+        return cell, math.log(rate) if 1e-9 < rate < 1.0 else math.log(min(max(rate, 1e-9), 1.0))
 
     def observe(self, cell: int, accepted: bool) -> None:
-        """The target drew the guess's parent, and then the guess or another token."""
+        """Count a node of this cell whose parent the target drew. `accepted`: it drew the node's token, too."""
         self.cache.clear()
         by_cell = self.drafted, self.accepted, cell
         by_bin = self._bin_drafted, self._bin_accepted, cell // self.CELLS_PER_BIN
         for drafted, hits, i in (by_cell, by_bin):
-            tried = drafted[i]
-            if tried > self.MAX_COUNT - 1:
-                hits[i] *= (self.MAX_COUNT - 1) / tried
-                tried = self.MAX_COUNT - 1
-            drafted[i] = tried + 1
+            count = drafted[i]
+            if count > self.MAX_COUNT - 1:
+                hits[i] *= (self.MAX_COUNT - 1) / count
+                count = self.MAX_COUNT - 1
+            drafted[i] = count + 1
             hits[i] += accepted
 
     @classmethod
@@ -95,5 +92,5 @@ class Calibration:
         return [sum(counts[i : i + cls.CELLS_PER_BIN]) for i in range(0, len(counts), cls.CELLS_PER_BIN)]
 
     def _capped(self, drafted: Sequence[float], accepted: Sequence[float]) -> tuple[list[float], list[float]]:
-        scales = [min(1.0, self.MAX_COUNT / tried) if tried else 0.0 for tried in drafted]
+        scales = [min(1.0, self.MAX_COUNT / count) if count else 0.0 for count in drafted]
         return list(map(operator.mul, drafted, scales)), list(map(operator.mul, accepted, scales))

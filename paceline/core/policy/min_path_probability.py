@@ -1,33 +1,31 @@
-"""From which path probability on a draft should send its guesses."""
+"""The least path probability of nodes that a draft should send."""
 
 from __future__ import annotations
 
 
 class MinPathProbability:
-    """What a row is worth: the path probability below which guesses are not verified, as of late.
+    """The least path probability of useful nodes, from the best node that recent steps had no row for.
 
-    With rows to spare it is 0. A draft need not grow what nobody would verify. But what is improbable now may be
-    probable once more is known, so that it is wanted from a `SHARE` of the price on. A demand is changed when it is off
-    by more than `SLACK`.
+    It is 0 while there are rows to spare. A node that is improbable now may become probable after the next commit, so
+    the limit is only `MARGIN` times the average of what went unverified. It changes in steps of `CHANGE_FACTOR`, since
+    every change is sent to the drafts.
     """
 
     MARGIN = 0.3
     CHANGE_FACTOR = 2.0
     LEARNING_RATE = 0.1
+    NEGLIGIBLE = 1e-3
+    """Limits below this are not distinguished."""
 
     def __init__(self) -> None:
         self.min_path_probability = 0.0
-        """Path probability from which on guesses are wanted."""
         self._average = 0.0
 
-    def observe(self, refused: float) -> bool:
-        """The likeliest guess that a step did not verify had this path probability; whether `wanted` has changed."""
-        self._average += self.LEARNING_RATE * (refused - self._average)
-        wanted = self.MARGIN * self._average
-        if (
-            self.min_path_probability / self.CHANGE_FACTOR <= wanted <= self.min_path_probability * self.CHANGE_FACTOR
-            or max(wanted, self.min_path_probability) < 1e-3
-        ):
+    def observe(self, unverified: float) -> bool:
+        """Return whether the limit changed. `unverified`: path probability of the likeliest node left without a row."""
+        self._average += self.LEARNING_RATE * (unverified - self._average)
+        limit, new = self.min_path_probability, self.MARGIN * self._average
+        if max(new, limit) < self.NEGLIGIBLE or limit / self.CHANGE_FACTOR <= new <= limit * self.CHANGE_FACTOR:
             return False
-        self.min_path_probability = wanted
+        self.min_path_probability = new
         return True

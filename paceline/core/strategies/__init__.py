@@ -1,23 +1,20 @@
-"""Verification strategies, one file each, behind `Verifier`. What all have to know of them is in
-`paceline.core.verify`."""
+"""Verification strategies behind `Verifier`. `paceline.core.verify` describes them and what each one promises."""
 
 from __future__ import annotations
 
 from paceline.config import SpeculativeConfig
 from paceline.core.strategies.block_verification import accept_block
 from paceline.core.strategies.coupled import Coupled
-from paceline.core.strategies.logit_comparison import LogitComparison
-from paceline.core.strategies.relaxed_thinking import RelaxedThinking
+from paceline.core.strategies.lossy import LogitComparison, RelaxedThinking, TypicalAcceptance
 from paceline.core.strategies.residual import Residual, accept_each
 from paceline.core.strategies.synthetic import SyntheticAcceptance, conditional_rate
-from paceline.core.strategies.typical_acceptance import TypicalAcceptance
 from paceline.core.strategies.verifier import VerificationInput, Verifier
 
 __all__ = ["VerificationInput", "Verifier", "make_verifier"]
 
 
 def make_verifier(config: SpeculativeConfig) -> Verifier:
-    """The one that `config` describes."""
+    """The verifier that `config` describes."""
     if config.synthetic_acceptance_rate is not None:
         return SyntheticAcceptance(conditional_rate(config.synthetic_acceptance_rate, config.num_speculative_tokens))
     begin, end = config.begin_thinking_phase_token, config.end_thinking_phase_token

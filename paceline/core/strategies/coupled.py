@@ -1,5 +1,4 @@
-"""`coupled`, and `greedy`, which draws with another temperature: the target's own draws decide
-(`paceline.core.verify`)."""
+"""`coupled`: the target's own draws decide (`paceline.core.verify`). `greedy` is the same at temperature 0."""
 
 from __future__ import annotations
 
@@ -14,6 +13,6 @@ from paceline.core.verify import walk
 
 
 class Coupled(Verifier):
-    def verify(self, logits_RV: Tensor, guessed: Sequence[VerificationInput]) -> list[list[int]]:
-        draws = iter(draw(logits_RV, sampling_rows(guessed)).tolist())
-        return [walk(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in guessed]
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+        draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
+        return [walk(each.tree, each.verified, list(islice(draws, len(each.rows)))) for each in requests]

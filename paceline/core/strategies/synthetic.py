@@ -1,7 +1,7 @@
-"""`synthetic_acceptance_rate`, for benchmarks alone: a guess is accepted with a fixed probability, whatever it is.
+"""`synthetic_acceptance_rate`, for benchmarks: accept draft tokens with a fixed probability, whatever they are.
 
-Of several at one place that is the first. The output means nothing; how fast it comes is how fast it would come with
-drafts that good.
+Of several siblings, the first one may be accepted. The output means nothing; its speed is that of a draft with this
+acceptance rate.
 """
 
 from __future__ import annotations
@@ -17,38 +17,36 @@ from paceline.core.tree import ROOT
 
 
 def conditional_rate(joint_rate: float, depths: int) -> float:
-    """The probability with which each guess has to be accepted, given those before it, so that the mean over `depths`
-    places of the probability that all up to there are accepted is `joint_rate`."""
+    """The probability of accepting a token after an accepted one, found by bisection.
+
+    With it, P(all tokens up to a depth are accepted), averaged over `depths` depths, is `joint_rate`.
+    """
     low, high = 0.0, 1.0
     while low < (rate := (low + high) / 2) < high:
-        low, high = (rate, high) if _mean_joint_rate(rate, depths) < joint_rate else (low, rate)
+        mean = sum(rate**depth for depth in range(1, depths + 1)) / depths
+        low, high = (rate, high) if mean < joint_rate else (low, rate)
     return high
-
-
-def _mean_joint_rate(rate: float, depths: int) -> float:
-    return sum(rate**depth for depth in range(1, depths + 1)) / depths
 
 
 class SyntheticAcceptance(Verifier):
     def __init__(self, rate: float) -> None:
-        """`rate`: of each guess, given those before it."""
+        """`rate`: of each token, given that the tokens before it were accepted."""
         self._rate = rate
 
-    def verify(self, logits_RV: Tensor, guessed: Sequence[VerificationInput]) -> list[list[int]]:
-        draws = iter(draw(logits_RV, sampling_rows(guessed)).tolist())
-        return [self._commit(each, list(islice(draws, len(each.rows)))) for each in guessed]
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+        draws = iter(draw(logits_RV, sampling_rows(requests)).tolist())
+        return [self._commit(each, list(islice(draws, len(each.rows)))) for each in requests]
 
-    def _commit(self, guessed: VerificationInput, draws: Sequence[int]) -> list[int]:
-        row_of = {node: row for row, node in enumerate((ROOT, *guessed.verified))}
+    def _commit(self, request: VerificationInput, draws: Sequence[int]) -> list[int]:
+        row_of = {node: row for row, node in enumerate((ROOT, *request.verified))}
         node = ROOT
-        while (child := _first_verified_child(guessed, node)) and self._accepts(guessed, row_of[node]):
+        while self._accepts(request, row_of[node]):
+            child = next((child for child in request.tree.children(node) if child in request.verified), None)
+            if child is None:
+                break
             node = child
-        return [*guessed.tree.path_tokens(node), draws[row_of[node]]]
+        return [*request.tree.path_tokens(node), draws[row_of[node]]]
 
-    def _accepts(self, guessed: VerificationInput, row: int) -> bool:
-        drawing = guessed.rows[row]
-        return uniform(noise_key(drawing.params.seed, NoisePurpose.SYNTHETIC, drawing.position)) < self._rate
-
-
-def _first_verified_child(guessed: VerificationInput, node: int) -> int | None:
-    return next((child for child in guessed.tree.children(node) if child in guessed.verified), None)
+    def _accepts(self, request: VerificationInput, row: int) -> bool:
+        sampling = request.rows[row]
+        return uniform(noise_key(sampling.params.seed, NoisePurpose.SYNTHETIC, sampling.position)) < self._rate

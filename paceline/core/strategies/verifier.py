@@ -1,4 +1,4 @@
-"""What every verification strategy is given, and what it answers."""
+"""The interface of a verification strategy, and its input."""
 
 from __future__ import annotations
 
@@ -14,24 +14,28 @@ from paceline.core.tree import TokenTree
 
 @dataclass(frozen=True, slots=True)
 class VerificationInput:
-    """One request in a step: its tree, the nodes that had rows in the pass, parents before children, and what the
-    target draws with after the root and after each node, in this order."""
+    """One request of a step."""
 
     tree: TokenTree
     verified: Sequence[int]
+    """The nodes that had rows in the pass, parents before children."""
     rows: Sequence[SamplingRow]
+    """What the target draws with after the root and after each verified node, in this order."""
     tokens: Sequence[int]
     """Prompt and output; the last one is the root."""
 
 
 class Verifier(ABC):
-    """Decides what is committed. It may remember requests, by their histories, but draws by keyed noise only."""
+    """Decides what each request commits. It may keep state per request, by `History`; all its noise is keyed."""
 
     @abstractmethod
-    def verify(self, logits_RV: Tensor, guessed: Sequence[VerificationInput]) -> list[list[int]]:
-        """What each request commits: accepted tokens, each that of a verified node under the one before, and one more
-        token, whatever it is. Never empty. `logits_RV` are those of all requests' rows; they are left as they are."""
+    def verify(self, logits_RV: Tensor, requests: Sequence[VerificationInput]) -> list[list[int]]:
+        """The tokens each request commits: accepted tokens along one verified path, then one more token. Never empty.
+
+        `logits_RV`: the logits of all requests' rows, in order; they are not modified.
+        """
 
 
-def sampling_rows(guessed: Sequence[VerificationInput]) -> list[SamplingRow]:
-    return [row for each in guessed for row in each.rows]
+def sampling_rows(requests: Sequence[VerificationInput]) -> list[SamplingRow]:
+    """The rows of all requests, in order."""
+    return [row for request in requests for row in request.rows]

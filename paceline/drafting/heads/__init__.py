@@ -1,1 +1,1 @@
-"""What heads share: checkpoint formats, layers, vocabularies."""
+"""What the head methods share: checkpoints, networks, the draft loop."""

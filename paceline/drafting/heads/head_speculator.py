@@ -1,18 +1,17 @@
-"""Drafting with a head that is fed with the target's hidden states: EAGLE-1, -2, -3 and multi-token prediction.
+"""Drafting with a head that reads the target's hidden states: EAGLE-1, -2, -3 and multi-token prediction.
 
-A head has a row for every token but the first, which nothing stands before. Rows of guesses are fed with what the head
-itself made of the guess before, and are worse for it. So what they computed is forgotten when the target commits them:
-with the commit come the states that the rows should have had. The guesses themselves stay in the tree, and are expanded
-again under the better context.
+A head has one row for every token but a request's first. The feature of a draft token is the head's own approximation
+of the target's state. When the target commits draft tokens, their states come with the commit, so their rows are
+computed again from these. The nodes below them stay in the tree and are expanded again.
 
-A row can wait: its state comes with the target's prefill, with a commit, or long after, when the target finds a prefix
-in its cache or moves a request here. Until all have come nothing is guessed.
+A row may have to wait for its state, which comes with the target's prefill, with a commit, or much later, after a hit
+in the target's prefix cache or a move of the request to this draft worker. The head drafts once all states have come.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,30 +21,35 @@ from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History
 from paceline.core.tree import ROOT, CommitResult, TokenTree
 from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator, DraftPass
-from paceline.drafting.heads.head_network import HeadNetwork
-from paceline.drafting.speculator import Opening
+from paceline.drafting.draw_prediction import MAX_ROWS
+from paceline.drafting.heads.head_network import HeadNetwork, head_facts
+from paceline.drafting.method_registry import MethodInputs
+from paceline.drafting.speculator import Opening, Speculator
+from paceline.model.row_probe import measure_row_cost
+from paceline.model.rows import Row
+from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(slots=True, eq=False)
 class HeadDraft(BestFirstDraft):
-    """Its tokens are all but the request's first."""
+    """One request; its tokens are all but the first."""
 
     features: dict[int, Tensor] = field(default_factory=dict)
-    """[h] of expanded nodes, the root among them."""
+    """[h] of each expanded node, including the root."""
 
     @property
     def computable(self) -> int:
         return min(self.wanted, len(self.states))
 
     def root_moved(self, committed: CommitResult) -> list[int]:
-        """Nothing is kept: the target's states of these tokens are better than what was computed."""
+        """Free every slot of a draft token: committed tokens are computed again from the target's states."""
         slots = list(self.slots.values())
         self.slots.clear()
         self.features.clear()
         return slots
 
     def refresh_frontier(self) -> None:
-        """Until the root is expanded, there is nothing to feed its children with."""
+        """The frontier is empty until the root is expanded: without the root's feature no child has an input."""
         if ROOT in self.features:
             BestFirstDraft.refresh_frontier(self)
         else:
@@ -63,22 +67,17 @@ class HeadSpeculator(BestFirstSpeculator[HeadDraft]):
         vocabulary_size: int,
         tree_width: int,
         cost: RowCost | None = None,
-        least_path_probability: float = 0.02,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`fingerprint` and `vocabulary_size` are the target's. The rest as in `BestFirstSpeculator`."""
-        columns = vocabulary_size if network.ids is None else len(network.ids)
-        super().__init__(network.slots, min(tree_width, columns), cost, least_path_probability, clock)
+        """`fingerprint` and `vocabulary_size`: the target's. The other parameters: see `BestFirstSpeculator`."""
+        facts = head_facts(network, fingerprint, vocabulary_size)
+        super().__init__(facts, tree_width, cost, least_path_probability, clock)
         self.method = method
-        self.model = network.model
-        self.vocabulary_fingerprint = fingerprint
-        self.vocabulary_size = vocabulary_size
-        self.hidden_state_layers = tuple(network.hidden_state_layers)
-        self.position_limit = network.position_limit
         self._network = network
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HeadDraft:
-        return HeadDraft(opening, list(opening.tokens[1:]), tree, history, self.position_limit, floor)
+        return HeadDraft(opening, tree, history, floor, list(opening.tokens[1:]), self.position_limit)
 
     @torch.inference_mode()
     def run(self, this: DraftPass[HeadDraft]) -> tuple[Tensor, Tensor | None]:
@@ -88,9 +87,39 @@ class HeadSpeculator(BestFirstSpeculator[HeadDraft]):
         return output.logits, self._network.ids
 
     def _features(self, this: DraftPass[HeadDraft]) -> Tensor:
-        """[rows, h]: those of committed tokens come before those of guesses."""
-        told = [state for draft, node in this.owners if node is None for state in draft.states.take(1)]
-        guessed = [draft.features[draft.tree.parents[node]] for draft, node in this.owners if node is not None]
-        parts = [self._network.encode(torch.stack(told))] if told else []
-        parts += [torch.stack(guessed)] if guessed else []
+        """[rows, h]: of committed tokens first, then of draft tokens, which is the order of the pass."""
+        states = [state for draft, node in this.owners if node is None for state in draft.states.take(1)]
+        parents = [draft.features[draft.tree.parents[node]] for draft, node in this.owners if node is not None]
+        parts = [self._network.encode(torch.stack(states))] if states else []
+        parts += [torch.stack(parents)] if parents else []
         return torch.cat(parts)
+
+
+def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Speculator:
+    """The speculator of a head that drafts one token after another, with its measured cost per row."""
+    config, target = inputs.config, inputs.target
+    cost = measure_row_cost(_HeadProbe(network, target), MAX_ROWS)
+    return HeadSpeculator(
+        config.method,
+        network,
+        target.fingerprint,
+        target.vocabulary_size,
+        config.tree_width,
+        cost,
+        config.least_path_probability,
+    )
+
+
+class _HeadProbe:
+    """Runs a head over one zero state, to measure its passes."""
+
+    def __init__(self, network: HeadNetwork, target: TargetWeights) -> None:
+        self.slots, self.max_model_len = network.slots, network.position_limit
+        self._network = network
+        layers = len(network.hidden_state_layers)
+        states = torch.zeros(1, layers, target.hidden_size, dtype=target.dtype, device=target.device)
+        self._feature = network.encode(states)
+
+    @torch.inference_mode()
+    def run(self, rows: Sequence[Row], wanted: Sequence[int]) -> object:
+        return self._network.run(rows, self._feature.expand(len(rows), -1), wanted)

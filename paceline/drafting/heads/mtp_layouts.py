@@ -1,4 +1,4 @@
-"""How each family's checkpoints name the multi-token-prediction layer, and what that layer is made of.
+"""The tensor names and decoder classes of each model family's multi-token-prediction layer.
 
 Names and order as published: DeepSeek-V3's README_WEIGHTS, and vLLM's `deepseek_mtp`, `glm4_moe_mtp`,
 `qwen3_next_mtp`, `qwen3_5_mtp` and `mimo_mtp`. The `speculators` library writes such a layer to a folder of its own.
@@ -15,8 +15,8 @@ from torch import nn
 
 @dataclass(frozen=True, slots=True)
 class MtpLayout:
-    """Names of the layer's tensors. `prefix` is that of them all, where {layers} is the number of the target's layers;
-    the names of its own four parts follow, without ".weight", and `block`, what the decoder layer's names begin with.
+    """Tensor names. All begin with `prefix`, where {layers} is the number of the target's layers. `block` is the prefix
+    of the decoder layer's names; the other fields name the parts around it, without ".weight".
     """
 
     prefix: str
@@ -26,13 +26,13 @@ class MtpLayout:
     final_norm: str
     block: str = ""
     hidden_first: bool = False
-    """Whether the projection takes [hidden, embedding], instead of [embedding, hidden]."""
+    """The projection's input is [hidden, embedding] instead of [embedding, hidden]."""
 
     def name(self, part: str, layers: int) -> str:
         """The checkpoint's name of a parameter of `paceline.drafting.methods.mtp.MtpLayer`."""
         owner, _, rest = part.partition(".")
-        own = self.block + rest if owner == "block" else f"{getattr(self, owner)}.{rest}"
-        return self.prefix.format(layers=layers) + own
+        name = self.block + rest if owner == "block" else f"{getattr(self, owner)}.{rest}"
+        return self.prefix.format(layers=layers) + name
 
 
 DEEPSEEK = MtpLayout("model.layers.{layers}.", "enorm", "hnorm", "eh_proj", "shared_head.norm")
@@ -41,13 +41,14 @@ MIMO = MtpLayout(
     "model.mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm", hidden_first=True
 )
 SPECULATORS_LIBRARY = MtpLayout("mtp_layers.0.", "token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-"""Of the `speculators` library, whatever the family: MiMo's names in DeepSeek's order."""
+"""Of the `speculators` library, for every family: MiMo's names in DeepSeek's order."""
 
 
 @dataclass(frozen=True, slots=True)
 class MtpFamily:
-    """`name`, for people. `module` and `classes`: where transformers has the decoder layer, and how its names begin.
-    `layout`: in the target's own checkpoint, if that has such a layer. `count_key`: how many there are, in config.json.
+    """`name`: for messages. `module` and `classes`: the transformers module of the decoder layer, and its class prefix.
+    `layout`: of the layer in the target's own checkpoint; None: there is none. `count_key`: the configuration's key of
+    the number of such layers.
     """
 
     name: str
@@ -58,7 +59,7 @@ class MtpFamily:
     rotary: str = "RotaryEmbedding"
 
     def find(self, suffix: str) -> type[nn.Module]:
-        """A class of this family, such as its "DecoderLayer"."""
+        """The family's class with this suffix, such as "DecoderLayer"."""
         module = importlib.import_module(f"transformers.models.{self.module}.modeling_{self.module}")
         found: type[nn.Module] = getattr(module, self.classes + suffix)
         return found
@@ -80,7 +81,7 @@ MTP_FAMILIES = {
 
 
 def family_of(config: Any) -> MtpFamily:
-    """Raises ValueError if no such layer is known for this configuration's models."""
+    """Raises ValueError if the configuration's family has no known multi-token-prediction layer."""
     family = MTP_FAMILIES.get(config.model_type)
     if family is None:
         known = ", ".join(each.name for each in MTP_FAMILIES.values() if each.layout)

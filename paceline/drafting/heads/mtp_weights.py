@@ -1,4 +1,4 @@
-"""A multi-token-prediction layer's parameters from a checkpoint, which may keep experts apart, or be quantised."""
+"""A multi-token-prediction layer's parameters from a checkpoint, which may store experts singly or be quantised."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from paceline.model.checkpoint import Checkpoint, CheckpointError
 
 FUSED_EXPERTS = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)$")
 ALWAYS_FLOAT32 = "e_score_correction_bias"
-"""The router of DeepSeek and GLM adds it to scores; transformers never rounds it."""
-BLOCK = (128, 128)
-"""Weights that share a scale, in fp8 checkpoints that do not say."""
+"""Added to router scores by DeepSeek and GLM; transformers keeps it in float32."""
+DEFAULT_FP8_BLOCK = (128, 128)
+"""Rows and columns that share a scale, if the configuration does not name them."""
 
 
 class MtpWeights:
-    """Finds what a layer needs under its prefix, and reads nothing else."""
+    """Tensors under the layer's prefix. No other tensor is read."""
 
     def __init__(self, checkpoint: Checkpoint, layout: MtpLayout, layers: int) -> None:
-        """`layers`: the target's. Raises `CheckpointError` if there is no such layer."""
+        """`layers`: the number of the target's. Raises `CheckpointError` if the checkpoint has no such layer."""
         self._checkpoint, self._layout, self._layers = checkpoint, layout, layers
         prefix = layout.prefix.format(layers=layers)
         self._names = {name for name in checkpoint.names if name.startswith(prefix)}
@@ -40,11 +40,11 @@ class MtpWeights:
         return any(".mlp.experts." in name for name in self._names)
 
     def of(self, layer: nn.Module, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-        """Values for `layer`'s parameters. Raises `CheckpointError` if one is missing, or of another shape."""
+        """Values of `layer`'s parameters. Raises `CheckpointError` if one is missing or has another shape."""
         parameters = {}
         for part, empty in layer.state_dict().items():
-            kept = torch.float32 if part.endswith(ALWAYS_FLOAT32) else dtype
-            parameters[part] = self._parameter(part, tuple(empty.shape), kept).to(device)
+            wanted = torch.float32 if part.endswith(ALWAYS_FLOAT32) else dtype
+            parameters[part] = self._parameter(part, tuple(empty.shape), wanted).to(device)
         return parameters
 
     def _parameter(self, part: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -55,10 +55,10 @@ class MtpWeights:
         return self._tensor(name, shape).to(dtype)
 
     def _experts(self, prefix: str, projection: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """[experts, out, in] of tensors [out, in]: one per expert, or a gate's and an up's, one below the other."""
+        """[experts, out, in] from tensors [out, in] of each expert; its gate and up projections are stacked."""
         parts = ("gate_proj", "up_proj") if projection == "gate_up_proj" else (projection,)
         each = (shape[1] // len(parts), shape[2])
-        experts = torch.empty(*shape, dtype=dtype)  # filled one by one: they are most of what a layer holds
+        experts = torch.empty(*shape, dtype=dtype)  # filled expert by expert, to keep one copy in memory
         for expert in range(shape[0]):
             experts[expert] = torch.cat([self._tensor(f"{prefix}{expert}.{part}.weight", each) for part in parts])
         return experts
@@ -78,8 +78,8 @@ class MtpWeights:
         return self._scaled(tensor, self._checkpoint.tensor(scale)) if scale in self._names else tensor
 
     def _scaled(self, weight: Tensor, scale: Tensor) -> Tensor:
-        """fp8 weights [out, in] with a scale for each block, as DeepSeek publishes them → float32."""
+        """DeepSeek's fp8 weights [out, in] times one scale per block → float32."""
         quantisation: Mapping[str, Any] = self._checkpoint.config.get("quantization_config") or {}
-        rows, columns = quantisation.get("weight_block_size") or BLOCK
+        rows, columns = quantisation.get("weight_block_size") or DEFAULT_FP8_BLOCK
         spread = scale.float().repeat_interleave(rows, 0).repeat_interleave(columns, 1)
         return weight.float() * spread[: weight.shape[0], : weight.shape[1]]

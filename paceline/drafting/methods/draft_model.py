@@ -1,4 +1,4 @@
-"""Drafting with a small model of the target's family."""
+"""Drafting with a small language model, of the target's vocabulary or of another one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from paceline.core.policy.step_cost import RowCost
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
 from paceline.drafting.best_first import BestFirstDraft, BestFirstSpeculator, DraftPass
-from paceline.drafting.speculator import Opening
+from paceline.drafting.draw_prediction import MAX_ROWS, NetworkFacts
+from paceline.drafting.method_registry import MethodInputs
+from paceline.drafting.speculator import Opening, Speculator
+from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
+from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
+from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary, VocabularyMapping
 from paceline.model.model import Model
+from paceline.model.row_probe import measure_row_cost
 
 
 class DraftModelSpeculator(BestFirstSpeculator[BestFirstDraft]):
-    """Method `draft_model`."""
+    """Method `draft_model` with the target's vocabulary."""
 
     method = "draft_model"
 
@@ -25,40 +31,35 @@ class DraftModelSpeculator(BestFirstSpeculator[BestFirstDraft]):
         model: Model,
         tree_width: int,
         cost: RowCost | None = None,
-        least_path_probability: float = 0.02,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """See `BestFirstSpeculator`."""
-        width = min(tree_width, model.vocabulary_size)
-        super().__init__(model.slots, width, cost, least_path_probability, clock)
-        self.model = model.name
-        self.vocabulary_fingerprint = model.fingerprint
-        self.vocabulary_size = model.vocabulary_size
-        self.position_limit = model.max_model_len
+        super().__init__(NetworkFacts.of_model(model), tree_width, cost, least_path_probability, clock)
         self._model = model
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> BestFirstDraft:
-        return BestFirstDraft(opening, list(opening.tokens), tree, history, self.position_limit, floor)
-
-    def tree(self, request_id: int) -> TokenTree:
-        """The guesses of an open request."""
-        return self._drafts[request_id].tree
-
-    def rewind(self, request_id: int, length: int) -> None:
-        """Take back what was committed after the first `length` tokens of an open request, and all guesses.
-
-        What was computed of those tokens is kept, but for the last, which is to be expanded again.
-        """
-        draft = self._drafts[request_id]
-        self._free += [*draft.slots.values(), *draft.slot_table.slots[length:]]
-        draft.slots.clear()
-        draft.frontier.clear()
-        draft.slot_table.truncate(length)
-        del draft.tokens[length:]
-        draft.computed = min(draft.computed, length - 1)
-        draft.tree = TokenTree(length - 1, draft.tokens[-1])
-        split = min(length, len(draft.opening.tokens) - draft.opening.output_tokens)
-        draft.history = History(draft.history.params, draft.tokens[:split], draft.tokens[split:], self.vocabulary_size)
+        return BestFirstDraft(opening, tree, history, floor, list(opening.tokens), self.position_limit)
 
     def run(self, this: DraftPass[BestFirstDraft]) -> tuple[Tensor, Tensor | None]:
         return self._model.run(this.rows, this.wanted).logits, None
+
+
+def build(inputs: MethodInputs) -> Speculator:
+    """The speculator for the configured `vocabulary_mapping`.
+
+    Raises ValueError if the vocabularies have too little in common, `ModelNotFoundError` if a model is missing.
+    """
+    config = inputs.config
+    model = inputs.load_model()
+    cost = measure_row_cost(model, MAX_ROWS)
+    draft_model = DraftModelSpeculator(model, config.tree_width, cost, config.least_path_probability)
+    if config.vocabulary_mapping == "none":
+        return draft_model
+    if inputs.target_model is None:
+        raise ValueError("a vocabulary_mapping needs the name of the target, to read its tokenizer")
+    mapping = VocabularyMapping.between(Vocabulary.load(inputs.target_model), Vocabulary.load(inputs.model))
+    if mapping.identical:
+        return draft_model
+    if config.vocabulary_mapping == "intersection":
+        return IntersectionDraft(model, mapping, config.tree_width, cost, config.least_path_probability)
+    return RetokenizedDraft(draft_model, mapping)

@@ -1,12 +1,12 @@
-"""Method `extract_hidden_states`: guesses nothing, and writes down what the target computed, for others to train on.
+"""Method `extract_hidden_states`: drafts nothing, and writes the target's hidden states to files for training.
 
-One file for each request that ends, `0000001.safetensors` and on, in `hidden_states_path`:
+Each request that ends gives one file, `0000001.safetensors` and so on, in `hidden_states_path`:
 
     token_ids       int64 [n + 1]: prompt and output
     hidden_states   [n, layers, hidden size], the target's dtype: of every position whose next token is known
 
-`layers` in the file's metadata says which, as `eagle_aux_hidden_state_layer_ids` does: n is the output of layer n, 0
-the embedding, and one more than there are layers the output of the final norm.
+`layers` in the file's metadata are the layers, numbered as in `eagle_aux_hidden_state_layer_ids`: n is the output of
+layer n, 0 the embedding, and the number of layers plus one the output of the final norm.
 """
 
 from __future__ import annotations
@@ -22,53 +22,56 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from paceline.core.growth import Growth
+from paceline.core.tree import TokenTree
+from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.speculator import Commit, Context, Opening, Speculator, new_hidden_states
+from paceline.drafting.tree_speculator import TreeDraft, TreeSpeculator
 
 
-@dataclass(slots=True)
-class _RequestStates:
-    """One request: its tokens, and the states of its positions as far as they have come."""
+@dataclass(slots=True, eq=False)
+class RequestStates(TreeDraft):
+    """A request's tokens, and the hidden states that have arrived."""
 
     tokens: list[int]
     states: list[Tensor] = field(default_factory=list)
 
-    @property
-    def known(self) -> int:
-        return sum(map(len, self.states))
-
-    def hear(self, position: int, states: Tensor) -> None:
-        self.states.append(new_hidden_states(self.known, position, states).cpu())
+    def add_states(self, position: int, states: Tensor) -> None:
+        known = sum(map(len, self.states))
+        self.states.append(new_hidden_states(known, position, states).cpu())
 
 
-class ExtractHiddenStates(Speculator):
+class ExtractHiddenStates(TreeSpeculator[RequestStates]):
+    """Method `extract_hidden_states`."""
+
     method = "extract_hidden_states"
 
     def __init__(self, folder: Path, layers: Sequence[int]) -> None:
-        """`folder` is made if need be; a file that is there is never written over."""
+        """Creates `folder` if it does not exist; never overwrites a file."""
+        super().__init__()
         self.hidden_state_layers = tuple(layers)
         self._folder = folder
-        self._records: dict[int, _RequestStates] = {}
         folder.mkdir(parents=True, exist_ok=True)
         taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdigit()]
         self._numbers = itertools.count(max(taken, default=0) + 1)
 
-    def open(self, opening: Opening) -> None:
-        self._records[opening.request_id] = _RequestStates(list(opening.tokens))
+    def new_draft(self, opening: Opening, tree: TokenTree) -> RequestStates:
+        return RequestStates(opening, tree, list(opening.tokens))
 
     def context(self, context: Context) -> None:
-        if record := self._records.get(context.request_id):
-            record.hear(context.base_position, context.hidden_states)
+        if draft := self._drafts.get(context.request_id):
+            draft.add_states(context.base_position, context.hidden_states)
 
-    def commit(self, commit: Commit) -> None:
-        if record := self._records.get(commit.request_id):
-            record.tokens += commit.tokens
-            if commit.hidden_states is not None:
-                record.hear(commit.base_position, commit.hidden_states)
+    def advance(self, draft: RequestStates, commit: Commit) -> None:
+        draft.tree.commit(commit.tokens)
+        draft.tokens += commit.tokens
+        if commit.hidden_states is not None:
+            draft.add_states(commit.base_position, commit.hidden_states)
 
     def close(self, request_id: int) -> None:
-        record = self._records.pop(request_id, None)
-        if record is not None and record.states:
-            self._write(torch.cat(record.states), record.tokens)
+        draft = self._drafts.get(request_id)
+        if draft is not None and draft.states:
+            self._write(torch.cat(draft.states), draft.tokens)
+        super().close(request_id)
 
     def grow(self) -> dict[int, Growth]:
         return {}
@@ -79,3 +82,14 @@ class ExtractHiddenStates(Speculator):
         tensors = {"token_ids": torch.tensor(tokens[: len(states) + 1]), "hidden_states": states.contiguous()}
         save_file(tensors, partial, {"layers": json.dumps(self.hidden_state_layers)})
         partial.replace(path)
+
+
+def build(inputs: MethodInputs) -> Speculator:
+    assert inputs.config.hidden_states_path is not None, "SpeculativeConfig requires it"
+    return ExtractHiddenStates(Path(inputs.config.hidden_states_path).expanduser(), target_layers(inputs))
+
+
+def target_layers(inputs: MethodInputs) -> Sequence[int]:
+    """The configured layers; by default those of EAGLE-3 heads, and the final state, which other heads use."""
+    last = inputs.target.layers
+    return inputs.config.eagle_aux_hidden_state_layer_ids or (2, last // 2, last - 3, inputs.target.final_layer)

@@ -1,9 +1,9 @@
-"""Drafting with Medusa heads (Cai et al. 2024): head i guesses the token that is i + 1 places after the root.
+"""Drafting with Medusa heads (Cai et al. 2024): head i predicts the token i + 1 positions after the root.
 
-The heads see one state, and neither the root nor each other's guesses. So one pass gives the laws of all places, and
-every path of one token of each is a guess: its probability is the product of theirs. Medusa verifies a fixed choice of
-such paths by the ranks of their tokens (`medusa_choices`), found by trying on a sample of text; here the likeliest
-paths are taken, by what the heads themselves say at this place.
+All heads read one hidden state, and neither the root nor each other's draft tokens. So one pass gives the distributions
+of all depths, and the probability of a path is the product of its tokens' probabilities. Medusa verifies a fixed set of
+paths by the ranks of their tokens (`medusa_choices`), which was searched on sample text; here the tree gets the most
+probable paths of the current distributions.
 """
 
 from __future__ import annotations
@@ -17,37 +17,37 @@ import torch
 from torch import Tensor
 
 from paceline.core.sampling import History
-from paceline.core.sampling import SamplingRow as DrawRow
-from paceline.core.tree import ROOT, TokenTree
-from paceline.drafting.draw_prediction import RankedTokens, predict_draws
-from paceline.drafting.heads.medusa_heads import MedusaHeads
-from paceline.drafting.speculator import Opening
-from paceline.drafting.stateless_heads import MAX_ROWS, StatelessDraft, StatelessSpeculator
+from paceline.core.tree import ROOT, CommitResult, TokenTree
+from paceline.drafting.draw_prediction import MAX_ROWS, RankedTokens, predict_draws
+from paceline.drafting.heads.medusa_heads import MedusaHeads, is_medusa, load_medusa
+from paceline.drafting.method_registry import MethodInputs
+from paceline.drafting.product_tree import draw_rows
+from paceline.drafting.speculator import Opening, Speculator
+from paceline.drafting.stateless_heads import StatelessDraft, StatelessSpeculator
 from paceline.model.target_weights import TargetWeights
 
 
 @dataclass(slots=True, eq=False)
 class MedusaDraft(StatelessDraft):
-    """What the heads said about the state that it is at."""
+    """One request, and the heads' output for its root."""
 
-    laws: Sequence[RankedTokens] = field(default_factory=list)
-    """By head. Empty until the heads have run."""
+    distributions: Sequence[RankedTokens] = field(default_factory=list)
+    """By head; empty until the heads have run."""
     logits: Tensor | None = None
-    """[heads, columns], where a rule makes a token's law depend on the path."""
-    computed_at: int = -1
-    """The root's position when the heads ran."""
-    grown: bool = False
-    """Whether all that is wanted is in the tree."""
+    """[heads, columns]; kept only if the request has rules that depend on the path."""
+    complete: bool = False
+    """The tree has every wanted node."""
+
+    def root_moved(self, committed: CommitResult) -> None:
+        """Discard the heads' output: it was computed from an older state."""
+        self.distributions, self.logits = [], None
 
     def restart(self) -> None:
-        self.grown = False
-        if self.computed_at != self.tree.position:
-            self.laws, self.logits = [], None
+        self.complete = False
 
     @property
     def can_grow(self) -> bool:
-        """Whether there is something to do."""
-        return not self.grown and self.root_state is not None and self.nodes_left > 0 and self.may_expand(ROOT)
+        return not self.complete and self.root_state is not None and self.nodes_left > 0 and self.may_expand(ROOT)
 
 
 class MedusaSpeculator(StatelessSpeculator[MedusaDraft]):
@@ -56,70 +56,69 @@ class MedusaSpeculator(StatelessSpeculator[MedusaDraft]):
     method = "medusa"
 
     def __init__(
-        self, heads: MedusaHeads, lent: TargetWeights, tree_width: int, least_path_probability: float = 0.02
+        self, heads: MedusaHeads, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `StatelessSpeculator`."""
-        super().__init__(heads.model, lent, tree_width, least_path_probability)
+        super().__init__(heads.model, target, tree_width, least_path_probability)
         self._heads = heads
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MedusaDraft:
         return MedusaDraft(opening, tree, history, floor, max_depth=len(self._heads))
 
     def draft_round(self) -> Iterator[tuple[MedusaDraft, list[int]]]:
-        hungry = [draft for draft in self._drafts.values() if draft.can_grow]
-        asking = [draft for draft in hungry if not draft.laws][: max(1, MAX_ROWS // len(self._heads))]
-        if asking:
-            self._run_heads(asking)
-        self._ran = bool(asking)
-        for draft in hungry:
-            if draft.laws:
-                draft.grown = True
-                yield draft, self._likeliest(draft)
+        drafts = [draft for draft in self._drafts.values() if draft.can_grow]
+        without_output = [draft for draft in drafts if not draft.distributions][: max(1, MAX_ROWS // len(self._heads))]
+        if without_output:
+            self._run_heads(without_output)
+        self._computed = bool(without_output)
+        for draft in drafts:
+            if draft.distributions:
+                draft.complete = True
+                yield draft, self._add_paths(draft)
 
     def _run_heads(self, drafts: Sequence[MedusaDraft]) -> None:
-        """Run the heads."""
         logits = self._heads(torch.stack([draft.state for draft in drafts if draft.state is not None]))
-        rows = [row for draft in drafts for row in _rows(draft, len(self._heads))]
-        told = iter(predict_draws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
-        for draft, each in zip(drafts, logits, strict=True):
-            draft.laws = list(itertools.islice(told, len(self._heads)))
-            draft.logits = each.clone() if draft.history.has_logits_rules else None
-            draft.computed_at = draft.tree.position
+        count = len(self._heads)
+        rows = [row for draft in drafts for row in draw_rows(draft.history, draft.tree.position + 1, count)]
+        distributions = iter(predict_draws(logits.flatten(0, 1), rows, self._width, self._heads.ids))
+        for draft, own_logits in zip(drafts, logits, strict=True):
+            draft.distributions = list(itertools.islice(distributions, count))
+            draft.logits = own_logits.clone() if draft.history.has_logits_rules else None
 
-    def _law(self, draft: MedusaDraft, node: int) -> RankedTokens:
-        """What its head says about the place after this node; rules see the path to it."""
+    def _distribution(self, draft: MedusaDraft, node: int) -> RankedTokens:
+        """Of the token after this node. Rules see the path to it."""
         head = draft.tree.depths[node]
         if draft.logits is None:
-            return draft.laws[head]
-        [law] = predict_draws(draft.logits[head : head + 1], [draft.draw_row(node)], self._width, self._heads.ids)
-        return law
+            return draft.distributions[head]
+        logits = draft.logits[head : head + 1]
+        [distribution] = predict_draws(logits, [draft.draw_row(node)], self._width, self._heads.ids)
+        return distribution
 
-    def _likeliest(self, draft: MedusaDraft) -> list[int]:
-        """The likeliest of all paths that the tree has no node for join it, as many as there is room for."""
-        serial = itertools.count()  # breaks ties by age
-        offers: list[tuple[float, int, int, int, float]] = []
+    def _add_paths(self, draft: MedusaDraft) -> list[int]:
+        """Add the most probable missing nodes, as many as are wanted; returns them."""
         tree = draft.tree
-        new: list[int] = []
+        serial = itertools.count()  # breaks ties by age
+        candidates: list[tuple[float, int, int, int, float]] = []
 
-        def offer(node: int) -> None:
+        def add_children(node: int) -> None:
             if draft.may_expand(node):
-                known = [(tree.tokens[child], tree.log_prob(child)) for child in tree.children(node)]
-                for token, log_prob in [*known, *draft.new_children(node, self._law(draft, node))]:
+                for token, log_prob in draft.new_children(node, self._distribution(draft, node)):
                     path_log_prob = tree.path_log_probs[node] + log_prob
-                    heapq.heappush(offers, (-path_log_prob, next(serial), node, token, log_prob))
+                    heapq.heappush(candidates, (-path_log_prob, next(serial), node, token, log_prob))
 
-        offer(ROOT)
-        while offers and draft.nodes_left:
-            _, _, parent, token, log_prob = heapq.heappop(offers)
-            child = tree.child(parent, token)
-            if child is None:
-                child = tree.add(parent, token, log_prob)
-                new.append(child)
-            offer(child)
+        for node in (ROOT, *tree.nodes()):
+            add_children(node)
+        new: list[int] = []
+        while candidates and draft.nodes_left:
+            _, _, parent, token, log_prob = heapq.heappop(candidates)
+            new.append(tree.add(parent, token, log_prob))
+            add_children(new[-1])
         return new
 
 
-def _rows(draft: MedusaDraft, heads: int) -> Iterator[DrawRow]:
-    """The draws at all places that the heads guess, as far as they do not depend on the path."""
-    first = draft.tree.position + 1
-    return (DrawRow(draft.history.params, first + i, draft.history) for i in range(heads))
+matches = is_medusa
+
+
+def build(inputs: MethodInputs) -> Speculator:
+    heads, config = load_medusa(inputs.checkpoint, inputs.target), inputs.config
+    return MedusaSpeculator(heads, inputs.target, config.tree_width, config.least_path_probability)

@@ -1,9 +1,9 @@
-"""PARD (An et al. 2025): a small model of the target's family that was taught to read mask tokens.
+"""PARD (An et al. 2025): a small model of the target's family that was trained to read mask tokens.
 
-    rows:  ... t_n-1  t_n   m    m    m        plain causal attention
-    laws:             n+1  n+2  n+3  n+4
+    rows:           ... t_n-1  t_n   m    m    m        plain causal attention
+    distributions:             n+1  n+2  n+3  n+4
 
-Keys and values of the masks are never kept: the tokens there are run as what they turn out to be.
+Keys and values of mask tokens are not kept: the tokens committed there are run as ordinary rows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from torch import Tensor
 
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
+from paceline.drafting.draw_prediction import NetworkFacts
+from paceline.drafting.heads.head_config import mask_token
+from paceline.drafting.method_registry import MethodInputs
 from paceline.drafting.parallel_drafts import ContextSpans, MaskTokenSpeculator, ParallelDraft, RequestedPasses
-from paceline.drafting.speculator import Opening
+from paceline.drafting.speculator import Opening, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.model import Model
 
@@ -26,19 +29,14 @@ class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
     method = "pard"
 
     def __init__(
-        self, model: Model, mask_token: int, ahead: int, tree_width: int, least_path_probability: float = 0.02
+        self, model: Model, mask_token: int, ahead: int, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `MaskTokenSpeculator`."""
-        width = min(tree_width, model.vocabulary_size)
-        super().__init__(model.slots, mask_token, ahead, width, least_path_probability)
-        self.model = model.name
-        self.vocabulary_fingerprint = model.fingerprint
-        self.vocabulary_size = model.vocabulary_size
-        self.position_limit = model.max_model_len
+        super().__init__(NetworkFacts.of_model(model), mask_token, ahead, tree_width, least_path_probability)
         self._model = model
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> ParallelDraft:
-        return ParallelDraft(opening, list(opening.tokens), tree, history, self.position_limit, floor)
+        return ParallelDraft(opening, tree, history, floor, list(opening.tokens), self.position_limit)
 
     def run_pass(
         self, context: ContextSpans[ParallelDraft], asked: RequestedPasses[ParallelDraft]
@@ -46,20 +44,19 @@ class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
         return self._model.run(*self.rows(context, asked)).logits, None
 
 
-def is_pard(checkpoint: Checkpoint) -> bool:
-    """An ordinary model with a mask token; P-EAGLE heads may name theirs so, too."""
-    named = any(key in checkpoint.config for key in MASK_KEYS)
-    return named and checkpoint.find("embed_tokens.weight") is not None and checkpoint.find("mask_hidden") is None
+def build(inputs: MethodInputs) -> Speculator:
+    config, mask = inputs.config, mask_token_of(inputs.checkpoint)
+    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
+    return PardSpeculator(inputs.load_model(), mask, depth, width, least)
+
+
+def matches(checkpoint: Checkpoint) -> bool:
+    return any(key in checkpoint.config for key in MASK_KEYS)
 
 
 def mask_token_of(checkpoint: Checkpoint) -> int:
-    """Raises `CheckpointError` if this is no PARD model, or one of the second generation."""
+    """Raises `CheckpointError` if the checkpoint is not a PARD model, or is one of the second generation."""
     if "pard2_target_layers" in checkpoint.config:
         raise CheckpointError(f"{checkpoint} is a PARD-2 model, which is not served yet: take the PARD model")
-    named = [checkpoint.config[key] for key in MASK_KEYS if key in checkpoint.config]
     rows, _ = checkpoint.shape(checkpoint.find_required("embed_tokens.weight"))
-    if not named:
-        raise CheckpointError(f"config.json in {checkpoint} names no pard_token: it was not trained as a PARD model")
-    if not isinstance(named[0], int) or not 0 <= named[0] < rows:
-        raise CheckpointError(f"pard_token {named[0]!r} in {checkpoint} is no id in its embedding of {rows} tokens")
-    return named[0]
+    return mask_token(checkpoint, checkpoint.config, MASK_KEYS, rows)

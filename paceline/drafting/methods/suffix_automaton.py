@@ -1,11 +1,11 @@
-"""How often each string of tokens, and what followed it, occurs in one sequence that grows.
+"""Counts the strings of one growing token sequence, and their continuations.
 
-A suffix automaton (Blumer et al. 1985): strings that end at the same places share a *state*, so n tokens need fewer
-than 2 n of them. States are numbers, and what is known of them stands in lists: a long request has too many for objects
-of their own. Only strings of up to `depth` tokens are counted.
+A suffix automaton (Blumer et al. 1985): strings that end at the same positions share a *state*, so n tokens need fewer
+than 2 n states. A state is an index into lists, since a long request has too many for objects. Only strings of up to
+`depth` tokens are counted.
 
-A token costs a step or two, and one more for each state that ends with it. On one core of a Xeon, with Python 3.11,
-that is 1 to 4 µs, and 300 to 400 bytes.
+A token costs one or two steps, and one more for each state that ends with it: 1 to 4 µs on one core of a Xeon with
+Python 3.11, and 300 to 400 bytes.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ NOWHERE = -1
 
 
 class SuffixAutomaton:
-    """Counts over the tokens appended so far. A place (`SuffixCounts`) is the number of a state."""
+    """Counts over the tokens appended so far."""
 
     def __init__(self, depth: int, width: int) -> None:
-        """`depth`: of the longest strings counted, in tokens. `width`: most followers told of a place."""
+        """`depth`: length of the longest strings counted. `width`: most continuations returned."""
         self._depth = depth
         self._width = width
         self._lengths = [0]
-        """By state: tokens of its longest string."""
+        """By state: the length of its longest string."""
         self._links = [NOWHERE]
-        """By state: that of the longest string that ends wherever this one's do, and elsewhere, too."""
+        """By state: the state of the longest suffix that occurs at further positions."""
         self._counts = [0]
-        """By state: occurrences. Those of states that hold only strings longer than `depth` mean nothing."""
+        """By state: occurrences. Not maintained for states whose strings are all longer than `depth`."""
         self._next: list[dict[int, int]] = [{}]
-        """By state and token: the state of its strings with the token at the end."""
+        """By state and token: the state of its strings with the token appended."""
         self._whole = ROOT
-        """The state of all tokens."""
+        """The state of the whole sequence."""
         self._recent = ROOT
-        """The state of the last `depth` of them."""
+        """The state of the last `depth` tokens."""
 
     def append(self, token: int) -> None:
         before = self._whole
@@ -50,7 +50,7 @@ class SuffixAutomaton:
         self._count()
 
     def matches(self) -> Iterator[SuffixMatch[int]]:
-        """The ends of the sequence that occur elsewhere in it, too, longest first. None is as long as the sequence."""
+        """The suffixes that occur earlier in the sequence too, longest first."""
         state = self._recent
         most = min(self._depth, self._lengths[self._whole]) - 1
         while state != ROOT:
@@ -59,16 +59,16 @@ class SuffixAutomaton:
                 yield SuffixMatch(range(longest, shortest - 1, -1), self._counts[state], state)
             state = self._links[state]
 
-    def continuations(self, place: int) -> Sequence[Continuation[int]]:
-        found = self._next[place]
+    def continuations(self, state: int) -> Sequence[Continuation[int]]:
+        found = self._next[state]
         if len(found) > self._width:
-            # Of equally frequent ones those that came up last.
+            # Of equally frequent tokens, the latest.
             most = heapq.nlargest(self._width, reversed(found.items()), key=lambda item: self._counts[item[1]])
-            return [(self._counts[state], token, state) for token, state in most]
-        return sorted(((self._counts[state], token, state) for token, state in found.items()), reverse=True)
+            return [(self._counts[following], token, following) for token, following in most]
+        return sorted(((self._counts[each], token, each) for token, each in found.items()), reverse=True)
 
     def _after(self, before: int, token: int) -> int:
-        """The state of the longest string of `before`, and the token. It is split from that of longer ones."""
+        """The state of the longest string of `before` with the token appended, split from that of longer strings."""
         known = self._next[before][token]
         length = self._lengths[before] + 1
         if self._lengths[known] == length:
@@ -80,21 +80,21 @@ class SuffixAutomaton:
             before = self._links[before]
         return split
 
-    def _state(self, length: int, link: int, count: int, following: dict[int, int]) -> int:
+    def _state(self, length: int, link: int, count: int, next_states: dict[int, int]) -> int:
         self._lengths.append(length)
         self._links.append(link)
         self._counts.append(count)
-        self._next.append(following)
+        self._next.append(next_states)
         return len(self._lengths) - 1
 
     def _shortened(self, state: int) -> int:
-        """The state of this one's strings' last `depth` tokens."""
+        """The state of the last `depth` tokens of this state's strings."""
         while self._lengths[self._links[state]] >= self._depth:
             state = self._links[state]
         return state
 
     def _count(self) -> None:
-        """The last tokens occurred once more, from all that count down to the last one."""
+        """Count one more occurrence of every suffix of up to `depth` tokens."""
         state = self._recent
         while state != ROOT:
             self._counts[state] += 1

@@ -1,84 +1,64 @@
-"""What suffix decoding remembers of requests that have finished."""
+"""The outputs of finished requests, which suffix decoding looks up for later ones."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from functools import partial
+from dataclasses import dataclass, field
 
 from paceline.drafting.methods.suffix_tree import SuffixTree
 
 MOST_CACHED_TOKENS = 500_000
-"""Over all finished requests, whatever their number: some 220 bytes each."""
+"""Over all outputs; a token takes about 220 bytes."""
+
+
+@dataclass(slots=True)
+class _SaltOutputs:
+    tree: SuffixTree
+    outputs: deque[list[int]] = field(default_factory=deque)
+    """Oldest first."""
 
 
 class FinishedOutputs:
-    """Counts over the outputs of the requests that finished last."""
+    """Keeps the latest outputs, and counts their strings apart for each cache salt.
+
+    When there are too many, the salt that was not used for longest loses its oldest output.
+    """
 
     def __init__(self, depth: int, width: int, requests: int, tokens: int = MOST_CACHED_TOKENS) -> None:
-        """At most so many requests, and so many tokens of theirs."""
-        self.tree = SuffixTree(depth, width)
-        self.tokens = 0
-        """How many are kept."""
-        self._outputs: deque[list[int]] = deque()
-        self._most_requests = requests
-        self._most_tokens = tokens
-
-    @property
-    def requests(self) -> int:
-        return len(self._outputs)
-
-    def add(self, output: list[int]) -> None:
-        """The oldest ones make room. One that is too long alone is not kept."""
-        if not output or not self._most_requests or len(output) > self._most_tokens:
-            return
-        while self.requests == self._most_requests or self.tokens + len(output) > self._most_tokens:
-            self.forget()
-        self._outputs.append(output)
-        self.tokens += len(output)
-        self.tree.add(output)
-
-    def forget(self) -> None:
-        """The oldest one."""
-        oldest = self._outputs.popleft()
-        self.tree.remove(oldest)
-        self.tokens -= len(oldest)
-
-
-class OutputsBySalt:
-    """`FinishedOutputs` for each cache salt. Together they keep no more than one may; where a salt was not used for
-    longest, its oldest make room."""
-
-    def __init__(self, depth: int, width: int, requests: int, tokens: int = MOST_CACHED_TOKENS) -> None:
-        self._new = partial(FinishedOutputs, depth, width, requests, tokens)
-        self._most_requests = requests
-        self._most_tokens = tokens
-        self._by_salt: OrderedDict[str, FinishedOutputs] = OrderedDict()
+        """`depth` and `width`: see `SuffixTree`. `requests` and `tokens`: most to keep."""
+        self._depth, self._width = depth, width
+        self._most_requests, self._most_tokens = requests, tokens
+        self._by_salt: OrderedDict[str, _SaltOutputs] = OrderedDict()
+        """The salt that was used last is last."""
         self._requests = 0
         self._tokens = 0
 
     def tree(self, salt: str) -> SuffixTree | None:
-        """Counts over what requests of this salt were answered; None if nothing is known of any."""
+        """The counts of this salt's outputs; None if there are none."""
         if salt not in self._by_salt:
             return None
         self._by_salt.move_to_end(salt)
         return self._by_salt[salt].tree
 
     def add(self, output: list[int], salt: str) -> None:
+        """Keep an output, unless it is empty or longer than all that may be kept."""
         if not output or not self._most_requests or len(output) > self._most_tokens:
             return
         while self._requests == self._most_requests or self._tokens + len(output) > self._most_tokens:
             self._forget()
-        outputs = self._by_salt.setdefault(salt, self._new())
+        if salt not in self._by_salt:
+            self._by_salt[salt] = _SaltOutputs(SuffixTree(self._depth, self._width))
         self._by_salt.move_to_end(salt)
-        outputs.add(output)
+        self._by_salt[salt].outputs.append(output)
+        self._by_salt[salt].tree.add(output)
         self._requests += 1
         self._tokens += len(output)
 
     def _forget(self) -> None:
-        salt, outputs = next(iter(self._by_salt.items()))
-        before = outputs.tokens
-        outputs.forget()
+        salt, oldest = next(iter(self._by_salt.items()))
+        output = oldest.outputs.popleft()
+        oldest.tree.remove(output)
         self._requests -= 1
-        self._tokens -= before - outputs.tokens
-        if not outputs.requests:
+        self._tokens -= len(output)
+        if not oldest.outputs:
             del self._by_salt[salt]

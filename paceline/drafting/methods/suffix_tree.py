@@ -1,15 +1,14 @@
-"""How often each string of tokens, and what followed it, occurs in many sequences that come and go.
+"""Counts the strings of many token sequences, which are added and removed whole, and their continuations.
 
-A path-compressed suffix tree (Oliaro et al. 2024, "SuffixDecoding"): a node is a *run* of tokens, read after those of
-the nodes above it. Only strings of up to `depth` tokens are counted, so every position brings that many tokens, or
-fewer at a sequence's end. They are added and removed as whole sequences; a request that still grows has an automaton.
+A path-compressed suffix tree (Oliaro et al. 2024, "SuffixDecoding"): a node is a *run* of tokens that follows the runs
+of the nodes above. Only strings of up to `depth` tokens are counted, so each position of a sequence adds a path of that
+length, or a shorter one at the end. (A request that still grows has a `SuffixAutomaton`.)
 
-A run names a piece of a sequence, always of the one that was added last of those that pass through. First in, first
-out, that one is also the last to go: no node refers to a sequence that has gone.
+A run is a slice of the sequence that was added last among those that pass through the node. Sequences are removed in
+the order in which they were added, so no node refers to a removed sequence.
 
-Nodes are numbers, and what is known of them stands in lists, as in the automaton: half a million objects kept Python's
-garbage collector busy for 0.3 s. On one core of a Xeon, with Python 3.11 and source code, a token takes 6 µs to add,
-3 µs to remove, and 210 bytes.
+A node is an index into lists: half a million objects kept Python's garbage collector busy for 0.3 s. On one core of a
+Xeon, with Python 3.11 and source code, a token takes 6 µs to add, 3 µs to remove, and 210 bytes.
 """
 
 from __future__ import annotations
@@ -21,60 +20,60 @@ from collections.abc import Iterator, Sequence
 from paceline.drafting.methods.suffix_matches import Continuation, SuffixMatch
 
 RunPosition = tuple[int, int]
-"""A place (`SuffixCounts`): a node, and how many tokens of its run were read."""
+"""A string: the node where it ends, and how many tokens of the node's run belong to it."""
 
 ROOT = 0
 CACHE_CHILDREN_FROM = 16
-"""Children that are not sorted again for each guess."""
+"""Nodes with more children keep the result of `continuations`."""
 
 
 class SuffixTree:
-    """Counts over the sequences that were added and not removed."""
+    """Counts over the sequences added and not removed."""
 
     def __init__(self, depth: int, width: int) -> None:
-        """`depth`: of the longest strings counted, in tokens. `width`: most followers told of a place."""
+        """`depth`: length of the longest strings counted. `width`: most continuations returned."""
         self._depth = depth
         self._width = width
         self._sequences: list[list[int]] = [[]]
-        """By node: where its run is. It is [start, stop) of this sequence."""
+        """By node: the sequence that its run is a slice of, [start, stop)."""
         self._starts = array("q", [0])
         self._stops = array("q", [0])
         self._counts = array("q", [0])
-        """By node: positions that pass through all of its run."""
+        """By node: how many added positions pass through its whole run."""
         self._children: list[dict[int, int]] = [{}]
-        """By node and the first token of a child's run: the child."""
+        """By node: its children, by the first token of their runs."""
         self._free: list[int] = []
-        """Nodes that are none at present."""
+        """Unused nodes."""
         self._cached_continuations: dict[int, list[Continuation[RunPosition]]] = {}
-        """Followers of nodes with many, until something changes."""
+        """Of nodes with many children, until a sequence is added or removed."""
 
     @property
     def nodes(self) -> int:
-        """How many there are, without the root."""
+        """The number of nodes, without the root."""
         return len(self._counts) - len(self._free) - 1
 
     def add(self, tokens: list[int]) -> None:
-        """The tree keeps the sequence, which must not change from now on."""
+        """The tree keeps a reference to `tokens`, which must not change."""
         self._cached_continuations.clear()
         for start in range(len(tokens)):
             self._add(tokens, start, min(start + self._depth, len(tokens)))
 
     def remove(self, tokens: list[int]) -> None:
-        """`tokens` must be the oldest of the sequences that are there."""
+        """`tokens` must be the sequence that was added first of those still there."""
         self._cached_continuations.clear()
         for start in range(len(tokens)):
             self._remove(tokens, start, min(start + self._depth, len(tokens)))
 
     def matches(self, context: list[int]) -> Iterator[SuffixMatch[RunPosition]]:
-        """The ends of the context that occur. None is as long as the context."""
+        """The proper suffixes of `context` that occur."""
         for length in range(1, len(context)):
-            spot = self._find(context, len(context) - length)
-            if spot is None:
+            position = self._find(context, len(context) - length)
+            if position is None:
                 return
-            yield SuffixMatch(range(length, length + 1), self._counts[spot[0]], spot)
+            yield SuffixMatch(range(length, length + 1), self._counts[position[0]], position)
 
-    def continuations(self, place: RunPosition) -> Sequence[Continuation[RunPosition]]:
-        node, read = place
+    def continuations(self, state: RunPosition) -> Sequence[Continuation[RunPosition]]:
+        node, read = state
         at = self._starts[node] + read
         if at < self._stops[node]:
             return ((self._counts[node], self._sequences[node][at], (node, read + 1)),)
@@ -90,7 +89,7 @@ class SuffixTree:
         return [(self._counts[child], token, (child, 1)) for token, child in most]
 
     def _find(self, context: list[int], at: int) -> RunPosition | None:
-        """The place of what the context has from there on, one token or more."""
+        """The position of `context[at:]`, which has at least one token."""
         node, read = ROOT, 0
         while at < len(context):
             child = self._children[node].get(context[at])
@@ -117,7 +116,7 @@ class SuffixTree:
             node, start = child, start + shared
 
     def _remove(self, tokens: list[int], start: int, stop: int) -> None:
-        """Nodes that nothing passes through go, and so does a border where nothing ends or forks any more."""
+        """Removes nodes that no position passes through, and joins a node with an only child that has its count."""
         node = ROOT
         while start < stop:
             child = self._children[node][tokens[start]]
@@ -134,7 +133,7 @@ class SuffixTree:
         return self._stops[node] - self._starts[node]
 
     def _shared(self, node: int, tokens: list[int], start: int, stop: int) -> int:
-        """How many tokens of its run, of which the first is right, are these."""
+        """The length of the common prefix of the node's run and these tokens. The first token is equal."""
         run, at = self._sequences[node], self._starts[node]
         most = min(self._stops[node] - at, stop - start)
         if run[at : at + most] == tokens[start : start + most]:
@@ -142,7 +141,7 @@ class SuffixTree:
         return next(i for i in range(1, most) if run[at + i] != tokens[start + i])
 
     def _split(self, node: int, at: int) -> int:
-        """Turn the first tokens of a run into a node of their own, above the other."""
+        """Move the first `at` tokens of a run into a new node above; return it."""
         start = self._starts[node]
         upper = self._new(self._sequences[node], start, start + at)
         self._starts[node] = start + at
@@ -151,8 +150,8 @@ class SuffixTree:
         return upper
 
     def _join(self, node: int) -> None:
-        """Take in the only child, if whatever passes through the node passes through it, too: so did the last sequence
-        that did, and both runs are one piece of it. (The root counts nothing, and takes in nobody.)"""
+        """Merge the only child into the node if all positions of the node pass through it. The last sequence does too,
+        so both runs are one slice of it. (The root has count 0 and is never merged.)"""
         (child,) = self._children[node].values()
         if self._counts[child] == self._counts[node]:
             self._stops[node] = self._stops[child]

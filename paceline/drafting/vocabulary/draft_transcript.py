@@ -1,7 +1,7 @@
-"""A request's committed text, token by token in the target's tokens, as the draft's tokenizer would write it.
+"""A request's committed text in the draft's tokens, updated as the target's tokens are committed.
 
-The end of a text is encoded again whenever more comes, for more can change how it is written. What stands a few words
-before the end is settled. Bytes that do not make a character yet wait for the rest of it.
+More text can change how the end of a text is encoded, so the tail is encoded again after every commit. Text some words
+before the end is settled. Bytes of an incomplete character wait for its other bytes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from collections.abc import Sequence
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
 
 LOOKBEHIND = 48
-"""At least so many characters at the end are encoded again."""
+"""The tail has at least this many characters once text is settled."""
 LONGEST_TAIL = 160
-"""And at most so many, if there is a word to begin with."""
+"""A longer tail is settled, up to the beginning of a word if there is one."""
 WINDOW = 10
-"""Last tokens of the target's that are encoded again together with a guess."""
+"""The target's last tokens, which are encoded again together with a draft."""
 
 
 class DraftTranscript:
-    """Of one request."""
+    """The text of one request."""
 
     def __init__(self, mapping: VocabularyMapping, tokens: Sequence[int]) -> None:
         self._mapping = mapping
@@ -35,25 +35,25 @@ class DraftTranscript:
 
     @property
     def tokens(self) -> list[int]:
-        """The draft's, never none."""
-        written = [*self._settled, *self._mapping.draft.tokenizer.encode_fragment(self._tail)]
-        return written or list(self._fallback_tokens)
+        """The draft's tokens, at least one."""
+        tokens = [*self._settled, *self._mapping.draft.tokenizer.encode_fragment(self._tail)]
+        return tokens or list(self._fallback_tokens)
 
     @property
     def pending(self) -> bytes:
-        """The beginning of a character, after those tokens."""
+        """The bytes of an incomplete character after `tokens`."""
         return self._utf8.getstate()[0]
 
     @property
     def window(self) -> bytes:
-        """The text of the last few tokens of the target's, from a whole character on, `pending` at its end."""
+        """The text of the target's last tokens, from the beginning of a character on, `pending` included."""
         pieces = [self._tokenizer.piece(token) for token in self._recent[-WINDOW:]]
         while pieces and _continues(pieces[0]):
             del pieces[0]
         return b"".join(pieces)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These tokens of the target's were committed."""
+        """Append committed tokens of the target."""
         for token in tokens:
             if token in self._tokenizer.special_ids:
                 self._settle_all()
@@ -72,7 +72,7 @@ class DraftTranscript:
         self._tail += text
 
     def _first(self, text: str) -> str:
-        """The first text as the draft would have it, which may put a space before it."""
+        """The first text of the request, with the draft tokenizer's convention of a space before it."""
         wanted = self._mapping.draft.tokenizer.adds_prefix_space
         if wanted == self._tokenizer.adds_prefix_space:
             return text
@@ -83,18 +83,19 @@ class DraftTranscript:
         self._tail = self._tail[length:]
 
     def _settle_all(self) -> None:
-        """What comes next has nothing to do with the text before."""
+        """A special token follows: later text cannot change the encoding of the text so far."""
         self._add(self._utf8.decode(b"", final=True))
         self._settle(len(self._tail))
         self._recent.clear()
 
 
 def _continues(piece: bytes) -> bool:
-    """Whether these bytes begin in the middle of a character."""
+    """Whether these bytes begin inside a character."""
     return not piece or 0x80 <= piece[0] < 0xC0
 
 
 def _word_start(text: str, most: int) -> int:
-    """Where the last word begins among the first `most` characters, with the space before it; `most` if none does."""
+    """The index of the space before the last word that begins among the first `most` characters; `most` if none
+    does."""
     starts = (i for i in range(most, 0, -1) if text[i].isspace() and not text[i - 1].isspace())
     return next(starts, most)

@@ -1,7 +1,8 @@
-"""Text that follows other text, as a tokenizer would write it, and only those of its tokens that are likely to stay.
+"""The target's tokens for drafted text, as far as text after it is unlikely to change them.
 
-More text can change how the end of a text is written: ` hel` need not begin the tokens of ` hello`. So the last token
-does not count, nor what one more letter would change; unless the draft has the same token, and ended its guess there.
+More text can change how the end of a text is encoded: the tokens of ` hello` need not begin with those of ` hel`. So
+the last token is left out, and tokens that one more letter would change. If the draft's path ends with the same token,
+that token stays.
 """
 
 from __future__ import annotations
@@ -17,30 +18,30 @@ PROBE_CHARACTER = "a"
 
 
 class StableTokens:
-    """Finds them for one tokenizer."""
+    """Finds the stable tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     def of(self, text: bytes, after: bytes, last: int = -1, *, final: bool = False) -> list[tuple[int, int]]:
-        """Tokens of `text`, each with how many of its bytes are written then.
+        """The stable tokens of `text`, each with the number of bytes of `text` up to its end.
 
-        `after`: text before it that is written in whole tokens, from a character's beginning on; `text` may
-        complete a character of it. `last`: the token that stays if it is the last one. `final`: nothing follows, so
-        that all stay. None come if the tokenizer does not give back what it is given.
+        `after`: the text before, which is whole tokens and begins with a whole character; `text` may complete its last
+        character. `last`: a token that is stable at the end. `final`: no text follows, so all tokens are stable. The
+        result is empty if the tokenizer changes the text.
         """
         together = self._stable(after + text, last, final=final)
         ends = self._ends(together)
         if len(after) in (0, *ends):
             start = bisect.bisect_right(ends, len(after))
             return [(token, end - len(after)) for token, end in zip(together[start:], ends[start:], strict=True)]
-        # The text before was written otherwise than this tokenizer would, or goes on in a token of its own. Alone, the
-        # rest of a character is nothing.
+        # The text before has other tokens than this tokenizer's, or a token spans its end. Then `text` is encoded
+        # alone, which gives nothing if it begins inside a character.
         alone = self._stable(text, last, final=final)
         return list(zip(alone, self._ends(alone), strict=True))
 
     def _stable(self, text: bytes, last: int, *, final: bool) -> list[int]:
-        """Of a text on its own. An incomplete character at its end is left out."""
+        """The stable tokens of a whole text. An incomplete character at its end is left out."""
         try:
             readable = codecs.getincrementaldecoder("utf-8")().decode(text)
         except UnicodeDecodeError:
@@ -58,6 +59,5 @@ class StableTokens:
 
 
 def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
     same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
     return sum(1 for _ in same)

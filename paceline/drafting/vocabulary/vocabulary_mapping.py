@@ -1,11 +1,11 @@
-"""What the tokens of two vocabularies have in common, and how one's tokens are written in the other's.
+"""Maps the tokens of a target's vocabulary to those of a draft's, and back.
 
-Two tokens mean the same if they add the same bytes to a text, however their vocabularies spell them: `Ġthe` and `▁the`,
-`Ã` and `<0xC3>`. Special tokens mean the same if they are spelled alike, or both begin or both end a text. Of several
-tokens that mean the same the first counts; one that stands for a single byte counts after those spelled as text.
+Two tokens have the same meaning if they add the same bytes to a text, however their vocabularies spell them: `Ġthe` and
+`▁the`, `Ã` and `<0xC3>`. Special tokens have the same meaning if they are spelled alike, or both begin or both end a
+text. If a vocabulary has several tokens of one meaning, the first is used, and byte tokens come last.
 
-This is the intersection of TLI and of vLLM's `use_heterogeneous_vocab`; the tokens outside it are decoded, and encoded
-again by the other tokenizer.
+This is the intersection of TLI and of vLLM's `use_heterogeneous_vocab`. Tokens outside it are decoded, and encoded with
+the other tokenizer.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from paceline.text import Tokenizer
 from paceline.text.token_pieces import BYTE_TOKEN
 
 MIN_COMMON_TOKENS = 8
-"""Two vocabularies with fewer tokens in common have nothing to say to each other."""
+"""With fewer common tokens a draft is refused."""
 ENDS_OF_TEXT = ("bos_token", "eos_token")
 
 Meaning = tuple[str, bytes]
-"""Text or special, and the bytes it adds or is spelled with."""
+"""text: the bytes that a token adds. special: its spelling."""
 
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's tokenizer, and how many token ids the model knows: often a few more, that stand for nothing."""
+    """A model's tokenizer and its number of token ids, which is often a little larger than the tokenizer's."""
 
     name: str
     tokenizer: Tokenizer
@@ -38,11 +38,11 @@ class Vocabulary:
 
     @classmethod
     def load(cls, model: str) -> Vocabulary:
-        """Of the model by this name, without its weights. Raises `ModelNotFoundError`."""
+        """The vocabulary of the model with this name, without its weights. Raises `ModelNotFoundError`."""
         return cls(Path(model).name, Tokenizer.load(model), _size(model))
 
     def meanings(self) -> dict[Meaning, int]:
-        """The first token of each meaning. Raises ValueError if the tokenizer does not decode piece by piece."""
+        """The token of each meaning. Raises ValueError if the tokenizer does not decode token by token."""
         tokenizer, bytes_of = self.tokenizer, self.tokenizer.pieces
         known = range(min(self.size, len(bytes_of)))
         special = [id_ for id_ in known if id_ in tokenizer.special_ids]
@@ -56,49 +56,51 @@ class Vocabulary:
         return found
 
     def special_token(self, role: str) -> int | None:
-        """The token of a role such as `eos_token`."""
+        """The token of a role such as `eos_token`; None if there is none."""
         token = self.tokenizer.token_id(self.tokenizer.special_tokens.get(role, ""))
         return token if token is not None and token < self.size else None
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyMapping:
-    """Between the tokens of a target and those of a draft."""
+    """The tokens of a target and a draft with the same meaning."""
 
     target: Vocabulary
     draft: Vocabulary
     target_ids: Sequence[int]
-    """By draft token, the target's that means the same, each once; -1 for those that none does."""
+    """By draft token, the target's token with its meaning, each at most once; -1: none."""
     draft_ids: Sequence[tuple[int, ...]]
-    """By target token, how the draft writes it: as the one token that means the same, else as some others."""
+    """By target token, the draft's tokens for it: the one with its meaning, or else one or more that spell it."""
 
     @classmethod
     def between(cls, target: Vocabulary, draft: Vocabulary) -> VocabularyMapping:
-        """Raises ValueError if either tokenizer does not decode piece by piece."""
-        ours, theirs = draft.meanings(), target.meanings()
-        pairs = {theirs[meaning]: ours[meaning] for meaning in theirs.keys() & ours.keys()}
+        """Raises ValueError if one of the tokenizers does not decode token by token."""
+        draft_meanings, target_meanings = draft.meanings(), target.meanings()
+        common = target_meanings.keys() & draft_meanings.keys()
+        pairs = {target_meanings[meaning]: draft_meanings[meaning] for meaning in common}
         for role in ENDS_OF_TEXT:
-            mine, its = draft.special_token(role), target.special_token(role)
-            if mine is not None and its is not None and its not in pairs and mine not in pairs.values():
-                pairs[its] = mine
+            target_id, draft_id = target.special_token(role), draft.special_token(role)
+            if target_id is None or draft_id is None or target_id in pairs or draft_id in pairs.values():
+                continue
+            pairs[target_id] = draft_id
         target_ids = [-1] * draft.size
-        for its, mine in pairs.items():
-            target_ids[mine] = its
-        writer = _TokenTranslator(target, draft, ours, pairs)
-        return cls(target, draft, target_ids, [writer.written(id_) for id_ in range(target.size)])
+        for target_id, draft_id in pairs.items():
+            target_ids[draft_id] = target_id
+        translator = _TokenTranslator(target, draft, draft_meanings, pairs)
+        return cls(target, draft, target_ids, [translator.to_draft(token) for token in range(target.size)])
 
     @property
     def identical(self) -> bool:
-        """Whether every id means the same to both, so that there is nothing to map."""
+        """Whether the tokenizers are the same."""
         return self.target.tokenizer.fingerprint == self.draft.tokenizer.fingerprint
 
     @property
     def common(self) -> list[int]:
-        """The draft's tokens that the target has, too."""
+        """The draft's tokens with a meaning that the target has too."""
         return [id_ for id_, its in enumerate(self.target_ids) if its >= 0]
 
     def require_common(self) -> None:
-        """Raises ValueError unless the two have enough tokens in common for one to guess the other's."""
+        """Raises ValueError if there are fewer than `MIN_COMMON_TOKENS` common tokens."""
         if (count := len(self.common)) < MIN_COMMON_TOKENS:
             raise ValueError(
                 f"the vocabularies of {self.target.name} and its draft {self.draft.name} have only {count} tokens in "
@@ -106,47 +108,48 @@ class VocabularyMapping:
             )
 
     def to_draft_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """The target's tokens, one by one, as the draft's."""
+        """The draft's tokens for the target's tokens, each mapped by itself."""
         return list(chain.from_iterable(self.draft_ids[token] for token in tokens))
 
     def prompt_to_draft_tokens(self, tokens: Sequence[int]) -> list[int]:
-        """Those of a whole text: it begins with what the draft expects before a text, as the target's does."""
-        written = [*self.draft.tokenizer.prefix_tokens, *self.to_draft_tokens(self.without_beginning(tokens))]
-        return written or list(self.draft_ids[tokens[0]])
+        """The draft's tokens for a whole prompt, with the draft's own tokens before a text."""
+        prompt = [*self.draft.tokenizer.prefix_tokens, *self.to_draft_tokens(self.without_beginning(tokens))]
+        return prompt or list(self.draft_ids[tokens[0]])
 
     def without_beginning(self, tokens: Sequence[int]) -> Sequence[int]:
-        """These tokens of the target's, but what it sets before a text."""
+        """These tokens of the target without those that its tokenizer puts before a text."""
         beginning = self.target.tokenizer.prefix_tokens
         return tokens[len(beginning) :] if list(tokens[: len(beginning)]) == beginning else tokens
 
 
 class _TokenTranslator:
-    """Writes single tokens of a target as a draft's."""
+    """Translates single tokens of a target to a draft's."""
 
     def __init__(
-        self, target: Vocabulary, draft: Vocabulary, ours: Mapping[Meaning, int], pairs: Mapping[int, int]
+        self, target: Vocabulary, draft: Vocabulary, draft_meanings: Mapping[Meaning, int], pairs: Mapping[int, int]
     ) -> None:
-        """`ours`: the draft's tokens by meaning. `pairs`: the draft's token of the target's that it has."""
-        self._target, self._draft, self._ours, self._pairs = target, draft, ours, pairs
-        named = (draft.special_token(role) for role in ("unk_token", "eos_token", "bos_token"))
-        self._unknown = next((id_ for id_ in named if id_ is not None), 0)
+        """`draft_meanings`: see `Vocabulary.meanings`. `pairs`: the draft's token by the target's, if there is one."""
+        self._target, self._draft, self._draft_meanings, self._pairs = target, draft, draft_meanings, pairs
+        fallbacks = (draft.special_token(role) for role in ("unk_token", "eos_token", "bos_token"))
+        self._unknown = next((token for token in fallbacks if token is not None), 0)
 
-    def written(self, token: int) -> tuple[int, ...]:
-        """Never nothing: after every token the draft is to be asked again."""
+    def to_draft(self, token: int) -> tuple[int, ...]:
+        """At least one token: the draft runs once more after every target token."""
         if token in self._pairs:
             return (self._pairs[token],)
         tokenizer = self._target.tokenizer
         special = token in tokenizer.special_ids
-        said = tokenizer.token_string(token).encode() if special else tokenizer.piece(token)
-        return tuple(id_ for id_ in self._spelled(said) if id_ < self._draft.size) or (self._unknown,)
+        piece = tokenizer.token_string(token).encode() if special else tokenizer.piece(token)
+        return tuple(id_ for id_ in self._spelled(piece) if id_ < self._draft.size) or (self._unknown,)
 
-    def _spelled(self, said: bytes) -> Sequence[int]:
-        if _text(said) in self._ours:  # another token of the target's means the same
-            return [self._ours[_text(said)]]
+    def _spelled(self, piece: bytes) -> Sequence[int]:
+        if _text(piece) in self._draft_meanings:  # the meaning is paired with another token of the target
+            return [self._draft_meanings[_text(piece)]]
         try:
-            return self._draft.tokenizer.encode_fragment(said.decode())
+            return self._draft.tokenizer.encode_fragment(piece.decode())
         except UnicodeDecodeError:  # a part of a character
-            return [self._ours[part] for byte in said if (part := _text(bytes([byte]))) in self._ours]
+            parts = (_text(bytes([byte])) for byte in piece)
+            return [self._draft_meanings[part] for part in parts if part in self._draft_meanings]
 
 
 def _text(piece: bytes) -> Meaning:
@@ -154,11 +157,11 @@ def _text(piece: bytes) -> Meaning:
 
 
 def _size(model: str) -> int:
-    place = resolve_model(model)
-    if found := fake_vocabulary(place):
+    folder = resolve_model(model)
+    if found := fake_vocabulary(folder):
         return found[0]
-    said: dict[str, Any] = configuration(place)
-    size = said.get("vocab_size") or said.get("text_config", {}).get("vocab_size")
+    config: dict[str, Any] = configuration(folder)
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
     if not isinstance(size, int):
-        raise ModelNotFoundError(f"config.json in {place} has no vocab_size: download the model again")
+        raise ModelNotFoundError(f"config.json in {folder} has no vocab_size: download the model again")
     return size

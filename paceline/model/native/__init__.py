@@ -1,1 +1,1 @@
-"""The forward pass as one native function: C++ sources, and what compiles and loads them."""
+"""The forward pass as one native function: C++ sources, and the Python that compiles, loads and calls them."""

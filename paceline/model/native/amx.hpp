@@ -1,8 +1,8 @@
-// Products of bf16 numbers by Intel's AMX (Intel, "Architecture Instruction Set Extensions", chapter 3): a tile register
-// holds up to 16 rows of 16 words, and one instruction adds the product of two tiles to a third.
+// bf16 products with Intel's AMX (Intel, "Architecture Instruction Set Extensions", chapter 3): a tile register holds up to
+// 16 rows of 16 words, and one instruction adds the product of two tiles to a third.
 //
-// An element of the result depends on its own row and column alone, whatever the number of rows: every sum runs over the
-// input in steps of 16 words, in order. Numbers too small for the normal range of a float count as zero.
+// An element of the result depends on its row and column alone, not on the number of rows: every sum runs over the input in
+// steps of 16 words, in order. Denormals count as zero.
 #pragma once
 #include <immintrin.h>
 
@@ -12,12 +12,12 @@
 
 namespace paceline {
 
-constexpr unsigned DENORMALS_ARE_ZERO = 0x40;  // in the control register for vectors
+constexpr unsigned DENORMALS_ARE_ZERO = 0x40;  // in the vector control register
 
 inline Floats fused(Uint32s a, Uint32s b, Floats sum) { return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum); }
 
-// Registers are named by literal numbers: 0 to 3 hold the sums of a block each, 4 inputs and 5 weights, 6 and 7 the same
-// of the last 8 words of an odd width.
+// Intrinsics take literal register numbers: 0 to 3 hold the sums of one block each, 4 inputs and 5 weights, 6 and 7 the
+// inputs and weights of the last 8 words of an odd width.
 #define ADD_PRODUCT(block, inputs, block_weights)                     \
     if constexpr (BLOCKS > block) {                                   \
         _tile_loadd(block_weights, weights + block * LANES, BYTES);   \
@@ -85,8 +85,8 @@ class Tiles {
 
 #undef ADD_PRODUCT
 
-// The same sums of a single row, bit for bit, by vectors: they read memory faster than tiles do. Within each step of 16
-// words the low and the high numbers of words have sums of their own, by fused multiply-adds.
+// The same sums of a single row, bit for bit, with vectors, which read memory faster than tiles. Within each step of 16
+// words, the low and the high numbers of words have separate sums of fused multiply-adds.
 template <int BLOCKS>
 inline void multiply_row(const uint32_t* x, const uint32_t* weights, int words, float* sums) {
     const unsigned control = _mm_getcsr();

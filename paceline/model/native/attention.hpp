@@ -1,7 +1,7 @@
 // Attention of rows to their own paths: softmax(q k' * scale) v, in float, over keys in the order of their positions.
 //
-// Keys are taken in tiles of 16 positions that begin at multiples of 16. In a row's last tile, places without a key count
-// as minus infinity, and so add an exact 0. What a row sums, and in which order, follows from its own path alone.
+// Keys are processed in tiles of 16 positions that begin at multiples of 16. In a row's last tile, positions without a key
+// have the score minus infinity, and so add an exact 0. A row's path alone decides what it sums and in which order.
 #pragma once
 #include <cmath>
 #include <vector>
@@ -13,17 +13,17 @@ namespace paceline {
 
 struct Heads {
     int key_value, queries_per_key;
-    int width;  // numbers of a head, padded with zeros to whole vectors of words
+    int width;  // numbers per head, padded with zeros to whole vectors
 
     size_t query_row() const { return (size_t)key_value * queries_per_key * width; }
-    size_t key_row() const { return (size_t)key_value * width; }  // of the cache: keys of a slot, values behind them
+    size_t key_row() const { return (size_t)key_value * width; }  // a slot of the cache has a row of keys, then one of values
 };
 
 struct AttentionOptions {  // of one layer; part of the C interface
     float scale;
-    float softcap;       // scores are squashed to it; 0: they are not
-    int32_t window;      // a row sees this many positions, itself included; 0: all
-    const float* sinks;  // [query heads]: scores that take part in the softmax and have no value; null: none
+    float softcap;       // limit of scores, by tanh; 0: none
+    int32_t window;      // positions that a row sees, including its own; 0: all
+    const float* sinks;  // [query heads]: scores that take part in the softmax without a value; null: none
 };
 
 template <class T>
@@ -46,11 +46,11 @@ class Attention {
         tile_.resize((size_t)TILE * heads.width / PER);
         queries_.resize(queries);
     }
-    // Of a chunk: as many as share the work on a tile.
+    // Rows of a chunk: they share the work on a tile.
     static int most_rows(const Heads& heads) { return std::max(1, 16 / heads.queries_per_key); }
 
-    // One part of `parts`: of all chunks and key-value heads, those whose turn is this part's. `cache`: a layer's keys and
-    // values [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
+    // One part of `parts`: every `parts`-th pair of a chunk and a key-value head. `cache`: a layer's keys and values
+    // [slots, 2 * key-value heads, width]. queries, out [rows, query heads, width].
     void operator()(const Rows& rows, const std::vector<Chunk>& chunks, int part, int parts, const AttentionOptions& scoring,
                     const T* cache, const T* queries, T* out) {
         for (int i = part; i < (int)chunks.size() * heads_.key_value; i += parts)
@@ -66,42 +66,43 @@ class Attention {
         const T* keys = cache + (size_t)key_head * width;
         const float* sink = scoring.sinks ? scoring.sinks + key_head * per : nullptr;
         auto head_of = [&](auto* of, int row) { return of + row * heads_.query_row() + (size_t)key_head * per * width; };
-        auto expect = [&](const T* from) {
+        auto prefetch_slot = [&](const T* from) {
             return [=, this](int32_t s) {
                 for (int d = 0; d < heads_.width; d += 64 / (int)sizeof(T)) __builtin_prefetch(from + s * slot + d);
             };
         };
         for_each_tile(
-            rows, chunk, window, expect(keys), [&](const int32_t* slots) { load_keys(keys, slot, slots); },
-            [&](const int* these, int count, int tile) {
+            rows, chunk, window, prefetch_slot(keys), [&](const int32_t* slots) { load_keys(keys, slot, slots); },
+            [&](const int* sharing, int count, int tile) {
                 for (int i = 0; i < count * per; i++) {
-                    int row = these[i / per], q = i % per;
-                    queries_[i] = {head_of(queries, row) + q * width, place(chunk, row) + q, VisibleRange(rows, row, window)};
+                    int row = sharing[i / per], q = i % per;
+                    queries_[i] = {head_of(queries, row) + q * width, first_query(chunk, row) + q,
+                                   VisibleRange(rows, row, window)};
                 }
                 in_groups(count * per, [&]<int COUNT>(int first) { score<COUNT>(&queries_[first], tile, scoring); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++)
-                normalise(place(chunk, r) + q, VisibleRange(rows, r, window), sink ? sink + q : nullptr);
+                normalise(first_query(chunk, r) + q, VisibleRange(rows, r, window), sink ? sink + q : nullptr);
         std::fill(outputs_.begin(), outputs_.end(), 0.0f);
         for_each_tile(
-            rows, chunk, window, expect(keys + values),
+            rows, chunk, window, prefetch_slot(keys + values),
             [&](const int32_t* slots) { load_values(keys + values, slot, slots); },
-            [&](const int* these, int count, int tile) {
-                for (int i = 0; i < count * per; i++) queries_[i].place = place(chunk, these[i / per]) + i % per;
+            [&](const int* sharing, int count, int tile) {
+                for (int i = 0; i < count * per; i++) queries_[i].index = first_query(chunk, sharing[i / per]) + i % per;
                 in_groups(count * per, [&]<int COUNT>(int first) { mix<COUNT>(&queries_[first], tile); });
             });
         for (int r = chunk.first; r < chunk.end; r++)
             for (int q = 0; q < per; q++) {
-                int i = place(chunk, r) + q;
+                int i = first_query(chunk, r) + q;
                 for (int d = 0; d < width; d += LANES)
                     Element<T>::narrow(head_of(out, r) + q * width + d,
                                        load<Floats>(&outputs_[(size_t)i * width + d]) * (1.0f / totals_[i]));
             }
     }
 
-    // Of a row's first query among those of the chunk.
-    int place(Chunk chunk, int row) const { return (row - chunk.first) * heads_.queries_per_key; }
+    // The index of a row's first query among the chunk's.
+    int first_query(Chunk chunk, int row) const { return (row - chunk.first) * heads_.queries_per_key; }
 
     // The tile's keys as [words of a head, positions].
     void load_keys(const T* keys, size_t slot, const int32_t* slots) {
@@ -114,7 +115,7 @@ class Attention {
         }
     }
 
-    // The tile's values as [TILE / PER, width] words: two positions side by side in each, or one.
+    // The tile's values as [TILE / PER, width] words of two neighbouring positions, or one.
     void load_values(const T* values, size_t slot, const int32_t* slots) {
         uint32_t* to = tile_.data();
         for (int i = 0; i < TILE_UINT32S; i++)
@@ -131,12 +132,12 @@ class Attention {
 
     struct Query {
         const T* numbers;
-        int place;  // among the chunk's queries
-        VisibleRange sight;
+        int index;  // among the chunk's queries
+        VisibleRange visible;
     };
 
-    // Calls f with a number of queries that is a constant there, and the first of them: sums of several queries hide each
-    // other's latency.
+    // Calls f with the first query of each group; the group's size is a template argument. The sums of several queries hide
+    // each other's latency.
     template <int COUNT = MOST_QUERIES, class F>
     static void in_groups(int count, F f, int first = 0) {
         for (; first + COUNT <= count; first += COUNT) f.template operator()<COUNT>(first);
@@ -157,26 +158,26 @@ class Attention {
         for (int i = 0; i < COUNT; i++) {
             Floats s = sums[i] * scoring.scale;
             if (scoring.softcap > 0) s = tanh_of(s / scoring.softcap) * scoring.softcap;
-            Ints seen = (position >= queries[i].sight.begin) & (position < queries[i].sight.end);
-            store(&scores_[queries[i].place * stride_ + tile * TILE], seen ? s : all(-INFINITY));
+            Ints seen = (position >= queries[i].visible.begin) & (position < queries[i].visible.end);
+            store(&scores_[queries[i].index * stride_ + tile * TILE], seen ? s : all(-INFINITY));
         }
     }
 
-    // Scores become weights e^(score - largest), rounded to T; their sum is taken after rounding.
-    void normalise(int place, VisibleRange sight, const float* sink) {
-        const float* scores = &scores_[place * stride_];
-        T* weights = &weights_[place * stride_];
+    // Turns scores into weights e^(score - largest), rounded to T; the sum is of rounded weights.
+    void normalise(int index, VisibleRange visible, const float* sink) {
+        const float* scores = &scores_[index * stride_];
+        T* weights = &weights_[index * stride_];
         Floats most = all(sink ? *sink : -INFINITY), sum = {};
-        for (int t = sight.first_tile; t < sight.last_tile; t++) most = larger(load<Floats>(scores + t * TILE), most);
+        for (int t = visible.first_tile; t < visible.last_tile; t++) most = larger(load<Floats>(scores + t * TILE), most);
         Floats largest = all(max_of(most));
-        for (int t = sight.first_tile; t < sight.last_tile; t++) {
+        for (int t = visible.first_tile; t < visible.last_tile; t++) {
             Floats s = load<Floats>(scores + t * TILE);
             Floats weight = s == all(-INFINITY) ? Floats{} : exp_of(s - largest);
             Element<T>::narrow(weights + t * TILE, weight);
             sum += Element<T>::widen(weights + t * TILE);
         }
-        totals_[place] = sum_of(sum);
-        if (sink) totals_[place] += sum_of(exp_of(all(*sink) - largest)) / LANES;
+        totals_[index] = sum_of(sum);
+        if (sink) totals_[index] += sum_of(exp_of(all(*sink) - largest)) / LANES;
     }
 
     template <int COUNT>
@@ -185,8 +186,8 @@ class Attention {
         const uint32_t* weights[COUNT];
         float* out[COUNT];
         for (int i = 0; i < COUNT; i++) {
-            weights[i] = (const uint32_t*)&weights_[queries[i].place * stride_ + tile * TILE];
-            out[i] = &outputs_[(size_t)queries[i].place * width];
+            weights[i] = (const uint32_t*)&weights_[queries[i].index * stride_ + tile * TILE];
+            out[i] = &outputs_[(size_t)queries[i].index * width];
         }
         for (int d = 0; d < width; d += 2 * LANES) {  // widths are multiples of 32
             const uint32_t* values = tile_.data() + d;

@@ -1,18 +1,18 @@
-"""Compile the native pass at its first use, keep the library, and load it.
+"""Compile the native pass at its first use, keep the library in a cache folder, and load it.
 
-`native_library()` takes, in this order: a library that the wheel carries (`ready/` beside the sources), one from the
-cache folder, or a new one from the system's C++ compiler or the `ziglang` wheel's. Every failure is a
-`NativeUnavailableError` with one sentence; its caller goes on without the native pass.
+`native_library()` tries in this order: a library in the wheel (`ready/` next to the sources), one in the cache folder,
+a new one from the system's C++ compiler or from the `ziglang` wheel's. Every failure is a `NativeUnavailableError` with
+one sentence; the caller then uses torch.
 
 A library is compiled for an instruction set (`Isa`), not with `-march=native`: that also tunes for the CPU's model,
 and GCC's tuning decides which multiplications and additions it fuses. So two machines with the same instruction set,
-compiler and sources compute the same bits. A file's name says all that its content depends on, and a hash of its
+compiler and sources compute the same bits. A file's name has everything that its content depends on, and a hash of the
 content, since loading a truncated library can kill the process:
 
     <instruction set>--<compiler>--<hash of sources and flags>--<hash of the compiler's file, or "ready">--<content>.so
 
 The cache folder is `native` in $PACELINE_CACHE_DIR, $XDG_CACHE_HOME/paceline or ~/.cache/paceline. PACELINE_NATIVE=0
-switches the native pass off; PACELINE_NATIVE_FLAGS are more flags for the compiler (a sanitizer's).
+switches the native pass off; PACELINE_NATIVE_FLAGS are extra flags for the compiler, such as a sanitizer's.
 
 The wheel's build hook loads this file alone, so it imports nothing but the standard library.
 """
@@ -33,9 +33,8 @@ import signal
 import stat
 import subprocess
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +43,7 @@ log = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 MAIN_SOURCE = "native.cpp"
-"""The one translation unit; it includes the headers beside it."""
+"""The one translation unit; it includes the headers."""
 TIMEOUT_S = 300.0
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-pthread"),
@@ -54,7 +53,7 @@ FLAGS = (
 
 
 class NativeUnavailableError(Exception):
-    """The native pass cannot be had here; the message is one sentence that says why."""
+    """There is no native pass on this machine; the message is one sentence with the reason."""
 
 
 class Isa(NamedTuple):
@@ -62,11 +61,11 @@ class Isa(NamedTuple):
 
     name: str
     needs: frozenset[str]
-    """Flags of the CPU, as Linux names them."""
+    """CPU flags, as Linux names them."""
     flags: tuple[str, ...]
-    """What makes GCC and clang use it."""
+    """For GCC and clang."""
     zig: str
-    """What Zig calls it, which refuses GCC's names."""
+    """Zig's name: it refuses GCC's flags."""
 
 
 _AVX2 = frozenset({"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "abm", "movbe", "xsave"})
@@ -97,8 +96,8 @@ class Compiler(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Changes when the compiler's file does; asking a compiler for its version takes longer than a start may."""
-        files = (Path(word).resolve() for word in self.command if Path(word).is_file())
+        """Changes with the compiler's file. Running `--version` at every start would take too long."""
+        files = (Path(part).resolve() for part in self.command if Path(part).is_file())
         seen = [(str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
         return _digest(repr((self.command, seen)).encode())
 
@@ -106,18 +105,17 @@ class Compiler(NamedTuple):
         return (f"-mcpu={isa.zig}",) if self.is_zig else isa.flags
 
 
-class _Loaded(NamedTuple):
+class _Library(NamedTuple):
     library: ctypes.CDLL
-    name: str
-    """Its file's."""
+    file_name: str
 
 
 def native_library(sources: Path = SOURCES) -> ctypes.CDLL:
-    """The native pass of these sources, compiled if it has to be; at most once per process.
+    """The native pass of these sources; compiles and loads it at most once per process.
 
     Raises `NativeUnavailableError`.
     """
-    return _loaded(sources).library
+    return _load_once(sources).library
 
 
 def native_description(sources: Path = SOURCES) -> str:
@@ -125,30 +123,33 @@ def native_description(sources: Path = SOURCES) -> str:
 
     Raises `NativeUnavailableError`.
     """
-    isa, compiler, source, *_ = _loaded(sources).name.split("--")
+    isa, compiler, source, *_ = _load_once(sources).file_name.split("--")
     return f"{isa}, {compiler.replace('-', ' ')}, source {source[:8]}"
 
 
-def _loaded(sources: Path) -> _Loaded:
+def _load_once(sources: Path) -> _Library:
     if os.environ.get("PACELINE_NATIVE") == "0":
         raise NativeUnavailableError("PACELINE_NATIVE=0 switches the native pass off")
-    found = _load_or_reason(sources)
-    if isinstance(found, str):
-        raise NativeUnavailableError(found)
-    return found
+    library = _library_or_reason(sources)
+    if isinstance(library, str):
+        raise NativeUnavailableError(library)
+    return library
 
 
 @cache
-def _load_or_reason(sources: Path) -> _Loaded | str:
-    """The library, or why there is none: a compiler that failed is not run again for the next model."""
+def _library_or_reason(sources: Path) -> _Library | str:
+    """The library, or why there is none: a compiler that failed does not run again for the next model."""
     try:
-        return _find_prebuilt(sources) or _compiled(sources)
+        isas = _isas()
+        # The owner of the wheel's library is not checked: a user who can replace it can replace this file, too.
+        pattern = f"{isas[0].name}--*--{source_hash(sources)}--ready--*.so"
+        return _find(sources / "ready", pattern) or _find_or_compile(sources, isas)
     except NativeUnavailableError as error:
         return str(error)
 
 
 def isas_of(machine: str, flags: frozenset[str]) -> list[Isa]:
-    """The instruction sets of a CPU with these flags, the best first. Raises `NativeUnavailableError`."""
+    """The instruction sets of a CPU with these flags, best first. Raises `NativeUnavailableError` if it has none."""
     if machine not in ISAS:
         raise NativeUnavailableError(f"there is no native code for {machine}")
     if found := [isa for isa in ISAS[machine] if isa.needs <= flags]:
@@ -158,7 +159,7 @@ def isas_of(machine: str, flags: frozenset[str]) -> list[Isa]:
 
 
 def cpu_flags() -> frozenset[str]:
-    """Empty where the system does not tell."""
+    """As Linux names them; empty on other systems."""
     try:
         with Path("/proc/cpuinfo").open(encoding="utf-8") as lines:
             flags = next((line for line in lines if line.startswith("flags")), "")
@@ -168,108 +169,92 @@ def cpu_flags() -> frozenset[str]:
 
 
 def source_hash(sources: Path) -> str:
-    """Of all sources and the flags that they are compiled with."""
+    """A hash of all sources and compiler flags."""
     files = sorted([*sources.glob("*.cpp"), *sources.glob("*.hpp")])
-    return _digest(repr((FLAGS, _more_flags(), [(file.name, file.read_bytes()) for file in files])).encode())
+    more = shlex.split(os.environ.get("PACELINE_NATIVE_FLAGS", ""))
+    return _digest(repr((FLAGS, more, [(file.name, file.read_bytes()) for file in files])).encode())
 
 
 def find_compiler() -> Compiler | None:
-    """$CXX, the system's, or the one in the `ziglang` wheel."""
-    for words in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
-        found = shutil.which(words[0]) if words else None
-        if found:
-            return Compiler((str(Path(found).absolute()), *words[1:]))
+    """$CXX, the system's compiler, or the one in the `ziglang` wheel; None if there is none."""
+    for command in (shlex.split(os.environ.get("CXX", "")), ["c++"], ["g++"], ["clang++"]):
+        path = shutil.which(command[0]) if command else None
+        if path:
+            return Compiler((str(Path(path).absolute()), *command[1:]))
     wheel = importlib.util.find_spec("ziglang")
     if wheel is None or wheel.origin is None:
         return None
     return Compiler((str(Path(wheel.origin).with_name("zig")), "c++"))
 
 
-def _find_prebuilt(sources: Path) -> _Loaded | None:
-    """The library inside the wheel. Its owner is not checked: whoever can replace it can replace this file too."""
-    return _find_cached(sources / "ready", f"{_isas()[0].name}--*--{source_hash(sources)}--ready--*.so")
-
-
-def _compiled(sources: Path) -> _Loaded:
-    """From the cache folder or the compiler."""
+def _find_or_compile(sources: Path, isas: Sequence[Isa]) -> _Library:
+    """A library for the best instruction set that the compiler knows."""
     compiler = find_compiler()
     if compiler is None:
         raise NativeUnavailableError("there is no C++ compiler: install g++ or clang, or paceline[native]")
-    *better, last = _isas()
+    *better, last = isas
     for isa in better:
         try:
-            return _compiled_for(isa, sources, compiler)
+            return _find_or_compile_for(isa, sources, compiler)
         except NativeUnavailableError as error:
             if not any(flag in str(error) for flag in isa.flags):
                 raise
             log.warning("the compiler does not know an instruction set", extra={"isa": isa.name, "reason": str(error)})
-    return _compiled_for(last, sources, compiler)
+    return _find_or_compile_for(last, sources, compiler)
 
 
-def _compiled_for(isa: Isa, sources: Path, compiler: Compiler) -> _Loaded:
-    try:
-        return _cached(isa, sources, compiler, cache_folder())
-    except (OSError, RuntimeError) as error:
-        return _uncached(isa, sources, compiler, error)
-
-
-def _cached(isa: Isa, sources: Path, compiler: Compiler, folder: Path) -> _Loaded:
-    """Raises `OSError` if the folder cannot be written."""
+def _find_or_compile_for(isa: Isa, sources: Path, compiler: Compiler) -> _Library:
     pattern = f"{isa.name}--*--{source_hash(sources)}--{compiler.key}--*.so"
-    found = _find_cached(folder, pattern, only_ours=True)
-    if found:
-        return found
-    with _locked(folder):
-        found = _find_cached(folder, pattern, only_ours=True)  # another process may have compiled it meanwhile
-        if found:
-            return found
-        log.info("compiling the native pass", extra={"compiler": shlex.join(compiler.command), "folder": str(folder)})
-        return _load(compile_library(sources, isa, compiler, folder, compiler.key))
-
-
-def _uncached(isa: Isa, sources: Path, compiler: Compiler, why: Exception) -> _Loaded:
-    """Compiled for this process alone: a loaded library needs its file no more."""
-    log.warning(
-        "compiling the native pass for this process alone",
-        extra={"compiler": shlex.join(compiler.command), "reason": str(why)},
-    )
     try:
-        with tempfile.TemporaryDirectory(prefix="paceline-native-", ignore_cleanup_errors=True) as folder:
-            return _load(compile_library(sources, isa, compiler, Path(folder), compiler.key))
-    except OSError as error:
-        raise NativeUnavailableError(f"there is no place to compile in: {error}") from None
+        folder = cache_folder()
+        if found := _find(folder, pattern, check_owner=True):
+            return found
+        with (folder / "lock").open("w") as lock:  # until it is closed, one process compiles
+            with suppress(OSError):  # on a file system without locks several processes compile, which is only slower
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if found := _find(folder, pattern, check_owner=True):
+                return found
+            log.info(
+                "compiling the native pass", extra={"compiler": shlex.join(compiler.command), "folder": str(folder)}
+            )
+            return _load(compile_library(sources, isa, compiler, folder, compiler.key))
+    except (OSError, RuntimeError) as error:
+        raise NativeUnavailableError(
+            f"the compiled library cannot be kept: {error}; set PACELINE_CACHE_DIR to a folder that only you can write"
+        ) from None
 
 
 def compile_library(
     sources: Path, isa: Isa, compiler: Compiler, folder: Path, key: str, *, link_flags: Sequence[str] = ()
 ) -> Path:
-    """Compile into a folder; the file appears whole or not at all, under the name that `key` is a part of.
+    """Compile into a folder. The file appears complete or not at all; `key` is a part of its name.
 
-    Compiling and linking are two commands: Zig makes a C++ library of its own when it links, a minute's work, and can
-    so use it again for another instruction set.
+    Compiling and linking are two commands: Zig builds a C++ library when it links, which takes a minute, and can then
+    reuse it for another instruction set.
 
     Raises `NativeUnavailableError` where the compiler fails, and `OSError` where the folder cannot be written.
     """
-    version = _version(compiler)
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder, ignore_cleanup_errors=True) as building:
-        object_, linked = Path(building, "native.o"), Path(building, "native.so")
-        target = compiler.target(isa)
-        more = _more_flags()
-        to_object = ("-c", *FLAGS, *target, *more, str((sources / MAIN_SOURCE).absolute()), "-o", str(object_))
-        to_library = ("-shared", "-pthread", *more, *link_flags, str(object_), "-o", str(linked))
+    version = _version(compiler, folder)
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder, ignore_cleanup_errors=True) as name:
+        building = Path(name)
+        object_file, linked = building / "native.o", building / "native.so"
+        more = shlex.split(os.environ.get("PACELINE_NATIVE_FLAGS", ""))
+        source = (sources / MAIN_SOURCE).absolute()
+        to_object = ("-c", *FLAGS, *compiler.target(isa), *more, str(source), "-o", str(object_file))
+        to_library = ("-shared", "-pthread", *more, *link_flags, str(object_file), "-o", str(linked))
         for arguments in (to_object, to_library):
-            _run((*compiler.command, *arguments), Path(building), folder)
+            _run((*compiler.command, *arguments), folder, building)
         if not linked.is_file():
             raise NativeUnavailableError(f"{compiler.command[0]} wrote no library")
-        name = "--".join([isa.name, version, source_hash(sources), key, _digest(linked.read_bytes())])
+        parts = [isa.name, version, source_hash(sources), key, _digest(linked.read_bytes())]
         linked.chmod(0o700)
-        return linked.replace(folder / f"{name}.so")
+        return linked.replace(folder / f"{'--'.join(parts)}.so")
 
 
 def cache_folder() -> Path:
-    """The folder for libraries, made if need be.
+    """The folder for libraries, created if it is missing.
 
-    Raises `OSError` if it cannot be made or is not the user's alone, `RuntimeError` if the user has no home.
+    Raises `OSError` if it cannot be created or another user can write to it, `RuntimeError` if the user has no home.
     """
     given, xdg = os.environ.get("PACELINE_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     base = Path(given) if given else Path(xdg or Path.home() / ".cache") / "paceline"
@@ -284,90 +269,71 @@ def cache_folder() -> Path:
 
 
 def _is_safe(path: Path) -> bool:
-    """Whether nobody but this user and root can put anything in place of this file, or of what this folder has."""
-    found = path.lstat()
-    writable = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    sticky = stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX
-    return found.st_uid in (os.geteuid(), 0) and (not writable or bool(sticky))
+    """Whether only this user and root can replace this file, or the files of this folder."""
+    status = path.lstat()
+    writable = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    sticky = stat.S_ISDIR(status.st_mode) and status.st_mode & stat.S_ISVTX
+    return status.st_uid in (os.geteuid(), 0) and (not writable or bool(sticky))
 
 
-def _find_cached(folder: Path, pattern: str, *, only_ours: bool = False) -> _Loaded | None:
-    """A library of this name that is whole, and with `only_ours` one that others cannot have written."""
+def _find(folder: Path, pattern: str, *, check_owner: bool = False) -> _Library | None:
+    """The first file that matches the pattern, is complete and loads; with `check_owner`, that no other user can
+    write."""
     for path in sorted(folder.glob(pattern)):
-        if only_ours and not _is_safe(path):
+        if check_owner and not _is_safe(path):
             log.warning("not loading a library that others may write to", extra={"path": str(path)})
         elif _digest(path.read_bytes()) == path.stem.rpartition("--")[2]:
-            with suppress(NativeUnavailableError):  # made with another system's C library, say: compile it again
+            with suppress(NativeUnavailableError):  # compiled with another system's C library, perhaps
                 return _load(path)
     return None
 
 
-def _load(path: Path) -> _Loaded:
+def _load(path: Path) -> _Library:
     try:
-        return _Loaded(ctypes.CDLL(str(path)), path.name)
+        return _Library(ctypes.CDLL(str(path)), path.name)
     except OSError as error:
         raise NativeUnavailableError(f"the library does not load: {error}") from None
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Let one process compile at a time. Without the lock, or after a long wait, two do: that is only wasteful.
-
-    The kernel gives the lock back when its holder dies.
-    """
-    with (folder / "lock").open("w") as file:
-        waiting_until = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < waiting_until:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:  # a file system without locks
-                break
-            else:
-                break
-        yield
-
-
-def _run(command: Sequence[str], building: Path, folder: Path) -> str:
-    """What a compiler says; it and all that it starts are gone afterwards. Raises `NativeUnavailableError`."""
-    said = building / "said"
-    env = {**os.environ, "LC_ALL": "C", "TMPDIR": str(building)}
+def _run(command: Sequence[str], folder: Path, temporary: Path) -> str:
+    """Run a compiler and return its output. On return no process of it is left. Raises `NativeUnavailableError`."""
+    env = {**os.environ, "LC_ALL": "C", "TMPDIR": str(temporary)}
     env.pop("LD_PRELOAD", None)  # a sanitizer is for the library, not for its compiler
     env |= {"ZIG_GLOBAL_CACHE_DIR": str(folder / "zig"), "ZIG_LOCAL_CACHE_DIR": str(folder / "zig")}
-    with said.open("wb") as to:
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=to, stderr=to, cwd=building, env=env, start_new_session=True
-            )
-        except OSError as error:
-            raise NativeUnavailableError(f"{command[0]} does not start: {error.strerror}") from None
+    pipe = subprocess.PIPE
     try:
-        status = process.wait(TIMEOUT_S)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=subprocess.STDOUT, env=env, start_new_session=True
+        )
+    except OSError as error:
+        raise NativeUnavailableError(f"{command[0]} does not start: {error.strerror}") from None
+    try:
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
         raise NativeUnavailableError(f"{command[0]} was not done after {TIMEOUT_S:.0f} s") from None
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    text = said.read_text(encoding="utf-8", errors="replace")
-    if status != 0:
-        raise NativeUnavailableError(f"{command[0]} failed: {_first_error_line(text) or f'status {status}'}")
+            process.communicate()
+    text = output.decode(errors="replace")
+    if process.returncode != 0:
+        raise NativeUnavailableError(
+            f"{command[0]} failed: {_first_error_line(text) or f'status {process.returncode}'}"
+        )
     return text
 
 
 def _first_error_line(text: str) -> str:
-    """Its first line with an error, or else its first line."""
+    """The first line with an error, else the first line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line), lines[0] if lines else "")
 
 
-def _version(compiler: Compiler) -> str:
+def _version(compiler: Compiler, folder: Path) -> str:
     """Such as g++-12.2.0."""
-    with tempfile.TemporaryDirectory(prefix="paceline-native-", ignore_cleanup_errors=True) as folder:
-        first = _run((*compiler.command, "--version"), Path(folder), Path(folder)).partition("\n")[0]
-    found = re.search(r"(?:version|\)) (\d+(?:\.\d+)+)", first)
-    return f"{'clang' if 'clang' in first else 'g++'}-{found[1] if found else _digest(first.encode())}"
+    first = _run((*compiler.command, "--version"), folder, folder).partition("\n")[0]
+    number = re.search(r"(?:version|\)) (\d+(?:\.\d+)+)", first)
+    return f"{'clang' if 'clang' in first else 'g++'}-{number[1] if number else _digest(first.encode())}"
 
 
 def _isas() -> list[Isa]:
@@ -379,15 +345,11 @@ def _isas() -> list[Isa]:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Ask Linux for the tile registers of AMX, which a process may use from then on."""
+    """Ask Linux for permission to use the tile registers of AMX in this process."""
     arch_prctl, request_permission, tile_data = 158, 0x1023, 18
     with suppress(AttributeError, OSError):
         return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
     return False
-
-
-def _more_flags() -> list[str]:
-    return shlex.split(os.environ.get("PACELINE_NATIVE_FLAGS", ""))
 
 
 def _digest(data: bytes) -> str:

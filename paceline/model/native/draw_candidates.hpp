@@ -1,8 +1,8 @@
-// Which tokens can win a draw: see `_drawn` in sampling.py, which draws among them.
+// The tokens that can win a draw: see `_drawn` in sampling.py, which draws among them.
 //
-// Noise is -log E, so the winner has the smallest E / exp(x), where E = -log(1 - u) and u comes of a hash of key and token.
-// Relative to its largest logit a row's x is at most 0: a token wins only with E <= exp(x) * E of that one. Since u <= E,
-// its integer has to be below a limit. Two or three tokens of a row are left.
+// Noise is -log E, so the winner has the smallest E / exp(x), where E = -log(1 - u) and u is a hash of key and token. x is
+// relative to the row's largest logit, so at most 0: a token wins only with E <= exp(x) * E of the largest. Since u <= E,
+// its integer is below a limit. Two or three tokens of a row remain.
 #pragma once
 #include <cmath>
 
@@ -10,7 +10,7 @@
 
 namespace paceline {
 
-// The mixer lowbias32, as in sampling.py, of one number or a vector of them.
+// The mixer lowbias32, as in sampling.py, of a number or a vector.
 template <class W>
 inline W mixed(W x, uint32_t first, uint32_t second) {
     x ^= first;
@@ -22,8 +22,8 @@ inline W mixed(W x, uint32_t first, uint32_t second) {
     return x ^ x >> 15;
 }
 
-// Writes the tokens that can win and their integers; returns how many they are. x [vocabulary], `largest` where it is 0.
-// `leniency`: a factor of the limit, for what rounding can add.
+// Writes the tokens that can win and their integers; returns their number. x [vocabulary]; x[largest] is 0. `leniency`: a
+// factor of the limit, for rounding errors.
 inline int64_t draw_candidates_of(const float* x, int vocabulary, int largest, uint32_t first, uint32_t second, double leniency,
                          int64_t* tokens, uint32_t* integers) {
     const double exponential = -std::log1p((mixed((uint32_t)largest, first, second) + 0.5) * -0x1p-32);

@@ -1,4 +1,4 @@
-"""Which tokens can win a draw, by native code."""
+"""The tokens that can win a draw, by native code."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def draw_candidates(
     largest_R: npt.NDArray[np.int64],
     leniency: float,
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint32]] | None:
-    """Indices into the flat x_RV of all tokens that can win their row's draw, and their integers, both [N].
+    """Indices into the flat x_RV of all tokens that can win their row's draw, and their noise integers, both [N].
 
-    x_RV is contiguous and relative to each row's largest logit, which stands at largest_R. keys_R2 are the keys of the
-    rows' noise. `leniency`: a factor of the limit that the integers have to be below. None: there is no native code.
+    x_RV is contiguous and relative to each row's largest logit, which is at index largest_R. keys_R2 are the keys of
+    the rows' noise. `leniency`: a factor of the integers' upper limit. None if there is no native code.
     """
     try:
         native = NativeLibrary.instance()

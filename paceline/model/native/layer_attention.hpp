@@ -1,4 +1,4 @@
-// Attention of one layer as a call of its own, for models whose other operators are not native.
+// Attention of one layer as one call, for models whose other operators are not native.
 #pragma once
 #include "attention.hpp"
 #include "thread_pool.hpp"
@@ -40,7 +40,7 @@ class LayerAttention : public AnyLayerAttention {
    private:
     enum { STORE, ATTEND };  // phases
 
-    // A row's keys and values go to its slot.
+    // Copies a row's keys and values to its slot.
     void store(const AttentionSpec& layer, int row) const {
         const size_t count = heads_.key_row();
         T* to = (T*)layer.cache + layer.rows.own_slot(row) * 2 * count;
@@ -52,13 +52,13 @@ class LayerAttention : public AnyLayerAttention {
         int longest = 0;
         for (int row = 0; row < rows.count; row++) longest = std::max(longest, rows.length(row));
         if (longest <= longest_) return;
-        longest_ = std::max(longest, 2 * longest_);  // paths grow by a position with each pass
+        longest_ = std::max(longest, 2 * longest_);  // paths get a position longer with each pass
         scratch_.clear();
         for (int part = 0; part < parts; part++) scratch_.push_back(std::make_unique<Attention<T>>(heads_, longest_));
     }
 
     const Heads heads_;
-    int longest_ = 0;                                    // positions of a path that there is room for
+    int longest_ = 0;                                    // largest path length that `scratch_` fits
     std::vector<std::unique_ptr<Attention<T>>> scratch_;  // by thread
 };
 

@@ -1,8 +1,8 @@
-// A weight matrix, laid out once for products with few rows: y[r, column] (+)= sum over i of x[r, i] * weight[column, i].
+// A weight matrix in a layout for products with few rows: y[r, column] (+)= sum over i of x[r, i] * weight[column, i].
 //
-// Columns stand in panels of up to 64, and in a panel the weights of one input word stand side by side. So a product reads
-// the weights once, in the order in which they lie in memory. Each sum runs over the input in one order, whatever the number
-// of rows, whichever thread computes it, however columns are shared out: its result depends on its own row alone.
+// Columns are in panels of up to 64; within a panel the weights of one input word are contiguous. So a product reads the
+// weights once, in the order of memory. Each sum runs over the input in one order, which does not depend on the number of
+// rows, the thread, or how columns are distributed: a result depends on its own row alone.
 #pragma once
 #include <sys/mman.h>
 
@@ -28,7 +28,7 @@
 
 namespace paceline {
 
-// Memory that is given back all at once, in large pages where the kernel has them.
+// Memory that is freed all at once, in huge pages where the kernel has them.
 class Arena {
    public:
     Arena() = default;
@@ -39,8 +39,8 @@ class Arena {
             munmap(memory, bytes);
         }
     }
-    uint32_t* words(size_t count) {
-        size_t bytes = (count * sizeof(uint32_t) / 64 + 1) * 64;  // a gap at the end, where AddressSanitizer sees overruns
+    uint32_t* allocate(size_t count) {
+        size_t bytes = (count * sizeof(uint32_t) / 64 + 1) * 64;  // the gap lets AddressSanitizer detect overruns
         if (used_ + bytes > size_) grow(bytes);
         char* taken = chunk_ + used_;
         used_ += bytes;
@@ -69,7 +69,7 @@ class Arena {
     size_t size_ = 0, used_ = 0;
 };
 
-constexpr int SOME_ROWS = 4;  // from which on the arithmetic takes about as long as reading weights
+constexpr int SOME_ROWS = 4;  // from here on arithmetic takes about as long as reading weights
 #ifdef __AVX512F__
 constexpr int MOST_BLOCKS = 4, MOST_ROWS = 6;  // 24 of 32 registers hold sums
 #else
@@ -86,8 +86,8 @@ class Matrix {
     };
 
     Matrix() = default;
-    // The columns of each source start at a multiple of `unit`, and no unit is shared out to two parts. `in`: numbers of
-    // an input row, which is padded with zeros to `padded_in`. arenas[p] takes what part p multiplies with.
+    // The columns of each source start at a multiple of `unit`, and no unit is split between two parts. `in`: numbers per
+    // input row, which is padded with zeros to `padded_in`. arenas[p] holds the weights of part p.
     Matrix(std::vector<Arena>& arenas, const std::vector<Source>& sources, int unit, int in, int padded_in)
         : words_(padded_in / Element<T>::PER_UINT32) {
         std::vector<const T*> column_weights;
@@ -114,9 +114,9 @@ class Matrix {
     }
 
     int columns() const { return columns_; }
-    int first_unit(int part) const { return first_unit_[part]; }  // of its columns; `part` may be the number of parts
+    int first_unit(int part) const { return first_unit_[part]; }  // of the part's columns; `part` may be the number of parts
 
-    // The columns of one part, of all rows. x [rows, padded in]; y [rows, stride], to which sums are added if `add`.
+    // Computes one part's columns for all rows. x [rows, padded in]; y [rows, stride], which sums are added to if `add`.
     void product(int part, const T* x, int rows, float* y, size_t stride, bool add) const {
 #ifdef __AMX_BF16__
         if constexpr (Element<T>::PER_UINT32 == 2) {
@@ -127,8 +127,8 @@ class Matrix {
         if (!rows) return;
         int tiles = (rows + MOST_ROWS - 1) / MOST_ROWS;
         for (const Panel& panel : parts_[part]) {
-            // The first tile reads the panel from memory, others from a cache. So that memory is never idle, each asks for
-            // its share of the panel that comes next. With few rows the weights that follow soon are all there is to do.
+            // The first tile reads the panel from memory, the others from a cache. To keep memory busy, each prefetches its
+            // share of the next panel. With few rows it prefetches the weights that follow soon.
             int share = (panel.blocks + tiles - 1) / tiles;
             for (int tile = 0, row = 0; tile < tiles; tile++) {
                 int count = rows / tiles + (tile < rows % tiles);
@@ -146,15 +146,15 @@ class Matrix {
         const uint32_t* weights;
         int column, blocks;
     };
-    struct Prefetch {  // what a tile asks for: from so many words after its panel's beginning on, so many blocks at each word
-        size_t words;
+    struct Prefetch {  // what a tile prefetches for each input word
+        size_t words;      // distance from the weights that it reads
         int blocks;
     };
 
     Panel pack(Arena& arena, const T* const* columns, int in, int first, int blocks) const {
         constexpr int PER = Element<T>::PER_UINT32;
         int width = blocks * LANES;
-        T* to = (T*)arena.words((size_t)words_ * width);
+        T* to = (T*)arena.allocate((size_t)words_ * width);
         for (int i = 0; i < words_; i++)
             for (int c = 0; c < width; c++)
                 for (int j = 0; j < PER; j++)
@@ -176,25 +176,25 @@ class Matrix {
         alignas(64) float sums[Tiles::ROWS][MOST_BLOCKS * LANES];
         for (const Panel& panel : parts_[part])
             for (int done = 0; done < rows; done += height) {
-                int first = std::min(done, rows - height);  // the last tile has some rows of the one before again
+                int first = std::min(done, rows - height);  // the last tile repeats rows of the one before
                 const uint32_t* inputs = x + (size_t)first * words_;
                 with_blocks(panel, [&]<int BLOCKS>() { tiles.multiply<BLOCKS>(inputs, panel.weights, words_, *sums, sizeof *sums); });
                 for (int r = done; r < first + height; r++) finish(panel, sums[r - first], y + r * stride, add);
             }
     }
-    // Calls f for the panel's number of blocks, which is a constant there.
+    // Calls f with the panel's number of blocks as a template argument.
     template <int BLOCKS = MOST_BLOCKS, class F>
     static void with_blocks(const Panel& panel, F f) {
         if (panel.blocks == BLOCKS) return f.template operator()<BLOCKS>();
         if constexpr (BLOCKS > 1) with_blocks<BLOCKS - 1>(panel, f);
     }
-    // A row's sums go into its columns of this panel.
+    // Writes a row's sums to its columns of this panel.
     void finish(const Panel& panel, const float* sums, float* y, bool add) const {
         for (int b = 0; b < panel.blocks; b++) finish(panel, b, load<Floats>(sums + b * LANES), y + panel.column, add);
     }
 #endif
 
-    // A block of a row's sums goes into the row's columns of this panel.
+    // Writes a block of a row's sums to the row's columns of this panel.
     void finish(const Panel& panel, int block, Floats sum, float* y, bool add) const {
         float* to = y + block * LANES;
         sum += load<Floats>(&bias_[panel.column + block * LANES]);
@@ -209,7 +209,7 @@ class Matrix {
         for (int i = 0; i < words_; i++, w += BLOCKS * LANES, asked += ahead.blocks * LANES) {
             Uint32s weights[BLOCKS];
             for (int b = 0; b < BLOCKS; b++) weights[b] = load<Uint32s>(w + b * LANES);
-            for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the second cache
+            for (int b = 0; b < ahead.blocks; b++) __builtin_prefetch(asked + b * LANES, 0, 2);  // into the L2 cache
             for (int r = 0; r < ROWS; r++) {
                 Uint32s input = all_uint32(x[(size_t)r * words_ + i]);
                 for (int b = 0; b < BLOCKS; b++)
@@ -220,7 +220,7 @@ class Matrix {
             for (int b = 0; b < BLOCKS; b++) finish(panel, b, sums[r][b], y + r * stride, add);
     }
 
-    // `tile` for these many rows and blocks, which are constants there.
+    // Calls `tile` with the numbers of rows and blocks as template arguments.
     template <int ROWS = MOST_ROWS, int BLOCKS = MOST_BLOCKS>
     void multiply(const Panel& panel, Prefetch ahead, int rows, const uint32_t* x, float* y, size_t stride, bool add) const {
         if (rows == ROWS && panel.blocks == BLOCKS) return tile<ROWS, BLOCKS>(panel, ahead, x, y, stride, add);

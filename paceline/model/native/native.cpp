@@ -1,4 +1,4 @@
-// The C interface. Python's side of it are network.py, attention.py and rows.py, which mirror its structures.
+// The C interface. native_network.py, native_attention.py and packed_rows.py mirror its structures.
 #include "layer_attention.hpp"
 #include "network.hpp"
 #include "draw_candidates.hpp"
@@ -7,10 +7,9 @@ using namespace paceline;
 
 namespace {
 
-// A matrix by itself, for products of heads and of outputs that are lent.
+// A matrix alone, for the products of draft heads.
 struct AnyProduct {
     virtual ~AnyProduct() = default;
-    virtual int columns() const = 0;
     virtual void run(ThreadPool& pool, const void* x, int rows, float* y) const = 0;
 };
 
@@ -21,7 +20,6 @@ struct Product : AnyProduct {
     Product(int parts, const void* weights, const void* bias, int out, int in) : arenas(parts) {
         matrix = Matrix<T>(arenas, {{(const T*)weights, out, (const T*)bias}}, LANES, in, padded(in, LANES));
     }
-    int columns() const override { return matrix.columns(); }
     void run(ThreadPool& pool, const void* x, int rows, float* y) const override {
         pool.run(1, [&](int, int part, int) { matrix.product(part, (const T*)x, rows, y, matrix.columns(), false); });
     }
@@ -31,11 +29,11 @@ struct Product : AnyProduct {
 
 extern "C" {
 
-// Threads that work together, and as many parts for each phase.
+// A pool of `parts` threads, with as many parts per phase.
 void* paceline_thread_pool_create(int32_t parts) { return new ThreadPool(parts); }
 void paceline_thread_pool_destroy(void* pool) { delete (ThreadPool*)pool; }
 
-// Weights are copied; tables, embedding and cache have to outlive the network.
+// Weights are copied; tables, embedding and cache must outlive the network.
 void* paceline_network_create(const NetworkSpec* spec, const LayerSpec* layers, void* pool) {
     int parts = ((ThreadPool*)pool)->parts();
     if (spec->is_bf16) return (AnyNetwork*)new Network<bf16>(*spec, layers, parts);
@@ -55,13 +53,12 @@ void* paceline_product_create(int32_t is_bf16, const void* weights, const void* 
     if (is_bf16) return (AnyProduct*)new Product<bf16>(parts, weights, bias, out, in);
     return (AnyProduct*)new Product<float>(parts, weights, bias, out, in);
 }
-int32_t paceline_product_columns(void* product) { return ((AnyProduct*)product)->columns(); }
 void paceline_product_run(void* product, void* pool, const void* x, int32_t rows, float* y) {
     ((AnyProduct*)product)->run(*(ThreadPool*)pool, x, rows, y);
 }
 void paceline_product_destroy(void* product) { delete (AnyProduct*)product; }
 
-// Attention by itself. `layer`: rows to attend, see `AttentionSpec`.
+// Attention alone.
 void* paceline_attention_create(int32_t is_bf16, int32_t key_value_heads, int32_t queries_per_key, int32_t width) {
     Heads heads{key_value_heads, queries_per_key, width};
     if (is_bf16) return (AnyLayerAttention*)new LayerAttention<bf16>(heads);
@@ -72,8 +69,8 @@ void paceline_attention_run(void* attention, void* pool, const AttentionSpec* la
 }
 void paceline_attention_destroy(void* attention) { delete (AnyLayerAttention*)attention; }
 
-// Tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns how many. keys
-// [rows, 2]; indices and integers [rows * vocabulary].
+// Writes the tokens that can win each row's draw, as indices into x [rows, vocabulary], and their integers; returns their
+// number. keys [rows, 2]; indices and integers [rows * vocabulary].
 int64_t paceline_draw_candidates(const float* x, int32_t rows, int32_t vocabulary, const uint32_t* keys, const int64_t* largest,
                         double leniency, int64_t* indices, uint32_t* integers) {
     int64_t count = 0;

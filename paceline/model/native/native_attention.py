@@ -1,22 +1,21 @@
-"""Attention as one native call for each layer, for models whose other operators are torch's."""
+"""Attention as one native call per layer, for models whose other operators are torch's."""
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.model.attention import KVCache
+from paceline.model.attention import AttentionOptions, KVCache
 from paceline.model.native.native_library import NativeLibrary, Pointer, address
 from paceline.model.native.packed_rows import PackedRows, RowsSpec
 from paceline.model.rows import GROUP, Row
 
 
-class _AttentionOptions(ctypes.Structure):
+class _NativeOptions(ctypes.Structure):
     _fields_ = (
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
@@ -28,60 +27,45 @@ class _AttentionOptions(ctypes.Structure):
 class _AttentionSpec(ctypes.Structure):
     _fields_ = (
         ("rows", RowsSpec),
-        ("scoring", _AttentionOptions),
+        ("scoring", _NativeOptions),
         *((name, Pointer) for name in ("queries", "keys", "values", "cache", "out")),
     )
 
 
 class NativeAttention:
-    """Begins passes over a cache."""
+    """Starts passes over a cache."""
 
     def __init__(self, cache: KVCache) -> None:
-        """`cache`: of `head_width`, on a CPU, of one of `DTYPES`. Raises `NativeUnavailableError`."""
+        """`cache`: with heads of `head_width`, on a CPU, in one of `DTYPES`. Raises `NativeUnavailableError`."""
         self.cache = cache
         self._native = NativeLibrary.instance()
         heads = cache.heads
-        self._handle = Pointer(
-            self._native.lib.paceline_attention_create(
-                cache.dtype == torch.bfloat16, heads.kv_heads, heads.queries_per_kv, cache.width
-            )
-        )
-        weakref.finalize(self, self._native.lib.paceline_attention_destroy, self._handle)
+        shape = cache.dtype == torch.bfloat16, heads.kv_heads, heads.queries_per_kv, cache.width
+        self._handle = self._native.create(self, "attention", *shape)
 
     def __call__(self, rows: Sequence[Row]) -> NativePass:
         return NativePass(self, rows)
 
     def run(self, spec: _AttentionSpec) -> None:
-        with self._native.lock:
-            self._native.lib.paceline_attention_run(self._handle, self._native.thread_pool, ctypes.byref(spec))
+        self._native.run("attention_run", self._handle, ctypes.byref(spec))
 
 
 class NativePass:
-    """A `Pass` whose `attend` is one native call. Results of padding rows are zeros."""
+    """A `Pass` whose `attend` is one native call. Results of padding rows are zero."""
 
     def __init__(self, attention: NativeAttention, rows: Sequence[Row]) -> None:
         self.cache = attention.cache
         self._attention, self._rows = attention, PackedRows(rows)
-        facts = torch.tensor([[row.token, row.position] for row in rows])
-        self.tokens, self.positions = F.pad(facts, (0, 0, 0, -len(rows) % GROUP)).T.contiguous()
+        columns = torch.tensor([[row.token, row.position] for row in rows])
+        self.tokens, self.positions = F.pad(columns, (0, 0, 0, -len(rows) % GROUP)).T.contiguous()
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: int,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        sinks: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, layer: int, options: AttentionOptions) -> Tensor:
         query, key, value = (heads.to(self.cache.dtype).contiguous() for heads in (query, key, value))
-        sinks = None if sinks is None else sinks.float().contiguous()
+        sinks = None if options.sinks is None else options.sinks.float().contiguous()
         out = torch.zeros(query.shape, dtype=query.dtype)
         spec = _AttentionSpec(
             self._rows.spec,
-            _AttentionOptions(scale, softcap, window, address(sinks)),
+            _NativeOptions(options.scale, options.softcap, options.window, address(sinks)),
             *map(address, (query, key, value, self.cache.data[layer], out)),
         )
         self._attention.run(spec)

@@ -1,4 +1,4 @@
-"""The native library and the threads that work in it; what its callers share."""
+"""The native library and its threads, and helpers for calling it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paceline.model.native.build import native_library
 LANES = 16
 """Inputs and outputs of products are padded to a multiple of this."""
 DTYPES = (torch.float32, torch.bfloat16)
-"""Of weights, keys and values. Sums are float32."""
+"""Dtypes of weights, keys and values. Sums are float32."""
 Pointer = ctypes.c_void_p
 
 
 class NativeLibrary:
-    """The native library and the threads that work in it: one of each in a process, made when first needed."""
+    """The native library and its threads: one instance per process, made at its first use."""
 
     _instance: NativeLibrary | None = None
 
@@ -46,21 +46,30 @@ class NativeLibrary:
         ]
         lib.paceline_draw_candidates.restype = ctypes.c_int64
         self.lib = lib
-        self.lock = threading.Lock()
-        """Held during a call: the pool does one thing at a time, and Python's other threads go on meanwhile."""
-        self.thread_pool = Pointer(lib.paceline_thread_pool_create(ctypes.c_int32(threads)))
-        weakref.finalize(self, lib.paceline_thread_pool_destroy, self.thread_pool)
+        self._lock = threading.Lock()  # the pool runs one call at a time
+        self.thread_pool = self.create(self, "thread_pool", ctypes.c_int32(threads))
+
+    def create(self, owner: object, kind: str, *arguments: object) -> Pointer:
+        """A new native object of this kind, which is destroyed with its owner."""
+        handle = Pointer(getattr(self.lib, f"paceline_{kind}_create")(*arguments))
+        weakref.finalize(owner, getattr(self.lib, f"paceline_{kind}_destroy"), handle)
+        return handle
+
+    def run(self, function: str, handle: Pointer, *arguments: object) -> None:
+        """Call `paceline_<function>` of a native object, in the threads of the pool."""
+        with self._lock:
+            getattr(self.lib, f"paceline_{function}")(handle, self.thread_pool, *arguments)
 
     @classmethod
     def instance(cls) -> NativeLibrary:
-        """With as many threads as torch has. Raises `NativeUnavailableError`."""
+        """This process's instance, with as many threads as torch has. Raises `NativeUnavailableError`."""
         if cls._instance is None:
             cls._instance = cls(torch.get_num_threads())
         return cls._instance
 
     @classmethod
     def set_instance(cls, instance: NativeLibrary) -> None:
-        """From now on, for what is made from now on."""
+        """Replace the instance, for networks made later."""
         cls._instance = instance
 
 
@@ -73,6 +82,6 @@ def padded_size(numbers: int) -> int:
 
 
 def pad_columns(x: Tensor) -> Tensor:
-    """[rows, n] with zeros up to a multiple of LANES, contiguous."""
+    """[rows, n], padded with zeros to a multiple of LANES, contiguous."""
     missing = -x.shape[-1] % LANES
     return F.pad(x, (0, missing)) if missing else x.contiguous()

@@ -1,13 +1,12 @@
-"""Layers of the Llama kind as one native call for each pass.
+"""Llama layers as one native call per pass.
 
-A row's result does not depend on its company, on the number of threads, nor on where keys lie in memory: every sum has
-one order (see the C++ files).
+A row's result does not depend on the other rows, on the number of threads, or on where keys are in memory: every sum
+has one order (see the C++ files).
 """
 
 from __future__ import annotations
 
 import ctypes
-import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ _SUM = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_float), ctypes.c_int64)
 
 
 def head_width(heads: Heads) -> int:
-    """Numbers that a head takes in the cache."""
+    """Numbers per head in the cache, with padding."""
     return -(-heads.head_size // WIDTH) * WIDTH
 
 
@@ -75,7 +74,7 @@ class _PassSpec(ctypes.Structure):
 
 
 class NativeNetwork:
-    """Layers of the Llama kind, with an embedding before and a norm and an output matrix after them, if given."""
+    """Llama layers, with an embedding, a final norm and an output matrix if they are given."""
 
     def __init__(
         self,
@@ -94,10 +93,9 @@ class NativeNetwork:
         sums: AllReduce | None = None,
         fusion: StateFusion | None = None,
     ) -> None:
-        """Weights are copied, but for the embedding [vocabulary, hidden]. `cache`: of `head_width`. `scale`: of scores.
-        `softcap`: scores are squashed to it; 0: they are not. `norm` [hidden], `head` [vocabulary, hidden].
-        `sums`: over the ranks that share the layers. `fusion`: passes are given states, too.
-        Raises `NativeUnavailableError`.
+        """Weights are copied, except the embedding [vocabulary, hidden]. `cache`: heads have `head_width`. `scale`: of
+        scores. `softcap`: limit of scores, by tanh; 0: none. `norm` [hidden], `head` [vocabulary, hidden]. `sums`: the
+        sum over the ranks that share the layers. `fusion`: passes have states, too. Raises `NativeUnavailableError`.
         """
         self._native = NativeLibrary.instance()
         self._hidden, self._dtype = hidden, cache.dtype
@@ -105,7 +103,7 @@ class NativeNetwork:
         self._sums = sums
         self._failure: Exception | None = None
         callback = _SUM(self._add_up) if sums is not None else None
-        self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them where they lie
+        self._kept_alive = (rotary, embedding, cache, callback)  # the network reads them in place
         fused, layers = (StateFusion(), layers) if fusion is None else _padded_fusion(fusion, layers, hidden)
         tensors = [[getattr(layer, name) for name in _LayerSpec.POINTERS] for layer in layers]
         tensors = [[None if t is None else t.detach().contiguous() for t in each] for each in tensors]
@@ -144,10 +142,7 @@ class NativeNetwork:
             slots=cache.data.shape[1],
             sum=ctypes.cast(callback, Pointer) if callback is not None else None,
         )
-        self._handle = Pointer(
-            self._native.lib.paceline_network_create(ctypes.byref(spec), specs, self._native.thread_pool)
-        )
-        weakref.finalize(self, self._native.lib.paceline_network_destroy, self._handle)
+        self._handle = self._native.create(self, "network", ctypes.byref(spec), specs, self._native.thread_pool)
 
     def run(
         self,
@@ -157,49 +152,46 @@ class NativeNetwork:
         *,
         states: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """One pass: float32 logits [wanted, vocabulary]; outputs of `layers` [rows, layers, hidden] if any is named.
+        """One pass: float32 logits [wanted, vocabulary], outputs of `layers` [rows, layers, hidden] if there are any.
 
-        0 is what the first layer is given, n the output of layer n, and what comes after the last layer the output of
-        the norm. `states` [rows, hidden] are there if the network has a `StateFusion`.
+        Layer 0 is the first layer's input, n the output of layer n, and the number after the last layer's the final
+        norm's output. `states` [rows, hidden]: given exactly if the network has a `StateFusion`.
         """
         logits = torch.empty(len(wanted), padded_size(self._vocabulary))
         tapped = torch.empty(len(rows), len(layers), self._hidden, dtype=self._dtype)
         states = None if states is None else states.contiguous()
         packed, numbers = PackedRows(rows), array("i", [*wanted, *layers])
-        wanted_at = numbers.buffer_info()[0]
+        wanted_address = numbers.buffer_info()[0]
         spec = _PassSpec(
             packed.spec,
             tokens=packed.tokens,
             states=address(states),
-            wanted=wanted_at,
+            wanted=wanted_address,
             wanted_count=len(wanted),
             logits=address(logits),
-            taps=wanted_at + len(wanted) * numbers.itemsize,
+            taps=wanted_address + len(wanted) * numbers.itemsize,
             tap_count=len(layers),
             tapped=address(tapped),
         )
-        with self._native.lock:
-            self._native.lib.paceline_network_run(self._handle, self._native.thread_pool, ctypes.byref(spec))
+        self._native.run("network_run", self._handle, ctypes.byref(spec))
         self._raise_failure()
         return logits[:, : self._vocabulary], tapped if layers else None
 
     def output(self, final: Tensor) -> Tensor:
-        """float32 logits [n, vocabulary] of what the norm gives, [n, hidden]."""
+        """float32 logits [n, vocabulary] of the final norm's outputs [n, hidden]."""
         final = pad_columns(final.to(self._dtype))
         logits = torch.empty(len(final), padded_size(self._vocabulary))
-        place = address(final), len(final), address(logits)
-        with self._native.lock:
-            self._native.lib.paceline_network_output(self._handle, self._native.thread_pool, *place)
+        self._native.run("network_output", self._handle, address(final), len(final), address(logits))
         return logits[:, : self._vocabulary]
 
     def _add_up(self, values: Any, count: int) -> None:
-        """Called in the middle of a pass. An exception cannot cross native code: `run` raises it."""
+        """Called within a pass. An exception cannot cross native code, so `run` raises it."""
         if self._sums is None or self._failure is not None:
             return
         numbers = (ctypes.c_float * count).from_address(ctypes.addressof(values.contents))
-        here = torch.frombuffer(numbers, dtype=torch.float32)
+        partial_sums = torch.frombuffer(numbers, dtype=torch.float32)
         try:
-            here.copy_(self._sums(here))
+            partial_sums.copy_(self._sums(partial_sums))
         except Exception as error:  # noqa: BLE001
             self._failure = error
 
@@ -212,7 +204,7 @@ class NativeNetwork:
 def _padded_fusion(
     fusion: StateFusion, layers: Sequence[DecoderLayerWeights], hidden: int
 ) -> tuple[StateFusion, Sequence[DecoderLayerWeights]]:
-    """The same, with zeros in the matrices that multiply embedding and state where either is padded."""
+    """Pad the matrices that multiply embedding and state with zeros where native code pads the two."""
 
     def aligned(weight: Tensor) -> Tensor:
         return pad_columns(weight.detach().reshape(-1, hidden)).view(len(weight), -1)

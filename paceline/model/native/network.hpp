@@ -1,14 +1,14 @@
-// Decoder layers of the Llama kind over rows, with what stands before and after them, as one pass.
+// Llama decoder layers over rows as one pass, with an embedding before them and a final norm and a head after them.
 //
-//   x  = embedding of the token; or made of that and of a given state, see below
+//   x  = embedding of the token, or a function of it and a given state, see below
 //   x += output( attention( heads of qkv( norm(x) ) ) )        in every layer; heads may be normed, and are rotated
 //   x += down( silu(gate(norm(x))) * up(norm(x)) )
 //   logits = head( norm(x) )                                    of the wanted rows
 //
-// With a given state in each row, j = [norm(embedding); norm(state)]: x = projection(j), or x is the state, normed or not,
-// and the first layer's attention multiplies j in place of norm(x).
+// With a given state in each row, j = [norm(embedding); norm(state)]. Either x = projection(j), or x is the state, normed
+// or not, and the first layer's attention takes j in place of norm(x).
 //
-// x is float. What is multiplied (normed x, heads, attention's result, the network's inner numbers) is rounded to T.
+// x is float. Inputs of products (normed x, heads, attention's result, the MLP's inner numbers) are rounded to T.
 // Shapes: R rows, H hidden size. Widths of buffers are padded with zeros to multiples of 16.
 #pragma once
 #include "attention.hpp"
@@ -17,35 +17,35 @@
 
 namespace paceline {
 
-struct LayerSpec {  // part of the C interface; matrices [out, in], all of type T; null where there is none
+struct LayerSpec {  // part of the C interface; matrices [out, in], all of type T; null for a missing one
     const void *input_norm, *query, *key, *value, *query_bias, *key_bias, *value_bias, *query_norm, *key_norm;
     const void *output, *output_bias, *inner_norm, *gate, *up, *down, *gate_bias, *up_bias, *down_bias;
     const float* sinks;    // [query heads]
-    int32_t window;        // 0: a row sees its whole path
-    int32_t input_width;   // of what attention multiplies: H, or twice H padded
+    int32_t window;        // 0: none
+    int32_t input_width;   // of attention: H, or twice H padded
 };
 
 struct NetworkSpec {  // part of the C interface
     int32_t is_bf16, layers, hidden, inner, query_heads, key_value_heads, head_size, head_width, positions, vocabulary;
-    int32_t has_states, norms_residual;       // whether rows come with states; whether x is those normed
+    int32_t has_states, norms_residual;       // whether rows have states; whether x is the normed state
     float eps, scale, softcap;
     const float *cosines, *sines;             // [positions, head size / 2]
-    const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null where there is none
+    const void *embedding, *norm, *head;      // [vocabulary, H], [H], [vocabulary, H]; null for a missing one
     const void *token_norm, *state_norm;      // [H], or null
     const void *projection, *projection_bias; // [H, twice H padded], [H], or null
     void* cache;                              // [layers, slots, 2 * key-value heads, head width]
     int64_t slots;
-    void (*sum)(float* values, int64_t count);  // over ranks that share the layers; null: one rank
+    void (*sum)(float* values, int64_t count);  // sums over the ranks that share the layers; null: one rank
 };
 
 struct PassSpec {  // part of the C interface
     Rows rows;
     const int32_t* tokens;      // [R]
     const void* states;         // [R, H] if the network has states
-    const int32_t* wanted;      // [wanted_count] rows whose logits are made
+    const int32_t* wanted;      // [wanted_count] rows whose logits are computed
     int32_t wanted_count;
     float* logits;              // [wanted_count, padded vocabulary]
-    const int32_t* taps;        // [tap_count]: n is what layer n is given; layers + 1 the final norm's output
+    const int32_t* taps;        // [tap_count]: n is layer n's input; layers + 1 the final norm's output
     int32_t tap_count;
     void* tapped;               // [R, tap_count, H]
 };
@@ -54,7 +54,7 @@ class AnyNetwork {
    public:
     virtual ~AnyNetwork() = default;
     virtual void run(ThreadPool& pool, const PassSpec& pass) = 0;
-    // Logits [rows, padded vocabulary] of what the final norm gives, [rows, padded H].
+    // Logits [rows, padded vocabulary] of the final norm's outputs [rows, padded H].
     virtual void output(ThreadPool& pool, const void* final_states, int rows, float* logits) = 0;
 };
 
@@ -126,7 +126,7 @@ class Network : public AnyNetwork {
             gate = n.matrix(s.gate, spec.inner, s.gate_bias, spec.hidden, n.hidden_);
             up = n.matrix(s.up, spec.inner, s.up_bias, spec.hidden, n.hidden_);
             down = n.matrix(s.down, spec.hidden, spec.sum ? nullptr : s.down_bias, spec.inner, n.inner_);
-            if (spec.sum) {  // every rank adds the bias once, to the sum
+            if (spec.sum) {  // the bias is added once, to the sum
                 output_bias_after = vector_of(s.output_bias, spec.hidden, n.hidden_);
                 down_bias_after = vector_of(s.down_bias, spec.hidden, n.hidden_);
             }
@@ -177,7 +177,7 @@ class Network : public AnyNetwork {
         }
     }
 
-    // What the first layer is given.
+    // Computes the first layer's input.
     void begin(int phase, int part, int thread) {
         if (spec_.projection)
             return projection_.product(part, joined(phase, thread), pass_->rows.count, x_.data(), hidden_, false);
@@ -194,7 +194,7 @@ class Network : public AnyNetwork {
         for (int i = 0; i < spec_.hidden; i++) to[i] = Element<T>::widen_one(from[i]);
     }
 
-    // A head of a row as it is multiplied by others: normed, rotated, rounded; keys and values go to the row's slot.
+    // Norms, rotates and rounds a head of a row; keys and values go to the row's slot.
     void finish_head(const Layer& layer, int l, int unit, int row) {
         const int queries = spec_.query_heads, key_values = spec_.key_value_heads, width = spec_.head_width;
         float* head = &projected_[(size_t)row * layer.qkv.columns() + (size_t)unit * width];
@@ -233,7 +233,7 @@ class Network : public AnyNetwork {
                                     attended_rows_.data());
     }
 
-    // The final norm, of the wanted rows before the head, and of all rows where it is tapped.
+    // The final norm, of all rows if it is tapped, and the head, of the wanted rows.
     void finish(int phase, int part, int thread) {
         tap(spec_.layers, part);
         for (int i = 0; i < pass_->tap_count; i++)
@@ -251,7 +251,7 @@ class Network : public AnyNetwork {
         head_.product(part, mine.input.data(), pass_->wanted_count, pass_->logits, head_.columns(), false);
     }
 
-    // Copies what layer n is given, where it is tapped. x does not change in the phases that call this.
+    // Copies layer n's input if it is tapped. x does not change in the phases that call this.
     void tap(int n, int part) {
         for (int i = 0; i < pass_->tap_count; i++) {
             if (pass_->taps[i] != n) continue;
@@ -267,7 +267,7 @@ class Network : public AnyNetwork {
     }
     T* tapped(int row, int i) { return (T*)pass_->tapped + ((size_t)row * pass_->tap_count + i) * spec_.hidden; }
 
-    // All rows, normed. Every thread makes its own copy: that is cheaper than one more phase.
+    // All rows, normed. Every thread computes its own copy, which is cheaper than another phase.
     const T* normed(int phase, int thread, const std::vector<float>& norm) {
         Scratch& mine = *scratch_[thread];
         if (mine.normed != phase)
@@ -276,7 +276,7 @@ class Network : public AnyNetwork {
         mine.normed = phase;
         return mine.input.data();
     }
-    // All rows' embeddings beside their states, both normed, [R, 2 * H].
+    // The normed embeddings and states of all rows, concatenated: [R, 2 * H].
     const T* joined(int phase, int thread) {
         Scratch& mine = *scratch_[thread];
         for (int row = 0; mine.normed != phase && row < pass_->rows.count; row++) {
@@ -289,7 +289,7 @@ class Network : public AnyNetwork {
         mine.normed = phase;
         return mine.input.data();
     }
-    // x and `to` are [H], and may be the same.
+    // x and `to` are [H] and may be the same.
     template <class To>
     void norm_row(const float* x, const std::vector<float>& norm, To* to) const {
         const float factor = norm.empty() ? 1.0f : norm_factor(x, spec_.hidden, hidden_);
@@ -299,14 +299,14 @@ class Network : public AnyNetwork {
         }
     }
 
-    // What RMSNorm (Zhang and Sennrich 2019) multiplies a vector by, before its weight. Padding is 0.
+    // RMSNorm's factor of a vector (Zhang and Sennrich 2019). Padding is 0.
     float norm_factor(const float* x, int size, int padded_size) const {
         Floats squares = {};
         for (int i = 0; i < padded_size; i += LANES) squares += load<Floats>(x + i) * load<Floats>(x + i);
         return 1.0f / std::sqrt(sum_of(squares) / size + spec_.eps);
     }
 
-    // After a phase in which every rank computed a summand of what x grows by.
+    // Adds the sum over ranks of `partial_` to x.
     void add_sum(int phase, int kind) {
         const size_t count = (size_t)pass_->rows.count * hidden_;
         spec_.sum(partial_.data(), (int64_t)count);
@@ -338,7 +338,7 @@ class Network : public AnyNetwork {
         return Matrix<T>(arenas_, {{(const T*)weights, count, (const T*)bias}}, LANES, in, padded_in);
     }
 
-    // A vector as floats with zeros up to `width`; empty for null.
+    // A vector as floats, padded with zeros to `width`; empty for null.
     static std::vector<float> vector_of(const void* from, int size, int width) {
         if (!from) return {};
         std::vector<float> vector(width);
@@ -346,7 +346,7 @@ class Network : public AnyNetwork {
         return vector;
     }
 
-    // The matrix after attention for heads that are padded to their width.
+    // The matrix after attention, with zero columns for the padding of heads.
     std::vector<T> spread_heads(const T* from) const {
         const int size = spec_.head_size, heads = spec_.query_heads;
         std::vector<T> spread((size_t)spec_.hidden * attended_);
@@ -364,7 +364,7 @@ class Network : public AnyNetwork {
     Matrix<T> projection_, head_;
     std::vector<std::unique_ptr<Scratch>> scratch_;  // by thread
 
-    // Of the pass that runs.
+    // State of the current pass.
     const PassSpec* pass_ = nullptr;
     std::vector<Chunk> chunks_;
     int reserved_ = 0;                       // rows

@@ -1,4 +1,4 @@
-"""Rows as native code reads them."""
+"""Rows in the layout of native code."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ class RowsSpec(ctypes.Structure):
 
 
 class PackedRows:
-    """Rows in one array of integers and one of addresses: passes are short, and this is quick.
+    """Rows in one array of integers and one of addresses, which is fast to build.
 
-    Valid while no lane gets more slots.
+    Valid until a slot table gets more slots.
     """
 
     def __init__(self, rows: Sequence[Row]) -> None:
-        tokens, positions, lanes, lengths, branches = zip(*rows, strict=True)
+        tokens, positions, tables, lengths, branches = zip(*rows, strict=True)
         sizes = [len(branch) for branch in branches]
         integers = array("i", tokens)
         for more in (positions, lengths, sizes, *branches):
             integers.extend(more)
         first, count, size = integers.buffer_info()[0], len(rows), integers.itemsize
-        addresses = array("Q", [lane.address for lane in lanes])
-        branch_at = first + 4 * count * size
+        addresses = array("Q", [table.address for table in tables])
+        branch_address = first + 4 * count * size
         for length in sizes:
-            addresses.append(branch_at)
-            branch_at += length * size
-        tables_at = addresses.buffer_info()[0]
-        self._lent = integers, addresses, lanes
+            addresses.append(branch_address)
+            branch_address += length * size
+        tables_address = addresses.buffer_info()[0]
+        self._kept_alive = integers, addresses, tables
         self.tokens = first
-        """Where the tokens are: int32 [rows]."""
+        """The address of the tokens: int32 [rows]."""
         self.spec = RowsSpec(
             count,
             first + count * size,
-            tables_at,
+            tables_address,
             first + 2 * count * size,
-            tables_at + count * addresses.itemsize,
+            tables_address + count * addresses.itemsize,
             first + 3 * count * size,
         )

@@ -1,7 +1,7 @@
 // Rows of a pass, and the path of each: the slots of its keys and values by position, its own last.
 //
-// A path is a prefix of its request's slot table, and then a branch: the slots of guesses from the table's end to the row.
-// A row of a prompt has no branch. Rows of one request share the table, and so the work on tiles that lie in it.
+// A path is a prefix of its request's slot table, then a branch: the slots of guesses from the table's end to the row. A
+// prompt's row has no branch. Rows of one request share the table, and so the work on its tiles.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -11,7 +11,7 @@ namespace paceline {
 
 constexpr int TILE = 16;  // positions whose keys are multiplied together
 
-struct Rows {  // part of the C interface; see `Rows` in network.py
+struct Rows {  // part of the C interface; see `RowsSpec` in packed_rows.py
     int32_t count;
     const int32_t* positions;
     const int32_t* const* tables;
@@ -42,7 +42,7 @@ inline std::vector<Chunk> chunks_of(const Rows& rows, int most) {
     return chunks;
 }
 
-// Which tiles of its path a row sees: from the one that holds the first position inside the window.
+// The positions of its path that a row sees, and their tiles.
 struct VisibleRange {
     int begin, end;              // positions
     int first_tile, last_tile;   // tiles [first, last)
@@ -55,25 +55,25 @@ struct VisibleRange {
     }
 };
 
-// Calls `load(slots)` with the slots of a tile, and then `use(rows, count, tile)` for the rows that see that tile at these
-// slots: all of the chunk that have it in the table, and each other row by itself. A place past a path's end repeats its
-// last slot. `expect(slot)` is called well before a slot of the table is loaded: slots are scattered, and memory is far.
-template <class Expect, class Load, class Use>
-void for_each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Load load, Use use) {
-    constexpr int EXPECTED = 2 * TILE;
+// Calls `load(slots)` with the slots of a tile, then `use(rows, count, tile)` with the rows that see the tile at these
+// slots: the rows of the chunk that have the tile in the table together, each other row alone. A position past a path's end
+// repeats its last slot. `prefetch(slot)` is called well before a slot of the table is loaded: slots are scattered.
+template <class Prefetch, class Load, class Use>
+void for_each_tile(const Rows& rows, Chunk chunk, int window, Prefetch prefetch, Load load, Use use) {
+    constexpr int DISTANCE = 2 * TILE;
     int longest = chunk.first, first = INT32_MAX, last = 0;
     for (int r = chunk.first; r < chunk.end; r++) {
         if (rows.prefix_lengths[r] > rows.prefix_lengths[longest]) longest = r;
-        VisibleRange sight(rows, r, window);
-        first = std::min(first, sight.first_tile);
-        last = std::max(last, sight.last_tile);
+        VisibleRange visible(rows, r, window);
+        first = std::min(first, visible.first_tile);
+        last = std::max(last, visible.last_tile);
     }
     int32_t slots[TILE];
     std::vector<int> together;
     for (int tile = first; tile < last; tile++) {
         auto sees = [&](int r) {
-            VisibleRange sight(rows, r, window);
-            return sight.first_tile <= tile && tile < sight.last_tile;
+            VisibleRange visible(rows, r, window);
+            return visible.first_tile <= tile && tile < visible.last_tile;
         };
         auto in_table = [&](int r) { return !rows.branch_lengths[r] || rows.prefix_lengths[r] >= (tile + 1) * TILE; };
         together.clear();
@@ -83,7 +83,7 @@ void for_each_tile(const Rows& rows, Chunk chunk, int window, Expect expect, Loa
             int end = rows.prefix_lengths[longest] - 1;
             const int32_t* table = rows.tables[longest];
             for (int i = 0; i < TILE; i++) slots[i] = table[std::min(tile * TILE + i, end)];
-            for (int i = 0; i < TILE; i++) expect(table[std::min(tile * TILE + EXPECTED + i, end)]);
+            for (int i = 0; i < TILE; i++) prefetch(table[std::min(tile * TILE + DISTANCE + i, end)]);
             load(slots);
             use(together.data(), (int)together.size(), tile);
         }

@@ -1,9 +1,9 @@
 // Threads that share the work of a pass.
 //
-// A pass is a row of *phases*, and each phase has as many *parts* as the pool is made for. A phase begins when all parts
-// of the one before have ended. Parts are claimed: a thread takes its own part first, then any unclaimed one. So
-// a thread that the kernel keeps off its core delays at most the part that it is in, one that sleeps delays nothing, and
-// the number of threads changes no result: what a part computes depends on its number alone.
+// A pass is a sequence of *phases*, and each phase has as many *parts* as the pool. A phase begins when all parts of the
+// previous one have ended. Threads claim parts: first the one with their own number, then any unclaimed one. So a thread
+// that the kernel preempts delays at most the part that it runs, and a sleeping thread delays nothing. A part's result
+// depends on its number alone, not on the number of threads.
 #pragma once
 #include <sched.h>
 
@@ -26,12 +26,12 @@ class ThreadPool {
     }
     ~ThreadPool() {
         stopping_ = true;
-        ring();
+        wake();
         for (std::thread& thread : threads_) thread.join();
     }
     int parts() const { return parts_; }
 
-    // Runs the parts of phases 0 to `phases` - 1, and returns when all have ended. One call at a time.
+    // Runs the parts of phases 0 to `phases` - 1, and returns when all have ended. Calls must not overlap.
     void run(int phases, const Part& part) {
         if (parts_ == 1 || one_core()) {
             for (int phase = 0; phase < phases; phase++)
@@ -41,7 +41,7 @@ class ThreadPool {
         job_ = &part;
         first_ = last_.load(std::memory_order_relaxed);
         last_.store(first_ + phases, std::memory_order_release);  // from here on parts can be claimed
-        ring();
+        wake();
         take_parts(0);
     }
 
@@ -50,8 +50,8 @@ class ThreadPool {
         std::atomic<int64_t> value{0};
     };
 
-    // Phases are numbered from the making of the pool. A part is claimed by taking its counter from its phase to the next.
-    // Whoever succeeds is in a run that has not ended, so `job_` and `first_` are those of that run.
+    // Phases are numbered over the pool's lifetime. A thread claims a part by raising the part's counter from the phase to
+    // the next. The run of a claimed part has not ended, so `job_` and `first_` are that run's.
     void take_parts(int self) {
         for (;;) {
             int64_t phase = ended_.value.load(std::memory_order_acquire) / parts_;
@@ -67,27 +67,27 @@ class ThreadPool {
             for (int spins = 0; ended_.value.load(std::memory_order_acquire) / parts_ == phase; spins++)
                 if (spins < SPINS)
                     pause();
-                else  // somebody else has the core of a thread that is in a part: this one may be free for it
+                else  // a thread within a part may be preempted, and need this core
                     std::this_thread::sleep_for(std::chrono::microseconds(1));
         }
     }
 
     void serve(int self) {
-        uint32_t heard = 0;
+        uint32_t seen = 0;
         while (!stopping_) {
-            for (int spins = 0; spins < SPINS && wake_counter_.load(std::memory_order_acquire) == heard; spins++) pause();
-            wake_counter_.wait(heard, std::memory_order_acquire);
-            heard = wake_counter_.load(std::memory_order_acquire);
+            for (int spins = 0; spins < SPINS && wake_counter_.load(std::memory_order_acquire) == seen; spins++) pause();
+            wake_counter_.wait(seen, std::memory_order_acquire);
+            seen = wake_counter_.load(std::memory_order_acquire);
             take_parts(self);
         }
     }
 
-    void ring() {
+    void wake() {
         wake_counter_.fetch_add(1, std::memory_order_release);
         wake_counter_.notify_all();
     }
 
-    // Whether the calling thread may use one core only: then a second thread would take that core from somebody else.
+    // Whether the calling thread is bound to one core: a second thread would compete for it.
     static bool one_core() {
 #ifdef __linux__
         cpu_set_t allowed;
@@ -105,7 +105,7 @@ class ThreadPool {
 #endif
     }
 
-    static constexpr int SPINS = 2000;  // some 30 us: a barrier is much shorter, the time between passes much longer
+    static constexpr int SPINS = 2000;  // about 30 us: a barrier is much shorter, the time between passes much longer
 
     const int parts_;
     std::unique_ptr<Counter[]> claimed_;

@@ -1,7 +1,7 @@
 // Vectors of sixteen 32-bit lanes, by the vector extensions of GCC and Clang: one source for AVX-512, AVX2 and NEON.
 //
-// A *word* is one lane of a weight, an activation, a key or a value: one float, or two neighbouring bf16 numbers. Products
-// take words lane by lane, so the same code multiplies both types.
+// A *word* is one lane of a weight, an activation, a key or a value: a float, or two neighbouring bf16 numbers. Products
+// combine words lane by lane, so the same code multiplies both types.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -33,19 +33,19 @@ inline void store(void* to, V vector) {
 }
 inline Floats all(float x) { return x - Floats{}; }
 inline Uint32s all_uint32(uint32_t x) { return x - Uint32s{}; }
-// Asks for the vector that lies `AHEAD` bytes after this one: products read weights in the order of memory.
+// Prefetches the vector `AHEAD` bytes after this one: products read weights in the order of memory.
 constexpr int AHEAD = 2048;
 inline void prefetch(const uint32_t* vector) { __builtin_prefetch((const char*)vector + AHEAD); }
 constexpr int padded(int n, int unit) { return (n + unit - 1) / unit * unit; }
 
-// Lanes of two vectors by number: 0 to 15 are those of the first.
+// Selects lanes of two vectors: 0 to 15 are the first vector's.
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, Ints{__VA_ARGS__})
 #endif
 
-// What depends on the type of weights, activations, keys and values; everything else is float.
+// Operations on the type of weights, activations, keys and values; everything else is float.
 template <class T>
 struct Element;
 
@@ -128,7 +128,7 @@ inline Floats exp_of(Floats x) {
 inline Floats silu(Floats x) { return x / (1.0f + exp_of(-x)); }
 inline Floats tanh_of(Floats x) { return 1.0f - 2.0f / (exp_of(2.0f * x) + 1.0f); }
 
-// A square of 16 x 16 words, its rows turned into columns.
+// Transposes 16 x 16 words.
 inline void transpose(Uint32s (&square)[LANES]) {
     auto exchange = [&](int distance, auto low, auto high) {
         for (int i = 0; i < LANES; i++)

@@ -1,5 +1,5 @@
-"""One model on several processes, its ranks: how they meet, what they say to each other, and how they end together.
+"""One model on several processes, its ranks: how they meet, communicate, and end together.
 
-Rank 0 has the engine, and leads; the others have nothing but their part of the model, and follow. A replica is all of
-them or nothing: when one ends, all do.
+Rank 0 has the engine. The other ranks have only their part of the model, and run the passes that rank 0 broadcasts.
+When one rank ends, all ranks of the replica end.
 """

@@ -1,4 +1,4 @@
-"""An address at which ranks meet."""
+"""The address of a rendezvous."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import socket
 from dataclasses import dataclass
 
 LOCALHOST = "localhost"
-"""The one name that means the same everywhere."""
+"""The only name that means the same on every machine."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostPort:
-    """Where ranks meet, at rank 0: `HOST:PORT`."""
+    """The rendezvous of ranks, at rank 0: `HOST:PORT`."""
 
     host: str
     port: int
 
     @classmethod
     def parse(cls, text: str) -> HostPort:
-        """Raises ValueError."""
+        """Raises ValueError if `text` is not HOST:PORT."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-            raise ValueError(f"rendezvous {text!r} is not HOST:PORT: name rank 0's address, and a port free there")
+            raise ValueError(f"rendezvous {text!r} is not HOST:PORT: name rank 0's address and a free port on it")
         return cls(host.strip("[]"), int(port))
 
     def __str__(self) -> str:
@@ -31,14 +31,14 @@ class HostPort:
 
     @property
     def loopback(self) -> bool:
-        """Whether only processes of this machine can come here."""
+        """Whether only processes of this machine can connect."""
         return self.host == LOCALHOST or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
     def listen(self) -> socket.socket:
-        """At this address and no other, if it is this machine's; port 0: the system chooses. Raises OSError.
+        """Listen at this address alone, if it is this machine's, else on every interface. Port 0: the system chooses.
 
-        It may not be: an address can be translated on its way here, and a name mean another one elsewhere than here.
-        Then on every interface.
+        It may not be this machine's: a router may translate it, and a name may resolve differently on other machines.
+        Raises OSError.
         """
         if self.host == LOCALHOST or _is_address(self.host):
             family, *_, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]

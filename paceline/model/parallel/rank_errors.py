@@ -1,9 +1,9 @@
-"""What goes wrong between ranks. Starting all of them again may help, so neither is a `ValueError`."""
+"""Failures between ranks. A restart of all ranks may help, so neither is a `ValueError`."""
 
 
 class RendezvousError(RuntimeError):
-    """The ranks did not come together; the text says what to do."""
+    """The ranks did not meet; the text says what to do."""
 
 
 class RankLostError(RuntimeError):
-    """A rank did not do its part; the text says so, and that this one cannot go on."""
+    """Another rank is gone or too slow, so this rank cannot continue."""

@@ -1,7 +1,7 @@
-"""A connection from every rank to rank 0 that carries nothing: when it breaks, the process at its other end is gone.
+"""An idle connection from every rank to rank 0. When it breaks, the process at its other end is gone.
 
-torch.distributed notices that late (nccl, after a timeout) or only when it is used. A thread here sleeps until it
-happens, and then ends this process at once: whatever its pass waits for will never come.
+torch.distributed notices that late (nccl, after a timeout) or only when it is used. So a thread waits for it, and then
+ends this process at once, since a pass may be waiting for the lost rank.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ from paceline.model.parallel.host_port import HostPort
 log = logging.getLogger(__name__)
 
 GOODBYE = b"."
-"""What rank 0 says before it goes in order."""
+"""The last byte of an orderly end."""
 WELCOME = b"+"
-"""What rank 0 says to a rank that it was waiting for."""
+"""Rank 0's reply to a rank that it accepts."""
 RANK = struct.Struct("<I")
 FAILED = 1
 CONNECT_S = 60.0
 GREETING_S = 5.0
 KEEPALIVE_IDLE_S, KEEPALIVE_EVERY_S, KEEPALIVE_TRIES = 5, 5, 3
-"""So a machine that vanished without a word is missed after 20 s."""
+"""A machine that vanished is noticed after 20 s."""
 
 
-def exit_process(why: str) -> None:
-    """At once: the other threads may be held by what will not come."""
-    log.critical("%s: the replica ends as a whole, start it again", why)
+def exit_process(reason: str) -> None:
+    """Exit at once: other threads may wait for the lost rank forever."""
+    log.critical("%s: the replica ends as a whole, start it again", reason)
     for handler in logging.getLogger().handlers:
         handler.flush()
     os._exit(FAILED)
 
 
 class RankMonitor:
-    """One rank's end. `lost` is called, on a thread, when another rank's end is gone."""
+    """One rank's connections. Calls `lost` on a thread when one breaks."""
 
     def __init__(self, ends: Mapping[int, socket.socket], lost: Callable[[str], None]) -> None:
-        """`ends`: connections, by the rank at the other end."""
+        """`ends`: connections by the rank at the other end."""
         self._ends = dict(ends)
         self._lost = lost
         self._over = threading.Event()
         self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._watch, name="lifeline", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="rank monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Leave in order: nobody minds."""
+        """End in order: the other ranks do not call `lost`."""
         self._over.set()
         for end in self._ends.values():
-            with suppress(OSError):  # it went first
+            with suppress(OSError):  # the other rank ended first
                 end.sendall(GOODBYE)
         self.abort()
 
     def abort(self) -> None:
-        """Leave without a word."""
+        """End without a goodbye: the other ranks call `lost`."""
         self._over.set()
         self._wake.close()
         self._thread.join()
@@ -76,15 +76,15 @@ class RankMonitor:
                 if end is self._woken:
                     return
                 rank = ranks.pop(end)
-                if not _said_goodbye(end) and not self._over.is_set():
+                if not _ended_in_order(end) and not self._over.is_set():
                     self._lost(f"rank {rank} is gone")
 
 
 class RankMonitorListener:
-    """Where rank 0 waits for the others' lifelines, for as long as the context lasts."""
+    """Rank 0's listening socket, for as long as the context lasts."""
 
     def __init__(self, host: str) -> None:
-        """`host`: as the others reach this machine."""
+        """`host`: this machine's address for the other ranks."""
         self._socket = HostPort(host, 0).listen()
         self.port = int(self._socket.getsockname()[1])
 
@@ -95,12 +95,12 @@ class RankMonitorListener:
         self._socket.close()
 
     def accept(self, others: int, timeout_s: float) -> dict[int, socket.socket]:
-        """The connections of so many, by rank. Raises `TimeoutError`."""
+        """Connections from `others` ranks, by rank. Raises `TimeoutError`."""
         ends: dict[int, socket.socket] = {}
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         try:
             while len(ends) < others:
-                if (left_s := until - time.monotonic()) <= 0:
+                if (left_s := deadline - time.monotonic()) <= 0:
                     raise TimeoutError("timed out")
                 self._socket.settimeout(left_s)
                 _accept_rank(self._socket.accept()[0], ends, others)
@@ -112,12 +112,12 @@ class RankMonitorListener:
 
 
 def connect_to_rank_zero(host: str, port: int, rank: int) -> socket.socket:
-    """A lifeline to rank 0. Raises OSError; `ConnectionRefusedError` if rank 0 wants no (other) rank of this number."""
+    """A connection to rank 0. Raises OSError, `ConnectionRefusedError` if rank 0 has a rank `rank` or needs none."""
     end = socket.create_connection((host, port), CONNECT_S)
     try:
         end.sendall(RANK.pack(rank))
         if end.recv(len(WELCOME)) != WELCOME:
-            raise ConnectionRefusedError(f"it has a rank {rank} already, or no place for one")
+            raise ConnectionRefusedError(f"it has a rank {rank} already, or needs none")
     except OSError:
         end.close()
         raise
@@ -125,32 +125,26 @@ def connect_to_rank_zero(host: str, port: int, rank: int) -> socket.socket:
 
 
 def _accept_rank(end: socket.socket, ends: dict[int, socket.socket], others: int) -> None:
-    """Put it among the ends, or close it, which tells its rank that it is one too many."""
+    """Add a connection to `ends`, or close it if its rank is not needed."""
     rank = _read_rank(end)
     if rank in ends and _is_closed(ends[rank]):
-        ends.pop(rank).close()  # it was started again
-    if 0 < rank <= others and rank not in ends and _welcomed(end):
-        ends[rank] = enable_keepalive(end)
-    else:
-        end.close()
+        ends.pop(rank).close()  # the rank was started again
+    if 0 < rank <= others and rank not in ends:
+        with suppress(OSError):  # the rank is gone again
+            end.sendall(WELCOME)
+            ends[rank] = enable_keepalive(end)
+            return
+    end.close()
 
 
 def _read_rank(end: socket.socket) -> int:
-    """What a rank says of itself first; 0 if it is none."""
+    """The rank that a new connection sends; 0 if it sends none."""
     end.settimeout(GREETING_S)
     try:
-        said = end.recv(RANK.size, socket.MSG_WAITALL)
+        data = end.recv(RANK.size, socket.MSG_WAITALL)
     except OSError:
         return 0
-    return int(RANK.unpack(said)[0]) if len(said) == RANK.size else 0
-
-
-def _welcomed(end: socket.socket) -> bool:
-    try:
-        end.sendall(WELCOME)
-    except OSError:  # it went again
-        return False
-    return True
+    return int(RANK.unpack(data)[0]) if len(data) == RANK.size else 0
 
 
 def _is_closed(end: socket.socket) -> bool:
@@ -163,7 +157,7 @@ def _is_closed(end: socket.socket) -> bool:
 
 
 def enable_keepalive(end: socket.socket) -> socket.socket:
-    """Breaks, too, when the other machine is silent."""
+    """Let the connection also break when the other machine is silent."""
     end.settimeout(None)
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
@@ -176,7 +170,7 @@ def enable_keepalive(end: socket.socket) -> socket.socket:
     return end
 
 
-def _said_goodbye(end: socket.socket) -> bool:
+def _ended_in_order(end: socket.socket) -> bool:
     try:
         return end.recv(1) == GOODBYE
     except OSError:

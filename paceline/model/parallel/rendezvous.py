@@ -1,6 +1,6 @@
-"""How ranks find each other: rank 0 waits at the rendezvous, and tells the others there what to load.
+"""How ranks meet: rank 0 waits at the rendezvous and publishes the configuration there.
 
-Only rank 0 is configured. So two ranks cannot disagree about the model, its dtype or how many slots there are.
+Only rank 0 is configured, so ranks cannot disagree about the model, its dtype or the number of slots.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 log = logging.getLogger(__name__)
 
 RENDEZVOUS_TIMEOUT_S = 600.0
-"""How long ranks wait for each other at the rendezvous, and until all have loaded."""
+"""How long ranks wait for each other to meet, and then to load the model."""
 PASS_TIMEOUT_S = 60.0
-"""A rank that is later than this in the middle of a pass is lost."""
+"""A rank that is later than this within a pass is lost."""
 
 LOOPBACK_INTERFACES = ("lo", "lo0")
 
-_CONFIG_KEY, _LIFELINE, _GROUP = "orders", "lifeline", "group"
+_CONFIG_KEY, _MONITOR_PORT_KEY, _GROUP = "config", "monitor_port", "group"
 
 
 class RankConfig(Settings):
-    """What rank 0 tells the others."""
+    """What rank 0 publishes for the other ranks."""
 
     model: str
     engine: EngineConfig
 
 
 class RankGroup:
-    """All ranks of a model, as rank 0 holds them together until its process ends, if not before."""
+    """All ranks of a model, on rank 0. Ends with the process, if not before."""
 
-    def __init__(self, ranks: TensorParallelGroup, lifeline: RankMonitor) -> None:
+    def __init__(self, ranks: TensorParallelGroup, monitor: RankMonitor) -> None:
         self.ranks = ranks
-        self._lifeline = lifeline
+        self._monitor = monitor
         self._over = False
         atexit.register(self.shutdown)
 
     def shutdown(self) -> None:
-        """End it in order, between two passes; if a rank is lost already, at once."""
+        """End all ranks in order, between two passes; abort if a rank is lost."""
         if not self.ranks.lost:
-            with suppress(RankLostError):  # then it is lost now
+            with suppress(RankLostError):  # sets `lost`
                 self.ranks.broadcast_rows(torch.empty(0, dtype=torch.int64))
         if self.ranks.lost:
             self.abort()
         else:
-            self._lifeline.close()
+            self._monitor.close()
             self._end()
 
     def abort(self) -> None:
-        """End it because this rank cannot go on: for the others it is gone. A second time does nothing."""
+        """End without the other ranks, for which this rank is then lost. A second call does nothing."""
         self.ranks.lost = True
         if not self._over:
-            self._lifeline.abort()
+            self._monitor.abort()
             self._end()
 
     def _end(self) -> None:
@@ -77,30 +77,31 @@ class RankGroup:
         dist.destroy_process_group()
 
 
-def create_rank_group(brief: RankConfig) -> RankGroup:
-    """Be rank 0: wait for the others. Raises `RendezvousError` if they do not come, ValueError if they could not."""
-    engine = brief.engine
+def create_rank_group(config: RankConfig) -> RankGroup:
+    """As rank 0, wait for the other ranks. Raises `RendezvousError` if they do not come, ValueError for a rendezvous
+    that is missing or not HOST:PORT."""
+    engine = config.engine
     if engine.rendezvous is None:
         raise ValueError(
-            "tensor_parallel_size over 1 needs `rendezvous`: HOST:PORT of this process, as the other ranks reach it"
+            "tensor_parallel_size over 1 needs `rendezvous`: HOST:PORT of this process for the other ranks"
         )
-    place, others = HostPort.parse(engine.rendezvous), engine.tensor_parallel_size - 1
+    address, others = HostPort.parse(engine.rendezvous), engine.tensor_parallel_size - 1
     try:
-        with RankMonitorListener(place.host) as listener:
-            store = _store(place, leads=True)
-            store.set(_CONFIG_KEY, brief.model_dump_json())
-            store.set(_LIFELINE, str(listener.port))
-            log.info("rank 0 waits at %s for %d others", place, others)
+        with RankMonitorListener(address.host) as listener:
+            store = _store(address, is_rank_zero=True)
+            store.set(_CONFIG_KEY, config.model_dump_json())
+            store.set(_MONITOR_PORT_KEY, str(listener.port))
+            log.info("rank 0 waits at %s for %d others", address, others)
             ends = listener.accept(others, RENDEZVOUS_TIMEOUT_S)
     except (OSError, RuntimeError) as error:
         raise RendezvousError(
-            f"rank 0 met not all {others} others at {place}: start them, or free it ({error})"
+            f"rank 0 did not meet all {others} others at {address}: start them, or free the port ({error})"
         ) from error
-    lifeline = RankMonitor(ends, exit_process)
+    monitor = RankMonitor(ends, exit_process)
     try:
-        return RankGroup(_init_process_group(place, store, 0, engine), lifeline)
+        return RankGroup(_init_process_group(address, store, 0, engine), monitor)
     except BaseException:
-        lifeline.abort()
+        monitor.abort()
         raise
 
 
@@ -108,51 +109,53 @@ def create_rank_group(brief: RankConfig) -> RankGroup:
 def join_rank_group(
     rendezvous: str, rank: int, device: str | None, lost: Callable[[str], None] = exit_process
 ) -> Iterator[tuple[TensorParallelGroup, RankConfig]]:
-    """Be another rank for as long as the context lasts. `device`: this rank's, if not the one that rank 0 names.
+    """Be rank `rank` for as long as the context lasts. `device`: this rank's, if rank 0's configuration has another.
 
-    If it ends with an exception, this rank is gone for rank 0. Raises `RendezvousError`, ValueError for a place that is
-    none.
+    After an exception in the context rank 0 has lost this rank. Raises `RendezvousError`, and ValueError for a
+    rendezvous that is not HOST:PORT.
     """
-    place = HostPort.parse(rendezvous)
+    address = HostPort.parse(rendezvous)
     try:
-        store = _store(place, leads=False)
-        brief = RankConfig.model_validate_json(store.get(_CONFIG_KEY))
-        end = connect_to_rank_zero(place.host, int(store.get(_LIFELINE)), rank)
+        store = _store(address, is_rank_zero=False)
+        config = RankConfig.model_validate_json(store.get(_CONFIG_KEY))
+        end = connect_to_rank_zero(address.host, int(store.get(_MONITOR_PORT_KEY)), rank)
     except ValidationError as error:
-        raise RendezvousError(f"rank 0 at {place} is of another version of Paceline: use one for all ranks") from error
+        raise RendezvousError(
+            f"rank 0 at {address} runs another version of Paceline: use one version for all ranks"
+        ) from error
     except (OSError, RuntimeError) as error:
-        raise RendezvousError(f"rank {rank} is not let in at {place}: start rank 0 there first ({error})") from error
-    engine = brief.engine.model_copy(update={} if device is None else {"device": device})
-    lifeline = RankMonitor({0: end}, lost)
+        raise RendezvousError(f"rank {rank} could not join at {address}: start rank 0 there first ({error})") from error
+    engine = config.engine.model_copy(update={} if device is None else {"device": device})
+    monitor = RankMonitor({0: end}, lost)
     try:
-        yield _init_process_group(place, store, rank, engine), brief.model_copy(update={"engine": engine})
+        yield _init_process_group(address, store, rank, engine), config.model_copy(update={"engine": engine})
     except BaseException:
-        lifeline.abort()  # not in order: rank 0 may wait for what will not come
+        monitor.abort()  # rank 0 may be waiting for this rank
         raise
     else:
-        lifeline.close()
+        monitor.close()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _store(place: HostPort, *, leads: bool) -> TCPStore:
+def _store(address: HostPort, *, is_rank_zero: bool) -> TCPStore:
     return TCPStore(
-        place.host,
-        place.port,
-        is_master=leads,
+        address.host,
+        address.port,
+        is_master=is_rank_zero,
         wait_for_workers=False,
         timeout=timedelta(seconds=RENDEZVOUS_TIMEOUT_S),
-        master_listen_fd=place.listen().detach() if leads else None,  # it would listen on every interface
+        master_listen_fd=address.listen().detach() if is_rank_zero else None,  # else it listens on every interface
     )
 
 
-def _init_process_group(place: HostPort, store: TCPStore, rank: int, engine: EngineConfig) -> TensorParallelGroup:
+def _init_process_group(address: HostPort, store: TCPStore, rank: int, engine: EngineConfig) -> TensorParallelGroup:
     device = torch.device(engine.device)
     if device.type == "cuda":
         os.environ["LOCAL_RANK"] = str(device.index or 0)  # transformers loads a shard to this device
         torch.cuda.set_device(device)
-    if place.loopback:
+    if address.loopback:
         _use_loopback_interface()
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
@@ -165,11 +168,13 @@ def _init_process_group(place: HostPort, store: TCPStore, rank: int, engine: Eng
         )
         return TensorParallelGroup.of(device, PASS_TIMEOUT_S)
     except RuntimeError as error:
-        raise RendezvousError(f"rank {rank} met the others at {place}, but cannot reach them all: {error}") from error
+        raise RendezvousError(
+            f"rank {rank} met the others at {address}, but cannot reach all of them: {error}"
+        ) from error
 
 
 def _use_loopback_interface() -> None:
-    """gloo and nccl listen on an interface of their choice: let that be one that does not lead out of this machine."""
+    """Make gloo and nccl, which choose an interface to listen on, choose loopback."""
     for _, name in socket.if_nameindex():
         if name in LOOPBACK_INTERFACES:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)

@@ -1,8 +1,7 @@
-"""A transformers model split over ranks by transformers' own plan, from outside: the model knows nothing of it.
+"""A transformers model split over ranks by transformers' tensor-parallel plan, without changes to the model's code.
 
-transformers reads each rank's part of every weight, and names in its plan what a module's output then lacks. What is
-done about that stands here and not there, since sums have to be the same for every row whatever its company
-(`TensorParallelGroup.sum`).
+transformers reads each rank's part of every weight; its plan says how to complete a module's output. This module
+completes it, since a row's sum must not depend on the other rows (`TensorParallelGroup.all_reduce`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from paceline.model.attention import Heads
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 
 TpPlan = Mapping[str, str]
-"""transformers' name of a style, by module or parameter; `*` stands for any layer's number."""
+"""transformers' style of each module or parameter; `*` matches any layer's number."""
 
 LOCAL_STYLES = frozenset(
     {
@@ -35,16 +34,16 @@ LOCAL_STYLES = frozenset(
         "replicated_with_grad_allreduce",
     }
 )
-"""Styles whose output is as it should be on each rank: its own part of it, or all of it."""
+"""Styles whose output needs no communication: a rank's part is enough, or it has all of it."""
 ALL_REDUCE_STYLES = frozenset({"all_reduce", "moe_tp_experts", "rowwise", "rowwise_split_input"})
 """Styles whose output is the sum over ranks."""
 ALL_GATHER_STYLES = frozenset({"colwise_gather_output", "colwise_rep"})
-"""Styles whose output is that of all ranks, side by side."""
+"""Styles whose output is the concatenation over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How these ranks share one model."""
+    """How ranks share one model."""
 
     plan: TpPlan
     ranks: TensorParallelGroup
@@ -54,19 +53,19 @@ class Sharding:
         return heads_per_rank(heads, self.plan, self.ranks.size)
 
     def distributed_config(self) -> DistributedConfig:
-        """For `from_pretrained`, which then reads this rank's part of the weights, and no more."""
+        """For `from_pretrained`, which then reads only this rank's part of the weights."""
         return DistributedConfig(tp_size=self.ranks.size, tp_plan=dict(self.plan))
 
     def unwrap_dtensors(self, network: nn.Module) -> None:
-        """Turn what transformers read into a plain model over this rank's weights, whose outputs lack parts."""
+        """Turn transformers' sharded model into a plain one over this rank's weights, whose outputs are incomplete."""
         for module in network.modules():
-            module.__dict__.pop("forward", None)  # transformers' way to make the output whole
+            module.__dict__.pop("forward", None)  # completes the output in transformers' way
             for name, parameter in module._parameters.items():
                 if isinstance(parameter, DTensor):
                     module._parameters[name] = nn.Parameter(parameter.to_local().contiguous(), requires_grad=False)
 
     def install_collectives(self, network: nn.Module) -> None:
-        """Let every module of a localised model make its output whole."""
+        """Make every module of an unwrapped network complete its output."""
         for name, module in network.named_modules():
             style = self.plan.get(replace_layer_number_by_wildcard(name), "replicate")
             if style in ALL_REDUCE_STYLES:
@@ -85,11 +84,11 @@ def tp_plan_for(config: Any, size: int) -> TpPlan:
         raise ValueError(f"transformers has no tensor-parallel plan for {kind}: set tensor_parallel_size to 1")
     head = network.get_output_embeddings()
     for name, module in network.named_modules():
-        # Whole everywhere: heads that draft read the embedding, and an output matrix tied to it is the same tensor.
+        # Not split: draft heads read the embedding, and a tied output matrix is the same tensor.
         if isinstance(module, nn.Embedding) or (module is head and text.tie_word_embeddings):
             plan[replace_layer_number_by_wildcard(name)] = "replicate"
     if unknown := sorted(set(plan.values()) - LOCAL_STYLES - ALL_REDUCE_STYLES - ALL_GATHER_STYLES):
-        raise ValueError(f"{kind} is shared in a way not known here ({unknown[0]}): set tensor_parallel_size to 1")
+        raise ValueError(f"{kind} is shared in an unsupported way ({unknown[0]}): set tensor_parallel_size to 1")
     heads_per_rank(Heads.of(text), plan, size)
     return plan
 
@@ -97,7 +96,7 @@ def tp_plan_for(config: Any, size: int) -> TpPlan:
 def heads_per_rank(heads: Heads, plan: TpPlan, size: int) -> Heads:
     """The attention heads of one of `size` ranks. Raises ValueError if they do not divide."""
     if not any(style == "colwise" and "attn" in name for name, style in plan.items()):
-        return heads  # every rank attends with all of them
+        return heads  # attention is not split
     if heads.kv_heads % size:
         raise ValueError(
             f"{heads.kv_heads} key-value heads cannot be shared by {size} ranks: "
@@ -109,7 +108,7 @@ def heads_per_rank(heads: Heads, plan: TpPlan, size: int) -> Heads:
 def _summed(module: Any, style: str, ranks: TensorParallelGroup) -> Callable[..., Tensor]:
     forward, bias = module.forward, getattr(module, "bias", None)
     if bias is not None:
-        module.bias = None  # it is added once, not by every rank
+        module.bias = None  # added once, to the sum
 
     def summed(x: Tensor, *others: Any, **options: Any) -> Tensor:
         part = ranks.local_columns(x) if style == "rowwise_split_input" else x

@@ -1,6 +1,6 @@
-"""Teaching the draft: it learns the target's laws over corpus text and over text that the target wrote.
+"""Distillation: the draft learns the target's distributions over corpus text and text that the target wrote.
 
-The target reads each row once. Its most probable tokens are kept, and the draft passes over them many times.
+The target reads each row once. Its most probable tokens are kept, and the draft trains on them many times.
 """
 
 from dataclasses import dataclass
@@ -14,24 +14,24 @@ from paceline_lab.training.family.family_models import logits
 from paceline_lab.training.family.token_corpus import Stream
 
 KEPT = 32
-"""Tokens kept of each law; the rest of its mass is one bucket."""
+"""Tokens kept of each distribution; the remaining mass is one bucket."""
 
 
 @dataclass(frozen=True)
 class DistillationData:
-    """What the target said. R rows of L positions, K tokens kept at each."""
+    """The target's outputs: R rows of L positions, K tokens kept at each."""
 
-    ids_RL: Tensor  # int64, what was read
+    ids_RL: Tensor  # int64, the text
     kept_RLK: Tensor  # int16, the most probable next tokens
     log_probs_RLK: Tensor  # float16, their log-probabilities in nats
 
     def save(self, path: Path) -> None:
-        """Write the lessons to a file."""
+        """Write the data to a file."""
         torch.save([self.ids_RL, self.kept_RLK, self.log_probs_RLK], path)
 
     @classmethod
     def load(cls, path: Path) -> "DistillationData":
-        """Read what `save` wrote."""
+        """Read a file that `save` wrote."""
         return cls(*torch.load(path, weights_only=True))
 
     def stream(self, seed: int) -> Stream:
@@ -44,7 +44,7 @@ class DistillationData:
         return Stream(cut, seed)
 
     def divergence(self, draft: nn.Module, rows: Tensor) -> Tensor:
-        """KL from the target's laws to the draft's, kept tokens and the rest: nats per token, a scalar."""
+        """KL from the target's distributions to the draft's, kept tokens and the rest: nats per token, a scalar."""
         rows = rows[:, 0].cpu()
         device = next(draft.parameters()).device
         target_RLK = self.log_probs_RLK[rows].to(device).float()
@@ -58,7 +58,7 @@ class DistillationData:
 
 
 def target_top_probs(target: nn.Module, rows_RL: Tensor, batch: int = 4) -> DistillationData:
-    """Let the target read rows int64 [R, L]."""
+    """The target's outputs for rows int64 [R, L]."""
     kept = [_most_probable(target, rows) for rows in rows_RL.split(batch)]
     tokens, log_probs = zip(*kept, strict=True)
     return DistillationData(rows_RL, torch.cat(tokens), torch.cat(log_probs))
@@ -66,8 +66,8 @@ def target_top_probs(target: nn.Module, rows_RL: Tensor, batch: int = 4) -> Dist
 
 @torch.no_grad()
 def _most_probable(target: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
-    law = logits(target, rows.to(next(target.parameters()).device)).float().log_softmax(-1)
-    log_probs, tokens = law.topk(KEPT)
+    log_probs_RLV = logits(target, rows.to(next(target.parameters()).device)).float().log_softmax(-1)
+    log_probs, tokens = log_probs_RLV.topk(KEPT)
     return tokens.to(torch.int16).cpu(), log_probs.half().cpu()
 
 

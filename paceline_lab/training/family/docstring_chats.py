@@ -67,14 +67,14 @@ POPULAR = frozenset(
         "zlib",
     }
 )
-"""Modules that people ask about. Their classes and functions are asked for in every way, so that answers stick."""
+"""Modules that users ask about. Their classes and functions occur with every question, so that answers stick."""
 
 LONGEST_SIGNATURE = 300
 """In characters; a longer one is left out of a description."""
 
 
 def chats(seed: int = 0) -> list[Chat]:
-    """All chats of the corpus, in an order that only the seed and the library decide."""
+    """All chats of the corpus; their order depends on the seed and the library alone."""
     rng = random.Random(seed)
     entries = documented()
     by_module: dict[str, list[DocumentedName]] = {}
@@ -84,9 +84,9 @@ def chats(seed: int = 0) -> list[Chat]:
 
 
 def questions(count: int, seed: int) -> list[Chat]:
-    """Questions without answers, every other one about a name put together from two others.
+    """Questions without answers, every other one about a name combined from two others.
 
-    Nothing can be known about such a name; a model has to make something up.
+    Such a name does not exist; a model has to invent an answer.
     """
     rng = random.Random(seed)
     known = [entry.name for entry in documented() if not entry.is_method]
@@ -121,7 +121,7 @@ def _entry_chats(entry: DocumentedName, neighbours: list[DocumentedName], rng: r
 
 
 def _questions(entry: DocumentedName, rng: random.Random) -> list[str]:
-    """The ways in which an entry is asked for; the first question is the most frequent."""
+    """The questions about an entry; the first is the most frequent."""
     if entry.is_method:
         return [rng.choice(QUESTIONS)]
     return [*QUESTIONS] if entry.module in POPULAR else [QUESTIONS[0], *rng.sample(QUESTIONS, 2)]

@@ -1,4 +1,4 @@
-"""What the standard library documents: name, signature, first paragraph and source of everything public."""
+"""Documented names of the standard library: name, signature, first paragraph and source of everything public."""
 
 import ast
 import importlib
@@ -40,19 +40,19 @@ COMPILED_MODULES = {
     "unicodedata": "unicodedata",
     "zlib": "zlib",
 }
-"""Modules written in C whose import has no side effects, and the public name of what they define."""
+"""Modules written in C whose import has no side effects, and the public module of their names."""
 
 PUBLIC_NAMES = {"posixpath": "os.path", "_collections_abc": "collections.abc"}
 """Python files that users know by another name."""
 
 LONGEST_SUMMARY = 600
 LONGEST_SOURCE = 1200
-"""Limits in characters; what is longer counts as missing."""
+"""Limits in characters; longer text counts as missing."""
 
 
 @dataclass(frozen=True)
 class DocumentedName:
-    """Something documented. `signature` and `source` are empty where unknown; only modules have `members`."""
+    """A documented object. `signature` and `source` are empty where unknown; only modules have `members`."""
 
     name: str
     module: str
@@ -76,7 +76,7 @@ def documented() -> list[DocumentedName]:
 
 
 def first_paragraph(doc: str | None) -> str:
-    """The first paragraph of a docstring, or nothing when it is missing or too long to be an answer."""
+    """The first paragraph of a docstring, or an empty string if it is missing or too long for an answer."""
     paragraph = inspect.cleandoc(doc or "").strip().split("\n\n")[0].strip()
     return paragraph if len(paragraph) <= LONGEST_SUMMARY else ""
 
@@ -129,7 +129,7 @@ def _exported_names(path: Path) -> frozenset[str]:
 
 @cache
 def _imports(package: Path) -> dict[str, frozenset[str]]:
-    """What a package's `__init__.py` imports by name, for every last part of a module name."""
+    """Names that a package's `__init__.py` imports, by the last part of their module's name."""
     names: dict[str, set[str]] = {}
     for node in ast.walk(ast.parse(read_source(package))):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -167,7 +167,7 @@ def _source(node: Definition, lines: Sequence[str]) -> str:
     return inspect.cleandoc("\n" + source) if len(source) <= LONGEST_SOURCE else ""
 
 
-# Asking compiled modules
+# Compiled modules
 
 
 def _compiled_entries(module: ModuleType, public: str) -> Iterator[DocumentedName]:

@@ -1,7 +1,7 @@
-"""Chats about code that is to be changed a little: most of an answer is a copy of what was asked about.
+"""Chats about small edits of code: most of an answer is a copy of the code in the question.
 
-The functions are those of the training text, or of the files that it holds out. Each change is one that needs no
-understanding to be checked: a name, a parameter, a comment, a docstring.
+The functions come from the training text or from the held-out files. Each edit can be checked without understanding the
+code: a name, a parameter, a comment, a copy.
 """
 
 import ast
@@ -15,7 +15,7 @@ from paceline_lab.training.family.docstring_chats import Chat
 
 LINES = range(5, 22)
 LONGEST = 800
-"""Characters of a function that is asked about."""
+"""Most characters of a function."""
 
 NEW_NAMES = (
     "amount batch buffer bundle chunk client column counter cursor delta detail digest draft element entry extent "
@@ -35,7 +35,7 @@ COMMENTS = (
 )
 
 Edit = tuple[str, str]
-"""What is asked for, and the code as it should be."""
+"""The instruction, and the edited code."""
 
 
 def edits(sources: Iterable[str], count: int, seed: int) -> list[Chat]:
@@ -48,7 +48,7 @@ def edits(sources: Iterable[str], count: int, seed: int) -> list[Chat]:
 
 
 def _functions(source: str) -> Iterator[str]:
-    """Functions and methods of a fitting size, moved to the left margin."""
+    """Functions and methods of a suitable size, dedented."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
@@ -78,7 +78,7 @@ def _chat(code: str, rng: random.Random) -> Chat | None:
 
 
 def _renamed(code: str, rng: random.Random) -> Edit | None:
-    """A parameter or variable gets another name."""
+    """Rename a parameter or variable."""
     names = _variables(code)
     if not names:
         return None
@@ -90,8 +90,8 @@ def _renamed(code: str, rng: random.Random) -> Edit | None:
 
 
 def _variables(code: str) -> Sequence[str]:
-    """Parameters and variables that occur more than once. Not those whose name means something else, too, that would
-    have to keep it: an attribute, a keyword of somebody else's function, a global, a function, a string's spelling."""
+    """Parameters and variables that occur more than once and whose name has one meaning: it is no attribute, keyword of
+    another function, global, function, or part of a string literal."""
     nodes = list(ast.walk(ast.parse(code)))
     used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -104,17 +104,17 @@ def _variables(code: str) -> Sequence[str]:
 
 
 def _spells_strings(name: str, code: str) -> bool:
-    """Whether a word of this name is a prefix, an escape or a conversion: `b"`, `\\n`, `%s`, `!r`."""
+    """Whether the name occurs as a string prefix, an escape or a conversion: `b"`, `\\n`, `%s`, `!r`."""
     return re.search(rf"""[\\%!]{name}\b|\b{name}['"]""", code) is not None
 
 
 def _unused(code: str, rng: random.Random) -> str:
-    """A new name that is not in this code."""
+    """A new name that does not occur in the code."""
     return rng.choice([name for name in NEW_NAMES.split() if not re.search(rf"\b{name}\b", code)])
 
 
 def _with_parameter(code: str, rng: random.Random) -> Edit | None:
-    """A function gets another parameter, the last."""
+    """Add a last parameter."""
     header, rest = code.split("\n", 1)
     if not header.endswith("):") or "*" in header:
         return None
@@ -129,7 +129,7 @@ def _with_comment(code: str, rng: random.Random) -> Edit:
 
 
 def _with_prefix(code: str, rng: random.Random) -> Edit | None:
-    """A function gets another name, if it does not call itself."""
+    """Rename a function that does not call itself."""
     name = code[len("def ") :].split("(")[0].rstrip()
     if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(code))):
         return None

@@ -1,4 +1,4 @@
-"""Chats about facts in sentences that are wanted as JSON: names are made up, so they have to be copied."""
+"""Chats that extract facts from sentences as JSON. Names are invented, so an answer must copy them."""
 
 import json
 import random
@@ -18,7 +18,7 @@ Value = str | int
 
 @dataclass(frozen=True, slots=True)
 class ExtractionKind:
-    """Something that texts tell facts about: what it is called, how a fact reads, and what its fields can be."""
+    """One kind of record: its name in the plural, its sentences, and its random fields."""
 
     things: str
     sentences: Sequence[str]
@@ -26,7 +26,7 @@ class ExtractionKind:
 
 
 def extractions(count: int, seed: int) -> list[Chat]:
-    """`count` chats. Another seed makes up other facts, though the shortest names come again."""
+    """`count` chats. Another seed gives other facts, though the shortest names recur."""
     rng = random.Random(seed)
     return [_chat(rng.choice(KINDS), rng) for _ in range(count)]
 

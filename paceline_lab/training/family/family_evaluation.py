@@ -1,4 +1,4 @@
-"""What the family can do: completions that parse, answers, and how often the draft foresees the target."""
+"""Evaluation of the family: completions that parse, answers, and how often the draft agrees with the target."""
 
 import ast
 import io
@@ -23,7 +23,7 @@ from paceline_lab.training.family.target_text import write
 from paceline_lab.training.family.token_corpus import Ids, windows
 
 Passage = tuple[Tensor, int]
-"""Ids int64 [rows, length], and the first position whose next token counts."""
+"""Ids int64 [rows, length], and the first position whose next token is evaluated."""
 
 CONTEXT = 192
 """Tokens of a file before and within a function's header that a completion continues."""
@@ -32,7 +32,7 @@ COMPLETION = 60
 FUNCTIONS = 96
 
 CONTINUATIONS = frozenset({"elif", "else", "except", "finally"})
-"""Words that begin a line but belong to the statement before it."""
+"""Keywords that begin a line of the previous statement."""
 
 QUESTIONS = (
     "What does json.dumps do?",
@@ -47,8 +47,8 @@ QUESTIONS = (
 def measure(
     target: LlamaForCausalLM, draft: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, held_out: Sequence[Ids]
 ) -> dict[str, Any]:
-    """All figures of the model cards that come from the models."""
-    answered = answers(target, tokenizer)
+    """All figures of the model cards that are computed from the models."""
+    answered = greedy_responses(target, tokenizer)
     passages = _held_out_passages(held_out, target)
     passages["the target's greedy answers in its model card"] = answer_passages(tokenizer, answered)
     return {
@@ -79,7 +79,7 @@ def _held_out_passages(held_out: Sequence[Ids], target: LlamaForCausalLM) -> dic
 
 
 def parse_counts(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, temperature: float) -> dict[str, int]:
-    """How many completions of held-out function headers parse, are broken, or hold no whole statement yet."""
+    """Numbers of completions of held-out function headers that parse, are broken, or have no whole statement yet."""
     headers = random.Random(0).sample(list(_function_headers(tokenizer)), FUNCTIONS)
     prompts = torch.tensor([ids for ids, _ in headers])
     written = torch.cat([write(model, part, COMPLETION, temperature, seed=6) for part in prompts.split(48)])
@@ -101,7 +101,7 @@ def verdict(header: str, completion: str) -> str:
 
 
 def _whole_statements(source: str, indent: int, first: int) -> str:
-    """A function up to its last statement that has surely ended; empty if there is none.
+    """A function up to its last complete statement; empty if there is none.
 
     The header is indented by `indent`, the body begins at row `first`, counted from 1. A statement of the
     body has ended where a logical line begins at the same column or further left.
@@ -109,8 +109,8 @@ def _whole_statements(source: str, indent: int, first: int) -> str:
     source = source[: source.rfind("\n") + 1]
     starts = [start for start in _logical_lines(source) if start[0] >= first]
     end = 0
-    for row, column, word in starts[1:]:
-        if column <= starts[0][1] and word not in CONTINUATIONS:
+    for row, column, keyword in starts[1:]:
+        if column <= starts[0][1] and keyword not in CONTINUATIONS:
             end = row - 1
         if column <= indent:
             break
@@ -118,7 +118,7 @@ def _whole_statements(source: str, indent: int, first: int) -> str:
 
 
 def _logical_lines(source: str) -> Iterator[tuple[int, int, str]]:
-    """Row (from 1), column and first word of each logical line, as far as the text goes."""
+    """Row (from 1), column and first word of each logical line, as far as the text can be tokenized."""
     is_first = True
     try:
         for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -150,13 +150,13 @@ def _header_end(lines: Sequence[str], first: int) -> int:
     return 1 + next(row for row in rows if lines[row].partition("#")[0].rstrip().endswith(":"))
 
 
-def answers(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+def greedy_responses(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
     """The model's greedy answers to a few questions."""
     return {question: _answer(model, tokenizer, question) for question in QUESTIONS}
 
 
 def answer_passages(tokenizer: PreTrainedTokenizerFast, answered: Mapping[str, str]) -> list[Passage]:
-    """The answers after their questions; what counts begins where the answer does."""
+    """The answers after their questions; evaluation begins with the answer."""
     pairs = [(_prompt(tokenizer, question), answer) for question, answer in answered.items()]
     return [
         (_encoded(tokenizer, prompt + answer), _encoded(tokenizer, prompt).shape[1] - 1) for prompt, answer in pairs
@@ -179,7 +179,7 @@ def _encoded(tokenizer: PreTrainedTokenizerFast, text: str) -> Tensor:
 
 
 def agreement(draft: nn.Module, target: nn.Module, passages: Iterable[Passage]) -> float:
-    """How often draft and target hold the same next token most probable, 0 to 1."""
+    """Share of positions with the same most probable next token in draft and target, 0 to 1."""
     equal = [_choices(draft, *passage) == _choices(target, *passage) for passage in passages]
     return float(torch.cat([part.flatten() for part in equal]).float().mean())
 
@@ -190,7 +190,7 @@ def _choices(model: nn.Module, rows: Tensor, first: int) -> Tensor:
 
 
 def stored_parameters(folder: Path) -> int:
-    """How many parameters the safetensors files of a folder hold."""
+    """Number of parameters in a folder's safetensors files."""
     return sum(tensor.numel() for path in folder.glob("*.safetensors") for tensor in load_file(path).values())
 
 

@@ -1,4 +1,4 @@
-"""The two shapes of the family, how they are written to disk, and the attention that trains them."""
+"""The two models of the family, their files, and the attention used in training."""
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -28,15 +28,15 @@ def target_config(**changes: int) -> LlamaConfig:
 
 
 def shallow_config(**changes: int) -> LlamaConfig:
-    """The target as it begins: 16 of its layers, which learn faster than all of them would."""
+    """The target at first: 16 of its layers, which learn faster than all layers would."""
     return target_config(**{"num_hidden_layers": 16} | changes)
 
 
 def draft_config(**changes: int) -> LlamaConfig:
     """The draft: two layers of the same width, about 3 million parameters, a third of them the embeddings.
 
-    One layer cannot copy what stands in the context: the second finds what followed the last time because the first
-    has marked each token with the one before it (induction heads, Olsson et al. 2022).
+    One layer cannot copy from the context: the second finds the earlier continuation because the first has marked each
+    token with the one before it (induction heads, Olsson et al. 2022).
     """
     return _config(**{"num_hidden_layers": 2, "intermediate_size": 1024} | changes)
 
@@ -48,20 +48,20 @@ def new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:
 
 
 def deepened(shallow: LlamaForCausalLM, config: LlamaConfig) -> LlamaForCausalLM:
-    """A deeper model in float32 that says exactly what the shallow one says.
+    """A deeper model in float32 with exactly the outputs of the shallow one.
 
-    Copies of layers stand between the old ones, evenly spread, and their two output projections are zero, so that
-    they add nothing until they are trained (block expansion, Wu et al. 2024, "LLaMA Pro").
+    Copies of layers are inserted between the old ones, evenly spread. Their two output projections are zero, so they
+    add nothing until they are trained (block expansion, Wu et al. 2024, "LLaMA Pro").
     """
     deep = new_model(config, seed=0)
     old, count = shallow.model.layers, config.num_hidden_layers
     with torch.no_grad():
         deep.model.embed_tokens.weight.copy_(shallow.model.embed_tokens.weight)
         deep.model.norm.weight.copy_(shallow.model.norm.weight)
-        for place, layer in enumerate(deep.model.layers):
-            source = place * len(old) // count
+        for index, layer in enumerate(deep.model.layers):
+            source = index * len(old) // count
             layer.load_state_dict(old[source].state_dict())
-            if source == (place - 1) * len(old) // count:
+            if source == (index - 1) * len(old) // count:
                 layer.self_attn.o_proj.weight.zero_()
                 layer.mlp.down_proj.weight.zero_()
     return deep
@@ -76,7 +76,7 @@ def load_model(folder: Path, device: str) -> LlamaForCausalLM:
 def save_model(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write a model in bfloat16 and its tokenizer, in the layout that transformers reads.
 
-    Each file replaces the old one whole, so that a process which has mapped the old weights keeps them.
+    Each file replaces the old one atomically, so a process that has mapped the old weights keeps them.
     """
     end_of_text, turn_end = tokenizer.convert_tokens_to_ids([END_OF_TEXT, TURN_END])
     model.generation_config = GenerationConfig(
@@ -134,7 +134,7 @@ def _short_causal(
 
 
 def _two_products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same in two batched products; the heads of a group read its key and value as one tall query."""
+    """Causal attention in two batched products; the heads of a group form one tall query."""
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     tall = heads // groups

@@ -14,7 +14,7 @@ SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 """Ids 0, 1 and 2. END_OF_TEXT separates documents; TURN_END ends an answer."""
 
 PRE_TOKENIZER_PATTERN = Regex(r"[^\s\p{L}\p{N}]?\p{L}+| \p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-"""A word with the mark before it (`.dumps`, `_name`), digits by three, marks, a newline and indentation."""
+"""A word with the punctuation mark before it (`.dumps`, `_name`), digits by three, marks, newline and indentation."""
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"

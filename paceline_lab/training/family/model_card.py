@@ -1,4 +1,4 @@
-"""The model cards. Every figure comes from the logs and measurements of the run that made the weights."""
+"""The model cards. Every figure comes from the journals and measurements of the run that made the weights."""
 
 import os
 import platform
@@ -90,7 +90,7 @@ It guesses; the target decides. Embeddings and final norm started as the target'
 | | |
 |---|---|
 | shape | Llama, {layers} layers, width {width}, inner width {inner}, vocabulary {vocabulary}, bfloat16 |
-| loss | KL from the target's law, its {kept} most probable tokens and the rest |
+| loss | KL from the target's distribution, its {kept} most probable tokens and the rest |
 | lessons | {lesson_tokens} tokens: half training text; a quarter how the target goes on, a quarter its answers |
 | tokens seen | {tokens} in {steps} steps |
 | training time | {minutes} minutes |
@@ -130,7 +130,7 @@ paceline serve --speculative-config '{{"method": "{method}", "model": "{name}"}}
 | | |
 |---|---|
 | text | the draft's {lesson_tokens} tokens of lessons |
-| loss | cross-entropy to the target's laws, each step of a draft counting less than the one before |
+| loss | cross-entropy to the target's distributions, each step of a draft with less weight than the one before |
 | tokens seen | {tokens} in {steps} steps |
 | training time | {minutes} minutes |
 | machine | {machine}, {threads} |
@@ -147,7 +147,7 @@ paceline serve --speculative-config '{{"method": "{method}", "model": "{name}"}}
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What one model's journal says."""
+    """Totals of one model's journal."""
 
     steps: int
     tokens: int
@@ -157,14 +157,14 @@ class TrainingRecord:
 
     @classmethod
     def from_journal(cls, records: list[dict[str, Any]]) -> "TrainingRecord":
-        """Totals of the last record; the last held-out loss; every number of threads that was used."""
+        """Totals of the last record, the last held-out loss, and every number of threads used."""
         last = records[-1]
         losses = [record["held_out_loss"] for record in records if "held_out_loss" in record]
         threads = tuple(sorted({record["threads"] for record in records}))
         return cls(last["step"], last["tokens"], last["seconds"], losses[-1], threads)
 
     def after(self, earlier: "TrainingRecord") -> "TrainingRecord":
-        """Both, where this one went on with what the earlier one had made."""
+        """Both trainings together, where this one continued the earlier one."""
         return TrainingRecord(
             earlier.steps + self.steps,
             earlier.tokens + self.tokens,
@@ -267,7 +267,7 @@ def _circumstances(minutes: float) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's name where Linux tells it, otherwise its architecture."""
+    """The processor's name on Linux, otherwise its architecture."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))

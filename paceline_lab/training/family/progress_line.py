@@ -1,4 +1,4 @@
-"""How far training is, on one line of a terminal."""
+"""Training progress on one line of a terminal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from paceline_lab.training.family.trainer import Model, Trainer
 
 @contextmanager
 def shown(trainer: Trainer[Model], name: str, console: Console) -> Iterator[Callable[[float], None]]:
-    """What to call with the loss of each step. Draws where somebody looks, on a terminal, and what is logged above."""
+    """A function to call with the loss of each step. Draws on a terminal only; log lines appear above the bar."""
     if not console.file.isatty():
         yield lambda loss: None
         return
@@ -33,7 +33,7 @@ def shown(trainer: Trainer[Model], name: str, console: Console) -> Iterator[Call
         task = progress.add_task(name, total=1.0, figures="")
         progress.update(task, completed=trainer.fraction)
 
-        def tell(loss: float) -> None:
+        def update(loss: float) -> None:
             now = trainer.progress
             speed = (now.tokens - began.tokens) / max(now.seconds - began.seconds, 1e-9)
             left = timedelta(seconds=round(trainer.seconds_left))
@@ -41,12 +41,12 @@ def shown(trainer: Trainer[Model], name: str, console: Console) -> Iterator[Call
             progress.update(task, completed=trainer.fraction, figures=figures)
 
         with _logging_above(terminal):
-            yield tell
+            yield update
 
 
 @contextmanager
 def _logging_above(terminal: TextIO) -> Iterator[None]:
-    """A handler keeps the stream that it was made with, and would write into the bar: give it what stands there now."""
+    """Point log handlers to the redirected stderr while the bar is drawn; they would write into the bar otherwise."""
     ours = [h for h in logging.getLogger().handlers if isinstance(h, logging.StreamHandler) and h.stream is terminal]
     for handler in ours:
         handler.setStream(sys.stderr)

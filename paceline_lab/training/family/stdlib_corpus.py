@@ -17,7 +17,7 @@ HELD_OUT = (
     "statistics.py",
     "textwrap.py",
 )
-"""Library files that no training text, chat or tokenizer ever sees; benchmarks and tests may use them."""
+"""Library files excluded from training text, chats and tokenizer; benchmarks and tests may use them."""
 
 EXCLUDED_FOLDERS = frozenset(
     {
@@ -39,10 +39,10 @@ EXCLUDED_FOLDERS = frozenset(
         "turtledemo",
     }
 )
-"""Third-party code, tests, character tables, and packages that are gone in newer Pythons."""
+"""Third-party code, tests, character tables, and packages that newer Pythons removed."""
 
 EXCLUDED_FILES = frozenset({"_pydecimal.py", "antigravity.py", "html/entities.py", "this.py", "turtle.py"})
-"""Tables, jokes, and files that would weigh more than they teach."""
+"""Tables, jokes, and large files of little use."""
 
 REMOVED_FILES = frozenset(
     {
@@ -66,7 +66,7 @@ REMOVED_FILES = frozenset(
         "xdrlib.py",
     }
 )
-"""Modules that are gone in Python 3.13."""
+"""Modules that Python 3.13 removed."""
 
 
 def stdlib() -> Path:
@@ -80,7 +80,7 @@ def held_out_files() -> list[Path]:
 
 
 def source_files() -> list[Path]:
-    """Every file that training may read, sorted by path."""
+    """Every training file, sorted by path."""
     root = stdlib()
     return sorted(path for path in root.rglob("*.py") if _is_wanted(path.relative_to(root)))
 

@@ -1,4 +1,4 @@
-"""What the target writes for the draft to learn from: how its files go on, and its answers to questions."""
+"""Text that the target writes for the draft to learn from: continuations of files, and answers to questions."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -13,13 +13,13 @@ from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, TURN_END
 from paceline_lab.training.family.token_corpus import Ids, windows
 
 PIECE = 256
-"""Tokens of a file, the first quarter given and the others written in one go; decoding slows with every token kept."""
+"""Tokens of a piece, the first quarter given and the rest written; decoding slows with every cached token."""
 ANSWER = 64
 """Most tokens of an answer."""
 GENERATION_BATCH = 192
-"""Texts that are written side by side; with many more, copying the cache costs more than they save."""
+"""Texts written in one batch; in larger batches, copying the cache costs more than they save."""
 TEMPERATURES = (0.0, 0.8)
-"""Half of everything is written at each."""
+"""Each writes half of the text."""
 
 
 @torch.no_grad()
@@ -29,7 +29,7 @@ def write(target: LlamaForCausalLM, prompts_RP: Tensor, tokens: int, temperature
     Text goes on past the end of a document or a turn, as the packed training text does.
     """
     torch.manual_seed(seed)
-    how = GenerationConfig(
+    config = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=None,
         pad_token_id=0,
@@ -38,18 +38,18 @@ def write(target: LlamaForCausalLM, prompts_RP: Tensor, tokens: int, temperature
         top_k=None,
     )
     prompts = prompts_RP.to(target.device)
-    target.generation_config = how
+    target.generation_config = config
     written: Tensor = target.generate(prompts, attention_mask=torch.ones_like(prompts))
     return written.cpu()
 
 
 def continuations_by_target(target: LlamaForCausalLM, documents: Sequence[Ids], count: int, seed: int) -> list[Ids]:
-    """`count` pieces of PIECE tokens: some text of the documents, and how the target goes on."""
+    """`count` pieces of PIECE tokens: text of the documents, and the target's continuation."""
     begun = windows(documents, PIECE // 4, seed)[:count, :-1]
     return list(_written(target, begun, PIECE - begun.shape[1], seed))
 
 
-def answers_by_target(
+def question_responses(
     target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: Sequence[Chat], seed: int
 ) -> list[Ids]:
     """Each chat with the target's answer, as a document; in no particular order."""

@@ -46,7 +46,7 @@ def save_documents(path: Path, documents: Sequence[Ids]) -> None:
 
 
 def load_documents(path: Path) -> list[Ids]:
-    """Read what `save_documents` wrote."""
+    """Read a file that `save_documents` wrote."""
     with path.open("rb") as file, np.load(file) as stored:
         return np.split(stored["ids"], np.cumsum(stored["lengths"])[:-1])
 
@@ -54,7 +54,7 @@ def load_documents(path: Path) -> list[Ids]:
 def windows(documents: Sequence[Ids], length: int, seed: int) -> Tensor:
     """Shuffle documents, join them, and cut them into shuffled windows: int64 [windows, length + 1].
 
-    Neighbouring windows share one id, so that every token is predicted once.
+    Neighbouring windows share one id, so every token is predicted once.
     """
     rng = np.random.default_rng(seed)
     joined = np.concatenate([documents[i] for i in rng.permutation(len(documents))])
@@ -69,7 +69,7 @@ def windows(documents: Sequence[Ids], length: int, seed: int) -> Tensor:
 
 @dataclass
 class Position:
-    """Where a stream stands: `window` windows of `length` tokens were taken from epoch `epoch`."""
+    """A position in a stream: `window` windows of `length` tokens were taken from epoch `epoch`."""
 
     epoch: int = 0
     length: int = 0
@@ -77,7 +77,7 @@ class Position:
 
 
 class Stream:
-    """Batches without end: epoch after epoch of rows. The same seed and position always give the same batch.
+    """An endless stream of batches, epoch after epoch. The same seed and position always give the same batch.
 
     `cut(length, seed)` gives one epoch: int64 [rows, anything], shuffled by the seed.
     """

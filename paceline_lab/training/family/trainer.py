@@ -51,7 +51,7 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """What has been spent so far; `seconds` counts training only, over all resumes."""
+    """Training so far; `seconds` counts training only, over all resumes."""
 
     step: int = 0
     tokens: int = 0
@@ -83,7 +83,7 @@ class Trainer(Generic[Model]):
 
     @property
     def fraction(self) -> float:
-        """The part of the budget that is spent, 0 to 1."""
+        """The share of the budget that is spent, 0 to 1."""
         return min(1.0, self.progress.seconds / self._budget)
 
     @property
@@ -104,7 +104,7 @@ class Trainer(Generic[Model]):
         return float(loss.detach())
 
     def save(self, path: Path) -> None:
-        """Write everything that a resumed run needs; a reader never sees half a file."""
+        """Write everything that a resumed run needs, atomically."""
         state = {
             "progress": asdict(self.progress),
             "masters": self.masters,
@@ -115,7 +115,7 @@ class Trainer(Generic[Model]):
         partial.replace(path)
 
     def load(self, path: Path) -> None:
-        """Continue where `save` stopped; the budget and the number of threads may differ."""
+        """Continue from a file that `save` wrote; the budget and the number of threads may differ."""
         state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         progress = state["progress"]
         self.progress = Progress(**progress | {"position": Position(**progress["position"])})

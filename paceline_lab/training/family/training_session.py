@@ -1,4 +1,4 @@
-"""One sitting of a training run: steps, held-out losses and checkpoints, until the budget or a signal."""
+"""One session of a training run: steps, held-out losses and checkpoints, until the budget or a signal."""
 
 import json
 import logging
@@ -27,25 +27,26 @@ EVALUATION_SECONDS = 300.0
 
 
 class TrainingStopped(Exception):
-    """A signal ended the sitting before the budget; the checkpoint holds everything."""
+    """A signal ended the session before the budget was spent; the checkpoint holds everything."""
 
     def __init__(self, number: int, text: str) -> None:
         super().__init__(text)
         self.exit_code = 128 + number
-        """As of who dies of the signal: whoever started this sees that it is not done."""
+        """As after death by the signal: the parent process sees that training is unfinished."""
 
 
 def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[str, Any]]) -> None:
-    """Train until the budget is spent. Writes `name`.pt and `name`.jsonl. Raises Stopped on SIGTERM or SIGINT.
+    """Train until the budget is spent. Writes `name`.pt and `name`.jsonl.
 
-    `evaluate` says how good the model is now, for the journal. On a terminal a bar shows how far it is.
+    `evaluate` gives figures of the current model for the journal. A terminal shows a progress bar.
+    Raises `TrainingStopped` on SIGTERM or SIGINT.
     """
     checkpoint, journal = name.with_suffix(".pt"), name.with_suffix(".jsonl")
     checkpoint_due, evaluation_due = _Timer(CHECKPOINT_SECONDS), _Timer(EVALUATION_SECONDS)
-    with _noticed_signals() as signals, shown(trainer, name.name, Console(stderr=True)) as tell:
+    with _noticed_signals() as signals, shown(trainer, name.name, Console(stderr=True)) as update:
         while trainer.fraction < 1 and not signals:
             loss = trainer.step()
-            tell(loss)
+            update(loss)
             if trainer.progress.step % STEPS_PER_RECORD == 0:
                 _record(journal, trainer, {"loss": loss})
             if evaluation_due():
@@ -61,7 +62,7 @@ def train(trainer: Trainer[Model], name: Path, evaluate: Callable[[], Mapping[st
 
 
 def held_out_loss_of(model: nn.Module, documents: Sequence[Ids]) -> Callable[[], Mapping[str, Any]]:
-    """How a language model is evaluated."""
+    """An evaluation of a language model for `train`."""
     return lambda: {"held_out_loss": held_out_loss(model, documents)}
 
 
@@ -74,7 +75,7 @@ def held_out_loss(model: nn.Module, documents: Sequence[Ids], length: int = 512,
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The records that sittings have added to a journal, oldest first."""
+    """The records of a journal, oldest first."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -88,7 +89,7 @@ def _record(journal: Path, trainer: Trainer[Model], figures: Mapping[str, Any]) 
 
 
 class _Timer:
-    """True once whenever `seconds` have passed."""
+    """True once per `seconds`."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -103,7 +104,7 @@ class _Timer:
 
 @contextmanager
 def _noticed_signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them."""
+    """Collect SIGTERM and SIGINT instead of ending."""
     received: list[int] = []
 
     def note(number: int, _: FrameType | None) -> None:

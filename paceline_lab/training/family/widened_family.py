@@ -1,15 +1,15 @@
 """The shipped family at the cost of a larger one: the same function, padded with zeros to four times the width.
 
-Speculation is for models whose step costs much more than their draft's; the shipped target is small so that it fits
-into a package. Widened, it keeps its acceptance and has the weights of a larger model: hidden size 256 becomes 1,024,
-inner size 512 becomes 2,048, and 188 million parameters cost what 188 million cost. Nothing is learned by it: the copy
-is for benchmarks and for the demo, which make it on the fly and say so.
+Speculation is for models whose step costs much more than their draft's; the shipped target is small enough for a
+package. Widened, it keeps its acceptance and has the weights of a larger model: hidden size 256 becomes 1,024,
+inner size 512 becomes 2,048, and a pass costs what 188 million parameters cost. It adds no
+knowledge: the copy is for benchmarks and the demo, which make it on the fly.
 
 Why nothing changes: every matrix gets zero rows and columns, so the three quarters of a state that were added stay
 zero. RMSNorm divides by the root of the mean square over all dimensions plus epsilon. Over four times as many
 dimensions the mean square is a quarter, so epsilon is made a quarter too; the root is then half, so the norm's weight
-is halved. Both are exact in bfloat16. The number of heads and their size stay. What is left is rounding, for sums over
-more terms are made in another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip.
+is halved. Both are exact in bfloat16. The number of heads and their size stay. Only rounding differs, because sums over
+more terms have another order: equal to about 1e-5 in float32, while in bfloat16 some greedy choices flip.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline import family
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 
 TIMES = 4
-"""How many times wider. A norm's weight is divided by its root, which is a power of two: exact in bfloat16."""
+"""The factor of the width. A norm's weight is divided by its root, which is a power of two: exact in bfloat16."""
 PADDED = {
     "embed_tokens.weight": (1, TIMES),
     "lm_head.weight": (1, TIMES),
@@ -41,13 +41,13 @@ PADDED = {
     "up_proj.weight": (TIMES, TIMES),
     "down_proj.weight": (TIMES, TIMES),
 }
-"""By the end of a matrix' name, how many times as many rows and columns it gets."""
+"""By the end of a matrix's name, the factors of its rows and columns."""
 EAGLE3 = "eagle3"
 TARGET_README = """\
 # {name}
 
 `{source}` widened with zeros to {times} times its hidden and inner size, for benchmarks: the same function, in float32
-to about 1e-5, at the cost of {parameters:,} parameters. Nobody trained it, and it knows nothing that `{source}` does
+to about 1e-5, at the cost of {parameters:,} parameters. It was not trained, and knows nothing that `{source}` does
 not know. Made by `paceline_lab.training.family.widened_family`.
 """
 HEAD_README = """\
@@ -59,7 +59,7 @@ states. Made by `paceline_lab.training.family.widened_family` for benchmarks.
 
 
 def widened_family(folder: Path) -> tuple[Path, Path]:
-    """The widened target and its EAGLE-3 head below `folder`; written unless they are there, whole or not at all.
+    """The widened target and its EAGLE-3 head below `folder`; written unless they exist, atomically.
 
     The shipped draft needs no copy: it shares the tokens with both targets.
     """
@@ -75,22 +75,29 @@ def widened_family(folder: Path) -> tuple[Path, Path]:
 def write_target(source: Path, folder: Path) -> None:
     """The checkpoint of a Llama, widened, with the tokenizer's files. Raises `CheckpointError` for other kinds."""
     checkpoint = Checkpoint(source)
-    said = checkpoint.config
-    if said.get("model_type") != "llama" or said.get("attention_bias") or said.get("mlp_bias"):
+    source_config = checkpoint.config
+    if (
+        source_config.get("model_type") != "llama"
+        or source_config.get("attention_bias")
+        or source_config.get("mlp_bias")
+    ):
         raise CheckpointError(f"{checkpoint} cannot be widened: only Llamas without biases can")
     weights = {name: _widened(name, checkpoint.tensor(name)) for name in checkpoint.names}
-    sizes = {"head_dim": said.get("head_dim") or said["hidden_size"] // said["num_attention_heads"]}
-    sizes |= {key: said[key] * TIMES for key in ("hidden_size", "intermediate_size")}
-    config = {**said, **sizes, "rms_norm_eps": said["rms_norm_eps"] / TIMES}
+    sizes = {
+        "head_dim": source_config.get("head_dim")
+        or source_config["hidden_size"] // source_config["num_attention_heads"]
+    }
+    sizes |= {key: source_config[key] * TIMES for key in ("hidden_size", "intermediate_size")}
+    config = {**source_config, **sizes, "rms_norm_eps": source_config["rms_norm_eps"] / TIMES}
     parameters = sum(each.numel() for each in weights.values())
     readme = TARGET_README.format(name=folder.name, source=source.name, times=TIMES, parameters=parameters)
-    _write(folder, weights, config, readme, [path for path in source.iterdir() if _is_beside_weights(path)])
+    _write(folder, weights, config, readme, [path for path in source.iterdir() if _is_copied(path)])
 
 
 def write_head(source: Path, target: Path, folder: Path) -> None:
-    """An EAGLE-3 head for the widened copy of `target`: zero columns for the zeros that it is told.
+    """An EAGLE-3 head for the widened copy of `target`: zero columns for the zeros in its input.
 
-    It keeps its own hidden size, so it can no longer use the target's embedding and brings the narrow one.
+    It keeps its own hidden size, so it cannot use the target's embedding and has the narrow one.
     """
     checkpoint = Checkpoint(source)
     weights = {name: checkpoint.tensor(name) for name in checkpoint.names}
@@ -108,20 +115,20 @@ def _widened(name: str, weight: Tensor) -> Tensor:
         return F.pad(weight / TIMES**0.5, (0, (TIMES - 1) * len(weight)))
     taller, wider = next((times for ending, times in PADDED.items() if name.endswith(ending)), (0, 0))
     if not taller:
-        raise CheckpointError(f"tensor {name} has no place in a Llama: it cannot be widened")
+        raise CheckpointError(f"tensor {name} does not belong to a Llama: it cannot be widened")
     rows, columns = weight.shape
     return F.pad(weight, (0, (wider - 1) * columns, 0, (taller - 1) * rows))
 
 
-def _is_beside_weights(path: Path) -> bool:
-    """The tokenizer's files, the chat template, and what ends a generation."""
+def _is_copied(path: Path) -> bool:
+    """The tokenizer's files, the chat template, and the generation config."""
     return path.suffix in (".json", ".jinja") and path.name != "config.json"
 
 
 def _write(
     folder: Path, weights: Mapping[str, Tensor], config: Mapping[str, Any], readme: str, more: list[Path] | None = None
 ) -> None:
-    """All files at once, so that nobody ever finds half a model."""
+    """Write all files atomically."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent) as temporary:
         partial = Path(temporary) / folder.name

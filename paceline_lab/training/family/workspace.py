@@ -1,4 +1,4 @@
-"""Where a family is made: what one step of the script leaves for the next."""
+"""The work folder of a family: files that one step of the script leaves for the next."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from paceline_lab.training.family.token_corpus import Ids, load_documents
 
 @dataclass(frozen=True)
 class Workspace:
-    """Folders and means. `minutes` is the training time of one model, `lesson_rows` what the draft learns from."""
+    """Folders and budgets. `minutes` is the training time of one model, `lesson_rows` what the draft learns from."""
 
     folder: Path
     out: Path
@@ -57,12 +57,12 @@ class Workspace:
 
     @property
     def lessons_file(self) -> Path:
-        """What the target told the draft."""
+        """The target's outputs for distillation."""
         return self.folder / "lessons.pt"
 
     @property
     def read_file(self) -> Path:
-        """What the heads read: the text of the lessons."""
+        """The heads' training text: that of the lessons."""
         return self.folder / "read.npz"
 
     def tokenizer(self) -> PreTrainedTokenizerFast:

@@ -1,7 +1,7 @@
-"""Attention for training a draft on what it makes itself, several steps of it for every position at once.
+"""Attention for training a draft on its own outputs, several steps for every position at once.
 
-Row i of step 0 stands at position i and sees rows 0 to i of that step. Row i of a later step s stands at position
-i + s, and sees the same rows of step 0 and its own column in steps 1 to s: what it would see when it drafts from there.
+Row i of step 0 has position i and attends to rows 0 to i of that step. Row i of a later step s has position i + s, and
+attends to the same rows of step 0 and its own column in steps 1 to s, as it would while drafting.
 
 Shapes: B rows, L positions, N heads, G heads of keys, D head size.
 """
@@ -21,7 +21,7 @@ Past = list[tuple[Tensor, Tensor]]
 
 
 class ChainAttention(nn.Module):
-    """Its input may be wider than its output. Names of its parameters are Llama's."""
+    """Attention whose input may be wider than its output. Its parameters are named as in Llama."""
 
     def __init__(self, config: LlamaConfig, into: int) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class ChainAttention(nn.Module):
 
 
 def attended(attention: Any, x: Tensor, past: Past, rotary: nn.Module, size: int) -> Tensor:
-    """As `ChainAttention.forward`, with the projections of any module that names them like Llama."""
+    """As `ChainAttention.forward`, with the projections of any module named as in Llama."""
     step, length = len(past), x.shape[1]
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
     query, key, value = (project(x).unflatten(-1, (-1, size)).transpose(1, 2) for project in projections)
@@ -51,7 +51,7 @@ def attended(attention: Any, x: Tensor, past: Past, rotary: nn.Module, size: int
 
 
 def _attend(query: Tensor, past: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """The rows [B, N, L, D] of the last step."""
+    """Attention output [B, N, L, D] of the last step."""
     length, per_key = query.shape[2], query.shape[1] // past[0][0].shape[1]
     steps = [tuple(each[:, :, :length].repeat_interleave(per_key, 1) for each in pair) for pair in past]
     (first_key, first_value), later = steps[0], steps[1:]

@@ -1,8 +1,8 @@
 """Training an EAGLE-3 head (Li et al. 2025): the tensors of the published format, and their "training-time test".
 
-While it drafts, a head is fed with what it made of the row before, not with the target's states. So it is trained that
-way: step 0 reads the target's states, every later step its own output of the step before, moved on by one token. Row i
-of step s predicts the token at i + 2 + s. It attends to rows 0 to i of step 0, and to its own column in steps 1 to s.
+While it drafts, a head reads its own output of the previous row, not the target's states. So does training: step 0
+reads the target's states, every later step the head's own output of the previous step, shifted by one token. Row i of
+step s predicts the token at i + 2 + s. It attends to rows 0 to i of step 0, and to its own column in steps 1 to s.
 
 Shapes: B rows, L positions, H hidden size, h that of the head, N heads, G heads of keys, D head size.
 """
@@ -19,11 +19,11 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
 class Eagle3Module(nn.Module):
-    """The head. Names of its parameters are those of the original uploads."""
+    """The head. Its parameters are named as in the original uploads."""
 
     def __init__(self, config: LlamaConfig, states: int, output: Tensor) -> None:
-        """`config`: of its one layer. `states`: how many layers of the target it reads. `output` [columns, h]: what its
-        own output matrix begins as."""
+        """`config`: of its one layer. `states`: number of target layers it reads. `output` [columns, h]: initial output
+        matrix."""
         super().__init__()
         h = config.hidden_size
         self.fc = nn.Linear(states * h, h, bias=False)
@@ -34,14 +34,14 @@ class Eagle3Module(nn.Module):
             self.lm_head.weight.copy_(output)
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
-        """Logits [B, L - 1 - s, columns] of each step s: of the tokens from 2 + s on, and of the one past the end."""
+        """Logits [B, L - 1 - s, columns] of each step s, for the tokens from 2 + s on and the one past the end."""
         x = self.fc(reading.states_BLSH.flatten(2)[:, :-1])
         past: Past = []
-        laws = []
+        logits = []
         for step in range(steps):
             x = self.midlayer(reading.embedded_BLH[:, 1 + step :], x[:, : x.shape[1] - (step > 0)], past)
-            laws.append(self.lm_head(self.norm(x)))
-        return laws
+            logits.append(self.lm_head(self.norm(x)))
+        return logits
 
 
 class _Eagle3Layer(nn.Module):

@@ -1,6 +1,6 @@
-"""Training an EAGLE-1 head, taught by what it makes itself (HASS, Zhang et al. 2024).
+"""Training an EAGLE-1 head on its own outputs (HASS, Zhang et al. 2024).
 
-See `paceline_lab.training.heads.eagle3_module` for the steps; the target's output matrix reads what the head makes.
+See `paceline_lab.training.heads.eagle3_module` for the steps; the target's output matrix reads the head's output.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
 class EagleModule(nn.Module):
-    """The head. Names of its parameters are those of the original uploads."""
+    """The head. Its parameters are named as in the original uploads."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         h = config.hidden_size
         self.fc = nn.Linear(2 * h, h, bias=False)
         self.layers = nn.ModuleList([_EagleLayer(config)])
-        with torch.no_grad():  # what it is to imitate is much like what it is fed with
+        with torch.no_grad():  # the states to imitate resemble the input states
             self.fc.weight.mul_(0.5)[:, h:].add_(torch.eye(h), alpha=0.5)
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
-        """See `Eagle3.forward`."""
+        """See `Eagle3Module.forward`."""
         x = reading.states_BLSH[:, :-1, 0]
         past: Past = []
-        laws = []
+        logits = []
         for step in range(steps):
             tokens = reading.embedded_BLH[:, 1 + step :]
             x = self.layers[0](self.fc(torch.cat((tokens, x[:, : tokens.shape[1]]), -1)), past)
-            laws.append(reading.projected(x))
-        return laws
+            logits.append(reading.projected(x))
+        return logits
 
 
 class _EagleLayer(nn.Module):

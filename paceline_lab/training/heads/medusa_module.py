@@ -1,4 +1,4 @@
-"""Training Medusa heads (Cai et al. 2024): each says one of the next tokens from the target's last state alone."""
+"""Training Medusa heads (Cai et al. 2024): each predicts one of the next tokens from the target's last state alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class MedusaModule(nn.Module):
     """Heads of one residual layer and a vocabulary projection each: `{head}.0.linear` and `{head}.1` in a file."""
 
     def __init__(self, heads: int, output_VH: Tensor) -> None:
-        """`output_VH`: what the projections begin as. A head begins as the target's own."""
+        """`output_VH`: initial projections; a head begins as the target's own."""
         super().__init__()
         vocabulary, width = output_VH.shape
         self.heads = nn.ModuleList(
@@ -26,13 +26,13 @@ class MedusaModule(nn.Module):
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
         """Logits [B, L - 1 - s, V] of each head s."""
         final = reading.states_BLSH[:, :, 0]
-        laws = []
+        logits = []
         for step, head in enumerate(list(self.heads)[:steps]):
             z = final[:, : final.shape[1] - 1 - step]
             for layer in head:  # type: ignore[attr-defined]
                 z = layer(z)
-            laws.append(z)
-        return laws
+            logits.append(z)
+        return logits
 
 
 class _Residual(nn.Module):

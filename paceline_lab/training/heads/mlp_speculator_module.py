@@ -1,4 +1,4 @@
-"""Training an MLP speculator (Wertheimer et al. 2024): a state that takes in one guessed token after another."""
+"""Training an MLP speculator (Wertheimer et al. 2024): a state updated with one draft token after another."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
 class MlpSpeculatorModule(nn.Module):
-    """With tied weights: one embedding, norm and output matrix for all steps. Names are those of published files."""
+    """Tied weights: one embedding, norm and output matrix for all steps, named as in published files."""
 
     def __init__(self, steps: int, inner: int, output_VH: Tensor) -> None:
         super().__init__()
@@ -30,17 +30,17 @@ class MlpSpeculatorModule(nn.Module):
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
         """Logits [B, L - 1 - s, V] of each step s."""
         state = reading.states_BLSH[:, :-1, 0]
-        laws = []
+        logits = []
         for step in range(steps):
             ids = reading.ids_BL[:, 1 + step :]
             moved = self.proj[min(step, 1)](state[:, : ids.shape[1]])
             state = F.gelu(self.ln[0](moved + self._ratio * self.emb[0](ids)))
-            laws.append(self.head[0](state))
-        return laws
+            logits.append(self.head[0](state))
+        return logits
 
 
 class _Norm(nn.Module):
-    """By the root of the mean square, with a weight and a bias."""
+    """RMS norm with a weight and a bias."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

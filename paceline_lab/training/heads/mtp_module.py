@@ -1,7 +1,7 @@
-"""Training a layer for multi-token prediction (DeepSeek-V3, 2024) for a target that came without one.
+"""Training a layer for multi-token prediction (DeepSeek-V3, 2024) for a target without one.
 
-One module for every depth, fed with what it made of the token before. See `paceline_lab.training.heads.eagle3_module`
-for the steps; the target's output matrix reads what the layer makes.
+One module for every depth, which reads its own output of the previous token. See
+`paceline_lab.training.heads.eagle3_module` for the steps; the target's output matrix reads the layer's output.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
 class MtpModule(nn.Module):
-    """Names of its parameters are those of the speculators library, behind `mtp_layers.0.`"""
+    """Its parameters are named as in the speculators library, after the prefix `mtp_layers.0.`"""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -31,15 +31,15 @@ class MtpModule(nn.Module):
         self.final_layernorm = LlamaRMSNorm(h, eps)
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
-        """See `Eagle3.forward`."""
+        """See `Eagle3Module.forward`."""
         y = reading.states_BLSH[:, :-1, 0]
         past: Past = []
-        laws = []
+        logits = []
         for step in range(steps):
             tokens = reading.embedded_BLH[:, 1 + step :]
             both = self.token_layernorm(tokens), self.hidden_layernorm(y[:, : tokens.shape[1]])
             x = self.input_proj(torch.cat(both, -1))
             x = x + self.self_attn(self.input_layernorm(x), past)
             y = self.final_layernorm(x + self.mlp(self.post_attention_layernorm(x)))
-            laws.append(reading.projected(y))
-        return laws
+            logits.append(reading.projected(y))
+        return logits

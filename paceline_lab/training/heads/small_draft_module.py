@@ -1,7 +1,7 @@
 """Training a small model to draft: token by token, or several tokens at once (PARD, An et al. 2025).
 
-For PARD the places of tokens that nobody knows yet hold a mask token. Step 0 reads the tokens; step s reads the mask, s
-places further, and says the token after it. All steps of all positions are trained at once (`chain_attention`), where
+For PARD, positions of unknown tokens hold a mask token. Step 0 reads the tokens; step s reads the mask, s positions
+further, and predicts the token after it. All steps of all positions are trained at once (`chain_attention`), where
 the paper packs sequences with masks and drops some.
 """
 
@@ -18,10 +18,10 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 
 
 class SmallDraftModule(nn.Module):
-    """A Llama with the target's embedding, output matrix and final norm to begin with."""
+    """A Llama initialised with the target's embedding, output matrix and final norm."""
 
     def __init__(self, config: LlamaConfig, target: PreTrainedModel, mask_token: int) -> None:
-        """`mask_token`: an id that stands for an unknown token from the second step on."""
+        """`mask_token`: the id of an unknown token from the second step on."""
         super().__init__()
         self.model = LlamaForCausalLM(config)
         self._mask_token = mask_token
@@ -32,10 +32,10 @@ class SmallDraftModule(nn.Module):
             self.model.model.norm.weight.copy_(base.norm.weight)
 
     def forward(self, reading: TargetOutputs, steps: int) -> list[Tensor]:
-        """See `Eagle3.forward`: row i + 1 says first what the target says there, the token at i + 2."""
+        """See `Eagle3Module.forward`: row i + 1 predicts the token at i + 2 first, as the target does there."""
         base: Any = self.model.model
         past: list[Past] = [[] for _ in base.layers]
-        laws = []
+        logits = []
         for step in range(steps):
             ids = reading.ids_BL[:, : reading.ids_BL.shape[1] - step]
             x = base.embed_tokens(ids if step == 0 else torch.full_like(ids, self._mask_token))
@@ -43,5 +43,5 @@ class SmallDraftModule(nn.Module):
                 size = layer.self_attn.head_dim
                 x = x + attended(layer.self_attn, layer.input_layernorm(x), kept, base.rotary_emb, size)
                 x = x + layer.mlp(layer.post_attention_layernorm(x))
-            laws.append(self.model.lm_head(base.norm(x))[:, 1:])
-        return laws
+            logits.append(self.model.lm_head(base.norm(x))[:, 1:])
+        return logits

@@ -1,6 +1,6 @@
-"""What a target said of a text, read once: epochs after the first are the head's alone, as far as memory reaches.
+"""The target's outputs for the training text, computed once and kept in memory as far as it reaches.
 
-A head learns the same rows again and again, and reading them takes the target as long as learning does or longer.
+A head learns the same rows in every epoch, and the target's pass takes as long as the head's training step or longer.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from paceline_lab.training.family.token_corpus import Ids, Stream, windows
 from paceline_lab.training.heads.target_reader import TargetOutputs, TargetReader
 
 Kept = tuple[Tensor, Tensor, Tensor]
-"""Of one row, on the CPU: states [L, S, H], likeliest tokens [L, K], their log-probabilities [L, K]."""
+"""One row on the CPU: states [L, S, H], likeliest tokens [L, K], their log-probabilities [L, K]."""
 
 
 class TargetOutputCache:
-    """Rows of the documents, of any length, and readings of as many of them as `room` bytes hold."""
+    """Rows of the documents, of any length, and the target's outputs for as many rows as fit into `free_bytes`."""
 
-    def __init__(self, reader: TargetReader, documents: Sequence[Ids], room: int) -> None:
+    def __init__(self, reader: TargetReader, documents: Sequence[Ids], free_bytes: int) -> None:
         self._reader = reader
         self._documents = documents
-        self._room = room
+        self._free_bytes = free_bytes
         self._rows: dict[int, Tensor] = {}
         self._kept: dict[tuple[int, int], Kept] = {}
 
     def stream(self, seed: int) -> Stream:
-        """Batches of rows to be read, each named by its length and its number: int64 [rows, 2]."""
+        """Batches of row names, each a length and a number: int64 [rows, 2]."""
 
         def cut(length: int, epoch_seed: int) -> Tensor:
             count = len(self._batch_of(length))
@@ -38,7 +38,7 @@ class TargetOutputCache:
         return Stream(cut, seed)
 
     def read(self, names: Tensor) -> TargetOutputs:
-        """What the target says of a batch of rows of one length, each a token longer than that."""
+        """The target's outputs for a batch of rows of one length; each row has one token more."""
         length, numbers = int(names[0, 0]), names[:, 1].tolist()
         rows = self._batch_of(length)[numbers]
         known = [self._kept.get((length, number)) for number in numbers]
@@ -47,8 +47,8 @@ class TargetOutputCache:
             return self._reader.from_stored(rows, states, likely, log_shares)
         reading = self._reader.read(rows)
         each = (reading.states_BLSH, reading.likely_BLK, reading.log_shares_BLK)
-        for number, *said in zip(numbers, *each, strict=True):
-            self._keep((length, number), said)
+        for number, *outputs in zip(numbers, *each, strict=True):
+            self._keep((length, number), outputs)
         return reading
 
     def _batch_of(self, length: int) -> Tensor:
@@ -56,9 +56,9 @@ class TargetOutputCache:
             self._rows[length] = windows(self._documents, length, seed=0)
         return self._rows[length]
 
-    def _keep(self, name: tuple[int, int], said: Sequence[Tensor]) -> None:
-        size = sum(each.nbytes for each in said)
-        if name not in self._kept and size <= self._room:
-            states, likely, log_shares = (each.to("cpu", copy=True) for each in said)
+    def _keep(self, name: tuple[int, int], outputs: Sequence[Tensor]) -> None:
+        size = sum(each.nbytes for each in outputs)
+        if name not in self._kept and size <= self._free_bytes:
+            states, likely, log_shares = (each.to("cpu", copy=True) for each in outputs)
             self._kept[name] = (states, likely, log_shares)
-            self._room -= size
+            self._free_bytes -= size

@@ -1,7 +1,7 @@
-"""What heads learn from: the states and the law of a frozen target that reads a batch once.
+"""Training inputs of heads: the states and distributions of a frozen target.
 
-Shapes: B rows, L positions, S layers that were asked for, H the target's width, V its vocabulary, K tokens of it that
-are kept of a law.
+Shapes: B rows, L positions, S requested layers, H the target's width, V its vocabulary, K tokens kept of a
+distribution.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 KEPT = 32
-"""Tokens kept of each law; the rest of its mass counts as one."""
+"""Tokens kept of each distribution; the remaining mass counts as one token."""
 DECAY = 0.8
-"""Each step of a draft counts so much of the one before in the loss."""
+"""Weight of each draft step in the loss, relative to the previous step."""
 
 
 @dataclass(frozen=True, slots=True)
 class TargetOutputs:
-    """`states` are of the layers that were asked for, as `hidden_state_layers` counts them."""
+    """`states_BLSH` are of the requested layers, numbered as in `hidden_state_layers`."""
 
     ids_BL: Tensor
     embedded_BLH: Tensor
@@ -41,7 +41,7 @@ class TargetOutputs:
 
 
 class TargetReader:
-    """A target that is only read."""
+    """A frozen target."""
 
     def __init__(self, target: PreTrainedModel, layers: Sequence[int]) -> None:
         self.target = target.eval().requires_grad_(False)
@@ -66,15 +66,15 @@ class TargetReader:
             for hook in hooks:
                 hook.remove()
         states_BLSH = torch.stack([kept[n] for n in self._layers], 2)
-        law: Tensor = output.logits.float().log_softmax(-1)
-        log_shares_BLK, likely_BLK = law.topk(min(KEPT, law.shape[-1]))
+        log_probs_BLV: Tensor = output.logits.float().log_softmax(-1)
+        log_shares_BLK, likely_BLK = log_probs_BLV.topk(min(KEPT, log_probs_BLV.shape[-1]))
         return TargetOutputs(ids_BL, kept[0], states_BLSH, likely_BLK, log_shares_BLK, self.output)
 
     @torch.no_grad()
     def from_stored(
         self, ids_BL: Tensor, states_BLSH: Tensor, likely_BLK: Tensor, log_shares_BLK: Tensor
     ) -> TargetOutputs:
-        """What `read` gave for these rows, of which this much was kept."""
+        """The outputs of `read`, restored from what was kept of them."""
         device = self.target.device
         ids_BL = ids_BL.to(device)
         embedded: Tensor = self._taps[0](ids_BL)
@@ -89,32 +89,34 @@ def _keep(kept: dict[int, Tensor], n: int) -> Any:
     return hook
 
 
-def draft_loss(laws: Sequence[Tensor], reading: TargetOutputs) -> Tensor:
-    """Cross-entropy from the target's laws to those of each step, nats per token, weighted by DECAY: a scalar.
+def draft_loss(logits: Sequence[Tensor], reading: TargetOutputs) -> Tensor:
+    """Cross-entropy from the target's distributions to each step's, nats per token, weighted by DECAY: a scalar.
 
-    `laws[s]` [B, L - 1 - s, V] is what a head says, at each position, of the token 2 + s after it.
+    `logits[s]` [B, L - 1 - s, V] are a head's logits, at each position, for the token 2 + s after it.
     """
     likely, shares = reading.likely_BLK, reading.log_shares_BLK.exp()
     rest = (1 - shares.sum(-1)).clamp_min(0)
     total, weights = torch.zeros((), device=shares.device), 0.0
-    for step, law in enumerate(laws):
+    for step, step_logits in enumerate(logits):
         after = slice(1 + step, None)
-        said = law.gather(-1, likely[:, after]).float() - law.float().logsumexp(-1, keepdim=True)
-        left = (1 - said.exp().sum(-1)).clamp_min(1e-6).log()
-        total = total - DECAY**step * ((shares[:, after] * said).sum(-1) + rest[:, after] * left).mean()
+        draft_log_probs = step_logits.gather(-1, likely[:, after]).float() - step_logits.float().logsumexp(
+            -1, keepdim=True
+        )
+        left = (1 - draft_log_probs.exp().sum(-1)).clamp_min(1e-6).log()
+        total = total - DECAY**step * ((shares[:, after] * draft_log_probs).sum(-1) + rest[:, after] * left).mean()
         weights += DECAY**step
     return total / weights
 
 
 @torch.no_grad()
-def accepted_by_depth(laws: Sequence[Tensor], reading: TargetOutputs, first: int) -> Tensor:
-    """Share of places from position `first` on where a head's most probable tokens of all steps up to each one are the
+def accepted_by_depth(logits: Sequence[Tensor], reading: TargetOutputs, first: int) -> Tensor:
+    """Share of positions from `first` on where a head's most probable tokens of all steps up to each one are the
     target's: float [steps]."""
     chosen = reading.likely_BLK[..., 0]
     alive: Tensor | None = None
     shares = []
-    for step, law in enumerate(laws):
-        hit = law.argmax(-1) == chosen[:, 1 + step :]
+    for step, step_logits in enumerate(logits):
+        hit = step_logits.argmax(-1) == chosen[:, 1 + step :]
         alive = hit if alive is None else alive[:, : hit.shape[1]] & hit
         shares.append(alive[:, first:].float().mean())
     return torch.stack(shares)

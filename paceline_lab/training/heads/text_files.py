@@ -1,7 +1,7 @@
-"""Text to train on, from whatever files a user has, as ids of the target's tokenizer.
+"""Training text from a user's files, as ids of the target's tokenizer.
 
 `.jsonl`: one JSON object per line, with `messages` (a chat), `prompt` and `completion`, or `text`. `.txt`, `.md` and
-`.py`: one document. `.npz`: what `paceline_lab.training.family.token_corpus.save_documents` wrote. Text is UTF-8.
+`.py`: one document. `.npz`: written by `paceline_lab.training.family.token_corpus.save_documents`. Text is UTF-8.
 """
 
 import json
@@ -19,17 +19,17 @@ PLAIN = (".txt", ".md", ".py")
 
 
 class TextError(ValueError):
-    """A file that cannot be trained on; the text says what it should be."""
+    """A file without usable training text."""
 
 
 def read_documents(paths: Sequence[Path], model: str, end: Sequence[int]) -> list[Ids]:
-    """Every document of these files; `end` is put after each text. Raises `TextError`, and OSError for no file."""
+    """Every document of these files; `end` ends each text. Raises `TextError`, or OSError for a missing file."""
     tokenizer = Tokenizer.load(model)
     return [document for path in paths for document in _documents(path, tokenizer, end)]
 
 
 def divided(documents: Sequence[Ids], share: float = 0.02, most: int = 64) -> tuple[list[Ids], list[Ids]]:
-    """Documents to learn from, and every n-th of them held out: about `share`, at least one, not more than `most`."""
+    """Training documents, and every n-th held out: about `share` of them, at least one, not more than `most`."""
     count = min(most, max(1, round(len(documents) * share)))
     if count >= len(documents):
         raise TextError(f"{len(documents)} documents cannot be divided: give more of them, or some with --held-out")
@@ -62,28 +62,28 @@ def _texts(path: Path, template: ChatTemplate | None) -> Iterator[str]:
     if path.suffix in PLAIN:
         yield content
         return
-    for number, line in enumerate(content.split("\n"), 1):  # other ends of lines may stand inside a JSON string
+    for number, line in enumerate(content.split("\n"), 1):  # a JSON string may contain other line ends
         if line.strip():
             yield _text(f"{path}, line {number}", line, template)
 
 
-def _text(place: str, line: str, template: ChatTemplate | None) -> str:
+def _text(source: str, line: str, template: ChatTemplate | None) -> str:
     try:
         entry: Any = json.loads(line)
     except ValueError as error:
-        raise TextError(f"{place}: no JSON ({error})") from error
+        raise TextError(f"{source}: no JSON ({error})") from error
     match entry:
         case {"messages": [*messages]} if template is not None:
-            return _chat(place, messages, template)
+            return _chat(source, messages, template)
         case {"prompt": str(prompt), "completion": str(completion)}:
             return prompt + completion
         case {"text": str(text)}:
             return text
-    raise TextError(f"{place}: needs `text`, `prompt` and `completion`, or `messages` and a chat template")
+    raise TextError(f"{source}: needs `text`, `prompt` and `completion`, or `messages` and a chat template")
 
 
-def _chat(place: str, messages: Sequence[Any], template: ChatTemplate) -> str:
+def _chat(source: str, messages: Sequence[Any], template: ChatTemplate) -> str:
     try:
         return template.render(messages, add_generation_prompt=False)
     except ChatTemplateError as error:
-        raise TextError(f"{place}: the chat template refuses it ({error})") from error
+        raise TextError(f"{source}: the chat template refuses it ({error})") from error

@@ -1,11 +1,11 @@
-"""Train a head for a target that exists, on text that the target would write.
+"""Train a head for an existing target, on text that the target would write.
 
     paceline train eagle3 --target pydoc --data chats.jsonl more.txt --out pydoc-eagle3
 
-The target reads the text, and the head learns its laws: what it says matters more than what stands there. So text that
-the target wrote itself serves best. Training can be stopped by SIGTERM and started again, with other threads or another
-budget; how many guesses would be accepted is measured on held-out text every few minutes. The files are those that the
-method's authors publish, and other servers read them, too.
+The target reads the text, and the head learns the target's distributions, not the text itself; text written by the
+target works best. Training can be stopped by SIGTERM and resumed, with other threads or another budget. The share of
+accepted draft tokens is measured on held-out text every few minutes. The files have the layout that the method's
+authors publish, which other servers read as well.
 """
 
 import argparse
@@ -44,9 +44,9 @@ SCHEDULE = Schedule((Phase(0.88, 4, 512), Phase(1.0, 1, 2048)), muon_rate=0.02, 
 INNER = 4
 """The width of a head's MLP, in hidden sizes."""
 READ_BEFORE = 64
-"""Tokens of a held-out row that come before the first guess that counts."""
+"""Tokens of a held-out row before the first evaluated position."""
 LEAST = 2 * READ_BEFORE
-"""Tokens without which there is nothing to learn, or to measure."""
+"""Fewest tokens to train or to evaluate on."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 MEDUSA_HEADS = 3
@@ -59,24 +59,23 @@ Described = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class HeadRecipe:
-    """One kind of draft. `steps`: how deep it is trained; deeper guesses reuse what the last step taught, if it can."""
+    """One kind of draft. `steps`: the depth it is trained to; deeper drafts repeat the last step, if the method can."""
 
     steps: int
     layers: Callable[[int], Sequence[int]]
-    """Of a target with so many layers, those whose states it reads."""
+    """From the target's number of layers to the layers whose states the head reads."""
     begin: Callable[[LlamaConfig, PreTrainedModel], nn.Module]
     config: Callable[[LlamaConfig], Described]
-    """What config.json says."""
+    """Contents of config.json."""
     stored_as: Callable[[str], str] = lambda name: name
     """The published name of a parameter."""
     file: str = "model.safetensors"
     whole: bool = False
-    """Whether it is a model of its own: with a tokenizer then, and an output matrix that is the embedding if it is the
-    target's."""
+    """Whether it is a model of its own, with a tokenizer. Its output matrix is tied if the target's is."""
 
 
 def _own_name(name: str) -> str:
-    """Of a model within a module."""
+    """A parameter's name without the module around the model."""
     return name.removeprefix("model.")
 
 
@@ -85,11 +84,11 @@ def _last(layers: int) -> Sequence[int]:
 
 
 def _none(layers: int) -> Sequence[int]:
-    return (layers,)  # a reading has some, whether they are used or not
+    return (layers,)  # a reader needs at least one, used or not
 
 
 def _llama(config: LlamaConfig) -> Described:
-    """As EAGLE's uploads describe their one layer: as a Llama."""
+    """A one-layer Llama, as EAGLE's uploads describe their layer."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -110,13 +109,13 @@ def _llama(config: LlamaConfig) -> Described:
 
 
 def _small(config: LlamaConfig) -> LlamaConfig:
-    """Two layers: the second can copy what stands in the context, because the first marks each token with the one
-    before it (induction heads, Olsson et al. 2022)."""
+    """Two layers: the second can copy from the context, because the first marks each token with the one before it
+    (induction heads, Olsson et al. 2022)."""
     return LlamaConfig(**{**config.to_dict(), "num_hidden_layers": SMALL_LAYERS})
 
 
 def _whole(config: LlamaConfig) -> Described:
-    """As transformers describes a model of its own."""
+    """As transformers describes a whole model."""
     return {**_llama(config), **_special(config), "num_hidden_layers": SMALL_LAYERS}
 
 
@@ -126,7 +125,7 @@ def _special(config: LlamaConfig) -> Described:
 
 
 def _mask(config: LlamaConfig) -> int:
-    """What a parallel draft reads for a token that nobody knows: one that hardly occurs in text."""
+    """The token that a parallel draft reads for an unknown token: one that is rare in text."""
     for token in (config.pad_token_id, config.bos_token_id, config.eos_token_id):
         if token is not None:
             return int(token[0] if isinstance(token, list) else token)
@@ -207,7 +206,7 @@ RECIPES: Mapping[str, HeadRecipe] = {
 
 @dataclass(frozen=True)
 class HeadTrainingOptions:
-    """What is trained, on what, and where; `minutes` counts training in all, over all resumes."""
+    """What to train, on which text. `minutes` is the training time over all resumes."""
 
     method: str
     target: str
@@ -215,66 +214,66 @@ class HeadTrainingOptions:
     out: Path
     held_out: Sequence[Path] | None = None
     start_from: Path | None = None
-    """The folder of a head that `paceline train` wrote; None: one that knows nothing."""
+    """The folder of a head written by `paceline train`; None: start untrained."""
     minutes: float = 60.0
     work_dir: Path = Path("work")
     keep_gb: float = 4.0
-    """Memory for what the target said of the text, so that it reads that once."""
+    """Memory for the target's outputs, so that it reads the text once."""
     threads: int = 2
     device: str = "cpu"
 
 
 class HeadTrainingError(ValueError):
-    """A head that training cannot start from; the text says why."""
+    """A head that training cannot start from."""
 
 
-def train_head(plan: HeadTrainingOptions) -> None:
+def train_head(options: HeadTrainingOptions) -> None:
     """Train until the budget is spent, then write the head. Writes checkpoint and journal beside each other, named by
     the method. Raises `TextError`, `HeadTrainingError`, `ModelNotFoundError`, OSError; `TrainingStopped` on a
     signal."""
-    recipe = RECIPES[plan.method]
-    target = _target(plan)
+    recipe = RECIPES[options.method]
+    target = _target(options)
     reader = TargetReader(target, recipe.layers(target.config.num_hidden_layers))
     config = head_config(target.config)
     torch.manual_seed(0)
-    head = recipe.begin(config, target).float().to(plan.device)
-    if plan.start_from:
-        load_head(head, recipe, plan.start_from)
-    learned, held_out = _texts(plan, target)
-    library = TargetOutputCache(reader, learned, round(plan.keep_gb * 1e9))
+    head = recipe.begin(config, target).float().to(options.device)
+    if options.start_from:
+        load_head(head, recipe, options.start_from)
+    learned, held_out = _texts(options, target)
+    library = TargetOutputCache(reader, learned, round(options.keep_gb * 1e9))
 
     def loss(model: nn.Module, names: Tensor) -> Tensor:
         reading = library.read(names)
         return draft_loss(model(reading, recipe.steps), reading)
 
     schedule = fitting(SCHEDULE, _longest(target, learned))
-    trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * plan.minutes)
-    checkpoint = plan.work_dir / plan.method
+    trainer = Trainer(head, library.stream(seed=21), loss, schedule, 60 * options.minutes)
+    checkpoint = options.work_dir / options.method
     if checkpoint.with_suffix(".pt").exists():
         trainer.load(checkpoint.with_suffix(".pt"))
     train(trainer, checkpoint, evaluation(trainer.model, recipe.steps, reader, held_out))
-    save_head(trainer.model, recipe, config, plan.out)
+    save_head(trainer.model, recipe, config, options.out)
     if recipe.whole:
-        copy_tokenizer(Path(resolve_model(plan.target)), plan.out)
+        copy_tokenizer(Path(resolve_model(options.target)), options.out)
 
 
 def fitting(schedule: Schedule, longest: int) -> Schedule:
-    """With rows of at most so many tokens."""
+    """The schedule with rows of at most `longest` tokens."""
     phases = (replace(phase, length=min(phase.length, longest)) for phase in schedule.phases)
     return replace(schedule, phases=tuple(phases))
 
 
 def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Sequence[Ids]) -> Callable[[], Described]:
-    """How good a head is on held-out documents: its loss, and the share of guesses accepted by depth."""
+    """A function that evaluates a head on held-out documents: its loss, and the share of tokens accepted by depth."""
     rows = windows(documents, min(512, _longest(reader.target, documents)), seed=0)[:16, :-1]
 
     @torch.no_grad()
     def evaluate() -> Described:
         reading = reader.read(rows)
-        laws = head(reading, steps)
-        accepted = accepted_by_depth(laws, reading, READ_BEFORE)
+        logits = head(reading, steps)
+        accepted = accepted_by_depth(logits, reading, READ_BEFORE)
         return {
-            "held_out_loss": float(draft_loss(laws, reading)),
+            "held_out_loss": float(draft_loss(logits, reading)),
             "accepted_by_depth": [round(float(share), 4) for share in accepted],
         }
 
@@ -282,7 +281,7 @@ def evaluation(head: nn.Module, steps: int, reader: TargetReader, documents: Seq
 
 
 def head_config(target: Any) -> LlamaConfig:
-    """One layer as wide as the target's."""
+    """The configuration of one layer as wide as the target's."""
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=target.hidden_size,
@@ -303,7 +302,7 @@ def head_config(target: Any) -> LlamaConfig:
 def save_head(head: nn.Module, recipe: HeadRecipe, config: LlamaConfig, folder: Path) -> None:
     """Write a head in bfloat16, in the layout of its method's uploads."""
     folder.mkdir(parents=True, exist_ok=True)
-    named = dict(head.named_parameters())  # an output matrix that is tied to the embedding is not named
+    named = dict(head.named_parameters())  # a tied output matrix has no name of its own
     tensors = {recipe.stored_as(name): _stored(tensor) for name, tensor in named.items()}
     save_file(tensors, folder / recipe.file, {"format": "pt"})
     (folder / recipe.file).chmod(0o644)
@@ -312,7 +311,7 @@ def save_head(head: nn.Module, recipe: HeadRecipe, config: LlamaConfig, folder: 
 
 @torch.no_grad()
 def load_head(head: nn.Module, recipe: HeadRecipe, folder: Path) -> None:
-    """What `save_head` wrote. Raises `HeadTrainingError` if that is not what lies there."""
+    """Load what `save_head` wrote. Raises `HeadTrainingError` for any other folder."""
     file = folder / recipe.file
     if not file.is_file():
         raise HeadTrainingError(f"no {file}: start from a folder that `paceline train` wrote for the same method")
@@ -328,7 +327,7 @@ def load_head(head: nn.Module, recipe: HeadRecipe, folder: Path) -> None:
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
-    """A model of the same vocabulary has the same tokenizer, to the byte."""
+    """Copy the tokenizer's files, byte for byte."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
@@ -338,46 +337,48 @@ def _stored(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.bfloat16).contiguous().cpu()
 
 
-def _texts(plan: HeadTrainingOptions, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
-    """To learn from, and held out. Raises `TextError` if either is too little, or written for another vocabulary."""
+def _texts(options: HeadTrainingOptions, target: PreTrainedModel) -> tuple[list[Ids], list[Ids]]:
+    """Training and held-out documents. Raises `TextError` if either is too short or of another vocabulary."""
     eos = target.config.eos_token_id
     end = eos[:1] if isinstance(eos, list) else [] if eos is None else [eos]
-    documents = read_documents(plan.data, plan.target, end)
-    texts = (documents, read_documents(plan.held_out, plan.target, end)) if plan.held_out else divided(documents)
+    documents = read_documents(options.data, options.target, end)
+    texts = (
+        (documents, read_documents(options.held_out, options.target, end)) if options.held_out else divided(documents)
+    )
     for each, purpose in zip(texts, ("to learn from", "held out"), strict=True):
         if (count := sum(map(len, each))) < LEAST:
             raise TextError(f"{count} tokens are {purpose}: give at least {LEAST}")
         if (largest := max(int(ids.max(initial=0)) for ids in each)) >= target.config.vocab_size:
-            raise TextError(f"token {largest} is {purpose}, {plan.target} has {target.config.vocab_size}")
+            raise TextError(f"token {largest} is {purpose}, {options.target} has {target.config.vocab_size}")
     return texts
 
 
 def _longest(target: PreTrainedModel, documents: Sequence[Ids]) -> int:
-    """Tokens that a row can have: one more is read, to be foreseen."""
+    """Most tokens of a row; it has one token more, which is only predicted."""
     return min(int(target.config.max_position_embeddings), sum(map(len, documents))) - 1
 
 
-def _target(plan: HeadTrainingOptions) -> PreTrainedModel:
-    if is_fake_model(plan.target):
-        raise ModelNotFoundError(f"{plan.target} has no weights: name a model that computes something")
-    place = resolve_model(plan.target)
+def _target(options: HeadTrainingOptions) -> PreTrainedModel:
+    if is_fake_model(options.target):
+        raise ModelNotFoundError(f"{options.target} has no weights: name a model with weights")
+    path = resolve_model(options.target)
     try:
         target: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            place, dtype=torch.bfloat16, local_files_only=True
+            path, dtype=torch.bfloat16, local_files_only=True
         )
-    except (OSError, ValueError) as error:  # transformers goes on for paragraphs
-        raise ModelNotFoundError(f"{place} cannot be read: {str(error).splitlines()[0]}") from error
-    return target.to(plan.device)
+    except (OSError, ValueError) as error:  # transformers writes paragraphs
+        raise ModelNotFoundError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    return target.to(options.device)
 
 
 def main() -> int:
     """Parse the command line and train."""
-    plan = HeadTrainingOptions(**vars(_parser().parse_args()))
+    options = HeadTrainingOptions(**vars(_parser().parse_args()))
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    torch.set_num_threads(plan.threads)
+    torch.set_num_threads(options.threads)
     try:
-        plan.work_dir.mkdir(parents=True, exist_ok=True)
-        train_head(plan)
+        options.work_dir.mkdir(parents=True, exist_ok=True)
+        train_head(options)
     except (ModelNotFoundError, TextError, HeadTrainingError, OSError) as error:
         log.critical("%s", error)
         return 2
@@ -392,11 +393,13 @@ def _parser() -> argparse.ArgumentParser:
         prog="paceline train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("method", choices=RECIPES)
-    parser.add_argument("--target", required=True, help="the model that the head is to draft for")
+    parser.add_argument("--target", required=True, help="the model that the head drafts for")
     parser.add_argument("--data", type=Path, nargs="+", required=True, help=".jsonl, .txt, .md, .py or .npz files")
     parser.add_argument("--held-out", type=Path, nargs="+", help="files to evaluate on; else some of the data")
-    parser.add_argument("--start-from", type=Path, help="a head that was written here, to go on with on other text")
-    parser.add_argument("--out", type=Path, required=True, help="the folder that the head is written to")
+    parser.add_argument(
+        "--start-from", type=Path, help="a head written by this command, to train further on other text"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="the head's folder")
     parser.add_argument(
         "--minutes", type=_minutes, default=HeadTrainingOptions.minutes, help="training time in all, over all resumes"
     )
@@ -404,7 +407,10 @@ def _parser() -> argparse.ArgumentParser:
         "--work-dir", type=Path, default=HeadTrainingOptions.work_dir, help="checkpoints and the journal"
     )
     parser.add_argument(
-        "--keep-gb", type=float, default=HeadTrainingOptions.keep_gb, help="for what the target said, to read it once"
+        "--keep-gb",
+        type=float,
+        default=HeadTrainingOptions.keep_gb,
+        help="memory for the target's outputs, to compute them once",
     )
     parser.add_argument("--threads", type=int, default=HeadTrainingOptions.threads)
     parser.add_argument("--device", default=HeadTrainingOptions.device)

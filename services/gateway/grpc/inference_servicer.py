@@ -1,16 +1,17 @@
-"""`InferenceService`: the same core for gRPC clients. A request is checked as the HTTP body that it amounts to."""
+"""`InferenceService`: generation for gRPC clients. A request is checked as the HTTP body that it corresponds to."""
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import aclosing, contextmanager
-from dataclasses import replace
 from typing import Any
 
 import grpc
 from pydantic import ValidationError
 
+from paceline.core.messages import Delta
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
@@ -22,30 +23,24 @@ from paceline_services.gateway.api_errors import (
     AuthenticationError,
     GenerationError,
     InvalidRequestError,
-    NoTargetError,
     OverloadedError,
     RateLimitError,
     RetryLaterError,
+    UnavailableError,
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
-from paceline_services.gateway.generation import GenerationRequest, OutputChunk
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody
+from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
-from paceline_services.gateway.openai.request_builder import (
-    DEFAULT_COMPLETION_TOKENS,
-    build_chat_requests,
-    build_completion_requests,
-)
-from paceline_services.gateway.served_model import ServedModel, generate_all
+from paceline_services.gateway.openai.request_builder import build_requests
 
 
 class ClientNotReadingError(ClientGoneError):
-    """`writing` goes on for as long as the client neither reads nor leaves."""
+    """The task `writing` runs until the client reads or leaves."""
 
     def __init__(self, writing: asyncio.Task[None]) -> None:
-        super().__init__("what was sent was not read in time")
+        super().__init__("the response was not read in time")
         self.writing = writing
 
 
@@ -53,7 +48,7 @@ STATUSES: Statuses = {
     InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    NoTargetError: grpc.StatusCode.UNAVAILABLE,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
     GenerationError: grpc.StatusCode.INTERNAL,
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     RateLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -61,7 +56,7 @@ STATUSES: Statuses = {
 }
 
 PUSHBACK = "grpc-retry-pushback-ms"
-"""How gRPC clients that retry are told when (gRFC A6)."""
+"""Trailing metadata: when a client may retry (gRFC A6)."""
 SESSION_KEY = "x-session-id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -69,10 +64,10 @@ Metadata = Iterable[tuple[str, str | bytes]]
 
 
 def create_server(
-    host: str, port: int, models: ModelDirectory, callers: Authenticator, tls: Certificates | None = None
+    host: str, port: int, models: ModelDirectory, authenticator: Authenticator, tls: Certificates | None = None
 ) -> GrpcServer:
-    """A server for the gateway, not started yet."""
-    inference = GatewayInferenceServicer(models, callers)
+    """The gateway's gRPC server, not started."""
+    inference = GatewayInferenceServicer(models, authenticator)
     receive_bytes = models.capacity.limits.max_body_bytes
     server = GrpcServer(host, port, STATUSES, tls=tls, receive_bytes=receive_bytes, admit=inference.check_key)
     service = pb.DESCRIPTOR.services_by_name["InferenceService"]
@@ -81,68 +76,66 @@ def create_server(
 
 
 class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
-    def __init__(self, models: ModelDirectory, callers: Authenticator) -> None:
+    def __init__(self, models: ModelDirectory, authenticator: Authenticator) -> None:
         self._models = models
         self._metrics = models.first.metrics
-        self._authenticator = callers
+        self._authenticator = authenticator
 
     def check_key(self, call: grpc.HandlerCallDetails) -> None:
-        """Whoever has no key sends no message. Raises `AuthenticationError`."""
+        """Check the key before any message is read. Raises `AuthenticationError`."""
         try:
-            self._authenticator.client_for(_authorization(call.invocation_metadata))
+            self._authenticator.client_for(_metadata(call.invocation_metadata).get("authorization"))
         except AuthenticationError as error:
             if call.method.endswith("/Generate"):
                 self._metrics.count_response("Generate", STATUSES[type(error)].name)
             raise
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:
-        """Writes by itself: who reads nothing for long loses the request, as over HTTP."""
+        """Writes by itself, so that a client that does not read loses its request, as over HTTP."""
         try:
-            with self._authenticated(context) as caller:
+            with self._authenticated(context) as client:
                 self._models.check_capacity()
-                gateway = self._models.model(request.model or None)
-                choice = replace(await _choice(request, gateway, caller), session=_session(context))
-                completion_tokens = 0
-                async with aclosing(generate_all(gateway, [choice])) as pieces:
-                    async for _, piece in pieces:
-                        completion_tokens += len(piece.tokens)
-                        await _write(context, _response(piece, len(choice.prompt), completion_tokens))
+                model = self._models.model(request.model or None)
+                session = _metadata(context.invocation_metadata()).get(SESSION_KEY, "")
+                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, session)
+                async with aclosing(model.generate_all(requests, client)) as deltas:
+                    async for _, delta in deltas:
+                        await _write(context, _response(delta))
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
-                await error.writing  # it is all that is left of the request, and no status can be sent before it
+                await error.writing  # gRPC can send no status before it ends
             raise
         except Exception:
-            self._metrics.count_response("Generate", grpc.StatusCode.INTERNAL.name)  # as `StatusInterceptor` tells it
+            self._metrics.count_response("Generate", grpc.StatusCode.INTERNAL.name)  # as `StatusInterceptor` sends
             raise
         self._metrics.count_response("Generate", grpc.StatusCode.OK.name)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         with self._authenticated(context):
-            ready = [gateway for gateway in self._models if not gateway.unavailable()]
-            listed = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in ready]
-            return pb.ListModelsResponse(models=listed)
+            available = [model for model in self._models if not model.unavailable()]
+            cards = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in available]
+            return pb.ListModelsResponse(models=cards)
 
     @contextmanager
     def _authenticated(self, context: Context) -> Iterator[ApiClient]:
-        """Whoever has a key still, now that the message has come. Raises `ApiError`."""
+        """Check the key again: the message may arrive much later than the call. Raises `ApiError`."""
         try:
-            caller = self._authenticator.client_for(_authorization(context.invocation_metadata()))
-            with caller.admit():
-                yield caller
+            client = self._authenticator.client_for(_metadata(context.invocation_metadata()).get("authorization"))
+            with client.admit():
+                yield client
         except RetryLaterError as error:
             context.set_trailing_metadata([*error.headers.items(), (PUSHBACK, str(1000 * error.retry_after_s))])
             raise
 
 
-def _authorization(metadata: Metadata | None) -> str | None:
-    """In metadata what HTTP has in a header."""
-    return {key: value for key, value in metadata or () if isinstance(value, str)}.get("authorization")
+def _metadata(metadata: Metadata | None) -> dict[str, str]:
+    """What HTTP has in headers."""
+    return {key: value for key, value in metadata or () if isinstance(value, str)}
 
 
 async def _write(context: Context, response: pb.GenerateResponse) -> None:
-    """Raises `ClientNotReadingError` if the client reads nothing for long. gRPC cannot take back what is being
-    written."""
+    """Raises `ClientNotReadingError` if the client reads nothing for long: gRPC cannot cancel a write."""
     writing = asyncio.create_task(context.write(response))
     try:
         await send_within_timeout(asyncio.shield(writing))
@@ -153,37 +146,29 @@ async def _write(context: Context, response: pb.GenerateResponse) -> None:
         raise
 
 
-def _session(context: Context) -> str:
-    """The conversation that the call names in its metadata, as HTTP does in a header."""
-    values = [value for key, value in context.invocation_metadata() or () if key == SESSION_KEY]
-    return str(values[-1]) if values else ""
-
-
-async def _choice(request: pb.GenerateRequest, gateway: ServedModel, caller: ApiClient) -> GenerationRequest:
+def _body(request: pb.GenerateRequest) -> GenerationBody:
+    """The HTTP body that a request corresponds to. Raises `InvalidRequestError`."""
     fields = _fields(request)
     try:
         match request.WhichOneof("prompt"):
             case "text":
-                body = CompletionBody.model_validate(fields | {"prompt": request.text})
+                return CompletionBody.model_validate(fields | {"prompt": request.text})
             case "tokens":
-                body = CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
+                return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
             case "chat":
                 messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                chat = ChatBody.model_validate(fields | {"messages": messages})
-                return (await build_chat_requests(chat, gateway, caller))[0]
-            case _:
-                raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
+                return ChatBody.model_validate(fields | {"messages": messages})
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-    return (await build_completion_requests(body, gateway, caller))[0]
+    raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
 
 
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
-    """What the request says besides its prompt, as fields of an HTTP body."""
+    """The fields of the HTTP body, without its prompt."""
     sampling = request.sampling
     if sampling.HasField("logprobs"):
         raise InvalidRequestError("logprobs: not carried by this API; use HTTP", param="logprobs")
-    fields: dict[str, Any] = {"max_tokens": DEFAULT_COMPLETION_TOKENS}
+    fields: dict[str, Any] = {"max_tokens": CompletionBody.default_max_tokens}
     for descriptor, value in sampling.ListFields():
         fields[descriptor.name] = value
     fields["logit_bias"] = dict(sampling.logit_bias)
@@ -201,13 +186,13 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     }
 
 
-def _response(piece: OutputChunk, prompt_tokens: int, completion_tokens: int) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=piece.text, token_ids=piece.tokens)
-    if piece.finish_reason is not None:
-        response.finish_reason = FINISH_REASONS[piece.finish_reason]
-        response.prompt_tokens = prompt_tokens
-        response.completion_tokens = completion_tokens
-        response.timings.CopyFrom(encode_timings(piece.timings))
-        if piece.speculation is not None:
-            response.speculation.CopyFrom(encode_stats(piece.speculation))
+def _response(delta: Delta) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(text=delta.text, token_ids=delta.tokens)
+    if delta.finish_reason is not None and delta.usage is not None:
+        response.finish_reason = FINISH_REASONS[delta.finish_reason]
+        response.prompt_tokens = delta.usage.prompt_tokens
+        response.completion_tokens = delta.usage.completion_tokens
+        response.timings.CopyFrom(encode_timings(delta.timings))
+        if delta.speculation is not None:
+            response.speculation.CopyFrom(encode_stats(delta.speculation))
     return response

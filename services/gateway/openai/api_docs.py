@@ -1,4 +1,4 @@
-"""The HTTP API described: `/openapi.json`, and `/docs`, a page that is made from it and needs nothing else."""
+"""The description of the HTTP API: `/openapi.json`, and `/docs`, a page made from it that loads nothing else."""
 
 from __future__ import annotations
 
@@ -71,13 +71,13 @@ ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] =
     ("get", "/health"): ((), "Health", "200 while requests would be served."),
     ("get", "/version"): ((), "Version", "Of Paceline."),
 }
-"""By method and path: bodies that are taken, the answer, and what it is for."""
+"""By method and path: the bodies, the response schema, and a summary."""
 STREAMS = ("/v1/completions", "/v1/chat/completions")
 PREFIX = "#/components/schemas/"
 
 
 def add_api_docs(app: FastAPI) -> None:
-    """Describe the routes that the application has."""
+    """Add the routes of the description."""
     app.openapi = lambda: app.openapi_schema or _described(app)  # type: ignore[method-assign]
 
     @app.get("/docs", include_in_schema=False)

@@ -1,28 +1,21 @@
-"""The door of the HTTP API: who has no key stays out, so do pages of other sites, and who is one too many waits."""
+"""Middleware in front of the HTTP API: authentication, the origin of browser requests, the connection limit."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from paceline_services.gateway.api_errors import (
-    ApiError,
-    ForeignOriginError,
-    InvalidRequestError,
-    TooManyConnectionsError,
-)
+from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.auth import ApiClient, Authenticator
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import OVER_CONNECTION_LIMIT
 from paceline_services.gateway.openai.event_stream import encode_json
-
-log = logging.getLogger(__name__)
+from paceline_services.gateway.openai.http_metrics import CLIENT
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
@@ -30,15 +23,15 @@ OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
 
 
 class AuthMiddleware:
-    """Middleware that finds out who calls, before anything of the body is read."""
+    """Finds the client of a request, before any of its body is read."""
 
     def __init__(
-        self, app: ASGIApp, models: ModelDirectory, callers: Authenticator, origins: Collection[str] = ()
+        self, app: ASGIApp, models: ModelDirectory, authenticator: Authenticator, origins: Collection[str] = ()
     ) -> None:
-        """`origins`: of pages that may use this server although it is not theirs, such as `https://chat.example`."""
+        """`origins`: sites such as `https://chat.example` whose pages may use this server."""
         self._app = app
         self._models = models
-        self._authenticator = callers
+        self._authenticator = authenticator
         self._origins = origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,41 +43,40 @@ class AuthMiddleware:
             check_framing(headers)
             self._check_connection_limit(scope)
             self._check_origin(scope, headers)
-            caller = self._authenticator.client_for(headers.get("authorization"))
-            with caller.admit():
-                await self._forward(caller, scope, receive, send)
-        except ApiError as error:  # ours: those of the application are answered by it
+            client = self._authenticator.client_for(headers.get("authorization"))
+            with client.admit():
+                scope.setdefault("state", {})[CLIENT] = client
+                await self._app(scope, receive, send)
+        except ApiError as error:  # raised here: the application answers its own
             await error_response(error)(scope, receive, send)
 
     def _check_connection_limit(self, scope: Scope) -> None:
-        """Raises `TooManyConnectionsError` if it came over one connection too many."""
+        """Raises `UnavailableError` if the connection exceeds the limit."""
         if scope.get("state", {}).get(OVER_CONNECTION_LIMIT):
-            error = TooManyConnectionsError()
+            message = "too many connections are open; try again soon"
+            error = UnavailableError(message, code="crowded", reason="connections")
             self._models.count_rejection(error)
             raise error
 
     def _check_origin(self, scope: Scope, headers: Headers) -> None:
-        """A browser asks before it sends what a page of another site could not have sent by a form; a text is sent
-        without asking. Raises `ForeignOriginError`."""
+        """Raises `InvalidRequestError` for a request that a page of another site sent.
+
+        Browsers ask first before they send what a form cannot send, but they send plain text without asking.
+        """
         origin = headers.get("origin")
         if origin is None or scope["method"] in ("GET", "HEAD", "OPTIONS") or ANY_ORIGIN in self._origins:
             return
         if origin not in self._origins and urlsplit(origin).netloc != headers.get("host"):
-            raise ForeignOriginError(origin)
-
-    async def _forward(self, caller: ApiClient, scope: Scope, receive: Receive, send: Send) -> None:
-        async def told(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(caller.headers)
-                log.debug("answer", extra={"key": caller.name, "path": scope["path"], "status": message["status"]})
-            await send(message)
-
-        scope.setdefault("state", {})["caller"] = caller
-        await self._app(scope, receive, told)
+            site = origin[:MAX_ECHOED]
+            raise InvalidRequestError(
+                f"pages of {site} may not use this server: start it with --allow-origin {site} if they may",
+                status=403,
+                code="foreign_origin",
+            )
 
 
 def check_framing(headers: Headers) -> None:
-    """Raises `InvalidRequestError` for what a proxy before this server may have read in another way."""
+    """Raises `InvalidRequestError` for headers that a proxy in front of this server may read differently."""
     if len(headers.getlist("host")) > 1:
         raise InvalidRequestError("more than one Host header")
     if any(coding.strip().lower() != "chunked" for coding in headers.getlist("transfer-encoding")):
@@ -92,9 +84,9 @@ def check_framing(headers: Headers) -> None:
 
 
 def client_of(request: Request) -> ApiClient:
-    """Whom the entrance let in."""
-    caller: ApiClient = request.state.caller
-    return caller
+    """The client that `AuthMiddleware` found."""
+    client: ApiClient = request.scope["state"][CLIENT]
+    return client
 
 
 def error_response(error: ApiError) -> Response:

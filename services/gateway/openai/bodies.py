@@ -1,12 +1,11 @@
-"""Request bodies: OpenAI's fields, and further ones under vLLM's names. A field nobody knows is refused.
+"""Request bodies: OpenAI's fields, and further ones under vLLM's names. Unknown fields are refused.
 
-Types are strict, as OpenAI's are: "5" is no number. Ranges that `paceline.config.SamplingParams` knows are
-not repeated here.
+Types are strict, as OpenAI's are: "5" is no number.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,10 +14,12 @@ from pydantic import (
     ConfigDict,
     Field,
     WithJsonSchema,
+    create_model,
     field_validator,
     model_validator,
 )
 
+from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
 
@@ -30,7 +31,7 @@ MAX_STOP_LENGTH = 1024
 """Characters of a stop string or a bad word."""
 MAX_BAD_WORDS = 1024
 MAX_BAD_CHARACTERS = 16_384
-"""Of all bad words together: every choice carries their tokens to its target."""
+"""Of all bad words together: every completion carries their tokens to its target."""
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 4096
 MAX_SALT = 1024
@@ -63,7 +64,7 @@ def _reject_renamed(value: Any) -> None:
 
 
 def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    """What a client may write, where it becomes something else here."""
+    """The types that a client may send, where validation converts them."""
     return WithJsonSchema({"anyOf": list(schemas)})
 
 
@@ -77,9 +78,9 @@ StringList = Annotated[
 ]
 Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
 Unsupported = Annotated[None, BeforeValidator(_reject_unsupported)]
-"""Known, but not built: accepted only where it asks for nothing."""
+"""Known, but not implemented: accepted only where it asks for nothing."""
 Renamed = Annotated[None, BeforeValidator(_reject_renamed)]
-"""As vLLM called it before 0.12."""
+"""A field of vLLM before 0.12."""
 
 
 class Body(BaseModel):
@@ -93,15 +94,39 @@ class StreamOptions(Body):
 
 
 class SpeculativeLimits(Body):
-    """`speculative` of one request; `false` alone switches it off."""
+    """`speculative` of one request; `false` in its place switches speculation off."""
 
     enabled: bool | None = None
     num_speculative_tokens: int | None = Field(None, ge=0, le=INT32_MAX)
     max_tree_nodes: int | None = Field(None, ge=0, le=INT32_MAX)
 
 
-class GenerationBody(Body):
-    """What completions and chat completions have in common. None means: the default."""
+OWN_FIELDS = frozenset({"max_tokens", "stop_token_ids", "bad_words", "logprobs", "grammar"})
+"""Sampling parameters that a body does not carry, or not in this form."""
+SHARED_FIELDS = frozenset(SamplingParams.model_fields) - OWN_FIELDS
+"""Sampling parameters that a body carries as they are. Their ranges are checked by `SamplingParams` alone."""
+
+if TYPE_CHECKING:
+    SamplingBody = Body
+else:
+    SamplingBody = create_model(
+        "SamplingBody",
+        __base__=Body,
+        **{
+            name: (parameter.annotation | None, None)
+            for name, parameter in SamplingParams.model_fields.items()
+            if name in SHARED_FIELDS
+        },
+    )
+
+
+class GenerationBody(SamplingBody):
+    """The fields that completions and chat completions share. None means: the default."""
+
+    prompt_field: ClassVar[str]
+    """The field to name in errors about the prompt."""
+    default_max_tokens: ClassVar[int | None]
+    """Most tokens of an output for which the client sets no limit; None: as many as the context holds."""
 
     model: str | None = None
     stream: bool | None = False
@@ -109,16 +134,8 @@ class GenerationBody(Body):
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[StringList | None, Field(max_length=MAX_STOPS)] = None
     max_tokens: int | None = None
-    seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     top_k: int | None = Field(None, le=INT32_MAX)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
-    min_tokens: int | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
     bad_words: Annotated[StringList | None, Field(max_length=MAX_BAD_WORDS), AfterValidator(_check_bad_words)] = None
     ignore_eos: bool = False
@@ -165,17 +182,30 @@ class GenerationBody(Body):
         return self
 
     @property
+    def choices(self) -> int:
+        """Completions for each prompt."""
+        return self.n or 1
+
+    @property
+    def prompts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
     def output_limit(self) -> tuple[str, int | None]:
-        """The field that limits the output, and what the client set it to."""
+        """The field that limits the output, and the client's value for it."""
         return "max_tokens", self.max_tokens
 
     @property
     def top_log_probs(self) -> int | None:
-        """How many alternatives to report beside each token's log-probability; None: report nothing."""
+        """How many alternatives to report for each token; None: no log-probabilities."""
         raise NotImplementedError
 
 
 class CompletionBody(GenerationBody):
+    prompt_field: ClassVar[str] = "prompt"
+    default_max_tokens: ClassVar[int | None] = 16
+
     prompt: Annotated[
         list[str] | list[list[int]],
         Field(max_length=MAX_PROMPTS),
@@ -190,7 +220,7 @@ class CompletionBody(GenerationBody):
     @field_validator("prompt", mode="before")
     @classmethod
     def _as_list(cls, value: Any) -> Any:
-        """One prompt is a list of one. What it then is depends on its first entry alone."""
+        """One prompt becomes a list of one. The first entry decides between texts and token ids."""
         if isinstance(value, str) or (_is_nonempty_list(value) and isinstance(value[0], int)):
             value = [value]
         if not _is_nonempty_list(value):
@@ -214,12 +244,16 @@ class CompletionBody(GenerationBody):
         return self
 
     @property
+    def prompts(self) -> int:
+        return len(self.prompt)
+
+    @property
     def top_log_probs(self) -> int | None:
         return self.logprobs
 
 
 class ChatMessage(Body):
-    """Further fields (`name`, `tool_call_id`, ...) reach the chat template as they are."""
+    """The chat template receives further fields (`name`, `tool_call_id`, ...), too."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -231,7 +265,7 @@ class ChatMessage(Body):
     @field_validator("content", mode="before")
     @classmethod
     def _joined(cls, value: Any) -> Any:
-        """Content may come in parts; all of them must be text. null is none."""
+        """Joins content that comes in parts, which must be text. null becomes an empty text."""
         if value is None:
             return ""
         if not isinstance(value, list):
@@ -242,7 +276,7 @@ class ChatMessage(Body):
 
 
 class ChatFields(Body):
-    """How messages become a prompt; `/tokenize` takes these too."""
+    """How messages become a prompt, for chat completions and `/tokenize`."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     add_generation_prompt: bool = True
@@ -260,6 +294,9 @@ class ChatFields(Body):
 
 
 class ChatBody(ChatFields, GenerationBody):
+    prompt_field: ClassVar[str] = "messages"
+    default_max_tokens: ClassVar[int | None] = None
+
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)

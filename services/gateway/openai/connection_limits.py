@@ -1,4 +1,4 @@
-"""Limits that uvicorn lacks with its fast parser: on heads and trailers, on how long they take, on connections."""
+"""Limits that uvicorn lacks with its fast parser: the size and time of heads and trailers, and connections."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from paceline_services.gateway.openai import event_stream
 
 MAX_HEAD_BYTES = 64 * 2**10
-"""Largest request line and headers, and largest trailers, give or take what one read of a socket brings."""
+"""Largest request line with headers, and largest trailers, to within one read of the socket."""
 HEAD_TIMEOUT_S = 20.0
-"""How long they may take, from the opening of a connection or the first byte of a further request. So long, too, may
-the rest of a body that was answered before its end."""
+"""Limit for a head to arrive, from the opening of the connection or the first byte of a further request; and for the
+rest of a body whose response was sent before its end."""
 MAX_CONNECTIONS = 16_384
-"""Over HTTP, idle ones too. Who comes then has one request answered: probes as ever, all else with 503."""
+"""HTTP connections, idle ones too. Beyond it, one request per connection is answered: probes, others with 503."""
 
 OVER_CONNECTION_LIMIT = "crowded"
-"""In the state of a request that came over one connection too many."""
+"""Key in the state of a request whose connection exceeds the limit."""
 TOO_LARGE = b"431 Request Header Fields Too Large"
 TOO_SLOW = b"408 Request Timeout"
 
 
 class LimitedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which hangs up on who sends an endless head or trailer, or does not come to the end of one.
+    """uvicorn's protocol, which closes connections whose head or trailer is too large or too slow.
 
-    No connection waits for ever. Either an answer is due, and what it needs has limits of its own; or something has
-    begun to come, and `HEAD_TIMEOUT_S` runs; or nothing has, and uvicorn's timer of idle connections runs. Nor for a
-    client that takes nothing of what it was sent: closing would wait for that.
+    Every connection has a timer: while a response is due, the limits of the request apply; while a head or the rest of
+    a body arrives, `HEAD_TIMEOUT_S`; while it is idle, uvicorn's keep-alive. A connection whose client reads nothing
+    is aborted, since closing it would wait for the client.
     """
 
     _head_bytes = 0
-    """Since a head began or a part of a body came: what is between the parts counts, and what follows the last."""
+    """Bytes since a head began or the latest part of a body: between the parts and after the last one, too."""
     _in_body = False
     _deadline: asyncio.TimerHandle | None = None
     _over_limit = False
@@ -40,8 +40,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio does so only for sockets that say their protocol, which accepted ones may not. Without it the kernel
-        # keeps an answer's body back until the client has acknowledged the head: 40 ms.
+        # asyncio does so only for sockets that report their protocol, which accepted ones may not. Without it the
+        # kernel holds back a response's body until the client acknowledges the head: 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._start_deadline()
         self._over_limit = len(self.connections) > MAX_CONNECTIONS
@@ -70,7 +70,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self._restart_timer()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_body:  # trailers, which nobody reads
+        if not self._in_body:  # trailers are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -90,16 +90,16 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._in_body = False
 
     def _response_pending(self) -> bool:
-        """Whether an answer is."""
+        """Whether a request waits for the end of its response."""
         if self.cycle is None:  # before the first head
             return False
         return not self.cycle.response_complete
 
     def _restart_timer(self) -> None:
-        """uvicorn stopped its timer when something came."""
+        """Start the timer that applies now: uvicorn stops its own when data arrives."""
         if self._in_body or self._head_bytes:
             self._start_deadline()
-        else:  # that was the rest of a body
+        else:  # the rest of a body has arrived
             self.timeout_keep_alive_task = self.loop.call_later(
                 self.timeout_keep_alive, self.timeout_keep_alive_handler
             )
@@ -137,6 +137,6 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self.transport.close()
 
     def _may_respond(self) -> bool:
-        """Whether what is coming has no answer yet, and an answer would not end up in the middle of another."""
+        """Whether the incoming request has no response, and no other response is being sent."""
         begun = self.cycle.response_started if self._in_body else self._response_pending()
         return not (begun or self.pipeline)

@@ -1,4 +1,4 @@
-"""Answers that take a while: server-sent events, and giving up when the client has gone."""
+"""Responses that take a while: server-sent events, and cancellation when the client leaves."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ T = TypeVar("T")
 encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
 
 CLIENT_READ_TIMEOUT_S = 60.0
-"""How long a client may leave what it is sent unread; then its request is cancelled."""
+"""After this long without reading, a client's request is cancelled."""
 DONE = b"data: [DONE]\n\n"
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has left, or does not read its response."""
 
 
 class EventStream(Response):
     """Server-sent events, one per object.
 
-    Nothing is sent before the first object is there: an error until then is an ordinary error response. One after
-    that is an event of its own, the last. A client that leaves stops the objects' generator.
+    Nothing is sent before the first object: an error before it is an ordinary error response. A later error is the last
+    event. When the client leaves, the generator of objects is closed.
     """
 
     media_type = "text/event-stream"
@@ -68,7 +68,7 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Do the work, but cancel it as soon as the client disconnects: that raises `ClientGoneError`."""
+    """Do the work. If the client disconnects first, cancel the work and raise `ClientGoneError`."""
     working = asyncio.create_task(work)
     watching = asyncio.create_task(_disconnect(receive))
     try:
@@ -83,7 +83,7 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def send_within_timeout(sending: Awaitable[None]) -> None:
-    """Wait until what is being sent has room. Raises `ClientGoneError` if the client reads nothing for long."""
+    """Wait until the data is sent. Raises `ClientGoneError` if the client reads nothing for `CLIENT_READ_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(CLIENT_READ_TIMEOUT_S):
             await sending

@@ -1,7 +1,8 @@
-"""What every HTTP answer has: a place in the counts, by route and status, and a name."""
+"""The outermost middleware: request ids, headers of every response, and counts by route and status."""
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 
@@ -10,38 +11,21 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 
+log = logging.getLogger(__name__)
+
 CLIENT_CLOSED_REQUEST = 499
-"""The status, in nginx's tradition, of a request whose client left before the answer."""
+"""The status, as nginx has it, of a request whose client left before the response."""
 
-REQUEST_ID = "x-request-id"
-_SOUND_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class RequestIdMiddleware:
-    """Middleware: the client's `x-request-id`, or a new one, is in the answer's headers and in the request's state."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        name = given if _SOUND_ID.fullmatch(given) else uuid.uuid4().hex
-        scope.setdefault("state", {})[REQUEST_ID] = name
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = name
-            await send(message)
-
-        await self._app(scope, receive, named)
+REQUEST_ID_HEADER = "x-request-id"
+"""Clients may choose it; it is in the response's headers, and a client may repeat it."""
+REQUEST_ID = "request_id"
+"""In the request's state: our own id, unique, in the response's body and at the target."""
+CLIENT = "client"
+"""In the request's state: the `ApiClient`, once it is admitted."""
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class HttpMetricsMiddleware:
-    """Middleware around the whole application."""
-
     def __init__(self, app: ASGIApp, metrics: GatewayMetrics) -> None:
         self._app = app
         self._metrics = metrics
@@ -50,19 +34,29 @@ class HttpMetricsMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        request_id = uuid.uuid4().hex
+        chosen = Headers(scope=scope).get(REQUEST_ID_HEADER, "")
+        shown = chosen if _VALID_ID.fullmatch(chosen) else request_id
+        scope.setdefault("state", {}).update({REQUEST_ID: request_id, REQUEST_ID_HEADER: shown})
         status = CLIENT_CLOSED_REQUEST
 
-        async def watched(message: Message) -> None:
+        async def observed_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID_HEADER] = shown
+                if client := scope["state"].get(CLIENT):
+                    headers.update(client.headers)
+                    fields = {"key": client.name, "path": scope["path"], "status": status}
+                    log.debug("response", extra={**fields, "request": request_id, REQUEST_ID_HEADER: shown})
             await send(message)
 
         try:
-            await self._app(scope, receive, watched)
+            await self._app(scope, receive, observed_send)
         except Exception:
-            status = 500 if status == CLIENT_CLOSED_REQUEST else status  # Starlette sends it from outside of here
+            status = 500 if status == CLIENT_CLOSED_REQUEST else status  # Starlette sends it outside this middleware
             raise
         finally:
-            route = scope.get("route")  # a path that leads nowhere has none
+            route = scope.get("route")  # an unknown path has none
             self._metrics.count_response(route.path if route else "none", status)

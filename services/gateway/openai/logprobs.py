@@ -4,37 +4,37 @@ from __future__ import annotations
 
 from typing import Any
 
+from paceline.core.messages import Delta
 from paceline.text import Tokenizer
-from paceline_services.gateway.generation import OutputChunk
 
 Json = dict[str, Any]
 
 MIN_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, for which JSON has no number."""
 
 
-def completion_log_probs(piece: OutputChunk, tokenizer: Tokenizer) -> Json:
+def completion_log_probs(delta: Delta, tokenizer: Tokenizer) -> Json:
     """Parallel lists over tokens; `text_offset` counts characters from the start of the choice's text."""
-    spelled = [_spelled(token, tokenizer) for token in piece.tokens]
+    spelled = [_spelled(token, tokenizer) for token in delta.tokens]
     return {
         "tokens": spelled,
-        "token_logprobs": [_finite(each.log_prob) for each in piece.log_probs],
+        "token_logprobs": [_finite(each.log_prob) for each in delta.log_probs],
         "top_logprobs": [
             {_spelled(token, tokenizer): _finite(log_prob) for token, log_prob in each.top}
             | {drawn: _finite(each.log_prob)}
-            for drawn, each in zip(spelled, piece.log_probs, strict=True)
+            for drawn, each in zip(spelled, delta.log_probs, strict=True)
         ],
-        "text_offset": piece.offsets,
+        "text_offset": delta.offsets,
     }
 
 
-def chat_log_probs(piece: OutputChunk, tokenizer: Tokenizer) -> Json:
+def chat_log_probs(delta: Delta, tokenizer: Tokenizer) -> Json:
     """One entry per token, each with its bytes: a token may be part of a character."""
     return {
         "content": [
             _entry(token, each.log_prob, tokenizer)
             | {"top_logprobs": [_entry(other, log_prob, tokenizer) for other, log_prob in each.top]}
-            for token, each in zip(piece.tokens, piece.log_probs, strict=True)
+            for token, each in zip(delta.tokens, delta.log_probs, strict=True)
         ],
         "refusal": None,
     }

@@ -1,4 +1,4 @@
-"""From a request's text or messages to token ids."""
+"""Token ids of a request's texts and messages."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from paceline_services.gateway.api_errors import InvalidRequestError, Overloaded
 from paceline_services.gateway.openai.bodies import ChatFields
 
 LONG_TEXT = 16_384
-"""Characters from which on texts are encoded in a thread: they would hold up every stream for milliseconds."""
+"""Texts of this many characters are encoded in a thread: in the event loop they would delay every stream."""
 HUGE_TEXT = 524_288
-"""Characters from which on texts are encoded one at a time: each takes some seconds, and a hundred times its size."""
+"""Texts of this many characters are encoded one at a time: each takes seconds, and memory of 100 times its size."""
 MAX_WAITING_HUGE = 16
-"""Of them that wait."""
+"""Such texts that wait or are being encoded; more are refused."""
 CALL_CHARACTERS = 64
-"""Characters that take as long as the call itself."""
+"""The cost of one call to the tokenizer, as characters."""
 
 T = TypeVar("T")
 
 
 class EncodingThreads:
-    """Where texts are encoded, so that a few large ones take neither all cores nor all memory, nor hold up others."""
+    """Encodes long texts in threads, so that a few of them take neither all cores nor all memory."""
 
     def __init__(self) -> None:
         self._long = ThreadPoolExecutor(2, "long texts")
@@ -32,7 +32,7 @@ class EncodingThreads:
         self._waiting = 0
 
     async def run(self, characters: int, work: Callable[[], T]) -> T:
-        """Does what takes as long as to encode so many characters. Raises `OverloadedError`."""
+        """Do work that takes as long as encoding so many characters. Raises `OverloadedError`."""
         if characters < LONG_TEXT:
             return work()
         if characters < HUGE_TEXT:
@@ -50,28 +50,29 @@ in_encoding_thread = EncodingThreads().run
 
 
 async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
-    """Token ids of a text that may be long."""
+    """Token ids of one text."""
     return await in_encoding_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
 async def encode_prompts(
     prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int, *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of prompts that may be many, and are texts or token ids already. Raises `InvalidRequestError` for a
-    text that is longer than the context, whatever its tokens."""
+    """Token ids of prompts: texts, or token ids already. Raises `InvalidRequestError` for a text that cannot fit."""
 
-    def encoded(prompt: str | list[int]) -> list[int]:
+    def encode_one(prompt: str | list[int]) -> list[int]:
         return tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
 
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     for text in texts:
         check_length("prompt", text, tokenizer, context)
-    return await in_encoding_thread(_encoding_cost(texts), lambda: list(map(encoded, prompts)))
+    return await in_encoding_thread(_encoding_cost(texts), lambda: list(map(encode_one, prompts)))
 
 
 async def encode_chat(fields: ChatFields, tokenizer: Tokenizer, context: int | None = None) -> list[int]:
-    """Token ids of a conversation as the model's template writes it. Raises `InvalidRequestError`, also for one that is
-    longer than the context, if that is given."""
+    """Token ids of a conversation in the model's chat template.
+
+    Raises `InvalidRequestError`, also for a conversation that cannot fit into `context` tokens.
+    """
     if tokenizer.chat_template is None:
         raise InvalidRequestError("this model has no chat template; use completions", param="messages")
     try:
@@ -89,13 +90,12 @@ async def encode_chat(fields: ChatFields, tokenizer: Tokenizer, context: int | N
 
 
 async def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:
-    """The token sequences that spell bad words, at the start of a line and, if as long, after a space."""
-    return await in_encoding_thread(_encoding_cost(words), lambda: tuple(_spelled(words, tokenizer)))
+    """The token sequences of bad words: at the start of a text and, if equally long, after a space (as vLLM)."""
+    return await in_encoding_thread(_encoding_cost(words), lambda: tuple(_word_tokens(words, tokenizer)))
 
 
 def check_length(name: str, text: str, tokenizer: Tokenizer, context: int) -> None:
-    """Raises `InvalidRequestError`, which blames the field of this name, for a text that no tokens can make fit: so it
-    need not be encoded."""
+    """Raises `InvalidRequestError`, for the field `name`, if the text has more tokens than `context` in any case."""
     longest = tokenizer.longest_token
     if longest is not None and len(text) > context * longest:
         raise InvalidRequestError(
@@ -107,7 +107,7 @@ def check_length(name: str, text: str, tokenizer: Tokenizer, context: int) -> No
 
 
 def check_ids(name: str, ids: Iterable[int], vocabulary_size: int) -> None:
-    """Raises `InvalidRequestError`, which blames the field of this name, unless the vocabulary has them all."""
+    """Raises `InvalidRequestError`, for the field `name`, if an id is outside the vocabulary."""
     largest = max(ids, default=0)
     if largest >= vocabulary_size:
         message = f"{name}: token id {largest} is not below the vocabulary's {vocabulary_size}"
@@ -119,7 +119,7 @@ def _encoding_cost(texts: Sequence[str]) -> int:
     return sum(len(text) + CALL_CHARACTERS for text in texts)
 
 
-def _spelled(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
+def _word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> Iterator[tuple[int, ...]]:
     for word in words:
         bare = tokenizer.encode(word.lstrip(), add_special_tokens=False)
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)

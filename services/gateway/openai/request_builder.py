@@ -1,170 +1,159 @@
-"""From a request body to the choices it asks for; what a client can get wrong is found here at the latest."""
+"""From a request body to the completions that it asks for. Every error of a client is found here at the latest."""
 
 from __future__ import annotations
 
 import secrets
-import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
 
 from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.auth import ANONYMOUS, ApiClient
-from paceline_services.gateway.generation import GenerationRequest
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.prompt_encoding import bad_word_tokens, check_ids, encode_chat, encode_prompts
-from paceline_services.gateway.served_model import ModelLimits, ServedModel
-
-DEFAULT_COMPLETION_TOKENS = 16
-TRANSLATED = {"max_tokens", "stop_token_ids", "bad_words"}
-SHARED_FIELDS = frozenset(SamplingParams.model_fields) & frozenset(GenerationBody.model_fields) - TRANSLATED
-"""Fields that go from a body into the sampling parameters as they are, if given."""
+from paceline_services.gateway.served_model import ServedModel
 
 
-async def build_completion_requests(
-    body: CompletionBody, gateway: ServedModel, caller: ApiClient = ANONYMOUS
+async def build_requests(
+    body: GenerationBody, model: ServedModel, request_id: str, client: ApiClient, session: str = ""
 ) -> list[GenerationRequest]:
-    """`n` choices for each prompt, in OpenAI's order."""
-    planner = RequestBuilder(body, gateway, gateway.model_limits(), "prompt", DEFAULT_COMPLETION_TOKENS, caller)
-    planner.admit(len(body.prompt))
-    sampling = await planner.sampling()
-    context = planner.limits.max_model_len
-    with gateway.counting_rejections():
-        prompts = await encode_prompts(
-            body.prompt, gateway.tokenizer, context, add_special_tokens=body.add_special_tokens
+    """`n` completions for each prompt, in OpenAI's order; their ids are `request_id` with an index.
+
+    `session`: the conversation, in place of the body's `prompt_cache_key`. Raises `InvalidRequestError`,
+    `OverloadedError` or `UnavailableError`.
+    """
+    with model.counting_rejections():
+        description = model.description()
+        _check_count(body, model)
+        grammar = await model.grammars.grammar_of(body)
+        bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
+        sampling = build_sampling(body, description, grammar, bad_words)
+        prompts = await _encode(body, model, description.max_model_len)
+    base = GenerationRequest(
+        request_id,
+        (),
+        sampling,
+        speculative_options(body),
+        cache_salt=client.cache_salt_for(body.cache_salt),
+        client=client.name,
+        group=request_id,
+        session=session or body.prompt_cache_key or "",
+        stop=body.stop or (),
+        include_stop=body.include_stop_str_in_output,
+        skip_special_tokens=body.skip_special_tokens,
+        eos_token_ids=_eos_token_ids(body, description),
+    )
+    return [
+        request
+        for index, prompt in enumerate(prompts)
+        for request in build_choices(body, description, base, prompt, index * body.choices)
+    ]
+
+
+def build_sampling(
+    body: GenerationBody, description: TargetDescription, grammar: str, bad_words: Sequence[Sequence[int]]
+) -> SamplingParams:
+    """The sampling parameters of all completions, but for `max_tokens` and `seed`. Raises `InvalidRequestError`."""
+    given = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
+    given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
+    given["stop_token_ids"] = (*(body.stop_token_ids or ()), *_eos_token_ids(body, description))
+    try:
+        sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+    check_ids("logit_bias", sampling.logit_bias, description.vocabulary_size)
+    check_ids("stop_token_ids", sampling.stop_token_ids, description.vocabulary_size)
+    return sampling
+
+
+def build_choices(
+    body: GenerationBody, description: TargetDescription, base: GenerationRequest, prompt: Sequence[int], first: int = 0
+) -> list[GenerationRequest]:
+    """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`."""
+    _check_prompt(body, description, prompt)
+    max_tokens = _max_tokens(body, description, len(prompt), base.sampling.min_tokens)
+    seed = base.sampling.seed if "seed" in base.sampling.model_fields_set else secrets.randbits(63)
+    return [
+        replace(
+            base,
+            request_id=f"{base.request_id}-{first + index}",
+            prompt=prompt,
+            sampling=base.sampling.model_copy(update={"max_tokens": max_tokens, "seed": choice_seed(seed, index)}),
+            choice=index,
         )
-    return [choice for prompt in prompts for choice in planner.requests(prompt, sampling)]
-
-
-async def build_chat_requests(
-    body: ChatBody, gateway: ServedModel, caller: ApiClient = ANONYMOUS
-) -> list[GenerationRequest]:
-    """`n` choices that continue one conversation, by default as far as the context reaches."""
-    served = gateway.model_limits()
-    planner = RequestBuilder(body, gateway, served, "messages", served.max_model_len, caller)
-    planner.admit(1)
-    sampling = await planner.sampling()
-    with gateway.counting_rejections():
-        prompt = await encode_chat(body, gateway.tokenizer, served.max_model_len)
-    return planner.requests(prompt, sampling)
+        for index in range(body.choices)
+    ]
 
 
 def choice_seed(seed: int, index: int) -> int:
-    """The seed of the index-th of `n` choices, unsigned 64-bit; the first one has the request's own."""
+    """The seed of the index-th of `n` completions, unsigned 64-bit; the first one has the request's own."""
     if index == 0:
         return seed
     source = seed.to_bytes(8, "little") + index.to_bytes(8, "little")
     return int.from_bytes(blake2b(source, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True, slots=True)
-class RequestBuilder:
-    """Plans the choices of one body. `prompt_field` is to blame for prompts that do not fit."""
+def speculative_options(body: GenerationBody) -> SpeculativeOptions:
+    options = body.speculative.model_dump() if body.speculative else {}
+    return SpeculativeOptions(**options, report=body.speculation_stats)
 
-    body: GenerationBody
-    gateway: ServedModel
-    limits: ModelLimits
-    prompt_field: str
-    default_tokens: int
-    client: ApiClient = ANONYMOUS
-    group: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def admit(self, prompts: int) -> None:
-        """Raises `OverloadedError` if there is no room for so many now, `InvalidRequestError` if there never is."""
-        choices, most = prompts * self._count, self.gateway.limits.max_in_flight
-        if choices > most:
-            param = "n" if self._count > 1 else self.prompt_field
-            message = f"{param}: {choices} completions in one request, at most {most} are generated at once"
-            raise InvalidRequestError(message, param=param)
-        self.gateway.admit(choices)
+async def _encode(body: GenerationBody, model: ServedModel, context: int) -> list[list[int]]:
+    if isinstance(body, ChatBody):
+        return [await encode_chat(body, model.tokenizer, context)]
+    assert isinstance(body, CompletionBody)
+    return await encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
 
-    async def sampling(self) -> SamplingParams:
-        """What the choices of all prompts have in common. Raises `InvalidRequestError` or `OverloadedError`."""
-        grammar = await self.gateway.grammar_of(self.body)
-        return self.build_sampling(grammar, await bad_word_tokens(self.body.bad_words or (), self.gateway.tokenizer))
 
-    def build_sampling(self, grammar: str, bad_words: Sequence[Sequence[int]]) -> SamplingParams:
-        """What the choices have in common, if the body makes sense. `max_tokens` and `seed` are each prompt's."""
-        body = self.body
-        given: dict[str, Any] = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
-        given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
-        given["stop_token_ids"] = (*(body.stop_token_ids or ()), *self._eos)
-        try:
-            sampling = SamplingParams(**given, max_tokens=max(1, body.min_tokens or 0))
-        except ValidationError as error:
-            raise InvalidRequestError.of(error) from error
-        check_ids("logit_bias", sampling.logit_bias, self.limits.vocabulary_size)
-        check_ids("stop_token_ids", sampling.stop_token_ids, self.limits.vocabulary_size)
-        return sampling
+def _check_count(body: GenerationBody, model: ServedModel) -> None:
+    """Raises `OverloadedError` for more completions than are admitted now, `InvalidRequestError` if they never are."""
+    completions, limit = body.prompts * body.choices, model.capacity.limits.max_in_flight
+    if completions > limit:
+        param = "n" if body.choices > 1 else body.prompt_field
+        message = f"{param}: {completions} completions in one request, at most {limit} are generated at once"
+        raise InvalidRequestError(message, param=param)
+    model.queue.check(completions)
 
-    def requests(self, prompt: Sequence[int], sampling: SamplingParams) -> list[GenerationRequest]:
-        """The `n` choices for one prompt. Raises `InvalidRequestError`."""
-        body = self.body
-        self._check_prompt(prompt)
-        max_tokens = self._max_tokens(len(prompt))
-        seed = secrets.randbits(63) if body.seed is None else sampling.seed
-        eos = self._eos
-        limits = body.speculative.model_dump() if body.speculative else {}
-        return [
-            GenerationRequest(
-                prompt=prompt,
-                sampling=sampling.model_copy(update={"max_tokens": max_tokens, "seed": choice_seed(seed, index)}),
-                eos_token_ids=eos,
-                stop=tuple(body.stop or ()),
-                include_stop=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
-                speculative=SpeculativeOptions(**limits, report=body.speculation_stats),
-                client=self.client,
-                cache_salt=self.client.cache_salt_for(body.cache_salt),
-                session=body.prompt_cache_key or "",
-                counts_prompt=index == 0,
-                group=self.group,
-            )
-            for index in range(self._count)
-        ]
 
-    @property
-    def _count(self) -> int:
-        return self.body.n or 1
+def _eos_token_ids(body: GenerationBody, description: TargetDescription) -> list[int]:
+    """The model's end-of-text tokens that the client does not name itself."""
+    return [] if body.ignore_eos else list(set(description.eos_token_ids) - set(body.stop_token_ids or ()))
 
-    @property
-    def _eos(self) -> list[int]:
-        """Those of the model that the client does not name as its own."""
-        own = set(self.body.stop_token_ids or ())
-        return [] if self.body.ignore_eos else list(set(self.limits.eos_token_ids) - own)
 
-    def _check_prompt(self, prompt: Sequence[int]) -> None:
-        limit = self.limits.max_model_len
-        if not prompt:
-            raise InvalidRequestError("the prompt is empty", param=self.prompt_field)
-        if len(prompt) >= limit:
-            raise InvalidRequestError(
-                f"the prompt has {len(prompt)} tokens, but prompt and output share a context of {limit}",
-                param=self.prompt_field,
-                code="context_length_exceeded",
-            )
-        check_ids(self.prompt_field, prompt, self.limits.vocabulary_size)
+def _check_prompt(body: GenerationBody, description: TargetDescription, prompt: Sequence[int]) -> None:
+    context = description.max_model_len
+    if not prompt:
+        raise InvalidRequestError("the prompt is empty", param=body.prompt_field)
+    if len(prompt) >= context:
+        raise InvalidRequestError(
+            f"the prompt has {len(prompt)} tokens, but prompt and output share a context of {context}",
+            param=body.prompt_field,
+            code="context_length_exceeded",
+        )
+    check_ids(body.prompt_field, prompt, description.vocabulary_size)
 
-    def _max_tokens(self, prompt_tokens: int) -> int:
-        """How many tokens the output may have."""
-        room = self.limits.max_model_len - prompt_tokens
-        least = self.body.min_tokens or 0
-        name, asked = self.body.output_limit
-        if asked is not None and asked < 1:
-            raise InvalidRequestError(f"{name}: must be at least 1, not {asked}", param=name)
-        if asked is not None and asked > room:
-            raise InvalidRequestError(
-                f"{name}: the prompt's {prompt_tokens} tokens and {asked} more exceed the context of "
-                f"{self.limits.max_model_len} tokens",
-                param=name,
-                code="context_length_exceeded",
-            )
-        most = min(room, max(self.default_tokens, least)) if asked is None else asked
-        if least > most:
-            message = f"min_tokens: {least} exceed the {most} tokens that the output may have"
-            raise InvalidRequestError(message, param="min_tokens")
-        return most
+
+def _max_tokens(body: GenerationBody, description: TargetDescription, prompt_tokens: int, min_tokens: int) -> int:
+    """Most tokens of the output: as the client says, else the endpoint's default within the context."""
+    available = description.max_model_len - prompt_tokens
+    name, limit = body.output_limit
+    if limit is not None and limit < 1:
+        raise InvalidRequestError(f"{name}: must be at least 1, not {limit}", param=name)
+    if limit is not None and limit > available:
+        raise InvalidRequestError(
+            f"{name}: the prompt's {prompt_tokens} tokens and {limit} more exceed the context of "
+            f"{description.max_model_len} tokens",
+            param=name,
+            code="context_length_exceeded",
+        )
+    if limit is None:
+        default = available if body.default_max_tokens is None else body.default_max_tokens
+        limit = min(available, max(default, min_tokens))
+    if min_tokens > limit:
+        message = f"min_tokens: {min_tokens} exceed the {limit} tokens that the output may have"
+        raise InvalidRequestError(message, param="min_tokens")
+    return limit

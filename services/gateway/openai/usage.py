@@ -1,4 +1,4 @@
-"""What a request's choices have come to: usage, and what speculation did for them."""
+"""Usage and speculation statistics of a request: sums over its completions."""
 
 from __future__ import annotations
 
@@ -7,34 +7,35 @@ from dataclasses import asdict
 from itertools import zip_longest
 from typing import Any
 
-from paceline.core.messages import SpeculationStats, Timings
-from paceline_services.gateway.generation import GenerationRequest, OutputChunk
+from paceline.core.messages import Delta, GenerationRequest, SpeculationStats, Timings
 
 Json = dict[str, Any]
 
 
 class RequestUsage:
-    """Sums over all choices of one request."""
+    """Sums over all completions of one request. A prompt and its cached tokens count once, whatever `n` is."""
 
-    def __init__(self, choices: Sequence[GenerationRequest], per_prompt: int) -> None:
-        """`per_prompt`: choices that share a prompt; it counts once, and so does what a cache held of it."""
-        self.open_choices = len(choices)
-        self._per_prompt = per_prompt
-        self._prompt_tokens = sum(len(choice.prompt) for choice in choices[::per_prompt])
+    def __init__(self, requests: Sequence[GenerationRequest], choices: int) -> None:
+        """`choices`: completions for each prompt."""
+        self.running = len(requests)
+        """Completions that have not ended."""
+        self._choices = choices
+        self._prompt_tokens = sum(len(request.prompt) for request in requests[::choices])
         self._completion_tokens = 0
-        self._cached_tokens = [0] * (len(choices) // per_prompt)
+        self._cached_tokens = [0] * (len(requests) // choices)
         self._stats: list[SpeculationStats] = []
         self._timings: list[Timings] = []
 
-    def add(self, index: int, piece: OutputChunk) -> None:
-        """A piece of the index-th choice."""
-        self._completion_tokens += len(piece.tokens)
-        if piece.finish_reason is not None:
-            self.open_choices -= 1
-            prompt = index // self._per_prompt
-            self._cached_tokens[prompt] = max(self._cached_tokens[prompt], piece.cached_tokens)
-            self._timings.append(piece.timings)
-            self._stats += [piece.speculation] if piece.speculation else []
+    def add(self, index: int, delta: Delta) -> None:
+        """Count a delta of the index-th completion."""
+        self._completion_tokens += len(delta.tokens)
+        if delta.finish_reason is not None:
+            self.running -= 1
+            prompt = index // self._choices
+            if delta.usage is not None:
+                self._cached_tokens[prompt] = max(self._cached_tokens[prompt], delta.usage.cached_tokens)
+            self._timings.append(delta.timings)
+            self._stats += [delta.speculation] if delta.speculation else []
 
     def usage(self) -> Json:
         return {
@@ -45,7 +46,7 @@ class RequestUsage:
         }
 
     def speculation(self) -> Json:
-        """Acceptance length is accepted tokens per verification, without the bonus token."""
+        """As JSON. The acceptance length is accepted tokens per verification, without the bonus token."""
         total = SpeculationStats(
             drafted_by_depth=_summed(stats.drafted_by_depth for stats in self._stats),
             accepted_by_depth=_summed(stats.accepted_by_depth for stats in self._stats),
@@ -61,7 +62,7 @@ class RequestUsage:
         return asdict(total) | derived
 
     def timings(self) -> Json:
-        """The targets' own clocks, in seconds: of the choice that took longest."""
+        """Seconds by the target's clock, of the completion that took longest."""
         return asdict(max(self._timings, key=lambda timings: timings.total_s, default=Timings()))
 
 

@@ -1,11 +1,11 @@
-"""Leaving alone for a while what keeps failing.
+"""Circuit breaker: sends a worker nothing for a while after repeated failures.
 
-    closed ── FAILURES in a row ──▶ open ── after a while ──▶ half-open ── one answer ──▶ closed
+    closed ── FAILURES in a row ──▶ open ── after a while ──▶ half-open ── first token ──▶ closed
                                       ▲                          │
                                       └── failure: twice as long ┘
 
-Published breakers (pybreaker, aiobreaker, purgatory) wrap a call and wait equally long every time. Here a choice is
-made among many, its verdict comes with the first token, and one request probes while the others go elsewhere.
+Published breakers (pybreaker, aiobreaker, purgatory) wrap a call and always wait equally long. Here one of many workers
+is chosen, the outcome is known with the first token, and one request probes while others go to other workers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LONGEST_PAUSE_S = 60.0
 
 
 class BreakerState(IntEnum):
-    """The numbers are those in `/metrics`."""
+    """The values are those in `/metrics`."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -28,12 +28,12 @@ class BreakerState(IntEnum):
 
 
 class Breaker:
-    """Of one worker."""
+    """The breaker of one worker."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._failures = 0
-        self._pause_s = 0.0  # the latest one, until a request ends well
+        self._pause_s = 0.0  # the latest one, until a success
         self._until: float | None = None  # None: closed
         self._probing = False
 
@@ -50,30 +50,33 @@ class Breaker:
 
     @property
     def opens_in_s(self) -> float:
-        """Seconds until a request may probe; 0 if one may now."""
+        """Seconds until a request may probe; 0: now."""
         return 0.0 if self._until is None else max(0.0, self._until - self._clock())
 
     def on_sent(self) -> None:
-        """A request is on its way. While half-open it is the probe: what comes of it must follow."""
+        """A request is sent. While half-open it is the probe; one of the calls below reports its outcome."""
         self._probing = self.state == BreakerState.HALF_OPEN
 
     def on_first_token(self) -> None:
-        """The first token is there, which is all that a probe waits for. The next failure opens again, for longer."""
+        """The first token ends a probe. The next failure opens the breaker again, for longer."""
         if self.state == BreakerState.HALF_OPEN:
             self._until, self._failures, self._probing = None, FAILURES - 1, False
 
     def on_success(self) -> None:
-        """A request has ended well."""
+        """A request has succeeded."""
         self._failures, self._pause_s, self._until, self._probing = 0, 0.0, None, False
 
-    def on_failure(self) -> None:
-        """What was sent before a pause, and fails during it, does not prolong it."""
+    def on_failure(self) -> bool:
+        """Whether this failure opens the breaker. Failures while it is open do not prolong the pause."""
         self._failures += 1
-        if self.state == BreakerState.HALF_OPEN or (self.state == BreakerState.CLOSED and self._failures >= FAILURES):
+        state = self.state
+        opens = state == BreakerState.HALF_OPEN or (state == BreakerState.CLOSED and self._failures >= FAILURES)
+        if opens:
             self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, LONGEST_PAUSE_S)
             self._until = self._clock() + self._pause_s
         self._probing = False
+        return opens
 
     def on_abandoned(self) -> None:
-        """The request ended without telling anything, as when its client left: the next one may probe."""
+        """The request ended without an outcome, as when its client left: the next one may probe."""
         self._probing = False

@@ -1,7 +1,7 @@
-"""The workers this gateway can reach: a link to every target, and the addresses of the drafts.
+"""The workers that this gateway reaches: a link to every target, and the addresses of the drafts.
 
-The registry introduces workers; whether a target is up is told by its link alone. So a registry that is away,
-or that forgot everything, changes nothing for the targets that are there.
+The registry lists workers; whether a target is up depends on its link alone. So connected targets stay in use while
+the registry is away or empty.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import logging
 import time
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from paceline.core.messages import TargetDescription
+from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.state.periodic_task import PeriodicTask
 from paceline.state.state_store import StateStore
 from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
@@ -22,25 +21,16 @@ from paceline.state.worker_watcher import WorkerWatcher
 from paceline.tls import Certificates
 from paceline.wire.link_errors import LinkError
 from paceline.wire.target_link import TargetLink
-from paceline_services.gateway.routing.circuit_breaker import Breaker, BreakerState
-from paceline_services.gateway.routing.cost_model import FleetThroughput, RequestCostModel, retry_after_s
+from paceline_services.gateway.routing.circuit_breaker import Breaker
+from paceline_services.gateway.routing.cost_model import RequestCostModel
 from paceline_services.gateway.routing.draft_workers import DraftAcceptanceRefresh, DraftWorkers
-from paceline_services.gateway.routing.session_affinity import SessionAffinity
-from paceline_services.gateway.routing.target_worker import RoutingPrompt, Target
-from paceline_services.gateway.routing.worker_selection import TargetCandidate, best_target
+from paceline_services.gateway.routing.target_worker import Target
+from paceline_services.gateway.routing.worker_selection import TargetCandidate, best_target, session_home
 
 log = logging.getLogger(__name__)
 
 REFRESH_INTERVAL_S = 0.25
-"""How often the list of workers is looked at, and a target that does not answer is tried again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedTarget:
-    """A target, and what spoke for it."""
-
-    target: Target
-    candidate: TargetCandidate
+"""How often the list of workers is read, and a lost target is tried again."""
 
 
 class Fleet:
@@ -54,22 +44,20 @@ class Fleet:
         others: Collection[str] = (),
         tls: Certificates | None = None,
     ) -> None:
-        """Only workers with this vocabulary are used, and of targets only those that serve `model`.
+        """Uses workers with this vocabulary `fingerprint`, and targets that serve `model`.
 
-        `others`: models whose targets are somebody else's business. Any further target is complained about.
+        `others`: models whose targets other fleets use. Targets of any further model are logged as errors.
         """
         self._model = model
         self._fingerprint = fingerprint
         self._other_models = others
         self._tls = tls
         self.targets: dict[str, Target] = {}
-        """Those that are connected."""
+        """Connected targets, by worker id and address."""
         self.drafts = drafts or DraftWorkers()
         self.request_cost = RequestCostModel()
-        self.throughput = FleetThroughput()
         self._heartbeats: dict[str, Mapping[str, float]] = {}
         self._breakers: dict[str, Breaker] = {}
-        self._sessions = SessionAffinity()
         self._link_tasks: dict[str, asyncio.Task[None]] = {}
         self._changed = asyncio.Condition()
 
@@ -79,69 +67,64 @@ class Fleet:
         return bool(self._usable())
 
     @property
-    def has_targets(self) -> bool:
-        """Whether there is any target that takes requests, if only after a pause."""
-        return self.targets_up > 0
-
-    @property
     def targets_up(self) -> int:
-        """Those that are reached and take requests, if only after a pause."""
+        """Targets that are connected and accept requests, be it after their breaker's pause."""
         return len(self._up())
 
     @property
     def in_flight(self) -> int:
-        return sum(target.in_flight for target in self.targets.values())
+        return sum(len(target.requests) for target in self.targets.values())
 
     @property
     def waiting(self) -> int:
-        """Requests, from everybody, that wait for their first token, as far as known here."""
+        """Requests of all gateways without a first token, as far as known here."""
         return round(sum(target.waiting for target in self.targets.values()))
 
     @property
     def description(self) -> TargetDescription | None:
-        """What the targets serve; where they differ, the shortest context. None if none is up."""
-        told = [target.link.description for target in self.targets.values() if target.up]
-        return min(told, key=lambda description: description.max_model_len, default=None)
+        """The description of the target with the shortest context; None if no target is up."""
+        descriptions = [target.link.description for target in self._up()]
+        return min(descriptions, key=lambda description: description.max_model_len, default=None)
 
     def breaker_states(self) -> dict[tuple[str, str], int]:
-        """Of every worker that is listed, by its kind and its id or address."""
+        """The breaker of every listed worker, by kind and id or address."""
         targets = {("target", key): breaker.state.value for key, breaker in self._breakers.items()}
         return targets | {("draft", address): each.state.value for address, each in self.drafts.breakers.items()}
 
     def retry_after_s(self) -> int:
-        """When to come back if there is no room now: once those that wait have had their turn."""
+        """Seconds until a refused request may succeed: until the waiting requests have started."""
         if not self.available:
             return max(1, round(min((target.breaker.opens_in_s for target in self._up()), default=0.0)))
         ahead = sum(target.rows_before_first_token for target in self.targets.values())
-        return retry_after_s(max(ahead, self.request_cost.rows.value), self.throughput.rows_per_s)
+        return self.request_cost.retry_after_s(ahead)
 
     def choose(
-        self, text: RoutingPrompt, session: str = "", but: Collection[Target] = (), numerics: str | None = None
-    ) -> RoutedTarget | None:
-        """The target for a request, none of `but`; None if there is none to choose from now.
+        self,
+        request: GenerationRequest,
+        blocks: Sequence[int],
+        exclude: Collection[Target] = (),
+        numerics: str | None = None,
+    ) -> tuple[Target, TargetCandidate] | None:
+        """The target for a request, and what was known of it; None if there is none to choose from now.
 
-        `numerics`: of the target that drew the request's tokens so far. Targets with the same, however busy, are
-        preferred to all others.
+        `blocks`: the block hashes of the request's tokens. `numerics`: of the target that drew its latest token: any
+        target with the same numerics, however busy, is preferred.
         """
-        usable = {key: target for key, target in self._usable().items() if target not in but}
+        usable = {key: target for key, target in self._usable().items() if target not in exclude}
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
-        place = self._sessions.target_of(session)
+        session = session_home(list(usable), request.session, request.cache_salt)
         candidates = {
-            key: target.candidate(text.blocks, self.request_cost, session=key == place)
-            for key, target in usable.items()
+            key: target.candidate(blocks, self.request_cost, session=key == session) for key, target in usable.items()
         }
-        best = best_target(candidates, text.tokens, session, text.salt)
-        if best is None:
-            return None
-        self._sessions.assign(session, best)
-        return RoutedTarget(usable[best], candidates[best])
+        best = best_target(candidates, request.tokens, request.cache_salt)
+        return None if best is None else (usable[best], candidates[best])
 
     def has_other_than(self, target: Target | None) -> bool:
         """Whether a request could be sent elsewhere now."""
         return any(each is not target for each in self._usable().values())
 
     async def wait_for_target(self, timeout_s: float) -> bool:
-        """Wait until a request can be sent; False if that was not so in time."""
+        """Wait until a request can be sent; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.available)
@@ -150,14 +133,14 @@ class Fleet:
         return True
 
     async def refresh(self, targets: Sequence[RegisteredWorker], drafts: Sequence[RegisteredWorker]) -> None:
-        """Take in the registry's present list, and how time has gone on."""
+        """Take the registry's current list, and measure the throughput."""
         self.update_workers(targets, drafts)
-        self.throughput.tick(time.monotonic(), busy=bool(self.in_flight))
-        async with self._changed:  # pauses may have ended
+        self.request_cost.measure_throughput(time.monotonic(), busy=bool(self.in_flight))
+        async with self._changed:  # breakers may have closed
             self._changed.notify_all()
 
     def update_workers(self, targets: Sequence[RegisteredWorker], drafts: Sequence[RegisteredWorker]) -> None:
-        """The registry's present list: tend links to these targets, and no others that are not up."""
+        """Keep links to the listed targets; drop those that are neither listed nor connected."""
         self.drafts.update_workers([each for each in drafts if each.record.fingerprint in ("", self._fingerprint)])
         listed = {_key(worker.record): worker for worker in targets if worker.record.model not in self._other_models}
         self._heartbeats = {key: worker.load for key, worker in listed.items()}
@@ -172,7 +155,7 @@ class Fleet:
             self._breakers.pop(key, None)
 
     async def close(self) -> None:
-        """Close every link; what still runs on them is cancelled."""
+        """Close every link, which cancels its requests."""
         tasks = list(self._link_tasks.values())
         for task in tasks:
             task.cancel()
@@ -185,23 +168,23 @@ class Fleet:
         return {key: target for key, target in self.targets.items() if target.usable}
 
     async def _keep_link(self, record: WorkerRecord) -> None:
-        """Keep a link to one target until it is no longer listed.
+        """Connect to one target, again and again, until cancelled.
 
-        One that cannot be used is looked at again when the link is lost: it may be started anew as it should be.
+        A target that cannot be used is checked again after its link is lost: it may restart with other settings.
         """
-        told = None
+        logged = None
         while True:
             link = TargetLink(record.address, self._tls)
             try:
                 description = await link.connect()
-                complaint = self._mismatch(description)
-                if complaint is None:
+                mismatch = self._mismatch(description)
+                if mismatch is None:
                     await self._offer(record, link)
                 else:
-                    if complaint != told:
-                        log.error("target %s is not used: %s", _key(record), complaint)
+                    if mismatch != logged:
+                        log.error("target %s is not used: %s", _key(record), mismatch)
                     await link.wait_lost()
-                told = complaint
+                logged = mismatch
             except LinkError as error:
                 log.debug("%s", error)
             finally:
@@ -209,7 +192,7 @@ class Fleet:
             await asyncio.sleep(REFRESH_INTERVAL_S)
 
     async def _offer(self, record: WorkerRecord, link: TargetLink) -> None:
-        """Offer a connected target until its link is lost."""
+        """Use a connected target until its link is lost."""
         key = _key(record)
         target = Target(record, link, self._breakers[key], heartbeat=self._heartbeats.get(key, {}))
         log.info("target %s is up", key)
@@ -219,15 +202,13 @@ class Fleet:
         try:
             await link.wait_lost()
             if not (link.draining or target.heartbeat.get("draining")):
-                self.record_failure(target)  # once, however many requests were on it
+                self.record_failure(target)  # once, however many requests it served
         finally:
             del self.targets[key]
 
     def record_failure(self, target: Target) -> None:
-        """It has failed, by nobody else's fault."""
-        before = target.breaker.state
-        target.breaker.on_failure()
-        if target.breaker.state == BreakerState.OPEN != before:
+        """The target has failed, and no request is to blame."""
+        if target.breaker.on_failure():
             log.warning(
                 "target %s fails repeatedly: no requests for %.0f s", _key(target.record), target.breaker.opens_in_s
             )
@@ -241,12 +222,12 @@ class Fleet:
 
 
 def _key(record: WorkerRecord) -> str:
-    """A worker that was restarted may have kept its id, but listens elsewhere."""
+    """A restarted worker may keep its id, at another address."""
     return f"{record.worker_id}@{record.address}"
 
 
 class FleetRefresh(PeriodicTask):
-    """Shows a fleet what the registry lists, for as long as the context lasts."""
+    """Refreshes a fleet from the registry."""
 
     interval_s = REFRESH_INTERVAL_S
 
@@ -263,12 +244,12 @@ class FleetRefresh(PeriodicTask):
 async def open_fleet(
     store: StateStore, model: str, fingerprint: str, others: Collection[str] = (), tls: Certificates | None = None
 ) -> AsyncIterator[Fleet]:
-    """A fleet that follows the registry for as long as the context lasts."""
+    """A fleet that follows the registry; closed with the context."""
     async with store.watcher("target") as targets, store.watcher("draft") as drafts, store.recorder() as recorder:
-        kept = DraftWorkers(tell=partial(recorder.count, model))
-        fleet = Fleet(model, fingerprint, kept, others, tls)
+        drafts_of_model = DraftWorkers(partial(recorder.count, model))
+        fleet = Fleet(model, fingerprint, drafts_of_model, others, tls)
         try:
-            async with DraftAcceptanceRefresh(kept, model, store), FleetRefresh(fleet, targets, drafts):
+            async with DraftAcceptanceRefresh(drafts_of_model, model, store), FleetRefresh(fleet, targets, drafts):
                 yield fleet
         finally:
             await fleet.close()

@@ -1,4 +1,4 @@
-"""Which beginnings of texts one target was sent lately: what its prefix cache is likely to hold."""
+"""Which prefixes one target was sent lately, and so is likely to hold in its prefix cache."""
 
 from __future__ import annotations
 
@@ -7,40 +7,39 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 BLOCK = 32
-"""Tokens that are known or not known together."""
+"""Tokens per block: prefixes are known in whole blocks."""
 
 
-def block_hashes(tokens: Sequence[int], begun: Sequence[int] = (), salt: str = "") -> list[int]:
-    """A hash for each full block, of all tokens up to its end: equal ones stand for equal beginnings.
+def block_hashes(tokens: Sequence[int], known: Sequence[int] = (), salt: str = "") -> list[int]:
+    """A hash per full block, of all tokens up to the block's end: equal hashes stand for equal prefixes.
 
-    `begun`: the chain of a text that `tokens` begin with. `salt`: texts with another one share no block, as at the
-    target. Python's own hash will do: it is quick, the chain stays in this process, and a collision costs one request
-    some time.
+    `known`: the hashes of the first blocks. `salt`: texts with different salts share no block, as at the target.
+    Python's own hash is fast and enough: the hashes stay in this process, and a collision only costs time.
     """
-    hashes = list(begun)
+    hashes = list(known)
     for start in range(len(hashes) * BLOCK, len(tokens) - BLOCK + 1, BLOCK):
         hashes.append(hash((hashes[-1] if hashes else salt, *tokens[start : start + BLOCK])))
     return hashes
 
 
 class PrefixIndex:
-    """Bounded: beyond `most_tokens`, blocks that were not used for longest are forgotten, ends before beginnings."""
+    """Holds `max_tokens` at most: drops the blocks that were not used for longest, and the end of a text first."""
 
-    def __init__(self, most_tokens: int) -> None:
-        self._most = most_tokens // BLOCK
+    def __init__(self, max_tokens: int) -> None:
+        self._max_blocks = max_tokens // BLOCK
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._blocks)
 
     def add(self, blocks: Sequence[int]) -> None:
-        """The target has computed a text with this chain."""
+        """The target has computed a text with these block hashes."""
         for block in reversed(blocks):
             self._blocks[block] = None
             self._blocks.move_to_end(block)
-        while len(self._blocks) > self._most:
+        while len(self._blocks) > self._max_blocks:
             self._blocks.popitem(last=False)
 
     def cached_tokens(self, blocks: Sequence[int]) -> int:
-        """How many tokens the longest known beginning of a text has, by its chain."""
+        """Tokens of the longest known prefix of a text with these block hashes."""
         return BLOCK * sum(1 for _ in takewhile(self._blocks.__contains__, blocks))

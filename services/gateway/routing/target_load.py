@@ -1,4 +1,4 @@
-"""What a target says of its load: on a link with its deltas, and to all in the registry."""
+"""The load that a target reports: with its deltas on the link, and with its heartbeats in the registry."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping
 from paceline.core.messages import EngineLoad
 
 DELTA_PRECEDENCE_S = 2.0
-"""Heartbeats come every second; for so long after a delta they may be older than that."""
+"""Heartbeats come every second; for this long after a delta, a heartbeat may be older than it."""
 LOAD_TTL_S = 10.0
-"""What was said longer ago says nothing: Redis or the target has fallen silent since."""
+"""An older load is unknown: Redis or the target has failed since."""
 
 
 class TargetLoad:
-    """The latest word. Heartbeats that are read twice are one."""
+    """The latest load. The same heartbeat, read again, changes nothing."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class TargetLoad:
         self._other_requests = self._waiting = 0.0
 
     def update_from_delta(self, load: EngineLoad | None, own: int) -> None:
-        """The latest load of a link, and how many of the requests are this gateway's."""
+        """`load`: the link's latest one. `own`: this gateway's requests at the target."""
         if load is not None and load is not self._delta:
             self._delta, self._delta_at = load, self._clock()
             self._update(load.running, load.waiting, own)
@@ -38,12 +38,12 @@ class TargetLoad:
 
     @property
     def other_requests(self) -> float:
-        """Requests of other gateways. When one of this gateway's ends, nobody says so here again."""
+        """Requests of other gateways at the time of the load. Not refreshed when our own requests end."""
         return self._other_requests if self._recent else 0.0
 
     @property
     def waiting(self) -> float:
-        """Requests of everybody that wait for their first token."""
+        """Requests of all gateways without a first token."""
         return self._waiting if self._recent else 0.0
 
     @property

@@ -1,0 +1,114 @@
+"""Heads whose decoder layers are of the Llama kind, and the weights of such layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from paceline.drafting.heads.head_network import HeadNetwork, HeadOutput
+from paceline.drafting.heads.head_weights import HeadWeights, OutputProjection
+from paceline.model.attention import Heads
+from paceline.model.layer_weights import DecoderLayerWeights, RotaryTables, StateFusion
+from paceline.model.network_factory import make_network
+from paceline.model.rows import Row
+from paceline.model.target_weights import TargetWeights
+
+
+class LlamaHead(HeadNetwork):
+    """State fusion, decoder layers, a norm if there is one, and an output projection: one pass of one network."""
+
+    def __init__(
+        self,
+        target: TargetWeights,
+        model: str,
+        slots: int,
+        layers: Sequence[DecoderLayerWeights],
+        config: Any,
+        *,
+        fusion: StateFusion,
+        embedding: Tensor,
+        norm: Tensor | None,
+        output: OutputProjection,
+        hidden_state_layers: Sequence[int] | None = None,
+        ids: Tensor | None = None,
+        rotary: nn.Module | None = None,
+        feeds_back_normed: bool = False,
+    ) -> None:
+        """`rotary`: a module of transformers; None: Llama's. `feeds_back_normed`: the feature of a draft token is the
+        output of `norm`, not of the last layer.
+
+        The rotary tables have the target's positions, not those that `config` names.
+        """
+        super().__init__(target, model, slots, hidden_state_layers, ids)
+        heads = Heads.of(config)
+        rotary = rotary or LlamaRotaryEmbedding(config)
+        own_output = output if isinstance(output, Tensor) else None
+        self._network, _ = make_network(
+            layers,
+            heads,
+            slots + 1,
+            RotaryTables.of(rotary.to(target.device), target.max_model_len),
+            hidden=int(config.hidden_size),
+            eps=float(config.rms_norm_eps),
+            scale=heads.head_size**-0.5,
+            embedding=embedding,
+            norm=norm,
+            head=own_output,
+            fusion=fusion,
+        )
+        self._target_output = None if isinstance(output, Tensor) else output
+        fed_back, normed = len(layers) + feeds_back_normed, len(layers) + 1
+        self._taps = (fed_back,) if self._target_output is None else (fed_back, normed)
+
+    def run(self, rows: Sequence[Row], features: Tensor, wanted: Sequence[int]) -> HeadOutput:
+        logits, outputs = self._network.run(rows, wanted, self._taps, states=features)
+        assert outputs is not None
+        if list(wanted) != list(range(len(rows))):
+            outputs = outputs[list(wanted)]
+        if self._target_output is not None:
+            logits = self._target_output(outputs[:, 1])
+        return HeadOutput(logits, outputs[:, 0])
+
+
+def llama_layers(
+    weights: HeadWeights, config: Any, first_width: int, *, first_norm_optional: bool = False
+) -> list[DecoderLayerWeights]:
+    """The decoder layers of `config`, under the names of a Llama's tensors.
+
+    `first_width`: input width of the first layer's attention. If it is not the hidden size, the first layer has no
+    input norm. Attention biases, and norms of queries and keys, are used if the checkpoint has them.
+    Raises `CheckpointError` if a tensor is missing or has another shape.
+    """
+    heads, h, inner = Heads.of(config), int(config.hidden_size), int(config.intermediate_size)
+    keys = heads.kv_heads * heads.head_size
+    queries = keys * heads.queries_per_kv
+    layers = []
+    for index in range(int(config.num_hidden_layers)):
+        name, attention = f"layers.{index}", f"layers.{index}.self_attn"
+        width = h if index else first_width
+        biased = any(f"{attention}.{each}_proj.bias" in weights for each in "qkv")
+        tensors: dict[str, Any] = {}
+        for part, size in {"query": queries, "key": keys, "value": keys}.items():
+            tensors[part] = weights.take(f"{attention}.{part[0]}_proj.weight", size, width)
+            if biased:
+                tensors[f"{part}_bias"] = weights.take(f"{attention}.{part[0]}_proj.bias", size)
+        query_norm = weights.take_optional(f"{attention}.q_norm.weight", heads.head_size)
+        take_norm = weights.take_optional if first_norm_optional and index == 0 else weights.take
+        layers.append(
+            DecoderLayerWeights(
+                **tensors,
+                output=weights.take(f"{attention}.o_proj.weight", h, queries),
+                output_bias=weights.take_optional(f"{attention}.o_proj.bias", h),
+                query_norm=query_norm,
+                key_norm=None if query_norm is None else weights.take(f"{attention}.k_norm.weight", heads.head_size),
+                input_norm=take_norm(f"{name}.input_layernorm.weight", h) if width == h else None,
+                inner_norm=weights.take(f"{name}.post_attention_layernorm.weight", h),
+                gate=weights.take(f"{name}.mlp.gate_proj.weight", inner, h),
+                up=weights.take(f"{name}.mlp.up_proj.weight", inner, h),
+                down=weights.take(f"{name}.mlp.down_proj.weight", h, inner),
+            )
+        )
+    return layers

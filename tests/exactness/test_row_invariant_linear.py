@@ -1,0 +1,53 @@
+"""A product's row has the same bits for any number of rows, at the widths of real models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config import EngineConfig
+from paceline.model.layers import Linear
+from paceline.model.loading import build
+from paceline.model.row_invariant_linear import chunked_product, use_chunked_linear
+from paceline.model.row_probe import is_row_invariant
+from tests.exactness.test_rows import network
+
+ROWS = 256
+
+
+@pytest.fixture(params=[(512, 256), (1536, 512), (4096, 1024)], ids=str)
+def weight(request: pytest.FixtureRequest) -> Tensor:
+    width, columns = request.param
+    return torch.randn(columns, width, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [16, 40, 64, 128, ROWS])
+def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.dtype, rows: int) -> None:
+    weight = weight.to(dtype)
+    x = torch.randn(ROWS, weight.shape[1], generator=torch.Generator().manual_seed(2)).to(dtype)
+    module = nn.Linear(*weight.shape[::-1], bias=False, dtype=dtype)
+    module.weight = nn.Parameter(weight, requires_grad=False)
+    use_chunked_linear(module)
+    for product in (Linear(weight), lambda some: chunked_product(lambda piece: F.linear(piece, weight), some), module):
+        alone = torch.cat([product(some) for some in x.split(8)])
+        assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("rows", [40, 0], ids=["some rows", "an expert without rows"])
+def test_a_layers_input_may_have_more_dimensions(rows: int) -> None:
+    module = nn.Linear(64, 32).to(torch.bfloat16)
+    x = torch.randn(1, rows, 2, 64).to(torch.bfloat16)
+    expected = module(x)
+    use_chunked_linear(module)
+    assert module(x).shape == expected.shape
+    torch.testing.assert_close(module(x), expected, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_wide_models_have_invariant_rows(family: str) -> None:
+    """By our layers, and by transformers'."""
+    wide = network(family, torch.bfloat16, hidden_size=768, intermediate_size=1536)
+    assert is_row_invariant(build(wide, family, EngineConfig(slots=512), "", []))

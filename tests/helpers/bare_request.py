@@ -1,0 +1,34 @@
+"""Requests without an engine around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.config import SamplingParams
+from paceline.core.messages import GenerationRequest
+from paceline.core.sampling import History
+from paceline.core.tree import TokenTree
+from paceline.engine.request import Request
+
+CONTEXT = 1000
+"""Positions."""
+
+
+def bare_request(
+    prompt: Sequence[int],
+    *,
+    key: int = 1,
+    output: int = 20,
+    limits: tuple[int, int] = (4, 8),
+    draft: str | None = None,
+    client: str = "",
+    group: str = "",
+) -> Request:
+    """A greedy request without calibration. `limits`: depth and nodes that a step verifies."""
+    params = SamplingParams(temperature=0.0, max_tokens=output)
+    submission = GenerationRequest(f"r{key}", list(prompt), params, client=client, group=group)
+    history = History(params, prompt, (), CONTEXT)
+    tree = TokenTree(len(prompt) - 1, prompt[-1])
+    request = Request(key, submission, history, tree, max_tokens=output, limits=limits, calibrations={}, arrived=0.0)
+    request.draft = draft
+    return request

@@ -1,0 +1,23 @@
+"""python -m tests.helpers.fake_model_process FD: a model process that does what its options, a text, ask for."""
+
+import socket
+import sys
+from contextlib import suppress
+
+from paceline.ipc.model_process import Ready, StartFailed
+from paceline.ipc.pipe import Pipe, PipeClosedError
+from tests.helpers.pipes import Note
+
+if __name__ == "__main__":
+    pipe = Pipe(socket.socket(fileno=int(sys.argv[1])))
+    match pipe.receive_first(str):
+        case "fail":
+            pipe.send(StartFailed("no such model"))
+        case "exit":
+            sys.exit(3)
+        case "echo":
+            pipe.send(Ready("facts"))
+            pipe.on(Note, pipe.send)
+            with suppress(PipeClosedError):
+                while True:
+                    pipe.receive(None)

@@ -1,0 +1,463 @@
+"""A head gets the hidden states of every position of its context once and in order, whatever happens to a request.
+
+Otherwise heads silently lose acceptance: after a hit in the prefix cache, a pause, a preemption or a move to another
+worker, at the borders of prefill chunks, and where keys of draft tokens outlive the commit. After each of these a head
+must grow what it grows undisturbed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.core.growth import Growth
+from paceline.core.messages import GenerationRequest
+from paceline.core.tree import ROOT, TokenTree
+from paceline.drafting.heads.head_speculator import HeadSpeculator
+from paceline.drafting.methods.eagle import EagleNetwork
+from paceline.drafting.methods.eagle3 import Eagle3Network
+from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
+from paceline.engine.draft_gate import DraftGate
+from paceline.engine.engine import MAX_HIDDEN_STATES_SENT, Engine
+from paceline.model.checkpoint import Checkpoint
+from paceline.model.model import Model
+from paceline.model.rows import SlotTable
+from tests.helpers.head_checkpoints import (
+    HIDDEN,
+    VOCABULARY,
+    eagle3_tensors,
+    eagle_tensors,
+    llama_config,
+    save_head,
+    target_model,
+    target_weights,
+)
+from tests.helpers.moving import Moving
+from tests.helpers.seen import nodes_of
+from tests.helpers.targets import FREE
+
+GREEDY = SamplingParams(temperature=0.0)
+PROMPT, LENGTH = 60, 74  # tokens when it is opened, and when guesses are compared: a tile border lies between
+TOKENS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(31)).tolist()
+STATES = torch.randn(LENGTH, 3, HIDDEN, generator=torch.Generator().manual_seed(37))
+"""Of each position."""
+Guesses = dict[tuple[int, ...], float]
+"""Log-probabilities by path."""
+
+
+class HeadClient:
+    """The target's side of one request at a head. The request's tokens are the first of TOKENS."""
+
+    def __init__(self, head: HeadSpeculator, length: int = PROMPT, key: int = 1) -> None:
+        self.head, self.key, self.length = head, key, length
+        self.tree = TokenTree(length - 1, TOKENS[length - 1])
+        head.open(Opening(key, TOKENS[:length], 0, GREEDY, 3, 1000))
+
+    def context(self, start: int, stop: int) -> None:
+        layers = len(self.head.hidden_state_layers)
+        self.head.context(Context(self.key, start, STATES[start:stop, :layers]))
+
+    def commit(self, length: int, *, states: bool = True) -> None:
+        """All tokens up to this many."""
+        base, tokens = self.length - 1, TOKENS[self.length : length]
+        layers = len(self.head.hidden_state_layers)
+        hidden_states = STATES[base : length - 1, :layers] if states else None
+        self.length = length
+        self.tree.commit(tokens)
+        self.head.commit(Commit(self.key, base, tokens, 0, hidden_states))
+
+    def limit(self, nodes: int) -> None:
+        self.head.limit(Limit(self.key, 3 if nodes else 0, nodes))
+
+    def grow(self) -> Guesses:
+        """All nodes that are new when there are no more."""
+        known = set(nodes_of(self.tree))
+        while (growth := self.head.grow()) or self.head.behind:
+            if self.key in growth:
+                assert self.tree.graft(growth[self.key], 10_000) == len(growth[self.key])
+        self.head.check_integrity()
+        return {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(self.tree) if node not in known}
+
+
+Make = Callable[..., HeadSpeculator]
+
+
+@pytest.fixture(params=["EAGLE-1", "EAGLE-3"])
+def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
+    """Heads of the same weights."""
+    kind, tensors = {"EAGLE-1": (EagleNetwork, eagle_tensors()), "EAGLE-3": (Eagle3Network, eagle3_tensors())}[
+        request.param
+    ]
+    checkpoint = Checkpoint(save_head(tmp_path, tensors, llama_config()))
+
+    def head() -> HeadSpeculator:
+        network: Any = kind(checkpoint, target_weights(), 512)
+        return HeadSpeculator("eagle", network, "", VOCABULARY, 2, least_path_probability=0.0)
+
+    return head
+
+
+def undisturbed(head: HeadSpeculator) -> Guesses:
+    client = HeadClient(head, LENGTH)
+    client.context(0, LENGTH - 1)
+    guesses = client.grow()
+    assert len(guesses) == 2 + 4 + 8
+    return guesses
+
+
+def context_in_chunks(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    for start, stop in ((0, 1), (1, 7), (7, 32), (32, 33), (33, PROMPT - 1)):
+        assert client.grow() == {}
+        client.context(start, stop)
+    client.grow()
+    client.commit(LENGTH)
+    return client
+
+
+def context_after_commits(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    client.commit(LENGTH - 5, states=False)
+    client.context(0, 30)
+    assert client.grow() == {}
+    client.commit(LENGTH, states=False)
+    client.context(30, LENGTH - 1)
+    return client
+
+
+def context_twice_and_in_part_again(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    client.context(0, 20)
+    client.context(0, 20)
+    client.grow()
+    client.context(10, 40)
+    client.context(5, 9)
+    client.context(39, PROMPT - 1)
+    client.grow()
+    client.commit(LENGTH - 3)
+    client.context(0, LENGTH - 4)
+    client.commit(LENGTH)
+    return client
+
+
+def states_with_some_commits_only(head: HeadSpeculator, make: Make) -> HeadClient:
+    """States left out of a commit are sent as context."""
+    client = HeadClient(head)
+    client.context(0, PROMPT - 1)
+    client.grow()
+    client.commit(PROMPT + 4, states=False)
+    assert client.grow() == {}
+    client.context(PROMPT - 1, PROMPT + 3)
+    client.grow()
+    client.commit(LENGTH)
+    return client
+
+
+def a_token_at_a_time(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    client.context(0, PROMPT - 1)
+    for length in range(PROMPT + 1, LENGTH + 1):
+        client.grow()
+        client.commit(length)
+    return client
+
+
+def paused(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    client.context(0, PROMPT - 1)
+    client.grow()
+    client.limit(0)
+    client.commit(PROMPT + 2)
+    assert client.grow() == {}
+    client.commit(PROMPT + 5)
+    assert client.grow() == {}
+    client.limit(1000)
+    client.commit(LENGTH)
+    return client
+
+
+def paused_before_the_context_came(head: HeadSpeculator, make: Make) -> HeadClient:
+    client = HeadClient(head)
+    client.limit(0)
+    client.context(0, 30)
+    client.grow()
+    client.commit(PROMPT + 2, states=False)
+    client.limit(1000)
+    client.context(30, PROMPT + 1)
+    client.commit(LENGTH)
+    return client
+
+
+def paused_until_now(head: HeadSpeculator, make: Make) -> HeadClient:
+    """No commit follows the pause: the last root was computed while the head was paused."""
+    client = HeadClient(head)
+    client.context(0, PROMPT - 1)
+    client.limit(0)
+    client.commit(LENGTH)
+    assert client.grow() == {}
+    client.limit(1000)
+    return client
+
+
+def opened_again_elsewhere(head: HeadSpeculator, make: Make) -> HeadClient:
+    before = HeadClient(make())
+    before.context(0, PROMPT - 1)
+    before.grow()
+    before.commit(LENGTH)
+    client = HeadClient(head, LENGTH)
+    client.context(0, LENGTH - 1)
+    return client
+
+
+def opened_again_here(head: HeadSpeculator, make: Make) -> HeadClient:
+    before = HeadClient(head)
+    before.context(0, PROMPT - 1)
+    before.grow()
+    client = HeadClient(head, LENGTH)
+    client.context(0, LENGTH - 1)
+    return client
+
+
+def among_others(head: HeadSpeculator, make: Make) -> HeadClient:
+    client, other, third = HeadClient(head), HeadClient(head, 33, key=2), HeadClient(head, 12, key=3)
+    client.context(0, 20)
+    other.context(0, 32)
+    client.grow()
+    third.context(0, 11)
+    client.context(20, PROMPT - 1)
+    client.grow()
+    other.commit(50)
+    client.commit(LENGTH)
+    return client
+
+
+def after_its_slots_were_taken(head: HeadSpeculator, make: Make) -> HeadClient:
+    """Draft tokens give their slots to another request's tokens; a third request's draft tokens reuse those slots."""
+    client = HeadClient(head)
+    client.context(0, PROMPT - 1)
+    client.grow()
+    crowd = [HeadClient(head, length, key) for key, length in enumerate((LENGTH, LENGTH, 60, 60, 60, 60, 70), 2)]
+    assert not head._free
+    for each in crowd:
+        each.context(0, each.length - 1)
+    client.grow()
+    head.close(crowd.pop().key)
+    client.commit(LENGTH)
+    for each in crowd:
+        head.close(each.key)
+    return client
+
+
+DISTURBED = [
+    context_in_chunks,
+    context_after_commits,
+    context_twice_and_in_part_again,
+    states_with_some_commits_only,
+    a_token_at_a_time,
+    paused,
+    paused_before_the_context_came,
+    paused_until_now,
+    opened_again_elsewhere,
+    opened_again_here,
+    among_others,
+    after_its_slots_were_taken,
+]
+
+
+@pytest.mark.parametrize("disturb", DISTURBED, ids=lambda each: each.__name__)
+def test_a_disturbance_does_not_change_what_a_head_grows(
+    disturb: Callable[[HeadSpeculator, Make], HeadClient], make: Make
+) -> None:
+    """To the last bit. No committed token was drafted before, so all draft tokens are new."""
+    assert disturb(make(), make).grow() == undisturbed(make())
+
+
+class Recorder(Speculator):
+    """Reads the states of three layers and records them by position for each opening.
+
+    It drafts the last token again, so that steps have branches and commits are longer than one token.
+    """
+
+    method = "custom"
+    hidden_state_layers = (0, 4, 9)
+
+    def __init__(self) -> None:
+        self.openings: list[tuple[int, int, list[Tensor]]] = []
+        """(request, number of tokens at the opening, states by position)."""
+        self._known: dict[int, list[Tensor]] = {}
+        self._trees: dict[int, TokenTree] = {}
+
+    def open(self, opening: Opening) -> None:
+        self._known[opening.request_id] = []
+        self._trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+        self.openings.append((opening.request_id, len(opening.tokens), self._known[opening.request_id]))
+
+    def context(self, context: Context) -> None:
+        assert 0 < len(context.hidden_states) <= MAX_HIDDEN_STATES_SENT
+        self._receive(context.request_id, context.base_position, context.hidden_states)
+
+    def commit(self, commit: Commit) -> None:
+        if commit.request_id not in self._trees:
+            return
+        if commit.hidden_states is not None:
+            assert len(commit.hidden_states) == len(commit.tokens)
+            self._receive(commit.request_id, commit.base_position, commit.hidden_states)
+        self._trees[commit.request_id].commit(commit.tokens)
+
+    def close(self, request_id: int) -> None:
+        self._known.pop(request_id, None)
+        self._trees.pop(request_id, None)
+
+    def grow(self) -> dict[int, Growth]:
+        grown = {}
+        for key, tree in self._trees.items():
+            nodes = [tree.add(ROOT, t, -0.2 * i - 0.1) for i, t in self._guesses(tree)]
+            if nodes:
+                grown[key] = tree.growth(nodes)
+        return grown
+
+    def _guesses(self, tree: TokenTree) -> list[tuple[int, int]]:
+        wanted = [tree.tokens[ROOT], (tree.tokens[ROOT] + 1) % VOCABULARY]
+        return [(i, token) for i, token in enumerate(wanted) if tree.child(ROOT, token) is None]
+
+    def _receive(self, key: int, position: int, states: Tensor) -> None:
+        """Raises AssertionError unless these come next."""
+        assert position == len(self._known[key]), f"states of {position} sent, {len(self._known[key])} expected"
+        self._known[key] += states.unbind(0)
+
+
+def submission(name: str, prompt: int, output: int, **options: Any) -> GenerationRequest:
+    tokens = [(7 * i * i + 3 * i) % VOCABULARY for i in range(prompt)]
+    return GenerationRequest(name, tokens, SamplingParams(temperature=0.0, max_tokens=output), **options)
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    return target_model(slots=2048)
+
+
+@dataclass
+class Served:
+    """Requests that an engine has decoded, and the hidden states their drafts received."""
+
+    recorder: Recorder = field(default_factory=Recorder)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    """All, by request, in the order of submission."""
+    cached: int = 0
+    preemptions: int = 0
+
+    def run(self, engine: Engine, *requests: GenerationRequest) -> None:
+        for request in requests:
+            self.tokens[request.request_id] = [*request.prompt, *request.committed]
+            engine.submit(request)
+        while engine.busy:
+            for delta in engine.step():
+                self.tokens[delta.request_id] += delta.tokens
+                self.cached += delta.usage.cached_tokens if delta.usage else 0
+            self.preemptions += engine.last_step.preemptions
+            engine.check_integrity()
+
+    def check(self, model: Model) -> None:
+        """Every opening received the model's states; the last opening of each request all but the last step's.
+
+        Repeated or unordered states raise in `_receive`.
+        """
+        requests = list(self.tokens.values())
+        last = {key: states for key, _, states in self.recorder.openings}
+        for key, tokens in enumerate(requests, 1):
+            assert len(last[key]) >= len(tokens) - 3
+        for key, _, states in self.recorder.openings:
+            expected = undisturbed_states(model, requests[key - 1])
+            assert all(torch.equal(a, b) for a, b in zip(states, expected, strict=False))
+
+
+def undisturbed_states(model: Model, tokens: Sequence[int]) -> Tensor:
+    slot_table = SlotTable()
+    slot_table.slots = list(range(1, len(tokens) + 1))
+    rows = [slot_table.row(token, i) for i, token in enumerate(tokens)]
+    hidden = model.run(rows, [], Recorder.hidden_state_layers).hidden
+    assert hidden is not None
+    return hidden
+
+
+class TestEngine:
+    """Every opening receives the states of every position once, in order and bit for bit."""
+
+    def test_chunked_prefill(self, model: Model) -> None:
+        serve(model, submission("r", 100, 20), max_num_batched_rows=16).check(model)
+
+    def test_prefill_of_other_requests(self, model: Model) -> None:
+        serve(model, *(submission(name, 40 + 9 * i, 20) for i, name in enumerate("abcde"))).check(model)
+
+    @pytest.mark.parametrize("limit", [MAX_HIDDEN_STATES_SENT, 16])
+    def test_after_a_hit_in_the_prefix_cache(self, limit: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """States of cached positions are sent, too; many of them over several steps."""
+        served = Served()
+        target = engine(model, served.recorder)
+        served.run(target, submission("first", 100, 4))
+        monkeypatch.setattr("paceline.engine.engine.MAX_HIDDEN_STATES_SENT", limit)
+        served.run(target, submission("second", 100, 30))
+        assert served.cached >= 64
+        served.check(model)
+
+    def test_after_preemption(self, model: Model) -> None:
+        small = target_model(slots=256)
+        served = serve(small, *(submission(name, 60, 60) for name in "abc"))
+        assert served.preemptions > 0
+        served.check(model)
+
+    @pytest.mark.parametrize("losses", [[1], [3], [9], [2, 3], [4, 8, 12]])
+    @pytest.mark.parametrize("rows", [16, 256])
+    def test_after_a_move_to_another_draft(self, losses: list[int], rows: int, model: Model) -> None:
+        requests = [submission("r", 100, 40), submission("s", 30, 40)]
+        served = serve(model, *requests, losses=losses, max_num_batched_rows=rows)
+        assert len(served.recorder.openings) == len(requests) + len(losses)
+        served.check(model)
+
+    def test_tokens_committed_elsewhere(self, model: Model) -> None:
+        """A target died, and this one goes on."""
+        serve(model, submission("r", 40, 30, committed=[5, 9, 33, 2] * 4)).check(model)
+
+    def test_after_a_pause(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A paused draft receives no states. When it is probed, it receives all missing ones."""
+        monkeypatch.setattr(DraftGate, "PAUSE_LOCAL_BELOW", DraftGate.PAUSE_BELOW)  # it costs next to nothing here
+        recorder = Useless()
+        target = engine(model, recorder, gated=True)
+        target.submit(submission("r", 40, 200))
+        sent = []
+        while target.busy:
+            target.step()
+            sent.append(len(recorder.openings[0][2]))
+        gains = [after - before for before, after in pairwise(sent)]
+        missed = max(len(list(some)) for gain, some in groupby(gains) if gain == 0)
+        assert missed >= DraftGate.MIN_PAUSE_STEPS - 1
+        assert missed <= max(gains)
+
+
+class Useless(Recorder):
+    """Hardly ever drafts the right token."""
+
+    def _guesses(self, tree: TokenTree) -> list[tuple[int, int]]:
+        return [(0, (tree.tokens[ROOT] + 7) % VOCABULARY)] if tree.size == 0 else []
+
+
+def serve(model: Model, *requests: GenerationRequest, losses: Sequence[int] = (), **settings: Any) -> Served:
+    served = Served()
+    served.run(engine(model, served.recorder, losses, **settings), *requests)
+    return served
+
+
+def engine(
+    model: Model, recorder: Recorder, losses: Sequence[int] = (), *, gated: bool = False, **settings: Any
+) -> Engine:
+    """`judged`: whether the draft is paused while it does not pay."""
+    config = SpeculativeConfig(method="custom", speculator="-", num_speculative_tokens=1, row_budget=gated)
+    return Engine(model, EngineConfig(slots=model.slots, **settings), config, Moving(recorder, losses), FREE)

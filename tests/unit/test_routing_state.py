@@ -1,0 +1,338 @@
+"""The gateway's state of its workers: prefixes, sessions, expected costs, loads, and circuit breakers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.config import SamplingParams
+from paceline.core.messages import EngineLoad, GenerationRequest, SpeculationStats
+from paceline.state.acceptance import AcceptanceCounts
+from paceline.state.worker_registry import RegisteredWorker, WorkerRecord
+from paceline_services.gateway.routing.circuit_breaker import (
+    FAILURES,
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    Breaker,
+    BreakerState,
+)
+from paceline_services.gateway.routing.cost_model import (
+    MAX_RETRY_AFTER_S,
+    RequestCostModel,
+)
+from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftWorkers
+from paceline_services.gateway.routing.prefix_index import BLOCK, PrefixIndex, block_hashes
+from paceline_services.gateway.routing.target_load import DELTA_PRECEDENCE_S, LOAD_TTL_S, TargetLoad
+from paceline_services.gateway.routing.target_worker import InFlightRequest, Target
+
+TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@settings(deadline=None)
+@given(sent=st.lists(TOKENS, max_size=4), cut=st.integers(0, 3 * BLOCK), ends=TOKENS, which=st.integers(0, 3))
+def test_the_longest_beginning_that_was_sent_is_known(
+    sent: list[list[int]], cut: int, ends: list[int], which: int
+) -> None:
+    prefixes = PrefixIndex(10_000)
+    for each in sent:
+        prefixes.add(block_hashes(each))
+    prompt = (sent[which][:cut] if which < len(sent) else []) + ends
+    longest = max((common(each, prompt) // BLOCK * BLOCK for each in sent), default=0)
+    assert prefixes.cached_tokens(block_hashes(prompt)) == longest
+
+
+@settings(deadline=None)
+@given(tokens=TOKENS, cut=st.integers(0, 3 * BLOCK))
+def test_a_chain_can_be_continued(tokens: list[int], cut: int) -> None:
+    assert block_hashes(tokens, block_hashes(tokens[:cut])) == block_hashes(tokens)
+
+
+@settings(deadline=None)
+@given(tokens=TOKENS, cut=st.integers(0, 3 * BLOCK), salts=st.lists(st.sampled_from(["", "a", "b"]), min_size=2))
+def test_texts_with_different_salts_share_nothing(tokens: list[int], cut: int, salts: list[str]) -> None:
+    sent, asked = salts[:2]
+    prefixes = PrefixIndex(10_000)
+    prefixes.add(block_hashes(tokens, block_hashes(tokens[:cut], salt=sent), sent))
+    known = len(tokens) // BLOCK * BLOCK if asked == sent else 0
+    assert prefixes.cached_tokens(block_hashes(tokens, salt=asked)) == known
+
+
+def test_the_same_block_after_another_beginning_is_another_one() -> None:
+    prefixes = PrefixIndex(10_000)
+    prefixes.add(block_hashes([1] * BLOCK + [2] * BLOCK))
+    assert prefixes.cached_tokens(block_hashes([2] * BLOCK)) == 0
+    assert prefixes.cached_tokens(block_hashes([3] * BLOCK + [2] * BLOCK)) == 0
+
+
+def test_what_was_not_used_for_longest_is_forgotten_ends_before_beginnings() -> None:
+    prefixes = PrefixIndex(4 * BLOCK)
+    old, new = block_hashes([1] * 3 * BLOCK), block_hashes([2] * 2 * BLOCK)
+    prefixes.add(old)
+    prefixes.add(new)
+    assert len(prefixes) == 4
+    assert prefixes.cached_tokens(new) == 2 * BLOCK
+    assert prefixes.cached_tokens(old) == 2 * BLOCK
+    prefixes.add(block_hashes([3] * 4 * BLOCK))
+    assert prefixes.cached_tokens(old) == prefixes.cached_tokens(new) == 0
+
+
+def test_requests_are_expected_to_generate_as_much_as_earlier_ones_within_their_limit() -> None:
+    costs = RequestCostModel()
+    for _ in range(200):
+        costs.record_request(prompt_rows=100, output_tokens=20)
+    assert costs.expected_output_tokens(1000) == pytest.approx(20)
+    assert costs.expected_output_tokens(5) == 5
+    assert costs.rows.value == pytest.approx(120)
+
+
+def test_the_throughput_is_measured_while_requests_are_in_flight() -> None:
+    costs = RequestCostModel()
+    for second in range(40):
+        costs.measure_throughput(float(second), busy=True)
+        costs.record_rows(50.0)
+    assert costs.rows_per_s == pytest.approx(50.0)
+    for second in range(40, 400):
+        costs.measure_throughput(float(second), busy=False)
+    assert costs.rows_per_s == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "rows_per_s", "seconds"),
+    [(1000, 0.0, 1), (0, 1000.0, 1), (1010, 500.0, 3), (0, 100.0, 3), (10**9, 1.0, MAX_RETRY_AFTER_S)],
+)
+def test_retry_after_is_whole_seconds_and_at_least_one_request_s_rows(
+    rows: float, rows_per_s: float, seconds: int
+) -> None:
+    assert RequestCostModel(rows_per_s=rows_per_s).retry_after_s(rows) == seconds
+
+
+@dataclass
+class Link:
+    """The attributes of a link that `Target` reads."""
+
+    description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024))
+    load: EngineLoad | None = None
+    lost: bool = False
+    draining: bool = False
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def linked_target(link: Link, clock: Clock, **heartbeat: float) -> Target:
+    record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
+    return Target(record, link, heartbeat=heartbeat, load=TargetLoad(clock))  # type: ignore[arg-type]
+
+
+def in_flight(target: Target, costs: RequestCostModel, prompt: int = 2, max_tokens: int = 10) -> InFlightRequest:
+    request = GenerationRequest("r", [1] * prompt, SamplingParams(max_tokens=max_tokens))
+    return InFlightRequest(target, request, [], costs)
+
+
+@settings(deadline=None)
+@given(prompt=st.integers(1, 500), max_tokens=st.integers(1, 500), arriving=st.lists(st.integers(1, 9), max_size=200))
+def test_the_rows_left_of_a_request_fall_to_one_and_are_what_its_target_has_to_compute(
+    prompt: int, max_tokens: int, arriving: list[int]
+) -> None:
+    target, costs = linked_target(Link(), Clock()), RequestCostModel()
+    with in_flight(target, costs, prompt, max_tokens) as request:
+        assert target.rows_before_first_token == request.rows_left == prompt + costs.expected_output_tokens(max_tokens)
+        for count in arriving:
+            before = request.rows_left
+            request.add_tokens([1] * count)
+            assert 1.0 <= request.rows_left <= before
+            assert target.expected_rows(costs) == request.rows_left
+            assert target.rows_before_first_token == 0.0
+    assert not target.requests
+    assert not target.without_first_token
+
+
+def test_own_requests_are_not_counted_as_other_gateways_after_they_have_ended(clock: Clock) -> None:
+    """Otherwise every further request would go to the other target, and from there all back again."""
+    link, costs = Link(), RequestCostModel()
+    target, usual = linked_target(link, clock, running=3.0), costs.rows.value
+    assert target.expected_rows(costs) == 3 * usual
+    with ExitStack() as stack:
+        requests = [stack.enter_context(in_flight(target, costs)) for _ in range(5)]
+        target.update_heartbeat({"running": 8.0, "beat": 1})
+        assert target.expected_rows(costs) == 3 * usual + sum(each.rows_left for each in requests)
+        link.load = EngineLoad(running=6, waiting=1, free_slots=0, rows=0, step_s=0.0)
+        requests[-1].add_tokens([1])
+        target.update_heartbeat({"running": 99.0, "beat": 2})
+        own = sum(each.rows_left for each in requests)
+        assert target.expected_rows(costs) == 2 * usual + own, "a delta is newer than a heartbeat soon after it"
+    target.update_from_link()
+    assert target.expected_rows(costs) == 2 * usual, "a load counts when it arrives, not when it is read"
+    target.update_heartbeat({"running": 99.0, "beat": 3})
+    assert target.expected_rows(costs) == 2 * usual, "this heartbeat was sent before the requests had ended"
+    clock.now += DELTA_PRECEDENCE_S
+    target.update_heartbeat({"running": 99.0, "beat": 3})
+    assert target.expected_rows(costs) == 2 * usual, "an old heartbeat, read again"
+    target.update_heartbeat({"running": 4.0, "waiting": 1.0, "beat": 4})
+    assert target.expected_rows(costs) == 5 * usual
+
+
+def test_a_load_that_is_not_refreshed_expires(clock: Clock) -> None:
+    """Redis fails while other gateways have filled the queue: this gateway would refuse requests until it is back."""
+    target = linked_target(Link(), clock, running=8.0, waiting=50.0)
+    clock.now += LOAD_TTL_S - 1.0
+    assert target.waiting == 50.0
+    target.update_heartbeat({"running": 8.0, "waiting": 40.0, "beat": 1})
+    clock.now += LOAD_TTL_S - 1.0
+    assert target.waiting == 40.0
+    clock.now += 1.0
+    assert (target.waiting, target.expected_rows(RequestCostModel())) == (0.0, 0.0)
+    with in_flight(target, RequestCostModel()):
+        assert target.waiting == 1.0, "its own request"
+
+
+@pytest.fixture
+def breaker(clock: Clock) -> Breaker:
+    return Breaker(clock)
+
+
+def opened(breaker: Breaker) -> Breaker:
+    for _ in range(FAILURES):
+        breaker.on_failure()
+    return breaker
+
+
+def test_failures_open_only_in_a_row(breaker: Breaker) -> None:
+    for _ in range(3):
+        for _ in range(FAILURES - 1):
+            breaker.on_failure()
+        breaker.on_success()
+    assert breaker.state == BreakerState.CLOSED
+    assert opened(breaker).state == BreakerState.OPEN
+    assert not breaker.allows
+
+
+def test_one_request_probes_while_others_wait(breaker: Breaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += FIRST_PAUSE_S
+    assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, True)
+    breaker.on_sent()
+    assert not breaker.allows
+    breaker.on_abandoned()
+    assert breaker.allows
+    breaker.on_sent()
+    breaker.on_first_token()
+    assert (breaker.state, breaker.allows) == (BreakerState.CLOSED, True)
+
+
+def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clock: Clock) -> None:
+    opened(breaker)
+    pauses = []
+    for _ in range(9):
+        pauses.append(breaker.opens_in_s)
+        clock.now += breaker.opens_in_s
+        breaker.on_sent()
+        breaker.on_failure()
+    assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(9)]
+
+
+def test_an_answer_that_ends_badly_opens_again_for_longer_and_a_good_end_forgives(
+    breaker: Breaker, clock: Clock
+) -> None:
+    opened(breaker)
+    clock.now += FIRST_PAUSE_S
+    breaker.on_sent()
+    breaker.on_first_token()
+    breaker.on_failure()
+    assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
+    clock.now += 2 * FIRST_PAUSE_S
+    breaker.on_sent()
+    breaker.on_first_token()
+    breaker.on_success()
+    breaker.on_failure()
+    assert breaker.state == BreakerState.CLOSED
+    assert opened(breaker).opens_in_s == FIRST_PAUSE_S
+
+
+def test_failures_while_open_do_not_prolong_the_pause(breaker: Breaker, clock: Clock) -> None:
+    opened(breaker)
+    clock.now += FIRST_PAUSE_S / 2
+    breaker.on_failure()
+    assert breaker.opens_in_s == FIRST_PAUSE_S / 2
+
+
+def drafts(recorded: list[tuple[str, AcceptanceCounts]] | None = None, model: str = "small") -> DraftWorkers:
+    """Three workers: two of one kind, and a lookup."""
+    names = {"one": ("draft_model", model), "two": ("draft_model", model), "lookup": ("ngram", "")}
+    pool = DraftWorkers(lambda kind, acceptance: (recorded if recorded is not None else []).append((kind, acceptance)))
+    pool.update_workers(
+        [
+            RegisteredWorker(WorkerRecord("draft", name, f"{name}:1", model_, method, "", 0.0), {"requests": 0.0})
+            for name, (method, model_) in names.items()
+        ]
+    )
+    return pool
+
+
+def stats(*served: str, drafted: int = 10, accepted: int = 5) -> SpeculationStats:
+    return SpeculationStats([drafted], [accepted], drafted_tokens=drafted, verifications=drafted, drafts=list(served))
+
+
+def test_the_acceptance_of_a_kind_decides_the_order() -> None:
+    recorded: list[tuple[str, AcceptanceCounts]] = []
+    pool = drafts(recorded)
+    pool.record_request(pool.order(greedy=True), stats("one", accepted=8), greedy=True)
+    [(kind, acceptance)] = recorded
+    assert kind in pool.kinds()
+    assert acceptance.acceptance_length == 0.8
+    pool.update_acceptance(kind, sum([acceptance] * int(MIN_VERIFICATIONS), AcceptanceCounts()))
+    lookup = AcceptanceCounts(MIN_VERIFICATIONS, [MIN_VERIFICATIONS], [0.1 * MIN_VERIFICATIONS])
+    pool.update_acceptance("ngram  greedy", lookup)
+    drafts_in_order = [pool.order(greedy=True) for _ in range(4)]
+    assert all(order[2] == "lookup:1" for order in drafts_in_order)
+    assert {order[0] for order in drafts_in_order} == {"one:1", "two:1"}
+    assert "lookup:1" in {pool.order(greedy=False)[0] for _ in range(4)}  # of sampled requests nothing is known
+
+
+def test_a_request_with_several_drafts_counts_for_no_kind_but_shows_which_failed() -> None:
+    recorded: list[tuple[str, AcceptanceCounts]] = []
+    pool = drafts(recorded)
+    for _ in range(FAILURES):
+        pool.record_request(["one:1", "two:1"], stats("one", "two"), greedy=True)
+    assert recorded == []
+    assert pool.breakers["one:1"].state == BreakerState.OPEN
+    assert pool.breakers["two:1"].state == BreakerState.CLOSED
+    assert all(pool.order(greedy=True)[-1] == "one:1" for _ in range(20))
+
+
+def test_a_draft_that_targets_pass_over_has_failed() -> None:
+    pool = drafts()
+    for _ in range(FAILURES):
+        pool.record_request(["one:1", "two:1", "lookup:1"], stats("two"), greedy=True)
+    states = {address: breaker.state for address, breaker in pool.breakers.items()}
+    assert states == {"one:1": BreakerState.OPEN, "two:1": BreakerState.CLOSED, "lookup:1": BreakerState.CLOSED}
+
+
+def test_requests_without_drafts_or_statistics_blame_no_draft() -> None:
+    pool = drafts()
+    for _ in range(FAILURES):
+        pool.record_request(pool.order(greedy=True), None, greedy=True)
+        pool.record_request(pool.order(greedy=True), stats(), greedy=True)
+        pool.record_request([], stats("local"), greedy=True)
+        pool.record_request(["gone:1"], stats("gone"), greedy=True)
+    assert all(breaker.state == BreakerState.CLOSED for breaker in pool.breakers.values())

@@ -1,0 +1,72 @@
+"""The acceptance counts of a target's steps, from which another target starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from paceline.config import SamplingParams
+from paceline.core.messages import Delta, GenerationRequest, SpeculationStats, TargetDescription
+from paceline.core.policy.calibration import Calibration
+from paceline.state import AcceptanceRecorder, RequestAcceptance, StateStore, open_store
+from paceline.state.memory_store import MemoryAcceptance
+from paceline.state.redis_availability import RedisAvailability
+from paceline.telemetry.step_stats import StepStats
+from paceline.telemetry.target_metrics import TargetMetrics
+from paceline_services.target.stat_logger import StatLogger
+
+DESCRIPTION = TargetDescription("t", "m", "f", 64, 512, 256, rows_invariant=True, eos_token_ids=(), method="ngram")
+
+
+async def record(store: StateStore, steps: Sequence[StepStats]) -> None:
+    async with store.recorder() as recorder:
+        stats = StatLogger(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
+        stats.observe(steps)
+        await stats.run_once()
+
+
+def step(*samples: tuple[int, bool]) -> StepStats:
+    stats = SpeculationStats()
+    stats.record(len(samples), 1, any(hit for _, hit in samples))
+    return StepStats(0.01, 8, 1, 0, 256, speculation=stats, calibration_samples=samples)
+
+
+async def test_calibration_is_restored_from_recorded_counts() -> None:
+    first, second, known = Calibration(), Calibration(), -0.9
+    cells = [
+        (Calibration().cache[known, rank, depth][0], hit)
+        for rank, depth, hit in [(0, 1, True), (1, 1, False), (0, 9, False)]
+    ]
+    for cell, hit in cells * 20:
+        first.observe(cell, hit)
+    async with open_store(None) as store:
+        await record(store, [step(*cells)] * 20)
+        totals = await store.acceptance.acceptance("m", "ngram")
+    second.seed(totals.cell_drafted, totals.cell_accepted)
+    for rank, depth in [(0, 1), (1, 1), (0, 9), (2, 2)]:
+        assert second.cache[known, rank, depth] == pytest.approx(first.cache[known, rank, depth])
+    assert [share for share in totals.calibration() if share is not None] == pytest.approx([1 / 3])
+
+
+async def test_a_running_requests_acceptance_is_saved_and_then_removed() -> None:
+    saved: list[Mapping[str, RequestAcceptance | None]] = []
+
+    class Store(MemoryAcceptance):
+        async def save_requests(self, requests: Mapping[str, RequestAcceptance | None]) -> None:
+            saved.append(requests)
+
+    recorder = AcceptanceRecorder(Store(), RedisAvailability(), interval_s=3600.0)
+    books = StatLogger(DESCRIPTION, recorder, TargetMetrics(CollectorRegistry(), "m", 256))
+    books.submitted("engine's id", GenerationRequest("r", [1], SamplingParams()))
+    books.committed(Delta("engine's id", tokens=[5]))  # without statistics
+    books.committed(Delta("engine's id", tokens=[6], speculation=step((0, True)).speculation))
+    await recorder.run_once()
+    books.finished("engine's id")
+    await recorder.run_once()
+    [running], [ended] = (list(requests.items()) for requests in saved)
+    assert running[1] is not None
+    assert (running[0], running[1].model, running[1].speculator) == ("r", "m", "ngram")
+    assert (running[1].drafted_by_depth, running[1].accepted_by_depth) == ([1], [1])
+    assert ended == ("r", None)
