@@ -12,7 +12,7 @@ import torch
 
 from paceline.config import MAPPING_HINT, EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs, SpeculationStats, Timings
-from paceline.drafting import build_model_free, build_speculator, complete_config
+from paceline.drafting import build_lookups, build_speculator, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.model import limit_torch_threads, load
@@ -84,9 +84,9 @@ class LLM:
 
     def _create_engine(self, speculation: SpeculativeConfig) -> None:
         drafting = self._drafting(speculation, self.config)
-        model_free = [LocalDraftClient(each) for each in build_model_free(speculation)]
+        model_free = [LocalDraftClient(each) for each in build_lookups(speculation)]
         self.speculation = speculation
-        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, beside=model_free)
+        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, lookups=model_free)
 
     def generate(
         self,

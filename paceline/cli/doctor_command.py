@@ -23,7 +23,7 @@ from rich.table import Table
 from paceline.cli import served_measurement
 from paceline.cli.progress import progress
 from paceline.cli.terminal_bars import bar, columns
-from paceline.config import MODEL_FREE, EngineConfig, SpeculativeConfig
+from paceline.config import LOOKUP_METHODS, EngineConfig, SpeculativeConfig
 from paceline.doctor import default_prompts
 from paceline.doctor.advice import Advice
 from paceline.doctor.candidates import candidates
@@ -93,7 +93,7 @@ def _here(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -
 
 def _served(console: Console, options: DoctorOptions, prompts: Sequence[Prompt]) -> Diagnosis:
     assert options.url is not None
-    trained = not options.given or options.given[0].method not in MODEL_FREE
+    trained = not options.given or options.given[0].method not in LOOKUP_METHODS
     count = served_measurement.prompt_count(prompts, options.temperatures)
     with progress(console, "prompts, plain and speculative in turns", count) as done:
         measured = served_measurement.measure(

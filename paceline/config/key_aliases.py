@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from paceline.config.method_names import DETECT, MAX_DEPTH, METHODS, MODEL_FREE, STACKS, SUFFIX_DEPTH
+from paceline.config.method_names import DETECT, LOOKUP_METHODS, MAX_DEPTH, METHODS, STACKS, SUFFIX_DEPTH
 
 Data = Mapping[str, Any]
 
@@ -82,7 +82,7 @@ def _method_list(data: Data) -> Data:
         methods = data.get(key)
         if isinstance(methods, (list, tuple)):
             names = [METHOD_ALIASES.get(str(name), str(name)) for name in methods]
-            others = [name for name in names if name not in MODEL_FREE]
+            others = [name for name in names if name not in LOOKUP_METHODS]
             if not names or len(others) > 1:
                 raise ValueError(STACKS)
             if data.get("beside"):

@@ -69,17 +69,17 @@ NEEDED_KEYS = {
 
 HEADS = tuple(name for name, method in METHODS.items() if method.kind == "head")
 MODEL_METHODS = tuple(name for name, method in METHODS.items() if method.kind == "model")
-MODEL_FREE = tuple(name for name, method in METHODS.items() if method.kind == "lookup")
+LOOKUP_METHODS = tuple(name for name, method in METHODS.items() if method.kind == "lookup")
 METHODS_READ_FROM_CHECKPOINT = (AUTO, DETECT, *(name for name, method in METHODS.items() if method.completed))
 """Methods that `paceline.drafting.complete_config` changes or completes."""
 
 if TYPE_CHECKING:  # a type checker cannot evaluate the table
     Method = str
-    ModelFree = str
+    LookupMethod = str
 else:
     Method = Literal["none", AUTO, DETECT, *METHODS, POOL]
-    ModelFree = Literal[MODEL_FREE]
-Strategy = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
+    LookupMethod = Literal[LOOKUP_METHODS]
+StrategyName = Literal["coupled", "greedy", "residual", "typical-acceptance", "logit-comparison"]
 VocabularyMappingName = Literal["none", "intersection", "strings"]
 MAPPING_HINT = 'or set "vocabulary_mapping" to "intersection" or "strings"'
 """Advice for a draft whose vocabulary differs from the target's."""

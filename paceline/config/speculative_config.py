@@ -19,9 +19,9 @@ from paceline.config.method_names import (
     POOL,
     STACKS,
     SUFFIX_DEPTH,
+    LookupMethod,
     Method,
-    ModelFree,
-    Strategy,
+    StrategyName,
     VocabularyMappingName,
 )
 from paceline.config.settings import Settings
@@ -55,7 +55,7 @@ class SpeculativeConfig(Settings):
         "without `model` a method that fits the target, and suffix and ngram beside it; pool: for a target, the method "
         "of its draft workers",
     )
-    beside: tuple[ModelFree, ...] = Field(
+    beside: tuple[LookupMethod, ...] = Field(
         (),
         description="more methods, which draft inside the target; also set by a list of methods, such as "
         '["ngram", "suffix", "draft_model"]',
@@ -82,7 +82,7 @@ class SpeculativeConfig(Settings):
         validation_alias=AliasChoices("max_tree_nodes", "speculative_num_draft_tokens"),
         description="most nodes of one request verified in one step",
     )
-    rejection_sampling_strategy: Strategy = "coupled"
+    rejection_sampling_strategy: StrategyName = "coupled"
     block_verification: bool = Field(False, description="residual: accept the draft tokens of a chain jointly")
     posterior_threshold: float = Field(
         0.09, gt=0.0, lt=1.0, description="typical-acceptance: accept draft tokens with a larger target probability"

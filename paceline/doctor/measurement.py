@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from paceline.config import MODEL_FREE, MODEL_METHODS, SamplingParams, SpeculativeConfig
+from paceline.config import LOOKUP_METHODS, MODEL_METHODS, SamplingParams, SpeculativeConfig
 from paceline.doctor.candidates import CandidateMethod
 from paceline.doctor.draft_memory import MemoryNeed, memory_need
 from paceline.doctor.measurements import MeasuredAcceptance, MeasuredCompletion, MethodFacts, MethodMeasurement, Speed
@@ -153,7 +153,7 @@ def acceptance(temperature: float, completions: Sequence[Completion]) -> Measure
 def facts_of(target: LLM, config: SpeculativeConfig, position_limit: int, *, bare: bool) -> MethodFacts:
     """`bare`: whether the prompts lack the model's chat template."""
     config = complete_config(config, target.model.name)
-    trained = config.method not in MODEL_FREE
+    trained = config.method not in LOOKUP_METHODS
     if config.method not in MODEL_METHODS or config.model is None:
         return MethodFacts(trained, bare_prompts=bare, position_limit=position_limit)
     draft = Tokenizer.load(config.model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from paceline.config import METHODS, METHODS_READ_FROM_CHECKPOINT, SpeculativeConfig
 from paceline.drafting.method_registry import (
     TargetPartsProvider,
-    build_model_free,
+    build_lookups,
     build_speculator,
     hidden_state_layers,
     method_hook,
@@ -21,7 +21,7 @@ __all__ = [
     "Opening",
     "Speculator",
     "TargetPartsProvider",
-    "build_model_free",
+    "build_lookups",
     "build_speculator",
     "complete_config",
     "hidden_state_layers",

@@ -94,7 +94,7 @@ def build_speculator(
     return speculator
 
 
-def build_model_free(config: SpeculativeConfig) -> list[Speculator]:
+def build_lookups(config: SpeculativeConfig) -> list[Speculator]:
     """The speculators of `config.beside`, which draft in the target's process."""
     if not config.enabled:
         return []

@@ -74,7 +74,7 @@ class CostAwareSchedule:
 
     @property
     def min_path_probability(self) -> float:
-        return self._min_path_probability.min_path_probability
+        return self._min_path_probability.value
 
     def observe_unverified(self, path_probability: float) -> bool:
         return self._min_path_probability.observe(path_probability)

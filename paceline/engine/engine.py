@@ -64,13 +64,13 @@ class Engine:
         drafting: DraftClient,
         cost: RowCost,
         clock: Clock = time.perf_counter,
-        beside: Sequence[DraftClient] = (),
+        lookups: Sequence[DraftClient] = (),
         grammars: GrammarCompiler | None = None,
     ) -> None:
-        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `beside`: lookup drafts, which draft for
+        """`cost`: of a pass, by `paceline.model.row_probe.measure_row_cost`. `lookups`: lookup drafts, which draft for
         every request. `grammars`: default by the model's name."""
         self.model = model
-        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(beside))
+        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(lookups))
         self.calibrations = {(source, greedy): Calibration() for source in sources for greedy in (True, False)}
         """By source, and by whether the request is greedy: noise changes what a draft's probabilities mean."""
         self.hidden_layers = tuple(drafting.hidden_state_layers)
@@ -91,7 +91,7 @@ class Engine:
         self._drafting = drafting
         self._draft_manager = DraftManager(
             drafting,
-            beside,
+            lookups,
             speculation.rejection_sampling_strategy,
             make_draft_schedule(drafting.concurrent, lockstep, self._cost, clock),
             model.vocabulary_size,

@@ -48,7 +48,7 @@ from paceline.cli.progress import progress, results_kept_on_interrupt
 from paceline.config import SamplingParams, SpeculativeConfig
 from paceline.core.growth import Growth, GrowthBatch
 from paceline.core.messages import GenerationRequest
-from paceline.drafting import build_model_free, build_speculator, complete_config
+from paceline.drafting import build_lookups, build_speculator, complete_config
 from paceline.drafting.draft_loop import DraftUpdate
 from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
@@ -417,9 +417,9 @@ def _engine(llm: LLM, config: SpeculativeConfig, stopwatch: Stopwatch) -> tuple[
     if speculator is not None:
         drafting = TimedCalls(RemoteDrafting(loopback), DRAFT_CALLS, stopwatch, "wire")  # type: ignore[arg-type]
         loopback.connect(speculator)
-    beside = [LocalDraftClient(each) for each in build_model_free(config)]
+    lookups = [LocalDraftClient(each) for each in build_lookups(config)]
     model: Any = TimedCalls(llm.model, ["run"], stopwatch, "pass")
-    return Engine(model, llm.config, config, drafting, llm.cost, beside=beside), loopback
+    return Engine(model, llm.config, config, drafting, llm.cost, lookups=lookups), loopback
 
 
 def _models(size: str, method: str, folder: Path) -> tuple[str, SpeculativeConfig]:

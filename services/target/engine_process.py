@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
-from paceline.drafting import build_model_free, complete_config
+from paceline.drafting import build_lookups, complete_config
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -52,8 +52,8 @@ def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation:
     model = load_model(model_name, config)
     drafting = build_drafting(model, pipe, speculation, config)
     cost = measure_row_cost(model, config.max_num_batched_rows)
-    beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
-    return Engine(model, config, speculation, drafting, cost, beside=beside)
+    lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
+    return Engine(model, config, speculation, drafting, cost, lookups=lookups)
 
 
 def load_model(name: str, config: EngineConfig) -> Model:

@@ -83,14 +83,14 @@ def engine(
     model: Model,
     source: DraftClient,
     *,
-    beside: Sequence[DraftClient] = (),
+    lookups: Sequence[DraftClient] = (),
     depth: int = 4,
     nodes: int = 16,
     **settings: int,
 ) -> Engine:
     config = EngineConfig(slots=max(model.slots, 256), **settings)
     speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=depth, max_tree_nodes=nodes)
-    return Engine(model, config, speculation, source, FREE, beside=beside)
+    return Engine(model, config, speculation, source, FREE, lookups=lookups)
 
 
 def submissions() -> list[GenerationRequest]:
@@ -155,12 +155,12 @@ def accepted(target: Engine, source: int) -> float:
 @pytest.mark.parametrize("method", ["draft_model", "liar"])
 @pytest.mark.parametrize("beside", [("ngram",), ("suffix", "ngram")])
 def test_several_drafts_of_one_tree_change_no_token(
-    plain: dict[str, Delta], dtype: torch.dtype, method: str, beside: Sequence[str]
+    plain: dict[str, Delta], dtype: torch.dtype, method: str, lookups: Sequence[str]
 ) -> None:
-    others = [drafting(name, dtype, 2, 6) for name in beside]
-    target = engine(llama(dtype), drafting(method, dtype, 3, 6), beside=others, depth=6, nodes=24)
+    others = [drafting(name, dtype, 2, 6) for name in lookups]
+    target = engine(llama(dtype), drafting(method, dtype, 3, 6), lookups=others, depth=6, nodes=24)
     assert same(run(target, submissions()), plain)
-    sources = range(OWN_DRAFT_SOURCE + 1, OWN_DRAFT_SOURCE + 1 + len(beside))
+    sources = range(OWN_DRAFT_SOURCE + 1, OWN_DRAFT_SOURCE + 1 + len(lookups))
     assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
     assert sum(accepted(target, source) for source in sources) > 0, "what the other one does not find"
     assert method == "liar" or accepted(target, OWN_DRAFT_SOURCE) > 5, "and what the other one guesses"
@@ -169,7 +169,7 @@ def test_several_drafts_of_one_tree_change_no_token(
 def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
     """The acceptance rates of a bad and a good draft are learned apart."""
     others = [drafting(name, dtype, 2, 6) for name in ("liar", "perfect")]
-    target = engine(llama(dtype), drafting("ngram", dtype, 2, 6), beside=others, depth=6, nodes=24)
+    target = engine(llama(dtype), drafting("ngram", dtype, 2, 6), lookups=others, depth=6, nodes=24)
     run(target, submissions())
 
     def share(source: int) -> float:
@@ -181,7 +181,7 @@ def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
 
 def test_a_repeated_request_is_drafted_from_its_first_output(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
-    target = engine(llama(dtype), NoDraftClient(), beside=others, depth=6, nodes=24)
+    target = engine(llama(dtype), NoDraftClient(), lookups=others, depth=6, nodes=24)
     run(target, submissions())
     first = accepted(target, OWN_DRAFT_SOURCE + 2)
     assert same(run(target, submissions()), plain)

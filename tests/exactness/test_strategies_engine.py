@@ -52,9 +52,9 @@ def table(disagreement: float = 0.0) -> TableModel:
     return TableModel(SIZE, 1024, 1024, disagreement)
 
 
-def engine(model: Model, drafting: DraftClient, keys: dict[str, object], beside: Sequence[DraftClient] = ()) -> Engine:
+def engine(model: Model, drafting: DraftClient, keys: dict[str, object], lookups: Sequence[DraftClient] = ()) -> Engine:
     speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
-    return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, beside=beside)
+    return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, lookups=lookups)
 
 
 def submissions(count: int, length: int = LENGTH, **settings: float) -> list[GenerationRequest]:
@@ -115,8 +115,8 @@ def test_residual_has_the_targets_distribution(
         "ngram": NGramSpeculator(1, 3, 1),
         "both": DraftModelSpeculator(table(0.5), 1),
     }
-    beside = [LocalDraftClient(NGramSpeculator(1, 3, 1))] if method == "both" else []
-    target = engine(table(), LocalDraftClient(drafts[method]), keys, beside)
+    lookups = [LocalDraftClient(NGramSpeculator(1, 3, 1))] if method == "both" else []
+    target = engine(table(), LocalDraftClient(drafts[method]), keys, lookups)
     results = run(target, submissions(800, **settings), together=40)
     distribution = distribution_after(table(), SamplingParams(**settings), LENGTH)
     assert tail([result.tokens for result in results.values()], distribution) > SIGNIFICANCE

@@ -68,7 +68,7 @@ def test_one_draw_for_the_root_and_each_verified_node(tree: TokenTree, draws: li
 
 
 def test_every_configurable_strategy_exists() -> None:
-    assert set(STRATEGIES) == set(get_args(config.Strategy))
+    assert set(STRATEGIES) == set(get_args(config.StrategyName))
 
 
 def test_promises_of_strategies() -> None:

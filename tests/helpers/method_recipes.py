@@ -72,7 +72,7 @@ def _stateless(method: str) -> Callable[[Path], Recipe]:
     return recipe
 
 
-def _modelless(**config: Any) -> Callable[[Path], Recipe]:
+def _without_model(**config: Any) -> Callable[[Path], Recipe]:
     return lambda folder: Recipe(save_checkpoint(folder), config)
 
 
@@ -96,9 +96,9 @@ RECIPES: Mapping[str, Callable[[Path], Recipe]] = {
     ),
     "eagle": _head(lambda folder: save_head(folder, eagle_tensors(), llama_config(vocab_size=VOCABULARY))),
     "mtp": lambda folder: Recipe(save_mtp_target(folder, "mimo", layer_tensors("mimo")), {}),
-    "suffix": _modelless(),
-    "ngram": _modelless(),
-    "custom_class": _modelless(speculator="tests.helpers.method_recipes.custom_speculator"),
+    "suffix": _without_model(),
+    "ngram": _without_model(),
+    "custom_class": _without_model(speculator="tests.helpers.method_recipes.custom_speculator"),
     "extract_hidden_states": _extraction,
 }
 """By method, and behind it the variant."""

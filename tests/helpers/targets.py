@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.messages import Delta, GenerationRequest, TargetDescription
 from paceline.core.policy.step_cost import RowCost
-from paceline.drafting import build_model_free
+from paceline.drafting import build_lookups
 from paceline.engine.draft_client import LocalDraftClient
 from paceline.engine.engine import Engine
 from paceline.engine.engine_loop import EngineLoop
@@ -79,8 +79,8 @@ async def target_worker(
     async with joined() as (connection, pipe):
         drafting = RemoteDrafting(pipe)
         speculation = speculation or SpeculativeConfig()
-        beside = [LocalDraftClient(each) for each in build_model_free(speculation)]
-        engine = Engine(model, config, speculation, drafting, FREE, beside=beside)
+        lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
+        engine = Engine(model, config, speculation, drafting, FREE, lookups=lookups)
         requests = RequestLog()
         servicer = TargetServicer(described(model), requests, connection.send)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))

@@ -120,7 +120,7 @@ def engine(
     *,
     model: TableModel | None = None,
     row_budget: bool = True,
-    beside: Sequence[DraftClient] = (),
+    lookups: Sequence[DraftClient] = (),
     nodes: int = 8,
     strategy: Any = "coupled",
     schedule: Any = "streamed",
@@ -139,7 +139,7 @@ def engine(
         ),
         drafting,
         FREE,
-        beside=beside,
+        lookups=lookups,
     )
 
 
@@ -512,7 +512,7 @@ class TestCalibration:
     def test_every_draft_of_a_node_observes_it(self) -> None:
         """Also a draft whose log-probability does not count."""
         expected = served(engine(NoDraftClient()), submission("a", 5, output=self.LONG))["a"].tokens
-        target = engine(Overrated(expected), beside=[Overrated(expected)])
+        target = engine(Overrated(expected), lookups=[Overrated(expected)])
         recordings = {key: Recording() for key in target.calibrations}
         target.calibrations.update(recordings)
         steps: list[StepStats] = []
@@ -700,7 +700,7 @@ class TestEnds:
     def test_drafts_get_the_last_tokens_before_the_close(self, output: int) -> None:
         """The request's own draft and lookup drafts get the same messages."""
         own, lookup = RecordingScript(), RecordingScript()
-        target = engine(own, beside=[lookup])
+        target = engine(own, lookups=[lookup])
         result = served(target, submission("a", 5, output=output))["a"]
         for each in (own, lookup):
             assert [what for what, _ in each.sent] == ["commit"] * output + ["close"]

@@ -148,15 +148,15 @@ class TestMinPathProbability:
     def test_with_spare_rows_the_limit_is_0(self) -> None:
         limit = MinPathProbability()
         assert not any(limit.observe(0.0) for _ in range(100))
-        assert limit.min_path_probability == 0.0
+        assert limit.value == 0.0
 
     def test_it_follows_unverified_nodes_in_few_changes(self) -> None:
         limit = MinPathProbability()
         changes = [step for step in range(200) if limit.observe(0.5)]
-        assert 0.25 * MinPathProbability.MARGIN < limit.min_path_probability < MinPathProbability.MARGIN
+        assert 0.25 * MinPathProbability.MARGIN < limit.value < MinPathProbability.MARGIN
         assert len(changes) < 6
         changes_back = [step for step in range(200) if limit.observe(0.0)]
-        assert limit.min_path_probability < 1e-3
+        assert limit.value < 1e-3
         assert len(changes_back) < 12
 
     def test_small_changes_are_not_sent(self) -> None:

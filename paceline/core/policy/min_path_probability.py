@@ -18,14 +18,14 @@ class MinPathProbability:
     """Limits below this are not distinguished."""
 
     def __init__(self) -> None:
-        self.min_path_probability = 0.0
+        self.value = 0.0
         self._average = 0.0
 
     def observe(self, unverified: float) -> bool:
         """Return whether the limit changed. `unverified`: path probability of the likeliest node left without a row."""
         self._average += self.LEARNING_RATE * (unverified - self._average)
-        limit, new = self.min_path_probability, self.MARGIN * self._average
+        limit, new = self.value, self.MARGIN * self._average
         if max(new, limit) < self.NEGLIGIBLE or limit / self.CHANGE_FACTOR <= new <= limit * self.CHANGE_FACTOR:
             return False
-        self.min_path_probability = new
+        self.value = new
         return True
