@@ -153,7 +153,7 @@ def accepted(target: Engine, source: int) -> float:
 
 
 @pytest.mark.parametrize("method", ["draft_model", "liar"])
-@pytest.mark.parametrize("beside", [("ngram",), ("suffix", "ngram")])
+@pytest.mark.parametrize("lookups", [("ngram",), ("suffix", "ngram")])
 def test_several_drafts_of_one_tree_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, lookups: Sequence[str]
 ) -> None:
