@@ -11,10 +11,11 @@ import secrets
 import tempfile
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from paceline.config.settings import Settings
 from paceline.config.validation_messages import first_error
+from paceline.target_labels import parse_labels
 
 PREFIX = "pl-"
 """By which scanners recognise a key that leaked into a repository."""
@@ -32,6 +33,12 @@ class ApiKey(Settings):
     requests_per_minute: int | None = Field(None, ge=1)
     tokens_per_minute: int | None = Field(None, ge=1, description="prompt and output")
     max_concurrent: int | None = Field(None, ge=1)
+    target_labels: str = Field("", description="labels that targets of its requests must have: KEY=VALUE,KEY=VALUE")
+
+    @field_validator("target_labels")
+    @classmethod
+    def _labels(cls, text: str) -> str:
+        return ",".join(sorted(parse_labels(text)))
 
 
 class KeyFile(Settings):

@@ -9,6 +9,7 @@ import typer
 
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
 from paceline.launcher import COULD_NOT_START
+from paceline.target_labels import parse_labels
 
 keys = typer.Typer(help="Add and remove API keys; gateways see the change at once.", no_args_is_help=True)
 
@@ -23,10 +24,17 @@ def add(
     requests_per_minute: Limit = None,
     tokens_per_minute: Limit = None,
     max_concurrent: Limit = None,
+    target_labels: Annotated[
+        str, typer.Option(help="Labels that targets of its requests must have: KEY=VALUE,KEY=VALUE.")
+    ] = "",
 ) -> None:
     """Make a key and print it once: the file holds only its hash."""
     known = _read(file).keys if file.exists() else ()
     key = new_key()
+    try:
+        parse_labels(target_labels)
+    except ValueError as error:
+        _refuse(f"--target-labels: {error}")
     try:
         entry = ApiKey(
             name=name,
@@ -34,6 +42,7 @@ def add(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             max_concurrent=max_concurrent,
+            target_labels=target_labels,
         )
         write(file, KeyFile(keys=(*known, entry)))
     except ValueError:

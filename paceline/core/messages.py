@@ -44,6 +44,8 @@ class GenerationRequest:
     """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
+    target_labels: frozenset[str] = frozenset()
+    """Labels that its target must have."""
     choice: int = 0
     """Index among the `n` completions of one prompt."""
     stop: Sequence[str] = ()
@@ -207,3 +209,5 @@ class TargetDescription:
     numerics: str = ""
     """Identifies the numerics, see `paceline.model.Model`; targets with equal ones produce equal tokens. Empty: unknown
     (an older worker)."""
+    labels: Sequence[str] = ()
+    """What routing rules may ask for, each KEY=VALUE."""

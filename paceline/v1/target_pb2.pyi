@@ -12,7 +12,7 @@ class TargetServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceDescribeResponse(_message.Message):
-    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics")
+    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics", "labels")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class TargetServiceDescribeResponse(_message.Message):
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     METHOD_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    LABELS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     vocabulary_fingerprint: str
@@ -33,7 +34,8 @@ class TargetServiceDescribeResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     method: str
     numerics: str
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ...) -> None: ...
+    labels: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")

@@ -16,6 +16,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from paceline.api_keys import ApiKey, KeyFileError, digest, read
+from paceline.target_labels import parse_labels
 from paceline.telemetry.key_metrics import KeyMetrics
 from paceline_services.gateway.api_errors import AuthenticationError, RateLimitError
 
@@ -60,6 +61,8 @@ class ApiClient:
     ) -> None:
         self.key = key
         self.name = key.name if key is not None else ""
+        self.target_labels = parse_labels(key.target_labels) if key is not None else frozenset()
+        """Labels that the targets of its requests must have."""
         self._metrics = metrics
         self._running = 0
         limits = (key.requests_per_minute, key.tokens_per_minute) if key is not None else ()

@@ -100,7 +100,7 @@ class FailoverRequest:
         while (
             chosen := choose(request, blocks, exclude, self._numerics) or choose(request, blocks, (), self._numerics)
         ) is None:
-            if not await self._fleet.wait_for_target(self._resume_s):
+            if not await self._fleet.wait_for_target(request.target_labels, self._resume_s):
                 raise UnavailableError(f"the target was lost and no other came within {self._resume_s:g} s")
         target, candidate = chosen
         self._metrics.routed(candidate.cached, session=candidate.has_session)
@@ -117,7 +117,7 @@ class FailoverRequest:
     def _may_retry_refused(self) -> bool:
         """Whether another target is asked, once. If it refuses, too, the request is at fault and no target is."""
         first, self._refused_by = self._refused_by, self._target
-        return first is None and self._fleet.has_other_than(self._target)
+        return first is None and self._fleet.has_other_than(self._target, self._request.target_labels)
 
     async def _run_on(self, target: Target, request: GenerationRequest, blocks: Sequence[int]) -> AsyncGenerator[Delta]:
         """The request's deltas from one target, which starts after the committed tokens."""

@@ -54,19 +54,23 @@ class ServedModel:
         description = self.fleet.description
         return max(len(self.tokenizer.pieces), 0 if description is None else description.vocabulary_size)
 
-    def unavailable(self) -> UnavailableError | None:
-        """Why no request can be served now; None if one can."""
+    def unavailable(self, labels: frozenset[str] = frozenset()) -> UnavailableError | None:
+        """Why no request for a target with these labels can be served now; None if one can."""
         if self.capacity.closing:
             return UnavailableError("the gateway is closing", reason="closing")
         if not self.fleet.targets_up:
             return UnavailableError("no target is up; try again soon")
         if not self.fleet.available:
             return UnavailableError("every target fails; try again soon", self.fleet.retry_after_s(), reason="breaker")
+        if not self.fleet.has_target(labels):
+            named = ", ".join(sorted(labels))
+            return UnavailableError(f"no target labelled {named} is available; try again soon", reason="labels")
         return None
 
-    def description(self) -> TargetDescription:
-        """The model as its targets serve it. Raises `UnavailableError` while no request can be served."""
-        if error := self.unavailable():
+    def description(self, labels: frozenset[str] = frozenset()) -> TargetDescription:
+        """The model as its targets serve it. Raises `UnavailableError` while no request for a target with these labels
+        can be served."""
+        if error := self.unavailable(labels):
             raise error
         description = self.fleet.description
         assert description is not None

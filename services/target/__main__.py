@@ -21,6 +21,7 @@ from paceline.core.verify import strategy_of
 from paceline.engine.engine_messages import CalibrationSeed, EngineInfo, StepResult
 from paceline.ipc.model_process import ModelProcess
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
+from paceline.target_labels import parse_labels
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
@@ -60,7 +61,15 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--hang-s", type=float, default=120.0, help="seconds without a step before the engine is killed"
     )
-    return parse_with_config_file(parser, arguments)
+    parser.add_argument(
+        "--labels", action="append", default=[], metavar="KEY=VALUE,...", help="what requests may ask for; repeatable"
+    )
+    options = parse_with_config_file(parser, arguments)
+    try:
+        options.labels = sorted(parse_labels(",".join(options.labels)))
+    except ValueError as error:
+        parser.error(f"--labels: {error}")
+    return options
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
@@ -135,6 +144,7 @@ def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetD
         eos_token_ids=info.eos_token_ids,
         method=info.method,
         numerics=info.numerics,
+        labels=options.labels,
     )
 
 

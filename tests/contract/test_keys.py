@@ -183,7 +183,7 @@ async def test_a_request_refused_as_it_begins_costs_nothing() -> None:
     async with open_stack(counts) as stack:
         model, capacity = stack.model, stack.model.capacity
         body = CompletionBody.model_validate({"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 5})
-        requests = await build_requests(body, model, "r", client)
+        requests = await build_requests(body, model, "r", client, {})
         capacity.in_flight += capacity.limits.max_in_flight
         with pytest.raises(OverloadedError):
             await anext(model.generate_all(requests, client))

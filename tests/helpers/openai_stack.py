@@ -207,11 +207,18 @@ class Stack:
         return self.targets[0].decoder
 
     async def add_target(
-        self, script: Script, *, burst: int = 3, worker_id: str | None = None, model: str = MODEL, numerics: str = ""
+        self,
+        script: Script,
+        *,
+        burst: int = 3,
+        worker_id: str | None = None,
+        model: str = MODEL,
+        numerics: str = "",
+        labels: Sequence[str] = (),
     ) -> RunningTarget:
         """Start a target, and wait until the gateway uses it."""
         worker_id = worker_id or f"target-{len(self.targets)}"
-        target = await start_target(script, burst, worker_id, model=model, numerics=numerics)
+        target = await start_target(script, burst, worker_id, model=model, numerics=numerics, labels=labels)
         self._exits.push_async_callback(target.die)
         self.targets.append(target)
         await self.store.registry.register(target.record)
@@ -230,9 +237,12 @@ async def start_target(
     tls: Certificates | None = None,
     port: int = 0,
     numerics: str = "",
+    labels: Sequence[str] = (),
 ) -> RunningTarget:
     eos = (EOS,)
-    description = TargetDescription(worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics)
+    description = TargetDescription(
+        worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics, labels
+    )
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)
     server = GrpcServer("127.0.0.1", port, tls=tls, peer=GATEWAY)

@@ -57,7 +57,6 @@ STATUSES: Statuses = {
 
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
-SESSION_KEY = "x-session-id"
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -96,8 +95,8 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             with self._authenticated(context) as client:
                 self._models.check_capacity()
                 model = self._models.model(request.model or None)
-                session = _metadata(context.invocation_metadata()).get(SESSION_KEY, "")
-                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, session)
+                metadata = _metadata(context.invocation_metadata())
+                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
                 async with aclosing(model.generate_all(requests, client)) as deltas:
                     async for _, delta in deltas:
                         await _write(context, _response(delta))

@@ -50,9 +50,6 @@ from paceline_services.gateway.served_model import ServedModel
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)
 
-SESSION_HEADER = "x-session-id"
-"""Names the conversation of a request: its requests go to the same target."""
-
 
 class JsonResponse(Response):
     media_type = "application/json"
@@ -99,8 +96,7 @@ def _add_generation(
         body = _parsed(await _read_body(request, models), body_type)
         model = models.model(body.model)
         client = client_of(request)
-        request_id, session = request.scope["state"][REQUEST_ID], request.headers.get(SESSION_HEADER, "")
-        requests = await build_requests(body, model, request_id, client, session)
+        requests = await build_requests(body, model, request.scope["state"][REQUEST_ID], client, request.headers)
         response = response_type(body, requests, model)
         deltas = model.generate_all(requests, client)
         if response.streamed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
 
@@ -11,23 +11,30 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.messages import GenerationRequest, TargetDescription
+from paceline.target_labels import parse_labels
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.prompt_encoding import bad_word_tokens, check_ids, encode_chat, encode_prompts
 from paceline_services.gateway.served_model import ServedModel
 
+SESSION_HEADER = "x-session-id"
+"""Names the request's conversation, in place of the body's `prompt_cache_key`: its requests go to the same target."""
+LABELS_HEADER = "x-target-labels"
+"""Labels that the request's target must have."""
+
 
 async def build_requests(
-    body: GenerationBody, model: ServedModel, request_id: str, client: ApiClient, session: str = ""
+    body: GenerationBody, model: ServedModel, request_id: str, client: ApiClient, headers: Mapping[str, str]
 ) -> list[GenerationRequest]:
     """`n` completions for each prompt, in OpenAI's order; their ids are `request_id` with an index.
 
-    `session`: the conversation, in place of the body's `prompt_cache_key`. Raises `InvalidRequestError`,
-    `OverloadedError` or `UnavailableError`.
+    `headers`: of the HTTP request, or the metadata of the gRPC call. Raises `InvalidRequestError`, `OverloadedError` or
+    `UnavailableError`.
     """
+    labels = client.target_labels | _labels(headers.get(LABELS_HEADER, ""))
     with model.counting_rejections():
-        description = model.description()
+        description = model.description(labels)
         _check_count(body, model)
         grammar = await model.grammars.grammar_of(body)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
@@ -41,7 +48,8 @@ async def build_requests(
         cache_salt=client.cache_salt_for(body.cache_salt),
         client=client.name,
         group=request_id,
-        session=session or body.prompt_cache_key or "",
+        session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
+        target_labels=labels,
         stop=body.stop or (),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
@@ -52,6 +60,13 @@ async def build_requests(
         for index, prompt in enumerate(prompts)
         for request in build_choices(body, description, base, prompt, index * body.choices)
     ]
+
+
+def _labels(text: str) -> frozenset[str]:
+    try:
+        return parse_labels(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"{LABELS_HEADER}: {error}", param=LABELS_HEADER) from None
 
 
 def build_sampling(

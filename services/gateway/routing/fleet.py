@@ -64,7 +64,11 @@ class Fleet:
     @property
     def available(self) -> bool:
         """Whether a request can be sent now."""
-        return bool(self._usable())
+        return self.has_target(frozenset())
+
+    def has_target(self, labels: frozenset[str]) -> bool:
+        """Whether a request for a target with these labels can be sent now."""
+        return bool(self._usable(labels))
 
     @property
     def targets_up(self) -> int:
@@ -110,7 +114,7 @@ class Fleet:
         `blocks`: the block hashes of the request's tokens. `numerics`: of the target that drew its latest token: any
         target with the same numerics, however busy, is preferred.
         """
-        usable = {key: target for key, target in self._usable().items() if target not in exclude}
+        usable = {key: target for key, target in self._usable(request.target_labels).items() if target not in exclude}
         usable = {key: target for key, target in usable.items() if target.numerics == numerics} or usable
         session = session_home(list(usable), request.session, request.cache_salt)
         candidates = {
@@ -119,15 +123,15 @@ class Fleet:
         best = best_target(candidates, request.tokens, request.cache_salt)
         return None if best is None else (usable[best], candidates[best])
 
-    def has_other_than(self, target: Target | None) -> bool:
-        """Whether a request could be sent elsewhere now."""
-        return any(each is not target for each in self._usable().values())
+    def has_other_than(self, target: Target | None, labels: frozenset[str]) -> bool:
+        """Whether a request for a target with these labels could be sent elsewhere now."""
+        return any(each is not target for each in self._usable(labels).values())
 
-    async def wait_for_target(self, timeout_s: float) -> bool:
-        """Wait until a request can be sent; False after `timeout_s`."""
+    async def wait_for_target(self, labels: frozenset[str], timeout_s: float) -> bool:
+        """Wait until a request for a target with these labels can be sent; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: self.available)
+                await self._changed.wait_for(lambda: self.has_target(labels))
         except TimeoutError:
             return False
         return True
@@ -164,8 +168,12 @@ class Fleet:
     def _up(self) -> list[Target]:
         return [target for target in self.targets.values() if target.up]
 
-    def _usable(self) -> dict[str, Target]:
-        return {key: target for key, target in self.targets.items() if target.usable}
+    def _usable(self, labels: frozenset[str]) -> dict[str, Target]:
+        return {
+            key: target
+            for key, target in self.targets.items()
+            if target.usable and labels.issubset(target.link.description.labels)
+        }
 
     async def _keep_link(self, record: WorkerRecord) -> None:
         """Connect to one target, again and again, until cancelled.

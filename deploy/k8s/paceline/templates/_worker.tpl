@@ -72,4 +72,7 @@ readinessProbe:
 - --served-model-name={{ include "paceline.servedName" . }}
 - --drain-s={{ .Values.target.drainSeconds }}
 - --hang-s={{ .Values.target.hangSeconds }}
+{{- range $key, $value := .Values.target.labels }}
+- --labels={{ $key }}={{ $value }}
+{{- end }}
 {{- end -}}
