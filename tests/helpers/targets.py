@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
-from paceline.core.messages import Delta, GenerationRequest, TargetDescription
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.core.policy.step_cost import RowCost
 from paceline.drafting import build_lookups
 from paceline.engine.draft_client import LocalDraftClient
@@ -24,6 +25,8 @@ from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
+from paceline_services.target.__main__ import target_description
+from paceline_services.target.engine_process import model_facts
 from paceline_services.target.target_servicer import TargetServicer
 from tests.helpers.pipes import computing, joined
 from tests.helpers.workers import PATIENCE_S, pooled
@@ -82,7 +85,9 @@ async def target_worker(
         lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
         engine = Engine(model, config, speculation, drafting, FREE, lookups=lookups)
         requests = RequestLog()
-        servicer = TargetServicer(described(model), requests, connection.send)
+        options = argparse.Namespace(worker_id="t", served_model_name="tested")
+        description = target_description(model_facts(engine, speculation), options)
+        servicer = TargetServicer(description, requests, connection.send)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))
         link_config = DraftLinkConfig(model.fingerprint, model.vocabulary_size, progress_timeout_s=hang_s)
         pool = pooled(connection, link_config, model.layers)
@@ -98,20 +103,6 @@ async def target_worker(
         finally:
             await pool.stop()
         engine.check_integrity()
-
-
-def described(model: Model) -> TargetDescription:
-    return TargetDescription(
-        "t",
-        "tested",
-        model.fingerprint,
-        model.vocabulary_size,
-        model.max_model_len,
-        model.slots,
-        model.rows_invariant,
-        (),
-        "",
-    )
 
 
 @asynccontextmanager

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from paceline.engine.draft_gate import DraftGate
-from paceline.engine.request import Request
 from tests.helpers.bare_request import bare_request
 
 
@@ -22,9 +21,12 @@ class Gated:
         self.drafted: Counter[int] = Counter()
         self.helped, self.every = helped, every
         self.gate = DraftGate(lambda request: self.changes.append((request.key, request.paused)), pause_below)
-        for key in range(1, requests + 1):
-            self.gate.add(bare_request([1], key=key))
         self._step = 0
+        for key in range(1, requests + 1):
+            self.add(key)
+
+    def add(self, key: int) -> None:
+        self.gate.add(bare_request([1], key=key))
 
     def steps(self, count: int, accepted: int = 0, *, lost: float = 0.0, started: bool = True) -> None:
         for _ in range(count):
@@ -36,11 +38,11 @@ class Gated:
                 self.gate.record_accepted(request, helps)
             self.gate.end_step(lost)
 
-    def until_change(self, accepted: int = 0, *, lost: float = 0.0) -> int:
-        """Steps until a request is paused or resumed."""
+    def until_change(self, *, lost: float = 0.0) -> int:
+        """Steps until requests are paused or resumed; `changes` has these changes."""
         self.changes.clear()
         for step in range(1, 2 * DraftGate.MAX_PAUSE_STEPS):
-            self.steps(1, accepted, lost=lost)
+            self.steps(1, lost=lost)
             if self.changes:
                 return step
         raise AssertionError("no request was paused or resumed")
@@ -49,23 +51,15 @@ class Gated:
         self.until_change()
         return self.changes.copy()
 
-    def add(self, key: int) -> Request:
-        request = bare_request([1], key=key)
-        self.gate.add(request)
-        return request
-
 
 class TestOneRequest:
-    def test_a_useless_draft_is_paused_soon_but_not_at_once(self) -> None:
-        assert 10 < Gated(1).until_change() < 40
-
     def test_pauses_double_up_to_a_limit(self) -> None:
-        gated = Gated(1)
-        pauses, probes = [], []
+        gated, pauses, probes = Gated(1), [], []
         for _ in range(10):
             probes.append(gated.until_change())
             pauses.append(gated.until_change())
         assert pauses == [32, 64, 128, 256, 512, 1024, 2048, 4096, 4096, 4096]
+        assert 10 < probes[0] < 40, "soon, but not at once"
         assert max(probes[1:]) < 15
         assert sum(probes[-3:]) < 0.02 * sum(pauses[-3:])
 
@@ -97,32 +91,24 @@ class TestOneRequest:
         gated.steps(100, accepted=1, lost=lost)
         assert ((1, True) in gated.changes) is pauses
 
+    def test_steps_before_the_first_growth_do_not_count(self) -> None:
+        gated = Gated(1)
+        gated.steps(500, started=False)
+        assert gated.changes == []
+
 
 class TestManyRequests:
-    def test_all_are_paused_at_once_and_one_is_the_probe(self) -> None:
-        gated = Gated()
-        assert gated.next_changes() == [(1, True), (2, True), (3, True)]
-        assert gated.next_changes() == [(1, False)]
-        assert gated.next_changes() == [(1, True)]
-
-    def test_the_probe_decides_for_all(self) -> None:
-        gated = Gated()
-        gated.until_change()
+    def test_all_are_paused_at_once_and_the_probe_decides_for_all(self) -> None:
+        """Each probe is another request."""
+        gated = Gated(3)
+        assert gated.until_change() == Gated(1).until_change(), "not sooner than one"
+        assert gated.changes == [(1, True), (2, True), (3, True)]
+        for probe in (1, 2, 3):
+            assert gated.next_changes() == [(probe, False)]
+            assert gated.next_changes() == [(probe, True)]
         gated.until_change()
         gated.steps(2, accepted=1)
         assert gated.changes == [(1, False), (2, False), (3, False)]
-
-    def test_many_requests_are_not_paused_faster_than_one(self) -> None:
-        assert Gated(3).until_change() == Gated(1).until_change()
-
-    def test_each_probe_is_another_request(self) -> None:
-        gated = Gated()
-        gated.until_change()
-        probes = []
-        for _ in range(3):
-            probes += gated.next_changes()
-            gated.until_change()
-        assert probes == [(1, False), (2, False), (3, False)]
 
     def test_a_probe_that_leaves_is_replaced(self) -> None:
         gated = Gated()
@@ -132,11 +118,6 @@ class TestManyRequests:
         gated.steps(1, started=False)
         assert gated.changes[-1] == (2, False)
 
-    def test_steps_before_the_first_growth_do_not_count(self) -> None:
-        gated = Gated()
-        gated.steps(500, started=False)
-        assert gated.changes == []
-
     @pytest.mark.parametrize("every", [3, 10])
     def test_a_request_that_is_helped_stays_unpaused(self, every: int) -> None:
         gated = Gated(9, helped=5, every=every)
@@ -145,12 +126,9 @@ class TestManyRequests:
         assert gated.drafted[5] == 4000
         assert 0 < max(gated.drafted[key] for key in others) < 0.03 * 4000
         assert {key for key, paused in gated.changes if paused} == others
-
-    def test_a_request_that_is_no_longer_helped_is_paused(self) -> None:
-        gated = Gated(9, helped=5)
-        gated.until_change()
         gated.helped = None
-        assert gated.next_changes() == [(5, True)]
+        gated.steps(40)
+        assert (5, True) in gated.changes, "no longer helped"
 
     def test_a_draft_with_only_helped_requests_left_pays_again(self) -> None:
         gated = Gated(9, helped=5)
@@ -158,20 +136,17 @@ class TestManyRequests:
         for key in set(gated.gate.requests) - {5}:
             gated.gate.remove(key)
         gated.steps(2 * DraftGate.MIN_PAUSE_STEPS)
-        assert not gated.add(10).paused
+        gated.add(10)
+        assert not gated.gate.requests[10].paused
 
 
 class TestLateRequests:
-    def test_a_request_that_joins_a_paused_draft_is_paused(self) -> None:
-        gated = Gated()
-        gated.until_change()
-        assert gated.add(4).paused
-        assert gated.changes[-1] == (4, True)
-
-    def test_it_is_the_next_probe_and_may_be_helped(self) -> None:
+    def test_a_request_that_joins_a_paused_draft_is_paused_and_is_the_next_probe(self) -> None:
+        """It may be helped."""
         gated = Gated(9, helped=10)
         gated.until_change()
         gated.add(10)
+        assert gated.changes[-1] == (10, True)
         assert gated.next_changes() == [(10, False)]
         assert gated.next_changes() == [(key, False) for key in range(1, 10)]
         gated.steps(4000)

@@ -30,10 +30,13 @@ from tests.helpers.llamas import peaked_llama
 from tests.helpers.targets import FREE
 
 CONFIG = EngineConfig(slots=512)
-
-
 VERSIONS = f"transformers {transformers.__version__}; paceline {__version__}"
 needs_native = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoint"))
 
 
 def numerics(folder: Path, threads: int, dtype: str = "auto") -> str:
@@ -46,8 +49,7 @@ def numerics(folder: Path, threads: int, dtype: str = "auto") -> str:
 
 
 @needs_native
-def test_a_native_model_s_line_has_library_dtype_and_versions_but_not_threads(tmp_path: Path) -> None:
-    folder = save_checkpoint(tmp_path)
+def test_a_native_model_s_line_has_library_dtype_and_versions_but_not_threads(folder: Path) -> None:
     line = numerics(folder, 1)
     assert line.startswith(f"native {native_description()}; float32; cpu; torch {torch.__version__} ")
     assert line.endswith(VERSIONS)
@@ -55,10 +57,9 @@ def test_a_native_model_s_line_has_library_dtype_and_versions_but_not_threads(tm
     assert numerics(folder, 1, "bfloat16") == line.replace("float32", "bfloat16")
 
 
-def test_the_line_of_torch_s_operators_has_cpu_and_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_line_of_torch_s_operators_has_cpu_and_threads(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_NATIVE", "0")
     monkeypatch.setattr(NativeLibrary, "_instance", None)
-    folder = save_checkpoint(tmp_path)
     line = numerics(folder, 1)
     assert line.startswith(f"torch operators, threads=1, MKL_CBWR={os.environ['MKL_CBWR']}; float32; cpu ")
     assert ", instructions " in line
@@ -86,8 +87,8 @@ def test_the_line_has_the_quantisation_and_its_parameters() -> None:
     assert "; float32; " in numerics_of(model, LlamaConfig())
 
 
-def test_the_line_reaches_gateways_and_the_registry(tmp_path: Path) -> None:
-    model, speculation = load(str(save_checkpoint(tmp_path)), CONFIG), SpeculativeConfig()
+def test_the_line_reaches_gateways_and_the_registry(folder: Path) -> None:
+    model, speculation = load(str(folder), CONFIG), SpeculativeConfig()
     engine = Engine(model, CONFIG, speculation, NoDraftClient(), FREE)
     options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name)
     description = target_description(model_facts(engine, speculation), options)

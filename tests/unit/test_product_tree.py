@@ -16,17 +16,12 @@ from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.draw_prediction import RankedTokens, predict_draws
 from paceline.drafting.product_tree import draw_rows, grow_product_tree
 from tests.helpers.llamas import LAWS, VOCABULARY
-from tests.helpers.seen import nodes_of, root_of
 
 
 def random_distribution(rng: random.Random, tokens: int) -> RankedTokens:
     weights = sorted((rng.random() ** 3 for _ in range(tokens)), reverse=True)
     chosen = rng.sample(range(20), tokens)
     return [(token, math.log(weight / sum(weights))) for token, weight in zip(chosen, weights, strict=True)]
-
-
-def paths(tree: TokenTree) -> dict[tuple[int, ...], float]:
-    return {tuple(n.token for n in node.path()): node.path_log_prob for node in nodes_of(tree)}
 
 
 def every_path(distributions: Sequence[RankedTokens]) -> dict[tuple[int, ...], float]:
@@ -47,7 +42,7 @@ def test_the_likeliest_paths_of_all_are_grown(seed: int, most: int) -> None:
     new = grow_product_tree(tree, distributions, most, floor)
     likely = {path: chance for path, chance in every_path(distributions).items() if chance > floor}
     best = dict(sorted(likely.items(), key=lambda item: -item[1])[:most])
-    assert paths(tree) == pytest.approx(best)
+    assert {tuple(tree.path_tokens(node)): tree.path_log_probs[node] for node in new} == pytest.approx(best)
     assert sorted(new) == list(tree.nodes())
 
 
@@ -55,13 +50,14 @@ def test_nodes_that_were_there_get_children_and_are_not_counted() -> None:
     """Whether or not the new distributions contain them."""
     tree = TokenTree(0, 0)
     stale, known = tree.add(ROOT, 9, math.log(0.9)), tree.add(ROOT, 1, math.log(0.1))
-    tree.growth([stale, known])
-    new = grow_product_tree(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
-    assert {tuple(tree.path_tokens(node)) for node in new} == {(2,), (9, 3), (2, 3)}
+
+    def grown() -> set[tuple[int, ...]]:
+        distributions = [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]]
+        return {tuple(tree.path_tokens(node)) for node in grow_product_tree(tree, distributions, 3, math.log(0.01))}
+
+    assert grown() == {(2,), (9, 3), (2, 3)}
     assert tree.log_prob(stale) == pytest.approx(math.log(0.9))
-    assert not tree.children(known)
-    grow_product_tree(tree, [[(1, math.log(0.6)), (2, math.log(0.4))], [(3, math.log(0.8))]], 3, math.log(0.01))
-    assert [tree.tokens[node] for node in tree.children(known)] == [3]
+    assert grown() == {tuple(tree.path_tokens(tree.children(known)[0]))} == {(1, 3)}
 
 
 def test_nodes_come_in_the_order_of_their_parents() -> None:
@@ -71,7 +67,7 @@ def test_nodes_come_in_the_order_of_their_parents() -> None:
     growth = tree.growth(new)
     assert len(new) == 60
     assert list(growth.parent_ids) == sorted(growth.parent_ids)
-    siblings = [[child.log_prob for child in node.children.values()] for node in (root_of(tree), *nodes_of(tree))]
+    siblings = [list(map(tree.log_prob, tree.children(node))) for node in (ROOT, *tree.nodes())]
     assert all(each == sorted(each, reverse=True) for each in siblings), "the rank of a guess is its place"
     assert TokenTree(0, 0).graft(growth, 1000) == 60
 

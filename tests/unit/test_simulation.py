@@ -23,23 +23,16 @@ STREAMED = SimulatedPair(TARGET, DRAFT)
 CHAINS = (4, 6, 8)
 
 
-def lockstep(k: int, rtt_s: float) -> SimulatedPair:
-    speculation = SpeculativeConfig(
-        method="draft_model",
-        model="draft",
-        num_speculative_tokens=k,
-        tree_width=1,
-        draft_schedule="lockstep",
-        least_path_probability=0.0,
-    )
-    return SimulatedPair(TARGET, DRAFT, rtt_s, speculation=speculation)
+def lockstep(k: int, rtt_s: float, draft: TimedModelConfig = DRAFT) -> SimulatedPair:
+    settings = {"num_speculative_tokens": k, "tree_width": 1, "draft_schedule": "lockstep", "least_path_probability": 0}
+    speculation = SpeculativeConfig.model_validate({"method": "draft_model", "model": "draft", **settings})
+    return SimulatedPair(TARGET, draft, rtt_s, speculation=speculation)
 
 
 def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200) -> SimulationResult:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
-    return simulate(
-        pair, [(0.0, GenerationRequest(f"r{i}", [i + 1, 2, 3], sampling, drafts=["draft"])) for i in range(requests)]
-    )
+    prompts = [[i + 1, 2, 3] for i in range(requests)]
+    return simulate(pair, [(0.0, GenerationRequest(str(p), p, sampling, drafts=["draft"])) for p in prompts])
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +67,8 @@ def test_overlapping_hides_draft_and_network(
 @pytest.mark.parametrize("rtt_s", [0.0, 0.01, 0.04])
 @pytest.mark.parametrize("requests", [1, 16])
 def test_a_useless_draft_costs_next_to_nothing(rtt_s: float, requests: int) -> None:
-    plain, useless = (
-        served(SimulatedPair(TARGET, None), requests),
-        served(SimulatedPair(TARGET, USELESS, rtt_s), requests),
-    )
+    plain = served(SimulatedPair(TARGET, None), requests)
+    useless = served(SimulatedPair(TARGET, USELESS, rtt_s), requests)
     assert useless.tokens == plain.tokens
     assert useless.tokens_per_s >= 0.97 * plain.tokens_per_s
 
@@ -114,7 +105,7 @@ def test_lockstep_drafts_grow_whole_chains_at_any_price_of_a_row(k: int) -> None
     """A short chain would make its step wait until the timeout."""
     requests, rtt_s = 64, 0.01
     draft = DRAFT.model_copy(update={"knee_rows": 16})
-    outcome = served(replace(lockstep(k, rtt_s), draft=draft), requests, tokens=40)
+    outcome = served(lockstep(k, rtt_s, draft), requests, tokens=40)
     ends = sorted({0.0}.union(*outcome.times.values()))
     longest_s = TARGET.seconds(requests * (1 + k)) + k * draft.seconds(requests) + rtt_s
     assert max(end - start for start, end in itertools.pairwise(ends)) <= longest_s < LockstepSchedule.TIMEOUT_S / 10
@@ -145,17 +136,9 @@ def test_actors_meet_in_time() -> None:
 
 def test_what_an_actor_raises_ends_the_run() -> None:
     time = VirtualTime()
-
-    def fail() -> None:
-        time.sleep(1.0)
-        raise ZeroDivisionError
-
-    time.start(fail)
+    time.start(lambda: time.sleep(1 / 0))
     with pytest.raises(ZeroDivisionError):
         time.run(lambda: False)
-
-
-def test_only_actors_wait() -> None:
     with pytest.raises(RuntimeError, match="only an actor"):
         VirtualTime().sleep(1.0)
 

@@ -1,4 +1,4 @@
-"""The acceptance counts of a target's steps, from which another target starts."""
+"""Counts of what speculation did: of a request, and of a target's steps, from which another target starts."""
 
 from __future__ import annotations
 
@@ -70,3 +70,15 @@ async def test_a_running_requests_acceptance_is_saved_and_then_removed() -> None
     assert (running[0], running[1].model, running[1].speculator) == ("r", "m", "ngram")
     assert (running[1].drafted_by_depth, running[1].accepted_by_depth) == ([1], [1])
     assert ended == ("r", None)
+
+
+def test_counts_by_depth() -> None:
+    stats = SpeculationStats()
+    assert stats.acceptance_length == 0.0
+    stats.record(4, reached=3, accepted=2)
+    stats.record(0, reached=0, accepted=0)
+    stats.record(2, reached=2, accepted=0)
+    assert stats == SpeculationStats([2, 2, 1], [1, 1, 0], drafted_tokens=6, verifications=2, steps=3)
+    assert (stats.accepted_tokens, stats.acceptance_length) == (2, 1.0)
+    stats.record(1, reached=1, accepted=2)  # a rule that tests chains accepts one more guess than it has rows for
+    assert stats.accepted_by_depth == [2, 1, 0]

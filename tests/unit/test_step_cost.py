@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -21,6 +20,7 @@ FLAT = RowCost([8, 256], [1.0, 1.0])
 DEAR = RowCost([1, 101], [1.0, 11.0])
 STAIR = RowCost([8, 9, 16], [1.0, 1.5, 1.5])
 STAIRS = RowCost([8, 9, 16, 17], [1.0, 50.0, 50.0, 100.0])
+RANKS_AND_DEPTHS = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
 
 
 class TestRowCost:
@@ -39,16 +39,12 @@ class TestRowCost:
     )
     def test_between_and_beyond_the_measured_points(self, rows: int, seconds: float) -> None:
         assert COST(rows) == COST.table(rows)[rows] == pytest.approx(seconds)
+        assert COST.table(rows)[:rows] == [COST(each) for each in range(rows)]
 
     def test_a_disturbed_measurement_is_capped(self) -> None:
         """Noise only makes times longer: 16 rows cannot take longer than 24."""
         noisy = RowCost([8, 16, 24, 32], [1.0, 3.0, 2.0, 4.0])
         assert [noisy(rows) for rows in (8, 12, 16, 24, 32)] == [1.0, 1.5, 2.0, 2.0, 4.0]
-
-    def test_steps_are_followed_row_by_row(self) -> None:
-        steps = RowCost([1, 8, 9, 16], [1.0, 1.0, 2.0, 2.0])
-        assert steps.table(3) == [steps(rows) for rows in range(7)]
-        assert steps.table(16)[1:17] == [1.0] * 8 + [2.0] * 8
 
     @given(st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=6), st.lists(st.integers(1, 400), min_size=2))
     def test_it_never_falls(self, seconds: list[float], rows: list[int]) -> None:
@@ -68,31 +64,29 @@ class TestRowCost:
 class TestStepCost:
     """With passes that take one second for any number of rows."""
 
-    def learned(self, steps: int, seconds: Callable[[int], float]) -> StepCost:
-        cost = StepCost(FLAT)
-        draws = random.Random(3)
+    @staticmethod
+    def learned(steps: int, seconds: float) -> StepCost:
+        cost, draws = StepCost(FLAT), random.Random(3)
         for _ in range(steps):
-            rows = draws.randrange(8, 60)
-            cost.observe(rows, seconds(rows))
+            cost.observe(draws.randrange(8, 60), seconds)
         return cost
 
-    def test_the_prior_is_the_pass(self) -> None:
-        assert StepCost(COST)(24) == COST(24)
-
-    def test_it_learns_the_overhead(self) -> None:
-        assert self.learned(400, lambda _: 1.3)(30) == pytest.approx(1.3, rel=0.02)
-
-    def test_the_overhead_is_never_negative(self) -> None:
-        assert self.learned(400, lambda _: 0.5)(30) == 1.0
+    @pytest.mark.parametrize(
+        ("steps", "seconds", "learned"),
+        [(0, 1.3, 1.0), (400, 1.3, 1.3), (400, 0.5, 1.0)],
+        ids=["the prior is the pass", "an overhead", "never a negative overhead"],
+    )
+    def test_it_learns_the_overhead(self, steps: int, seconds: float, learned: float) -> None:
+        assert self.learned(steps, seconds)(30) == pytest.approx(learned, rel=0.02)
 
     def test_a_stall_counts_only_in_part(self) -> None:
-        cost = self.learned(400, lambda _: 1.3)
+        cost = self.learned(400, 1.3)
         before = cost(60)
         cost.observe(60, 1000.0)
         assert cost(60) < 1.1 * before
 
     def test_it_follows_a_machine_that_changes(self) -> None:
-        cost = self.learned(400, lambda _: 1.3)
+        cost = self.learned(400, 1.3)
         for step in range(600):
             cost.observe(8 + step % 50, 1.05)
         assert cost(30) == pytest.approx(1.05, rel=0.05)
@@ -122,6 +116,7 @@ class TestStepCost:
         assert cost(13, 5) == pytest.approx(1.1, rel=0.02)
 
     def test_tokens_lost_are_those_of_plain_steps(self) -> None:
+        assert self.learned(400, 1.5).tokens_lost(1, 3.0) == pytest.approx(2), "the prior of a plain step is its pass"
         cost = StepCost(FLAT)
         cost.observe_plain(8, 1.75)  # the machine was slower then
         for _ in range(200):
@@ -133,72 +128,42 @@ class TestStepCost:
 
     def test_drafted_steps_count_as_plain_until_a_step_without_draft(self) -> None:
         cost = StepCost(FLAT)
-        cost.observe_plain(1, 1.5, drafted=True)
-        assert cost.tokens_lost(1, 3.0) == pytest.approx(1)
-        cost.observe_plain(1, 1.25)
-        assert cost.tokens_lost(1, 2.5) == pytest.approx(1)
-        cost.observe_plain(1, 2.0, drafted=True)
-        assert cost.tokens_lost(1, 2.5) == pytest.approx(1)
-
-    def test_the_prior_of_a_plain_step_is_its_pass(self) -> None:
-        assert self.learned(400, lambda _: 1.5).tokens_lost(1, 3.0) == pytest.approx(2)
+        for seconds, drafted, step_s in ((1.5, True, 3.0), (1.25, False, 2.5), (2.0, True, 2.5)):
+            cost.observe_plain(1, seconds, drafted=drafted)
+            assert cost.tokens_lost(1, step_s) == pytest.approx(1)
 
 
 class TestMinPathProbability:
-    def test_with_spare_rows_the_limit_is_0(self) -> None:
-        limit = MinPathProbability()
-        assert not any(limit.observe(0.0) for _ in range(100))
-        assert limit.value == 0.0
-
     def test_it_follows_unverified_nodes_in_few_changes(self) -> None:
         limit = MinPathProbability()
-        changes = [step for step in range(200) if limit.observe(0.5)]
+
+        def changes(unverified: float) -> int:
+            return sum(limit.observe(unverified) for _ in range(200))
+
+        assert (changes(0.0), limit.value) == (0, 0.0), "rows to spare"
+        assert changes(0.5) < 6
         assert 0.25 * MinPathProbability.MARGIN < limit.value < MinPathProbability.MARGIN
-        assert len(changes) < 6
-        changes_back = [step for step in range(200) if limit.observe(0.0)]
+        assert not any(limit.observe(0.4 + 0.2 * (step % 2)) for step in range(200)), "small changes are not sent"
+        assert changes(0.0) < 12
         assert limit.value < 1e-3
-        assert len(changes_back) < 12
-
-    def test_small_changes_are_not_sent(self) -> None:
-        limit = MinPathProbability()
-        for _ in range(100):
-            limit.observe(0.5)
-        assert not any(limit.observe(0.4 + 0.2 * (step % 2)) for step in range(200))
 
 
-probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda ps: sorted(ps, reverse=True))
-costs = st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6).map(
-    lambda seconds: RowCost([1, 2, 5, 16, 32, 64], seconds)
-)
-
-
-def step_cost(passes: RowCost, rest_s: float = 0.0, guess_s: float = 0.0) -> StepCost:
+def step_cost(passes: RowCost, overhead_s: float = 0.0, node_overhead_s: float = 0.0) -> StepCost:
     cost = StepCost(passes)
-    cost.overhead_s, cost.node_overhead_s = rest_s, guess_s
+    cost.overhead_s, cost.node_overhead_s = overhead_s, node_overhead_s
     return cost
 
 
+probabilities = st.lists(st.floats(0.0, 1.0), max_size=40).map(lambda ps: sorted(ps, reverse=True))
+passes = st.lists(st.floats(1e-3, 1e3), min_size=6, max_size=6).map(lambda times: RowCost([1, 2, 5, 16, 32, 64], times))
+costs = st.builds(step_cost, passes, st.floats(0.0, 10.0), st.floats(0.0, 1.0))
+
+
 class TestNodesToVerify:
-    @given(
-        probabilities,
-        st.integers(0, 20),
-        st.integers(0, 60),
-        st.integers(0, 50),
-        costs,
-        st.floats(0.0, 10.0),
-        st.floats(0.0, 1.0),
-    )
+    @given(probabilities, st.integers(0, 20), st.integers(0, 60), st.integers(0, 50), costs)
     def test_no_other_number_of_nodes_earns_more(
-        self,
-        probs: list[float],
-        requests: int,
-        prompt_rows: int,
-        most: int,
-        passes: RowCost,
-        rest_s: float,
-        guess_s: float,
+        self, probs: list[float], requests: int, prompt_rows: int, most: int, cost: StepCost
     ) -> None:
-        cost = step_cost(passes, rest_s, guess_s)
         rows = max(requests + prompt_rows, 1)
 
         def rate(count: int) -> float:
@@ -208,47 +173,26 @@ class TestNodesToVerify:
         assert 0 <= chosen <= min(most, len(probs))
         assert rate(chosen) >= max(rate(n) for n in range(min(most, len(probs)) + 1)) * (1 - 1e-8)
 
-    @given(st.lists(st.floats(0.0, 1.0), max_size=7), st.integers(1, 3), st.integers(1, 7), costs)
-    def test_no_other_set_of_nodes_earns_more(
-        self, probs: list[float], requests: int, most: int, cost: RowCost
-    ) -> None:
-        falling = sorted(probs, reverse=True)
-        chosen = falling[: nodes_to_verify(falling, requests, requests, most, StepCost(cost))]
-        earned = (requests + sum(chosen)) / cost(requests + len(chosen))
-        for size in range(min(most, len(probs)) + 1):
-            for nodes in itertools.combinations(probs, size):
-                assert earned >= (requests + sum(nodes)) / cost(requests + size) * (1 - 1e-8)
-
     @pytest.mark.parametrize(
-        ("passes", "overheads", "probs", "requests", "rows", "chosen"),
+        ("cost", "probs", "requests", "rows", "chosen"),
         [
-            (DEAR, (0.0, 0.0), [0.5, 0.2, 0.05], 1, 1, 2),  # a further row costs a tenth of the first
-            (DEAR, (0.0, 0.0), [0.5, 0.2, 0.05], 4, 4, 1),  # four requests wait for it
-            (DEAR, (3.0, 0.0), [0.5, 0.2, 0.05], 1, 1, 3),  # the step takes long anyway
-            (DEAR, (3.0, 0.5), [0.5, 0.2, 0.05], 1, 1, 2),  # each node has an overhead
-            (STAIRS, (0.0, 0.0), [0.01] * 20, 1, 1, 7),  # rows up to the next stair are free
-            (STAIRS, (0.0, 0.0), [0.01] * 20, 1, 9, 7),
-            (STAIR, (0.0, 0.0), [0.9] * 7 + [0.01] * 8, 1, 1, 7),  # improbable nodes do not pay for a stair
-            (STAIR, (0.0, 0.0), [0.9] * 15, 1, 1, 15),
-            (COST, (0.0, 0.0), [0.6] * 16, 1, 1, 15),
-            (COST, (0.0, 0.0), [0.6] * 16, 32, 32, 0),  # high load
-            (RowCost([8], [1.0]), (0.0, 0.0), [0.3] * 40, 0, 0, 8),  # of equal rates the fewest rows
+            (step_cost(FLAT), [1.0] * 60, 1, 1, 50),  # the rows left are the limit
+            (step_cost(FLAT), [], 1, 1, 0),
+            (step_cost(DEAR), [0.5, 0.2, 0.05], 1, 1, 2),  # a further row costs a tenth of the first
+            (step_cost(DEAR), [0.5, 0.2, 0.05], 4, 4, 1),  # four requests wait for it
+            (step_cost(DEAR, 3.0), [0.5, 0.2, 0.05], 1, 1, 3),  # the step takes long anyway
+            (step_cost(DEAR, 3.0, 0.5), [0.5, 0.2, 0.05], 1, 1, 2),  # each node has an overhead
+            (step_cost(STAIRS), [0.01] * 20, 1, 1, 7),  # rows up to the next stair are free
+            (step_cost(STAIRS), [0.01] * 20, 1, 9, 7),
+            (step_cost(STAIR), [0.9] * 7 + [0.01] * 8, 1, 1, 7),  # improbable nodes do not pay for a stair
+            (step_cost(STAIR), [0.9] * 15, 1, 1, 15),
+            (step_cost(COST), [0.6] * 16, 1, 1, 15),
+            (step_cost(COST), [0.6] * 16, 32, 32, 0),  # high load
+            (step_cost(RowCost([8], [1.0])), [0.3] * 40, 0, 0, 8),  # of equal rates the fewest rows
         ],
     )
-    def test_examples(
-        self,
-        passes: RowCost,
-        overheads: tuple[float, float],
-        probs: list[float],
-        requests: int,
-        rows: int,
-        chosen: int,
-    ) -> None:
-        assert nodes_to_verify(probs, requests, rows, 50, step_cost(passes, *overheads)) == chosen
-
-    @pytest.mark.parametrize(("nodes", "most", "chosen"), [(20, 3, 3), (20, 0, 0), (0, 10, 0)])
-    def test_rows_left_are_the_limit(self, nodes: int, most: int, chosen: int) -> None:
-        assert nodes_to_verify([1.0] * nodes, 1, 1, most, StepCost(FLAT)) == chosen
+    def test_examples(self, cost: StepCost, probs: list[float], requests: int, rows: int, chosen: int) -> None:
+        assert nodes_to_verify(probs, requests, rows, 50, cost) == chosen
 
 
 def cell(probability: float, rank: int = 0, depth: int = 1) -> int:
@@ -259,25 +203,10 @@ def calibrated(calibration: Calibration, probability: float, rank: int = 0, dept
     return math.exp(calibration.cache[math.log(probability), rank, depth][1])
 
 
-RANKS_AND_DEPTHS = list(itertools.product((0, 1, 2, 7), (1, 2, 3, 4, 7, 8, 500)))
-"""Ranks and depths."""
-
-
 class TestCalibration:
-    @pytest.mark.parametrize(("rank", "depth"), RANKS_AND_DEPTHS)
-    def test_the_prior_is_the_draft_probability(self, rank: int, depth: int) -> None:
-        calibration = Calibration()
-        for probability in (0.01, 0.3, 0.99, 1.0):
-            assert calibrated(calibration, probability, rank, depth) == pytest.approx(probability)
-
-    @pytest.mark.parametrize("claimed", [0.95, 0.3])
-    def test_it_learns_the_acceptance_of_a_bin(self, claimed: float) -> None:
-        calibration = Calibration()
-        rng = random.Random(1)
-        for _ in range(3000):
-            calibration.observe(cell(claimed), rng.random() < 0.6)
-        assert calibrated(calibration, claimed) == pytest.approx(0.6, abs=0.05)
-        assert calibrated(calibration, 0.05) == pytest.approx(0.05), "other bins are independent"
+    def test_the_prior_is_the_draft_probability(self) -> None:
+        for probability, (rank, depth) in itertools.product((0.01, 0.3, 0.99, 1.0), RANKS_AND_DEPTHS):
+            assert calibrated(Calibration(), probability, rank, depth) == pytest.approx(probability)
 
     @pytest.mark.parametrize(
         "drawn", [{(0, 1): 0.7, (1, 1): 0.3, (2, 1): 0.1}, {(0, 1): 0.9, (0, 3): 0.6, (0, 8): 0.2}]
@@ -299,6 +228,7 @@ class TestCalibration:
             assert statistics.mean(beliefs[cell_key][300:]) == pytest.approx(share, abs=0.06)
             assert statistics.stdev(beliefs[cell_key][300:]) < 0.06
         assert max(abs(statistics.mean(blindly) - share) for share in drawn.values()) > 0.2
+        assert calibrated(calibration, 0.05) == pytest.approx(0.05), "other bins are independent"
 
     def test_an_empty_cell_is_like_its_bin(self) -> None:
         calibration = Calibration()
@@ -345,27 +275,14 @@ class TestCalibration:
 
     def test_cells_go_by_bin_then_rank_then_depth(self) -> None:
         """Stored counts are in this order."""
-        claims = [math.log(i / 20 + 0.01) for i in range(20)]
-        cells = [Calibration().cache[c, rank, depth][0] for c in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
+        claims = [i / 20 + 0.01 for i in range(20)]
+        cells = [cell(claim, rank, depth) for claim in claims for rank in (0, 1, 2) for depth in (1, 2, 4, 8)]
         assert cells == list(range(Calibration.CELLS)) == list(range(240))
-
-    def test_cells_cover_everything(self) -> None:
-        assert Calibration().cache[0.0, 99, 999][0] == Calibration.CELLS - 1
+        assert cell(1.0, 99, 999) == Calibration.CELLS - 1
         assert Calibration().cache[-1e4, 0, 1][0] == 0
         assert [cell(0.01, 0, depth) for depth in range(1, 10)] == [0, 1, 1, 2, 2, 2, 2, 3, 3]
 
     def test_seeded_counts_are_a_start(self) -> None:
-        calibration = Calibration()
-        drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
-        drafted[cell(0.52)], accepted[cell(0.52)] = 1e6, 9e5
-        calibration.seed(drafted, accepted)
-        assert calibrated(calibration, 0.52) == pytest.approx(0.9, abs=0.05)
-        assert calibrated(calibration, 0.52, rank=1, depth=3) == pytest.approx(0.9, abs=0.05), "from the bin"
-        for _ in range(500):
-            calibration.observe(cell(0.52), accepted=False)
-        assert calibrated(calibration, 0.52) < 0.2
-
-    def test_seeded_bins_sum_their_cells_before_capping(self) -> None:
         """A bin has the acceptance rate of all its nodes, before cells are capped."""
         calibration = Calibration()
         drafted, accepted = [0.0] * Calibration.CELLS, [0.0] * Calibration.CELLS
@@ -375,6 +292,9 @@ class TestCalibration:
         assert calibrated(calibration, 0.52, rank=2) == pytest.approx(0.9, abs=0.05)
         assert calibrated(calibration, 0.52, rank=1) < 0.1
         assert sum(calibration.drafted) == 2 * Calibration.MAX_COUNT
+        for _ in range(500):
+            calibration.observe(cell(0.52), accepted=False)
+        assert calibrated(calibration, 0.52) < 0.2
 
     @pytest.mark.parametrize(("drafted", "accepted"), [(0, 0), (20, 20), (239, 239), (480, 480), (240, 20), (20, 240)])
     def test_seeds_of_another_shape_are_ignored(self, drafted: int, accepted: int) -> None:
