@@ -1,7 +1,7 @@
-"""Writes paceline/dashboards/paceline.json, a Grafana dashboard: python deploy/k8s/dashboard.py.
+"""Writes the Grafana dashboard paceline/dashboards/paceline.json: python deploy/k8s/dashboard.py.
 
-`ROWS` is the dashboard: rows of panels, each with its unit and its queries by legend. `$its` selects the series of the
-chosen namespace and release.
+`ROWS` lists the rows of panels. A panel has a unit and queries by legend. In a query, `$its` stands for the selector of
+the chosen namespace and release.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _variable(label: str, selector: str) -> dict[str, Any]:
 
 
 def _release() -> dict[str, Any]:
-    """The release, from the name of its gateway's Service."""
+    """The variable of the release. Its values come from the names of gateways' Services."""
     return {
         **_variable("service", '{namespace="$namespace",service=~".*-gateway"}'),
         "name": "release",

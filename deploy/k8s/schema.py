@@ -1,7 +1,8 @@
 """Writes paceline/values.schema.json from values.yaml: python deploy/k8s/schema.py.
 
-A key's type is that of its default, its description the comment above it; a key without one is an error. `SHAPES` adds
-what a default does not show; the schemas of `speculation` and `engine` are those of the services.
+A key gets the type of its default, and the comment above it as its description. A key without a comment is an error.
+`SHAPES` has the schemas that do not follow from a default. The schemas of `speculation` and `engine` come from the
+services' own settings.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def one_of(*words: str) -> Schema:
 
 
 def speculation() -> Schema:
-    """Every key and name that `SpeculativeConfig` reads, each key in one spelling only."""
+    """The schema of every key and name that `SpeculativeConfig` accepts. A key may have only one of its spellings."""
     schema = SpeculativeConfig.model_json_schema(by_alias=False)
     properties = schema["properties"]
     names = one_of(*properties["method"].pop("enum"), *METHOD_ALIASES)

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DraftServiceStub:
-    """Served by draft workers, called by target workers.
+    """Draft workers serve it. Target workers call it.
     """
 
     def __init__(self, channel):
@@ -48,24 +48,22 @@ class DraftServiceStub:
 
 
 class DraftServiceServicer:
-    """Served by draft workers, called by target workers.
+    """Draft workers serve it. Target workers call it.
     """
 
     def Describe(self, request, context):
-        """What this worker drafts with. Call it before `Grow`; a target refuses a worker whose vocabulary differs.
+        """Describes the worker's speculator. A target calls it before `Grow`, and refuses a worker with another vocabulary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Grow(self, request_iterator, context):
-        """One link. The target sends one DraftFrame per engine step with everything that concerns this worker; the
-        worker sends a GrowthFrame after each round of drafting, without being asked. Ending the stream closes
-        every request opened on it.
+        """One link. The target sends one DraftFrame per engine step, with all messages to this worker. The worker sends a
+        GrowthFrame after each round of drafting, without a request. The end of the stream closes all its requests.
 
-        INVALID_ARGUMENT: a frame that breaks the rules stated at its fields. UNAVAILABLE: the worker drains.
-        RESOURCE_EXHAUSTED: the target does not read what the worker sends. PERMISSION_DENIED: the caller's certificate
-        names no target.
+        INVALID_ARGUMENT: a frame violates the rules of its fields. UNAVAILABLE: the worker drains. RESOURCE_EXHAUSTED: the
+        target does not read the worker's frames. PERMISSION_DENIED: the caller's certificate names no target.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +91,7 @@ def add_DraftServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DraftService:
-    """Served by draft workers, called by target workers.
+    """Draft workers serve it. Target workers call it.
     """
 
     @staticmethod

@@ -50,21 +50,21 @@ class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one completion and streams it. Cancelling the call cancels the generation.
+        """Generates one completion and streams it. A client cancels the generation by cancelling the call.
 
-        INVALID_ARGUMENT: the message names the field. NOT_FOUND: unknown model. RESOURCE_EXHAUSTED: too many
-        requests, or more than the API key allows. UNAVAILABLE: no target is up. With these two, the trailer
-        grpc-retry-pushback-ms or retry-after says when to come back. UNAUTHENTICATED: this gateway asks for a key, as
-        `authorization: Bearer KEY` in the metadata of each call.
+        INVALID_ARGUMENT: the message names the field. NOT_FOUND: unknown model. RESOURCE_EXHAUSTED: too many requests, or
+        more than the API key allows. UNAVAILABLE: no target is up. With the last two, the trailer grpc-retry-pushback-ms or
+        retry-after says when to retry. UNAUTHENTICATED: the gateway requires an API key, as `authorization: Bearer KEY` in
+        the metadata of each call.
 
-        Calls whose metadata have the same x-session-id belong to one conversation and stay at its target.
+        Calls with the same x-session-id in their metadata belong to one conversation, and go to the same target.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models this gateway can reach now.
+        """Lists the models that this gateway can reach now.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

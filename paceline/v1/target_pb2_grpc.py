@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class TargetServiceStub:
-    """Served by target workers, called by gateways.
+    """Target workers serve it. Gateways call it.
     """
 
     def __init__(self, channel):
@@ -48,26 +48,25 @@ class TargetServiceStub:
 
 
 class TargetServiceServicer:
-    """Served by target workers, called by gateways.
+    """Target workers serve it. Gateways call it.
     """
 
     def Describe(self, request, context):
-        """What this worker serves.
+        """Describes the worker's model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Serve(self, request_iterator, context):
-        """One link. The gateway submits and cancels; the worker answers with one DeltaFrame per engine step that has
-        news for this gateway. Ending the stream cancels every request submitted on it.
+        """One link. The gateway submits and cancels requests. The worker sends a DeltaFrame after each engine step that changed
+        a request of this gateway. The end of the stream cancels all its requests.
 
-        A request that cannot be served ends with FINISH_REASON_ERROR in its own delta and disturbs no other.
-        A worker that drains says so in its next frame, finishes what runs, and hands over what is submitted after.
+        A request that the worker cannot serve ends with FINISH_REASON_ERROR in its own delta. Other requests continue. A
+        worker that drains sets `draining` in its next frame, finishes running requests, and hands over later ones.
 
-        INVALID_ARGUMENT: a frame that breaks the rules stated at its fields. UNAVAILABLE: the worker drains.
-        RESOURCE_EXHAUSTED: the gateway does not read what the worker sends. PERMISSION_DENIED: the caller's certificate
-        names no gateway.
+        INVALID_ARGUMENT: a frame violates the rules of its fields. UNAVAILABLE: the worker drains. RESOURCE_EXHAUSTED: the
+        gateway does not read the worker's frames. PERMISSION_DENIED: the caller's certificate names no gateway.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -95,7 +94,7 @@ def add_TargetServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TargetService:
-    """Served by target workers, called by gateways.
+    """Target workers serve it. Gateways call it.
     """
 
     @staticmethod

@@ -11,7 +11,7 @@ import atexit
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -43,62 +43,41 @@ class _Strict(yaml.CSafeLoader):
 
 def render(values: Values) -> list[Document]:
     """The objects that would be installed. Raises `RefusedError`."""
-    return next(rendered([values]))
+    given = output(values)
+    if "error" in given:
+        raise RefusedError(given["error"])
+    return documents(given["manifests"])
 
 
-def refusal(values: Values) -> str:
-    """The error for these values; empty if they are valid."""
-    try:
-        render(values)
-    except RefusedError as error:
-        return str(error)
-    return ""
-
-
-def rendered(every: Sequence[Values]) -> Iterator[list[Document]]:
-    """The objects for each of many values. Raises `RefusedError` at the first refusal."""
-    for output in outputs(every):
-        if "error" in output:
-            raise RefusedError(output["error"])
-        yield documents(output["manifests"])
-
-
-def outputs(every: Iterable[Values]) -> Iterator[dict[str, Any]]:
-    """Helm's outputs: `manifests` by template, or `error`. Raises RuntimeError if its process ended."""
+def output(values: Values) -> dict[str, Any]:
+    """Helm's output: `manifests` by template, or `error`. Raises RuntimeError if its process ended."""
     renderer = _renderer()
     assert renderer.stdin is not None
     assert renderer.stdout is not None
-    for values in every:
-        renderer.stdin.write(json.dumps(values) + "\n")
-        renderer.stdin.flush()
-        line = renderer.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process with Helm's engine ended with exit code {renderer.wait()}")
-        yield json.loads(line)
+    renderer.stdin.write(json.dumps(values) + "\n")
+    if line := renderer.stdout.readline():
+        return dict(json.loads(line))
+    raise RuntimeError(f"the process with Helm's engine ended with exit code {renderer.wait()}")
 
 
 @cache
 def _renderer() -> subprocess.Popen[str]:
     """A process that ends when its input does."""
     command = [sys.executable, "-m", "tests.deploy.helm"]
-    renderer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    renderer = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     atexit.register(renderer.communicate)
     return renderer
 
 
 def documents(manifests: dict[str, str]) -> list[Document]:
-    every: list[Document] = []
-    for template, text in manifests.items():
-        if template.endswith(".yaml"):
-            every += filter(None, yaml.load_all(text, _Strict))
-    return every
+    every = [yaml.load_all(text, _Strict) for template, text in manifests.items() if template.endswith(".yaml")]
+    return [document for several in every for document in several if document]
 
 
 def the(kind: str, name: str, among: Iterable[Document]) -> Document:
     """The only object of this kind and name; `name` is without the release's."""
-    found = [one for one in among if one["kind"] == kind and one["metadata"]["name"] == f"{RELEASE}-{name}"]
-    assert len(found) == 1, f"{len(found)} {kind} {name}"
-    return found[0]
+    (found,) = [one for one in among if one["kind"] == kind and one["metadata"]["name"] == f"{RELEASE}-{name}"]
+    return found
 
 
 def merged(*layers: Values) -> Values:
@@ -111,17 +90,11 @@ def merged(*layers: Values) -> Values:
     return result
 
 
-def defaults() -> Values:
-    return _load("values.yaml")
+def values_file(name: str) -> Values:
+    return dict(yaml.safe_load((CHART / name).read_text(encoding="utf-8")))
 
 
-def on_cpus() -> Values:
-    return _load("values-cpu.yaml")
-
-
-def _load(name: str) -> Values:
-    values: Values = yaml.safe_load((CHART / name).read_text(encoding="utf-8"))
-    return values
+ON_CPUS = values_file("values-cpu.yaml")
 
 
 def _serve() -> None:
@@ -130,10 +103,10 @@ def _serve() -> None:
     chart = Chart.load(CHART)
     for line in sys.stdin:
         try:
-            output: dict[str, Any] = {"manifests": chart.render(json.loads(line), name=RELEASE, namespace=NAMESPACE)}
+            given: dict[str, Any] = {"manifests": chart.render(json.loads(line), name=RELEASE, namespace=NAMESPACE)}
         except HelmError as error:
-            output = {"error": str(error)}
-        print(json.dumps(output), flush=True)
+            given = {"error": str(error)}
+        print(json.dumps(given), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,58 +1,50 @@
 """Allowed connections, computed from the rendered policies as Kubernetes does: both sides must allow them."""
 
 import copy
-from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
-import pytest
-
-from tests.deploy.helm import NAMESPACE, Document, merged, on_cpus, render, the
+from tests.deploy.helm import NAMESPACE, ON_CPUS, Document, Values, merged, render, the
 from tests.deploy.pods import pod_templates
 
 EVERY = ({"port": 1, "endPort": 65535},)
-COMPONENTS = ("gateway", "target", "draft", "redis")
 PORTS = {"http": 8000, "gateway grpc": 8001, "target": 9001, "draft": 9002, "redis": 6379, "metrics": 9100}
-VALUES = merged(
-    on_cpus(),
-    {
-        "target": {"port": PORTS["target"]},
-        "draft": {"port": PORTS["draft"]},
-        "networkPolicy": {"clientNamespaces": ["apps"]},
-    },
-)
 
 
-class Pod:
+class Pod(NamedTuple):
     """A sender or receiver."""
 
-    def __init__(self, namespace: str, labels: dict[str, str]) -> None:
-        self.namespace = namespace
-        self.labels = labels
+    namespace: str
+    labels: dict[str, str]
 
 
-def components(documents: list[Document]) -> dict[str, Pod]:
-    found = [template["metadata"]["labels"] for _, template in pod_templates(documents)]
-    return {labels["app.kubernetes.io/component"]: Pod(NAMESPACE, labels) for labels in found}
+def rendered(policy: Values, **others: Values) -> list[Document]:
+    ports = {name: {"port": PORTS[name]} for name in ("target", "draft")}
+    return render(merged(ON_CPUS, ports, {"networkPolicy": {"clientNamespaces": ["apps"], **policy}}, others))
+
+
+def components(documents: list[Document], release: str | None = None) -> dict[str, Pod]:
+    """The pods of these objects, or the same pods of another release."""
+    changed = {"app.kubernetes.io/instance": release} if release else {}
+    labels = [template["metadata"]["labels"] | changed for _, template in pod_templates(documents)]
+    return {each["app.kubernetes.io/component"]: Pod(NAMESPACE, each) for each in labels}
 
 
 def allowed(documents: list[Document], sender: Pod, receiver: Pod, port: int) -> bool:
-    policies = [document for document in documents if document["kind"] == "NetworkPolicy"]
-    return _side(policies, sender, receiver, port, "egress", "to") and _side(
-        policies, receiver, sender, port, "ingress", "from"
+    return _side(documents, sender, receiver, port, "egress", "to") and _side(
+        documents, receiver, sender, port, "ingress", "from"
     )
 
 
-def _side(policies: Iterable[Document], owner: Pod, peer: Pod, port: int, direction: str, key: str) -> bool:
+def _side(documents: list[Document], owner: Pod, peer: Pod, port: int, direction: str, key: str) -> bool:
     """Whether the policies of `owner` allow the connection. A pod without a policy may do anything."""
     mine = [
-        policy["spec"]
-        for policy in policies
-        if policy["metadata"]["namespace"] == owner.namespace
-        and policy["spec"]["podSelector"]["matchLabels"].items() <= owner.labels.items()
+        document["spec"]
+        for document in documents
+        if document["kind"] == "NetworkPolicy"
+        and document["metadata"]["namespace"] == owner.namespace
+        and document["spec"]["podSelector"]["matchLabels"].items() <= owner.labels.items()
     ]
-    if not mine:
-        return True
-    return any(
+    return not mine or any(
         any(each["port"] <= port <= each.get("endPort", each["port"]) for each in rule.get("ports", EVERY))
         and (key not in rule or any(_is_peer(one, peer) for one in rule[key]))
         for spec in mine
@@ -70,8 +62,9 @@ def _is_peer(one: dict[str, Any], peer: Pod) -> bool:
 
 
 def links(documents: list[Document]) -> set[tuple[str, str, str]]:
-    pods = {
-        **components(documents),
+    receivers = components(documents)
+    senders = {
+        **receivers,
         "client": Pod("apps", {}),
         "prometheus": Pod("monitoring", {}),
         "stranger": Pod("elsewhere", {}),
@@ -79,11 +72,10 @@ def links(documents: list[Document]) -> set[tuple[str, str, str]]:
     }
     return {
         (sender, receiver, name)
-        for sender in pods
-        for receiver in (*COMPONENTS, "ray")
-        if receiver in pods
+        for sender in senders
+        for receiver in receivers
         for name, port in PORTS.items()
-        if sender != receiver and allowed(documents, pods[sender], pods[receiver], port)
+        if sender != receiver and allowed(documents, senders[sender], receivers[receiver], port)
     }
 
 
@@ -99,56 +91,36 @@ WANTED = {
 }
 
 
-@pytest.fixture(scope="module")
-def documents() -> list[Document]:
-    return render(VALUES)
-
-
-def test_only_the_wanted_links_are_allowed(documents: list[Document]) -> None:
+def test_only_the_wanted_links_are_allowed() -> None:
+    documents = rendered({})
     assert links(documents) == WANTED
+    loose = copy.deepcopy(documents)
+    del the("NetworkPolicy", "target", loose)["spec"]["ingress"][0]["from"]
+    assert ("stranger", "target", "target") in links(loose), "this test finds a rule without a peer"
+    assert ("stranger", "draft", "draft") in links(rendered({"enabled": False}))
 
 
 def test_gateways_are_open_without_client_namespaces() -> None:
-    open_to_all = render(merged(VALUES, {"networkPolicy": {"clientNamespaces": []}}))
-    strangers = {link for link in links(open_to_all) - WANTED if link[1] == "gateway"}
-    assert links(open_to_all) - WANTED == strangers
-    assert ("stranger", "gateway", "http") in strangers
-    assert not any(sender in ("target", "draft", "redis") for sender, *_ in strangers)
-
-
-def test_a_rule_without_a_peer_is_found(documents: list[Document]) -> None:
-    loose = copy.deepcopy(documents)
-    del the("NetworkPolicy", "target", loose)["spec"]["ingress"][0]["from"]
-    assert ("stranger", "target", "target") in links(loose) - WANTED
-
-
-def test_without_policies_everything_is_allowed(documents: list[Document]) -> None:
-    assert ("stranger", "draft", "draft") in links(render(merged(VALUES, {"networkPolicy": {"enabled": False}})))
-
-
-def of_release(documents: list[Document], name: str) -> dict[str, Pod]:
-    """The same pods as another release's."""
-    return {
-        component: Pod(NAMESPACE, pod.labels | {"app.kubernetes.io/instance": name})
-        for component, pod in components(documents).items()
-    }
+    added = links(rendered({"clientNamespaces": []})) - WANTED
+    assert ("stranger", "gateway", "http") in added
+    assert {receiver for _, receiver, _ in added} == {"gateway"}
+    assert not {sender for sender, *_ in added} & {"target", "draft", "redis"}
 
 
 def test_releases_that_share_a_redis_reach_each_other() -> None:
-    elsewhere = {"redis": {"enabled": False, "external": {"urlSecret": {"name": "redis"}, "cidr": "203.0.113.0/24"}}}
-    drawn = render(merged(VALUES, {"networkPolicy": {"otherReleases": ["small"]}}))
-    without_redis = render(merged(VALUES, elsewhere, {"networkPolicy": {"otherReleases": ["small"]}}))
-    small, strangers = of_release(drawn, "small"), of_release(drawn, "other")
+    drawn = rendered({"otherReleases": ["small"]})
+    ours, small, strangers = components(drawn), components(drawn, "small"), components(drawn, "other")
     for sender, receiver, port in WANTED & links(drawn):
         if sender in small:
-            assert allowed(drawn, components(drawn)[sender], small[receiver], PORTS[port])
-            assert allowed(drawn, small[sender], components(drawn)[receiver], PORTS[port])
-            assert not allowed(drawn, strangers[sender], components(drawn)[receiver], PORTS[port])
-    assert allowed(without_redis, components(drawn)["gateway"], small["redis"], PORTS["redis"])
+            assert allowed(drawn, ours[sender], small[receiver], PORTS[port])
+            assert allowed(drawn, small[sender], ours[receiver], PORTS[port])
+            assert not allowed(drawn, strangers[sender], ours[receiver], PORTS[port])
+    elsewhere = {"enabled": False, "external": {"urlSecret": {"name": "redis"}, "cidr": "203.0.113.0/24"}}
+    without_redis = rendered({"otherReleases": ["small"]}, redis=elsewhere)
+    assert allowed(without_redis, components(without_redis)["gateway"], small["redis"], PORTS["redis"])
 
 
 def test_ray_pods_reach_only_each_other() -> None:
-    on_ray = links(render(merged(VALUES, {"target": {"ray": {"enabled": True}}})))
-    among_themselves = {("ray", "target"), ("target", "ray")}
-    assert {(*pair, name) for pair in among_themselves for name in PORTS} == on_ray - WANTED
+    on_ray = links(rendered({}, target={"ray": {"enabled": True}}))
+    assert on_ray - WANTED == {(*pair, name) for pair in (("ray", "target"), ("target", "ray")) for name in PORTS}
     assert on_ray > WANTED

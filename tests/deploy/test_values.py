@@ -13,20 +13,14 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import SpeculativeConfig
-from paceline.config.key_aliases import METHOD_ALIASES, SWITCHES
+from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
 from paceline.config.method_names import Method
-from tests.deploy import combinations
-from tests.deploy.helm import CHART, ROOT, Values, defaults, merged, outputs, refusal
-from tests.unit.test_config import OTHER_WORDS, WRONG
+from tests.deploy.combinations import CHOICES, GPU
+from tests.deploy.helm import CHART, ROOT, Values, merged, output, values_file
 
-CHOICES = combinations.CHOICES
-CONTEXTS = [
-    combinations.GPU,
-    merged(combinations.GPU, CHOICES["tls"]["on"], CHOICES["redis"]["password"], CHOICES["autoscaling"]["hpa"]),
-    merged(combinations.GPU, CHOICES["ray"]["on"], {"target": {"resources": {"limits": {"nvidia.com/gpu": None}}}}),
-    merged(combinations.GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
-]
-"""Together they switch everything on."""
+SCHEMA = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+SPECULATION = SCHEMA["properties"]["speculation"]
+DRAFT = {"method": "draft_model", "model": "d"}
 
 
 def script(name: str) -> ModuleType:
@@ -54,89 +48,93 @@ def test_a_value_without_a_comment_is_refused(tmp_path: Path, monkeypatch: pytes
 
 
 def objects(schema: Any) -> Iterator[dict[str, Any]]:
+    """Every object's schema."""
     if isinstance(schema, dict):
         if schema.get("type") == "object":
             yield schema
-        for value in schema.values():
-            yield from objects(value)
-    elif isinstance(schema, list):
+        schema = [*schema.values()]
+    if isinstance(schema, list):
         for value in schema:
             yield from objects(value)
 
 
 def test_the_schema_is_closed() -> None:
-    found = list(objects(json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))))
+    found = list(objects(SCHEMA))
     assert len(found) > 20
     for each in found:
-        assert "additionalProperties" in each
         assert each["additionalProperties"] is not True
         assert "properties" in each or "type" in each["additionalProperties"]
 
 
-ENOUGH = {"model": "d", "hidden_states_path": "h"}
-"""Keys that satisfy every method."""
-SPELLINGS: list[Values] = [
-    *({"method": name, **ENOUGH} for name in (*get_args(Method), *METHOD_ALIASES)),
-    *({"speculative_method": [name, "suffix"], **ENOUGH} for name, ours in METHOD_ALIASES.items() if ours != "none"),
-    *({"method": "draft_model", **ENOUGH, key: value} for key in SWITCHES for value in (True, False)),
-    *(given for given, _ in OTHER_WORDS),
-]
-UNKNOWN: list[Values] = [
-    {"method": "deepseek"},
-    {"method": ["suffix", "eagle4"], "model": "d"},
-    {"speculative_num_step": 3},
-    {"method": "draft_model", "model": "d", "heterogeneous_vocab": True},
-    {"method": "draft_model", "model": "d", "draft_model_path": "d"},
-    {"method": "draft_model", "model": "d", "use_heterogeneous_vocab": "yes"},
-    {"method": "draft_model", "model": "d", "parallel_drafting": "no"},
-]
+def errors(speculation: Values) -> list[Any]:
+    """What the service complains about."""
+    try:
+        SpeculativeConfig.model_validate(speculation)
+    except ValidationError as error:
+        return error.errors()
+    return []
 
 
-def speculation_refused(values: Values) -> bool:
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["speculation"]
-    return not jsonschema.Draft7Validator(schema).is_valid(values)
+def refused(speculation: Values) -> bool:
+    """By the chart's schema."""
+    return not jsonschema.Draft7Validator(SPECULATION).is_valid(speculation)
 
 
-@pytest.mark.parametrize("given", SPELLINGS, ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({"method": name, "model": "d", "hidden_states_path": "h"} for name in (*get_args(Method), *METHOD_ALIASES)),
+        *({"method": [name, "suffix"], "model": "d"} for name in METHOD_ALIASES if METHOD_ALIASES[name] != "none"),
+        *(DRAFT | {key: value} for key in SWITCHES for value in (True, False)),
+        *({"speculative_algorithm": name, "speculative_draft_model_path": "d"} for name in ALGORITHMS),
+        {"speculative_method": ["standalone", "prompt_lookup"], "model": "d"},
+        {"method": None},
+        {"speculative_algorithm": "ngram"},
+        {"speculative_num_steps": 7, "speculative_eagle_topk": 4, "speculative_num_draft_tokens": 9},
+    ],
+    ids=str,
+)
 def test_the_schema_accepts_every_spelling(given: Values) -> None:
-    SpeculativeConfig.model_validate(given)
-    assert not speculation_refused(given)
+    assert not errors(given)
+    assert not refused(given)
+    assert "error" not in output({**GPU, "speculation": given}), "Helm applies the schema"
 
 
-def test_the_schema_has_no_unknown_key() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))["properties"]["speculation"]
-    for key in schema["properties"]:
-        with pytest.raises(ValidationError) as caught:
-            SpeculativeConfig.model_validate({key: {}})
-        assert "extra_forbidden" not in {error["type"] for error in caught.value.errors()}
-
-
-@pytest.mark.parametrize("given", UNKNOWN, ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"method": "deepseek"},
+        {"method": ["suffix", "eagle4"], "model": "d"},
+        {"speculative_num_step": 3},
+        DRAFT | {"heterogeneous_vocab": True},
+        DRAFT | {"draft_model_path": "d"},
+        DRAFT | {"use_heterogeneous_vocab": "yes"},
+        DRAFT | {"parallel_drafting": "no"},
+    ],
+    ids=str,
+)
 def test_the_schema_refuses_unknown_names(given: Values) -> None:
-    with pytest.raises(ValidationError):
-        SpeculativeConfig.model_validate(given)
-    assert speculation_refused(given)
+    assert errors(given)
+    assert refused(given)
 
 
-def test_a_wrong_value_of_one_key_is_refused_before_anything_is_installed() -> None:
+@pytest.mark.parametrize("key", SPECULATION["properties"])
+def test_the_schema_has_no_unknown_key_and_refuses_wrong_values(key: str) -> None:
     """Contradictions between keys are refused by the services when they start."""
-    refused = 0
-    for kind, given, _ in WRONG:
-        if kind is SpeculativeConfig and not any(value != value for value in given.values()):  # JSON has no NaN
-            with pytest.raises(ValidationError) as caught:
-                kind.model_validate(given)
-            if caught.value.errors()[0]["loc"]:
-                refused += 1
-                assert speculation_refused(given), given
-    assert refused > 20
+    assert "extra_forbidden" not in {error["type"] for error in errors({key: {}})}
+    candidates: list[Any] = [{}, [[]], -1, 0, 1e9, "", "no such word"]
+    wrong = [value for value in candidates if any(error["loc"] for error in errors({key: value})[:1])]
+    assert wrong or key in (*SWITCHES, "speculative_algorithm")
+    assert all(refused({key: value}) for value in wrong)
 
 
-def test_helm_applies_the_schema_of_speculation() -> None:
-    known = {"method": ["suffix", "eagle3"], "draft_model_path": "d", "speculative_num_steps": 3}
-    assert not refusal({**combinations.GPU, "speculation": known})
-    assert "speculation" in refusal(merged(combinations.GPU, {"speculation": {"speculative_num_step": 3}}))
-
-
+CONTEXTS = [
+    GPU,
+    merged(GPU, CHOICES["tls"]["on"], CHOICES["redis"]["password"], CHOICES["autoscaling"]["hpa"]),
+    merged(GPU, CHOICES["ray"]["on"], {"target": {"resources": {"limits": {"nvidia.com/gpu": None}}}}),
+    merged(GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
+]
+"""Together they switch everything on."""
 OTHER: dict[str, Any] = {
     "speculation": {"num_speculative_tokens": 9},
     "engine": {"slots": 512},
@@ -161,6 +159,7 @@ OTHER: dict[str, Any] = {
     "cidr": "10.0.0.0/8",
     "interval": "7s",
 }
+"""Values that differ from the defaults, by the last part of their keys."""
 
 
 def other(key: str, value: Any) -> Any:
@@ -169,46 +168,31 @@ def other(key: str, value: Any) -> Any:
         return OTHER[key]
     if isinstance(value, bool):
         return not value
-    if isinstance(value, float):
-        return value / 2
-    return f"{value}-other" if isinstance(value, str) else value + 10
+    if isinstance(value, str):
+        return f"{value}-other"
+    return value / 2 if isinstance(value, float) else value + 10
 
 
-def leaves(values: Values, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+def changes(values: Values, context: Values) -> Iterator[tuple[str, Values]]:
+    """Each key of `values`, and what changes it alone. `context`: these values with those of a context over them."""
     for key, value in values.items():
         if isinstance(value, dict) and value and key not in OTHER:
-            yield from leaves(value, (*path, key))
+            for name, change in changes(value, context[key]):
+                yield f"{key}.{name}", {key: change}
         else:
-            yield (*path, key), value
-
-
-def nested(path: tuple[str, ...], value: Any) -> Values:
-    for key in reversed(path):
-        value = {key: value}
-    assert isinstance(value, dict)
-    return value
-
-
-def at(values: Values, path: tuple[str, ...]) -> Any:
-    for key in path:
-        values = values[key]
-    return values
+            yield key, {key: other(key, context[key])}
 
 
 def test_every_value_changes_what_is_rendered() -> None:
     """A value that no template uses changes no combination."""
-    base = defaults()
-    before = list(outputs(CONTEXTS))
-    tried = [
-        (path, number, merged(context, nested(path, other(path[-1], at(merged(base, context), path)))))
-        for path, _ in leaves(base)
-        for number, context in enumerate(CONTEXTS)
-    ]
-    used = set()
-    for (path, number, _), answer in zip(tried, outputs([values for *_, values in tried]), strict=True):
-        if "error" not in answer and answer != before[number]:
-            used.add(path)
-    unused = [".".join(path) for path, _ in leaves(base) if path not in used]
+    base = values_file("values.yaml")
+    unused = {name for name, _ in changes(base, base)}
+    for context in CONTEXTS:
+        before = output(context)
+        for name, change in changes(base, merged(base, context)):
+            if name in unused:
+                after = output(merged(context, change))
+                unused -= {name} if "error" not in after and after != before else set()
     assert not unused
 
 
@@ -221,7 +205,7 @@ def keys(values: Values) -> Iterator[str]:
 
 def test_templates_use_existing_values_only() -> None:
     """Helm renders a misspelt value as nothing. Fields of its own objects are capitalised."""
-    known = set(keys(defaults()))
+    known = set(keys(values_file("values.yaml")))
     asked = {
         (template.name, field)
         for template in sorted((CHART / "templates").iterdir())

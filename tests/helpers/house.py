@@ -7,7 +7,7 @@ import json
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,35 +45,38 @@ def lines() -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def repeated_file_names() -> dict[str, list[str]]:
-    """Python files of the same name, and where they are."""
-    named: dict[str, list[str]] = {}
-    for path in files(*PRODUCT, "paceline_lab"):
-        if path.suffix == ".py" and path.name not in SERVICE_FILES:
-            named.setdefault(path.name, []).append(str(path))
-    return {name: paths for name, paths in named.items() if len(paths) > 1}
-
-
-def repeated_class_names() -> dict[str, list[str]]:
-    """Public classes of the same name, and where they are."""
-    named: dict[str, list[str]] = {}
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    """Every Python file of the product and of the lab, parsed."""
     for path in files(*PRODUCT, "paceline_lab"):
         if path.suffix == ".py":
-            for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                    named.setdefault(node.name, []).append(str(path))
-    return {name: paths for name, paths in named.items() if len(paths) > 1}
+            yield path, ast.parse((ROOT / path).read_text(encoding="utf-8"))
+
+
+def repeated_file_names() -> dict[str, list[Path]]:
+    """Python files of the same name, and where they are."""
+    return _repeated((path.name, path) for path, _ in modules() if path.name not in SERVICE_FILES)
+
+
+def repeated_class_names() -> dict[str, list[Path]]:
+    """Public classes of the same name, and where they are."""
+    classes = ((node.name, path) for path, tree in modules() for node in tree.body if isinstance(node, ast.ClassDef))
+    return _repeated((name, path) for name, path in classes if not name.startswith("_"))
+
+
+def _repeated(named: Iterable[tuple[str, Path]]) -> dict[str, list[Path]]:
+    places: dict[str, list[Path]] = {}
+    for name, path in named:
+        places.setdefault(name, []).append(path)
+    return {name: paths for name, paths in places.items() if len(paths) > 1}
 
 
 def denied_names() -> list[str]:
     """Every name that our code gives and that has a denied word in it, as `path:line name`."""
     found = []
-    for path in files(*PRODUCT, "paceline_lab"):
-        if path.suffix == ".py":
-            found += [f"{path}: file" for word in words(path.stem) if word in DENIED]
-            tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
-            given = {(name, line) for name, line in _given_names(tree) if name not in PUBLIC}
-            found += [f"{path}:{line} {name}" for name, line in sorted(given) if DENIED & set(words(name))]
+    for path, tree in modules():
+        found += [f"{path}: file" for word in words(path.stem) if word in DENIED]
+        given = {(name, line) for name, line in _given_names(tree) if name not in PUBLIC}
+        found += [f"{path}:{line} {name}" for name, line in sorted(given) if DENIED & set(words(name))]
     return found
 
 

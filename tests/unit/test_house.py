@@ -1,15 +1,15 @@
-"""Rules for names: one file name and one class name for one thing, in the field's words."""
+"""Rules for the whole house: one name for one thing, in the field's words, and no torch in a service."""
 
-from __future__ import annotations
+import subprocess
+import sys
+
+import pytest
 
 from tests.helpers import house
 
 
-def test_no_file_name_stands_twice() -> None:
+def test_no_file_name_and_no_public_class_name_stands_twice() -> None:
     assert house.repeated_file_names() == {}
-
-
-def test_no_public_class_name_stands_twice() -> None:
     assert house.repeated_class_names() == {}
 
 
@@ -17,7 +17,22 @@ def test_names_use_the_words_of_the_glossary() -> None:
     assert house.denied_names() == []
 
 
-def test_a_denied_word_is_found_wherever_it_stands_in_a_name() -> None:
-    assert house.words("LaneOfHearsay") == ["lane", "of", "hearsay"]
-    assert house.words("states_told") == ["states", "told"]
-    assert house.words("KVCache") == ["kv", "cache"]
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LaneOfHearsay", ["lane", "of", "hearsay"]),
+        ("states_told", ["states", "told"]),
+        ("KVCache", ["kv", "cache"]),
+    ],
+)
+def test_a_denied_word_is_found_wherever_it_stands_in_a_name(name: str, words: list[str]) -> None:
+    assert house.words(name) == words
+
+
+@pytest.mark.parametrize("service", ["target", "draft", "gateway"])
+def test_a_service_imports_no_torch(service: str) -> None:
+    """Its model process does."""
+    code = (
+        f"import paceline_services.{service}.__main__, sys; assert not {{'torch', 'transformers'}} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

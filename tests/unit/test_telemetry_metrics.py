@@ -1,14 +1,13 @@
-"""What Prometheus reads, parsed back from the text it is sent."""
+"""What Prometheus reads."""
 
 import re
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from paceline.core.messages import FinishReason, SpeculationStats, Usage
@@ -21,243 +20,169 @@ from paceline.telemetry.step_stats import StepStats
 from paceline.telemetry.target_metrics import TargetMetrics
 
 MANUAL = Path(__file__).parents[2] / "docs" / "metrics.md"
-MODEL = {"model_name": "family/target"}
+
+
+class Scraped(CollectorRegistry):
+    """A registry that is asked for samples of the model "m" by name."""
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.get_sample_value(f"paceline_{name}", {"model_name": "m", **labels})
 
 
 @pytest.fixture
-def registry() -> CollectorRegistry:
-    return CollectorRegistry()
+def scraped() -> Scraped:
+    return Scraped()
 
 
-class Scrape:
-    """One scrape: values by sample name and labels, types by family name."""
-
-    def __init__(self, text: str) -> None:
-        families = list(text_string_to_metric_families(text))
-        self.types = {family.name: family.type for family in families}
-        self.values = {
-            (sample.name, frozenset(sample.labels.items())): sample.value
-            for family in families
-            for sample in family.samples
-        }
-
-    def __call__(self, name: str, labels: dict[str, str]) -> float:
-        return self.values[name, frozenset(labels.items())]
-
-
-def scrape(registry: CollectorRegistry) -> Scrape:
-    return Scrape(generate_latest(registry).decode())
-
-
-def step(*verifications: tuple[list[int], int], **others: int) -> StepStats:
-    """A step of one request per (depths verified, accepted)."""
+def step(*verifications: tuple[int, int, int], **others: int) -> StepStats:
+    """A step of one request per (nodes, deepest, accepted)."""
     stats = SpeculationStats()
-    for depths, accepted in verifications:
-        stats.record(len(depths), max(depths, default=0), accepted)
+    for verification in verifications:
+        stats.record(*verification)
     numbers = {"rows": 12, "running": 2, "waiting": 1, "free_slots": 750, **others}
     return StepStats(step_s=0.02, speculation=stats, **numbers)
 
 
-def both_names(name: str) -> Iterator[str]:
-    yield f"paceline_{name}"
-    yield f"vllm:{name}"
+@pytest.mark.parametrize(
+    ("strategy", "lossy", "invariant"), [("coupled", 0, 1), ("residual", 0, 0), ("typical-acceptance", 1, 0)]
+)
+def test_a_target_shows_what_its_strategy_promises(scraped: Scraped, strategy: str, lossy: int, invariant: int) -> None:
+    TargetMetrics(scraped, "m", slots=1000).set_strategy(STRATEGIES[strategy])
+    assert scraped.value("verification_lossy", strategy=strategy) == lossy
+    assert scraped.value("verification_drafter_invariant", strategy=strategy) == invariant
 
 
-class TestTarget:
-    @pytest.fixture
-    def metrics(self, registry: CollectorRegistry) -> TargetMetrics:
-        return TargetMetrics(registry, "family/target", slots=1000)
-
-    @pytest.mark.parametrize(
-        ("strategy", "lossy", "invariant"), [("coupled", 0, 1), ("residual", 0, 0), ("typical-acceptance", 1, 0)]
-    )
-    def test_shows_what_the_strategy_promises(
-        self, registry: CollectorRegistry, metrics: TargetMetrics, strategy: str, lossy: int, invariant: int
-    ) -> None:
-        metrics.set_strategy(STRATEGIES[strategy])
-        sample, labels = scrape(registry), MODEL | {"strategy": strategy}
-        assert sample("paceline_verification_lossy", labels) == lossy
-        assert sample("paceline_verification_drafter_invariant", labels) == invariant
-
-    def test_counts_speculation_without_the_bonus_token(
-        self, registry: CollectorRegistry, metrics: TargetMetrics
-    ) -> None:
-        metrics.observe_step(step(([1, 1, 2, 2, 3], 2), ([1, 2], 0), ([], 0)))
-        metrics.observe_step(step(([1, 2], 2)))
-        seen = scrape(registry)
-        for prefix in both_names("spec_decode_num"):
-            assert seen(f"{prefix}_drafts_total", MODEL) == 3
-            assert seen(f"{prefix}_draft_tokens_total", MODEL) == 9
-            assert seen(f"{prefix}_accepted_tokens_total", MODEL) == 4
-            by_position = [
-                seen(f"{prefix}_accepted_tokens_per_pos_total", {**MODEL, "position": position}) for position in "012"
-            ]
-            assert by_position == [2, 2, 0]
-
-    def test_gauges_show_the_last_step(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
-        metrics.observe_step(step(running=9))
-        metrics.observe_step(step())
-        metrics.draft_links.set_function(lambda: 3)
-        metrics.rows_invariant.set(True)
-        seen = scrape(registry)
-        for name in both_names("num_requests_running"):
-            assert seen(name, MODEL) == 2
-        for name in both_names("num_requests_waiting"):
-            assert seen(name, MODEL) == 1
-        for name in both_names("kv_cache_usage_perc"):
-            assert seen(name, MODEL) == pytest.approx(0.25)
-        assert seen("paceline_free_slots", MODEL) == 750
-        assert seen("paceline_draft_links", MODEL) == 3
-        assert seen("paceline_rows_invariant", MODEL) == 1
-
-    def test_growth_is_grafted_or_dropped(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
-        metrics.observe_step(step(nodes_received=10, nodes_grafted=7))
-        seen = scrape(registry)
-        nodes = [seen(f"paceline_growth_nodes_{end}_total", MODEL) for end in ("received", "grafted", "dropped")]
-        assert nodes == [10, 7, 3]
-
-    def test_steps_and_tokens(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
-        metrics.observe_step(step(prompt_tokens=100, generation_tokens=5, preemptions=1))
-        metrics.observe_step(step(rows=0))  # nothing was run: no step
-        seen = scrape(registry)
-        assert seen("paceline_step_seconds_count", MODEL) == 1
-        assert seen("paceline_step_seconds_sum", MODEL) == pytest.approx(0.02)
-        assert seen("paceline_step_rows_bucket", {**MODEL, "le": "16.0"}) == 1
-        assert seen("paceline_step_rows_bucket", {**MODEL, "le": "8.0"}) == 0
-        assert seen("paceline_computed_prompt_tokens_total", MODEL) == 100
-        assert seen("paceline_committed_tokens_total", MODEL) == 5
-        assert seen("vllm:num_preemptions_total", MODEL) == 1
-
-    def test_a_vllm_name_has_the_type_of_our_metric(self, registry: CollectorRegistry, metrics: TargetMetrics) -> None:
-        metrics.observe_step(step())
-        types = scrape(registry).types
-        vllm = {name.removeprefix("vllm:"): type_ for name, type_ in types.items() if name.startswith("vllm:")}
-        assert vllm
-        assert vllm == {name: types[f"paceline_{name}"] for name in vllm}
+def test_a_target_counts_its_steps_and_shows_the_last_one(scraped: Scraped) -> None:
+    """The bonus token is not counted; a step without rows ran no pass."""
+    metrics = TargetMetrics(scraped, "m", slots=1000)
+    metrics.observe_step(step((5, 3, 2), (2, 2, 0), (0, 0, 0), running=9, nodes_received=10, nodes_grafted=7))
+    metrics.observe_step(step((2, 2, 2), rows=0, prompt_tokens=100, generation_tokens=5, preemptions=1))
+    metrics.draft_links.set_function(lambda: 3)
+    metrics.rows_invariant.set(True)
+    expected = {
+        "spec_decode_num_drafts_total": 3,
+        "spec_decode_num_draft_tokens_total": 9,
+        "spec_decode_num_accepted_tokens_total": 4,
+        "num_requests_running": 2,
+        "num_requests_waiting": 1,
+        "kv_cache_usage_perc": 0.25,
+        "free_slots": 750,
+        "draft_links": 3,
+        "rows_invariant": 1,
+        "growth_nodes_received_total": 10,
+        "growth_nodes_grafted_total": 7,
+        "growth_nodes_dropped_total": 3,
+        "step_seconds_count": 1,
+        "step_seconds_sum": 0.02,
+        "computed_prompt_tokens_total": 100,
+        "committed_tokens_total": 5,
+        "num_preemptions_total": 1,
+    }
+    assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
+    by_position = [scraped.value("spec_decode_num_accepted_tokens_per_pos_total", position=each) for each in "012"]
+    assert by_position == [2, 2, 0]
+    assert [scraped.value("step_rows_bucket", le=bound) for bound in ("8.0", "16.0")] == [0, 1]
 
 
-class TestGateway:
-    @pytest.fixture
-    def metrics(self, registry: CollectorRegistry) -> GatewayMetrics:
-        return GatewayMetrics(registry)
-
-    def test_times_a_request_token_by_token(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:
-        now = 100.0
-        with metrics.track("family/target", lambda: now) as request:
-            now = 100.5
-            request.tokens(1)
-            now = 101.1
-            request.tokens(3)  # one chunk, three tokens
-            now = 101.2
-            request.tokens(0)
-            request.finished(FinishReason.LENGTH, Usage(7, 4, cached_tokens=2))
-        seen = scrape(registry)
-        for name in both_names("time_to_first_token_seconds"):
-            assert seen(f"{name}_sum", MODEL) == pytest.approx(0.5)
-        for name in both_names("inter_token_latency_seconds"):
-            assert seen(f"{name}_count", MODEL) == 3
-            assert seen(f"{name}_bucket", {**MODEL, "le": "0.2"}) == 3
-            assert seen(f"{name}_bucket", {**MODEL, "le": "0.15"}) == 0
-        for name in both_names("e2e_request_latency_seconds"):
-            assert seen(f"{name}_sum", MODEL) == pytest.approx(1.2)
-        for name in both_names("request_success_total"):
-            assert seen(name, {**MODEL, "finished_reason": "length"}) == 1
-        tokens = [seen(f"vllm:{name}_tokens_total", MODEL) for name in ("prompt", "generation")]
-        assert tokens == [7, 4]
-        assert seen("paceline_cached_prompt_tokens_total", MODEL) == 2
-
-    def test_a_request_runs_until_it_ends_however_it_ends(
-        self, registry: CollectorRegistry, metrics: GatewayMetrics
-    ) -> None:
-        with suppress(ConnectionError), metrics.track("family/target") as request:
-            assert scrape(registry)("paceline_requests_running", MODEL) == 1
-            request.replayed()
-            request.replayed_with_other_numerics()
-            raise ConnectionError
-        seen = scrape(registry)
-        assert seen("paceline_requests_running", MODEL) == 0
-        assert seen("paceline_replays_total", MODEL) == 1
-        assert seen("paceline_replays_other_numerics_total", MODEL) == 1
-        assert "vllm:request_success_total" not in {name for name, _ in seen.values}
-
-    def test_counts_responses(self, registry: CollectorRegistry, metrics: GatewayMetrics) -> None:
-        for status in (200, 200, 400):
-            metrics.count_response("/v1/completions", status)
-        metrics.count_response("Generate", "NOT_FOUND")
-        seen = scrape(registry)
-        name = "paceline_requests_total"
-        assert seen(name, {"endpoint": "/v1/completions", "status": "200"}) == 2
-        assert seen(name, {"endpoint": "/v1/completions", "status": "400"}) == 1
-        assert seen(name, {"endpoint": "Generate", "status": "NOT_FOUND"}) == 1
+def test_a_gateway_times_a_request_token_by_token(scraped: Scraped) -> None:
+    now = 100.0
+    with GatewayMetrics(scraped).track("m", lambda: now) as request:
+        now = 100.5
+        request.tokens(1)
+        now = 101.1
+        request.tokens(3)  # one chunk, three tokens
+        now = 101.2
+        request.tokens(0)
+        request.finished(FinishReason.LENGTH, Usage(7, 4, cached_tokens=2))
+    expected = {
+        "time_to_first_token_seconds_sum": 0.5,
+        "inter_token_latency_seconds_count": 3,
+        "e2e_request_latency_seconds_sum": 1.2,
+        "prompt_tokens_total": 7,
+        "generation_tokens_total": 4,
+        "cached_prompt_tokens_total": 2,
+    }
+    assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
+    assert [scraped.value("inter_token_latency_seconds_bucket", le=bound) for bound in ("0.15", "0.2")] == [0, 3]
+    assert scraped.value("request_success_total", finished_reason="length") == 1
 
 
-def test_a_draft_counts_its_rounds(registry: CollectorRegistry) -> None:
-    metrics = DraftMetrics(registry, "ngram")
+def test_a_request_runs_until_it_ends_however_it_ends(scraped: Scraped) -> None:
+    with suppress(ConnectionError), GatewayMetrics(scraped).track("m") as request:
+        assert scraped.value("requests_running") == 1
+        request.replayed()
+        request.replayed_with_other_numerics()
+        raise ConnectionError
+    names = ("requests_running", "replays_total", "replays_other_numerics_total")
+    assert [scraped.value(name) for name in names] == [0, 1, 1]
+    assert not any(family.samples for family in scraped.collect() if family.name == "paceline_request_success")
+
+
+def test_a_draft_counts_its_rounds(scraped: Scraped) -> None:
+    metrics = DraftMetrics(scraped, "ngram")
     metrics.observe_round(RoundStats(round_s=0.004, nodes=6))
     metrics.observe_round(RoundStats(round_s=0.006, nodes=4, dropped=1))
     metrics.observe_round(RoundStats(round_s=0.5, nodes=0))  # no draft token: not a round
     metrics.set_gauge_sources(open_requests=lambda: 3, target_links=lambda: 2)
-    seen = scrape(registry)
-
-    def value(name: str) -> float:
-        return seen(f"paceline_draft_{name}", {"method": "ngram"})
-
-    assert value("round_seconds_sum") == pytest.approx(0.01)
-    assert value("round_seconds_count") == 2
-    assert value("nodes_total") == 10
-    assert value("requests_dropped_total") == 1
-    assert value("open_requests") == 3
-    assert value("target_links") == 2
-
-
-def exported() -> list[set[str]]:
-    """Names of families by kind of service."""
-    names = []
-    for make in (
-        lambda registry: TargetMetrics(registry, "m", 1),
-        lambda registry: DraftMetrics(registry, "ngram"),
-        GatewayMetrics,
-    ):
-        registry = CollectorRegistry()
-        make(registry)
-        names.append({family.name for family in registry.collect()} - {"paceline_build"})
-    return names
+    expected = {
+        "round_seconds_sum": 0.01,
+        "round_seconds_count": 2,
+        "nodes_total": 10,
+        "requests_dropped_total": 1,
+        "open_requests": 3,
+        "target_links": 2,
+    }
+    seen = {name: scraped.get_sample_value(f"paceline_draft_{name}", {"method": "ngram"}) for name in expected}
+    assert seen == pytest.approx(expected)
 
 
-def test_no_name_is_exported_by_two_kinds_of_service() -> None:
-    """A sum over all services must count nothing twice."""
-    assert all(exported())
-    assert len(set.union(*exported())) == sum(map(len, exported()))
+def exported() -> list[Scraped]:
+    """The metrics of each kind of service, with samples."""
+    target, draft, gateway = Scraped(), Scraped(), Scraped()
+    TargetMetrics(target, "m", 1000).observe_step(step((2, 2, 1), preemptions=1))
+    DraftMetrics(draft, "ngram")
+    with GatewayMetrics(gateway).track("m") as request:
+        request.tokens(1)
+        request.tokens(1)
+        request.finished(FinishReason.STOP, Usage(3, 2))
+    return [target, draft, gateway]
 
 
-def test_the_manual_lists_every_metric_and_no_other() -> None:
+def test_a_name_of_vllm_has_the_type_and_samples_of_our_metric() -> None:
+    for registry, count in zip(exported(), (8, 0, 6), strict=True):
+        families = {family.name: family for family in registry.collect()}
+        theirs = [family for name, family in families.items() if name.startswith("vllm:")]
+        assert len(theirs) == count
+        for family in theirs:
+            ours = families[family.name.replace("vllm:", "paceline_")]
+            assert family.type == ours.type
+            values = [(each.name.replace("vllm:", "paceline_"), each.labels, each.value) for each in family.samples]
+            assert values == [each[:3] for each in ours.samples if not each.name.endswith("_created")]
+            assert any(value for *_, value in values)
+
+
+def test_the_manual_lists_every_metric_and_a_sum_over_all_services_counts_none_twice() -> None:
+    names = [{family.name for family in registry.collect()} - {"paceline_build"} for registry in exported()]
+    assert len(set.union(*names)) == sum(map(len, names))
     rows = re.findall(r"^\| `(paceline_\w+)` \|.*?(?:`(vllm:\w+)` \|)?$", MANUAL.read_text(), re.MULTILINE)
-    listed = {name.removesuffix("_total") for row in rows for name in row if name}
-    assert listed == set.union(*exported())
+    assert {name.removesuffix("_total") for row in rows for name in row if name} == set.union(*names)
 
 
-def test_metrics_are_served_over_http(registry: CollectorRegistry) -> None:
-    GatewayMetrics(registry)
-    with (
-        serve_metrics(registry, "127.0.0.1", 0, lambda: True) as port,
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as response,
-    ):
-        seen = Scrape(response.read().decode())
-    assert ("paceline_build_info", 1.0) in {(name, value) for (name, _), value in seen.values.items()}
-
-
-def test_health_needs_no_certificate(registry: CollectorRegistry) -> None:
+def test_metrics_and_health_are_served_over_http(scraped: Scraped) -> None:
+    """Health needs no certificate."""
+    GatewayMetrics(scraped)
     healthy = [False, True]
-    with serve_metrics(registry, "127.0.0.1", 0, healthy.pop) as port:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health").close()
+    with serve_metrics(scraped, "127.0.0.1", 0, healthy.pop) as port:
+        url = f"http://127.0.0.1:{port}"
+        with urllib.request.urlopen(f"{url}/metrics") as response:
+            families = text_string_to_metric_families(response.read().decode())
+        assert {family.name for family in families} >= {
+            "paceline_build_info",
+            "paceline_requests",
+            "vllm:prompt_tokens",
+        }
+        urllib.request.urlopen(f"{url}/health").close()
         with pytest.raises(urllib.error.HTTPError, match="503"):
-            urllib.request.urlopen(f"http://127.0.0.1:{port}/health")
-
-
-def test_a_port_that_is_taken_is_an_error(registry: CollectorRegistry) -> None:
-    with (
-        serve_metrics(registry, "127.0.0.1", 0, lambda: True) as port,
-        pytest.raises(OSError, match="in use"),
-        serve_metrics(registry, "127.0.0.1", port, lambda: True),
-    ):
-        pass
+            urllib.request.urlopen(f"{url}/health")
+        with pytest.raises(OSError, match="in use"), serve_metrics(scraped, "127.0.0.1", port, lambda: True):
+            pass

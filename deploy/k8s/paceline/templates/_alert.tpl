@@ -1,4 +1,4 @@
-{{/* One alert. Takes (list name minutes severity expression summary); docs/operations.md has a section for each. */}}
+{{/* One alert. Takes (list name minutes severity expression summary). docs/operations.md has a section for each alert. */}}
 {{- define "paceline.alert" -}}
 - alert: {{ index . 0 }}
   expr: {{ index . 3 | quote }}

@@ -1,4 +1,4 @@
-{{/* What a schema cannot say: values that need one another. */}}
+{{/* Checks that the schema cannot express: values that require other values. */}}
 {{- define "paceline.checks" -}}
 {{- with .Values }}
 {{- if not .model.path }}
@@ -26,7 +26,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Takes the target's values. */}}
+{{/* Checks of a target on Ray. Takes the target's values. */}}
 {{- define "paceline.rayChecks" -}}
 {{- $ranks := int .ray.ranksPerPod }}
 {{- if mod .ray.tensorParallelSize $ranks }}

@@ -1,10 +1,10 @@
-{{/* Series of one component of this release. Takes (list $ component). */}}
+{{/* A PromQL selector of the series of one component of this release. Takes (list $ component). */}}
 {{- define "paceline.series" -}}
 {{- $ := index . 0 -}}
 {namespace="{{ $.Release.Namespace }}",service="{{ include "paceline.name" $ }}-{{ index . 1 }}"}
 {{- end -}}
 
-{{/* Requests that a component has, in PromQL: what it is scaled by. */}}
+{{/* PromQL for the number of requests of a component. Autoscalers use it. */}}
 {{- define "paceline.gatewayLoad" -}}
 {{- $its := include "paceline.series" (list . "gateway") -}}
 sum(paceline_requests_running{{ $its }})
@@ -15,8 +15,8 @@ sum(paceline_requests_running{{ $its }})
 sum(paceline_num_requests_running{{ $its }}) + sum(paceline_num_requests_waiting{{ $its }})
 {{- end -}}
 
-{{/* None while drafting does not pay. The first guess is judged: how deep trees get follows from how many drafts there
-     are, whether the first guess is right does not. */}}
+{{/* The load is zero while drafting does not pay. The acceptance of the first guess decides: unlike the depth of the
+     trees, it does not depend on the number of drafts. */}}
 {{- define "paceline.draftLoad" -}}
 sum(paceline_draft_open_requests{{ include "paceline.series" (list . "draft") }}) * ({{ include "paceline.firstGuesses" . }} >= bool {{ .Values.draft.autoscaling.minAcceptance }} or vector(1))
 {{- end -}}
@@ -27,7 +27,7 @@ sum(paceline_draft_open_requests{{ include "paceline.series" (list . "draft") }}
 sum(rate(paceline_spec_decode_num_accepted_tokens_per_pos_total{{ $first }}[5m])) / (sum(rate(paceline_spec_decode_num_drafts_total{{ $its }}[5m])) > 0)
 {{- end -}}
 
-{{/* The workload of a component. Takes (list $ component). */}}
+{{/* A reference to the workload of a component. Takes (list $ component). */}}
 {{- define "paceline.workload" -}}
 apiVersion: apps/v1
 kind: {{ eq (index . 1) "target" | ternary "StatefulSet" "Deployment" }}

@@ -2,7 +2,7 @@
 {{- .Values.fullnameOverride | default .Release.Name | trunc 40 | trimSuffix "-" -}}
 {{- end -}}
 
-{{/* What finds the pods of a component. Takes (list $ component). */}}
+{{/* Labels that select the pods of a component. Takes (list $ component). */}}
 {{- define "paceline.selector" -}}
 {{- $ := index . 0 -}}
 app.kubernetes.io/name: {{ $.Chart.Name }}

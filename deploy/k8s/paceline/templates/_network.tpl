@@ -1,4 +1,5 @@
-{{/* Peers of a rule: one component's pods, of this release and of those that share with it. Takes (list $ component). */}}
+{{/* Peers of a rule: the pods of one component, in this release and in networkPolicy.otherReleases. Takes
+     (list $ component). */}}
 {{- define "paceline.peer" -}}
 {{- include "paceline.ownPeer" . }}
 {{- include "paceline.otherPeers" . }}
@@ -10,7 +11,7 @@
       {{- include "paceline.selector" . | nindent 6 }}
 {{- end -}}
 
-{{/* Each begins with a new line: they follow another peer. */}}
+{{/* The same component's pods in other releases. Each peer begins with a new line, because it follows another peer. */}}
 {{- define "paceline.otherPeers" -}}
 {{- $ := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -32,7 +33,7 @@
           {{- toYaml . | nindent 10 }}
 {{- end -}}
 
-{{/* Prometheus. Takes (list $ port). */}}
+{{/* Lets Prometheus read the metrics. Takes (list $ port). */}}
 {{- define "paceline.fromMonitoring" -}}
 {{- with (index . 0).Values.networkPolicy.monitoringNamespaces }}
 - from:
@@ -42,7 +43,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Names, and Redis: what every service asks. */}}
+{{/* Lets a service reach DNS and Redis, which all services use. */}}
 {{- define "paceline.toShared" -}}
 - ports:
     - {port: 53, protocol: UDP}
@@ -60,7 +61,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Ray's own pods: they talk on ports of Ray's choice, and ranks on others. */}}
+{{/* The pods of the Ray cluster. Ray and the ranks choose their ports, so the rule allows all ports. */}}
 {{- define "paceline.rayPeers" -}}
 {{ include "paceline.ownPeer" (list . "ray") }}
 {{ include "paceline.ownPeer" (list . "target") }}

@@ -1,4 +1,4 @@
-{{/* What every pod has in common: placement, and "restricted" pod security. Takes (list $ component user). */}}
+{{/* Fields that all pods share: placement, and the pod security standard "restricted". Takes (list $ component user). */}}
 {{- define "paceline.pod" -}}
 {{- $ := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -56,11 +56,11 @@ capabilities:
   drop: [ALL]
 {{- end -}}
 
-{{/* The user of the images. */}}
+{{/* The user id of the images. */}}
 {{- define "paceline.user" -}}10001{{- end -}}
 
-{{/* Environment of the services: who they are, and where Redis is. Kubernetes fills in $(...), so that no secret is in a
-     manifest; nor is it on a command line, which others on the node may read. */}}
+{{/* Environment of the services: the pod's name and address, and the URL of Redis. Kubernetes expands $(...). So
+     neither the manifest nor the command line, which other processes on the node can read, contains a secret. */}}
 {{- define "paceline.environment" -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
@@ -91,7 +91,7 @@ capabilities:
 {{- end -}}
 {{- end -}}
 
-{{/* The root file system is read only; checkpoints come from a claim, certificates from Secrets. Takes
+{{/* Volume mounts. The root file system is read only. Checkpoints come from a claim, certificates from Secrets. Takes
      (list $ component). */}}
 {{- define "paceline.mounts" -}}
 {{- $ := index . 0 -}}

@@ -1,8 +1,8 @@
-{{/* Ports of Ray that probes and policies have to know; all others it chooses. */}}
+{{/* Ports of Ray that the probes use. Ray chooses its other ports. */}}
 {{- define "paceline.rayPort" -}}6379{{- end -}}
 {{- define "paceline.rayNodePort" -}}6380{{- end -}}
 
-{{/* Probes of a Ray container: KubeRay's own would need a dashboard and wget. Takes a port. */}}
+{{/* Probes of a Ray container. KubeRay's own probes would need Ray's dashboard and wget. Takes a port. */}}
 {{- define "paceline.rayProbes" -}}
 livenessProbe:
   tcpSocket: {port: {{ . }}}
@@ -15,13 +15,13 @@ readinessProbe:
   timeoutSeconds: 5
 {{- end -}}
 
-{{/* Pods with ranks. */}}
+{{/* Number of pods with ranks. */}}
 {{- define "paceline.rayPods" -}}
 {{- with .Values.target }}{{ div (mul .replicas .ray.tensorParallelSize) .ray.ranksPerPod }}{{ end -}}
 {{- end -}}
 
-{{/* What a pod offers Ray: room for its ranks, as `paceline_services.target.ray_replicas` asks for it, and for no other. Ray would count
-     the machine's processors, and KubeRay the limits. */}}
+{{/* Resources that a pod offers Ray: exactly those that `paceline_services.target.ray_replicas` requests for the pod's
+     ranks. Otherwise Ray would count the machine's processors, and KubeRay the pod's limits. */}}
 {{- define "paceline.rayRoom" -}}
 {{- with .Values.target -}}
 num-cpus: {{ mul .ray.ranksPerPod (get .engine "threads" | default 1) | quote }}
@@ -29,8 +29,8 @@ num-gpus: {{ hasPrefix "cuda" (get .engine "device" | default "cpu") | ternary .
 {{- end -}}
 {{- end -}}
 
-{{/* The pod's shell starts Ray, and becomes the second command: the one that gets SIGTERM. Wherever the pods are, Ray
-     packs: no pod is shared by two replicas, whose ranks 0 would want the same ports. */}}
+{{/* Arguments of `paceline target` in the head pod. Ray always packs ranks, whatever target.ray.placement is. So two
+     replicas never share a pod, where their ranks 0 would need the same ports. */}}
 {{- define "paceline.rayHead" -}}
 - --ray=auto
 - --replicas={{ .Values.target.replicas }}
@@ -40,7 +40,7 @@ num-gpus: {{ hasPrefix "cuda" (get .engine "device" | default "cpu") | ternary .
 {{ include "paceline.workerArguments" (list . "target") }}
 {{- end -}}
 
-{{/* Environment of all that is Ray. Begins with a new line, if there is any. */}}
+{{/* Environment of all Ray containers. The text begins with a new line if it is not empty. */}}
 {{- define "paceline.rayToken" -}}
 {{- with .Values.target.ray.tokenSecret -}}
 {{- if .name }}

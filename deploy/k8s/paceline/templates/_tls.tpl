@@ -1,4 +1,4 @@
-{{/* Options of mutual TLS between services. Takes a component's values. */}}
+{{/* Options for mutual TLS between services. Takes a component's values. */}}
 {{- define "paceline.tlsArguments" -}}
 {{- if .tlsSecret -}}
 - --tls-cert=/etc/paceline/tls/tls.crt
@@ -7,7 +7,8 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Secrets of a component, by the folder they are in. Whole folders: a file that is mounted alone is never renewed. */}}
+{{/* Secrets of a component, by mount folder. The chart mounts whole folders, because Kubernetes never updates a file
+     that is mounted alone. */}}
 {{- define "paceline.secrets" -}}
 {{- $edge := get . "edgeTlsSecret" -}}
 {{- $keys := get (get . "apiKeysSecret" | default dict) "name" -}}

@@ -1,4 +1,4 @@
-{{/* The container of a target or a draft. Takes (list $ component own-arguments). */}}
+{{/* The container of a target or a draft. Takes (list $ component arguments), with the component's own arguments. */}}
 {{- define "paceline.worker" -}}
 {{- $ := index . 0 -}}
 {{- $component := index . 1 -}}
@@ -28,7 +28,7 @@
     {{- include "paceline.mounts" (list $ $component) | nindent 4 }}
 {{- end -}}
 
-{{/* Options that do not depend on where a worker runs. Takes (list $ component). */}}
+{{/* Options that do not depend on a worker's pod. Takes (list $ component). */}}
 {{- define "paceline.workerArguments" -}}
 {{- $ := index . 0 -}}
 {{- $its := get $.Values (index . 1) -}}
@@ -42,9 +42,9 @@
 - {{ printf "--engine-config=%s" (toJson $its.engine) | quote }}
 {{- end -}}
 
-{{/* A worker listens once its model is loaded, and says NOT_SERVING from the moment it drains: not ready, but alive.
-     Kubernetes asks a pod that it ends for its readiness only. The kubelet has no certificate: with mutual TLS it asks
-     the port of the metrics, which is there once the model is loaded. */}}
+{{/* Probes of a worker. A worker listens after it has loaded its model. While it drains, it answers NOT_SERVING: it is
+     alive, but not ready. Kubernetes probes a terminating pod only for readiness. With mutual TLS, the kubelet has no
+     certificate for gRPC, so it probes the metrics port, which also opens after the model is loaded. */}}
 {{- define "paceline.workerProbes" -}}
 {{- $live := printf "grpc: {port: %v}" .port -}}
 {{- $ready := $live -}}
