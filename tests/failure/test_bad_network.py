@@ -25,7 +25,7 @@ from paceline.wire.target_link import TargetLink
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from paceline_lab.fake_models.table_model import TableModel
 from tests.helpers.targets import SLOTS, VOCABULARY, TargetWorker, linked, submission, target_worker
-from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, nodes, opening, target, until
+from tests.helpers.workers import DraftWorker, LinkTraffic, draft_worker, host_and_port, nodes, opening, target, until
 
 DRAFTED = SpeculativeConfig(method="draft_model", model="table")
 TOKENS = 700
@@ -54,8 +54,7 @@ class Response:
     @property
     def drafts(self) -> list[str]:
         """Ids of the drafts that served it, in order."""
-        assert self.last.speculation is not None
-        return self.last.speculation.drafts
+        return self.last.speculation.drafts if self.last.speculation else []
 
     async def run(self, link: TargetLink, submission: GenerationRequest) -> None:
         async with aclosing(link.submit(submission)) as deltas:
@@ -118,11 +117,6 @@ async def scene(
         here.pool.connect(ConnectDrafts([each.address for each in network]))
         [link] = await stack.enter_async_context(linked(here))
         yield Scene(here, drafts, network, model, link)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 async def test_a_link_of_a_few_kilobytes_per_second() -> None:

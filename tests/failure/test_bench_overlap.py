@@ -10,28 +10,23 @@ from typer.testing import CliRunner
 from paceline.cli.app import main
 from paceline_lab.bench import overlap
 
-
-@pytest.fixture
-def shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    small: dict[str, object] = {
-        "TARGET": "timed:vocabulary=1024,step_ms=2,knee_rows=128",
-        "ROUND_TRIPS_MS": (0.0, 10.0),
-        "CONCURRENCY": (1, 4),
-        "CHAINS": (3,),
-        "FIXED": (4,),
-        "USELESS_CASES": ((10.0, 4),),
-        "ALONE": 1,
-        "TURNS": 1,
-    }
-    for name, value in small.items():
-        assert hasattr(overlap, name)
-        monkeypatch.setattr(overlap, name, value)
+SHRUNK: dict[str, object] = {
+    "TARGET": "timed:vocabulary=1024,step_ms=2,knee_rows=128",
+    "ROUND_TRIPS_MS": (0.0, 10.0),
+    "CONCURRENCY": (1, 4),
+    "CHAINS": (3,),
+    "FIXED": (4,),
+    "USELESS_CASES": ((10.0, 4),),
+    "ALONE": 1,
+    "TURNS": 1,
+}
 
 
 @pytest.mark.alone
 @pytest.mark.slow
-@pytest.mark.usefixtures("shrunk")
-def test_the_whole_benchmark() -> None:
+def test_the_whole_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SHRUNK.items():
+        monkeypatch.setattr(overlap, name, value)
     ran = CliRunner().invoke(main, ["bench", "overlap"], catch_exceptions=False)
     assert ran.exit_code == 0
     result = json.loads(ran.stdout.splitlines()[-1])

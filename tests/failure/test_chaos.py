@@ -1,4 +1,4 @@
-"""A whole deployment under load, whose processes are killed, stopped or terminated: no client loses a token.
+"""A whole deployment under load, whose processes are killed or terminated: no client loses a token.
 
 Real processes under the real supervisor; timed models, so that faults hit requests in progress. The expected answers
 are the target's own, plain and undisturbed.
@@ -10,10 +10,9 @@ import asyncio
 import itertools
 import logging
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from random import Random
 
 import httpx
@@ -29,7 +28,8 @@ from loadtests.chaos.chaos_stack import ChaosStack, running
 from loadtests.chaos.faults import REDIS, Fault
 from paceline.cli.deployment import DeploymentOptions
 from paceline.config import EngineConfig, SpeculativeConfig
-from tests.helpers.streams import PATIENCE_S, came, client, streaming, unfinished
+from tests.helpers.streams import came, client, streaming
+from tests.helpers.workers import until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.alone]
 
@@ -70,7 +70,7 @@ class Scene:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def scene() -> AsyncIterator[Scene]:
-    options = DeploymentOptions(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2, draft_workers=2)
+    options = DeploymentOptions(TARGET, DRAFT, EngineConfig(threads=1), target_workers=2)
     lines: list[str] = []
     async with running(options, lines.append, 2, (MUTANT,)) as stack, client() as http:
         urls = dict(stack.urls)
@@ -99,7 +99,8 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_retried(scene
     first, other = scene.stack.urls.values()
     async with streaming(scene.http, scene.long(4), first) as streams:
         await came(streams, 20)
-        await _wait_for_requests(scene.stack.requests)
+        while not await scene.stack.requests():  # metrics are updated once a second
+            await asyncio.sleep(0.05)
         scene.stack.inject(Fault(0.0, ("gateway-1",), "kill"))
     assert all(stream.lost for stream in streams)
     async with asyncio.timeout(SECONDS_S):
@@ -108,65 +109,44 @@ async def test_a_killed_gateways_requests_are_cancelled_and_can_be_retried(scene
         again = await ask(scene.http, other, {**stream.case.body, "max_tokens": TOKENS})
         assert again.tokens[:20] == stream.got.tokens[:20]
         assert again.tokens == stream.case.expected.tokens
-    async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.wait_ready()
-
-
-async def test_replayed_requests_keep_grammar_and_token_counts(scene: Scene) -> None:
-    """All targets are killed: new ones know neither the output nor its length."""
-    known = [case for case in scene.known if case.name.startswith(("grammar", "barred"))]
-    async with streaming(scene.http, known, *scene.stack.urls.values()) as streams:
-        await came(streams, 10)
-        assert scene.stack.inject(Fault(0.0, tuple(scene.stack.deployment.targets), "kill")) == 2
-    for stream in streams:
-        stream.check()
-    async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.wait_ready()
-
-
-@pytest.mark.slow
-async def test_stopped_processes_are_left_and_may_come_back(scene: Scene) -> None:
-    """SIGSTOP, like a cut network, leaves connections open: only an unanswered ping shows it.
-
-    A stopped gateway's requests are cancelled; when it continues, it replays them, and its clients see a pause.
-    A stopped target's requests move. A stopped draft costs draft tokens only.
-    """
-    stack = scene.stack
-    first, other = stack.urls.values()
-    hung, alive = stack.deployment.targets
-    many = scene.long(16)  # enough for both targets, whatever load the gateway knows
-    async with unfinished(scene.http, many, first):
-        for name in (hung, alive):
-            await _wait_for_requests(partial(stack.busy, name))
-        async with streaming(scene.http, scene.known[:6], first, other) as streams:
-            await came(streams, 10)
-            for name in ("gateway-1", hung, next(iter(stack.deployment.drafts))):
-                stack.send(name, signal.SIGSTOP, "both")
-            await _until(lambda: all(stream.got.complete for stream in streams if stream.url == other))
-            async with asyncio.timeout(SECONDS_S):
-                while await stack.busy(alive):
-                    await asyncio.sleep(0.1)
-            assert not all(stream.got.complete for stream in streams if stream.url == first)
-            stack.resume()
-            await _until(lambda: all(stream.got.complete for stream in streams))
-    for stream in streams:
-        stream.check()
-    async with asyncio.timeout(PATIENCE_S):
-        await stack.wait_ready()
-        await stack.idle()
+    await scene.stack.wait_ready()
 
 
 async def test_redis_is_killed_and_comes_back_empty(scene: Scene) -> None:
     stack = scene.stack
     async with scene.load(6) as report:
-        for _ in range(2):
-            before, pid = report.requests, stack.redis.pid
-            stack.send(REDIS, signal.SIGKILL)
-            await _until(lambda: stack.redis.pid not in (None, pid) and report.requests >= before + 6)  # noqa: B023
-    async with asyncio.timeout(PATIENCE_S):
-        await stack.wait_ready()
+        pid = stack.redis.pid
+        stack.send(REDIS, signal.SIGKILL)
+        await until(lambda: stack.redis.pid not in (None, pid) and report.requests >= 6)
+    await stack.wait_ready()
     assert report.clean
     assert (report.refused, report.retries) == (0, 0)
+
+
+async def test_replayed_requests_keep_seed_grammar_and_token_counts(scene: Scene) -> None:
+    """All targets are killed: new ones know neither the output nor its length.
+
+    A gateway that replays with another seed shows that clients of the chaos test would notice. Greedy answers do not
+    depend on the seed.
+    """
+    urls = scene.stack.urls.values()
+    known = [case for case in scene.known if case.name.startswith(("grammar", "barred"))]
+    sampled = [case for case in scene.known if case.body["temperature"] > 0]
+    report = ChaosReport()
+    mutant = ChaosClient(scene.mutant, scene.http, report, Random(0))
+    async with (
+        streaming(scene.http, known, *urls) as streams,
+        asyncio.TaskGroup() as clients,
+    ):
+        for case in sampled:
+            clients.create_task(mutant.request(case))
+        await came(streams, 20)
+        assert scene.stack.inject(Fault(0.0, tuple(scene.stack.deployment.targets), "kill")) == 2
+    for stream in streams:
+        stream.check()
+    assert report.changed_outputs > 0
+    assert not report.clean
+    assert (report.errors, report.lost_tokens) == (0, 0)
 
 
 @pytest.mark.slow
@@ -176,15 +156,15 @@ async def test_a_rolling_restart_of_everything(scene: Scene, caplog: pytest.LogC
     One replica of each kind at a time, the next ones when all are ready again.
     """
     stack = scene.stack
-    turns = list(zip(stack.deployment.targets, stack.deployment.drafts, stack.urls, strict=True))
+    await stack.wait_ready()
+    turns = itertools.zip_longest(stack.deployment.targets, stack.deployment.drafts, stack.urls)
     async with scene.load(6) as report:
         for turn in turns:
-            for name in turn:
+            for name in filter(None, turn):
                 stack.inject(Fault(0.0, (name,), "terminate"))
-                await _until(lambda name=name: f"{name} ended with exit code" in caplog.text)  # type: ignore[misc]
+                await until(lambda name=name: f"{name} ended with exit code" in caplog.text)  # type: ignore[misc]
                 assert f"{name} ended with exit code 0" in caplog.text
-            async with asyncio.timeout(PATIENCE_S):
-                await stack.wait_ready()
+            await stack.wait_ready()
     assert report.clean
     assert report.requests >= 6
 
@@ -196,44 +176,6 @@ async def test_chaos(scene: Scene, caplog: pytest.LogCaptureFixture) -> None:
         scene.stack, ChaosOptions(duration_s=6.0, every_s=0.8, clients=8, max_tokens=TOKENS, seed=11)
     )
     summary = report.summary()
-    assert {name: summary[name] for name in ("errors", "changed_outputs", "lost_tokens", "unsettled")} == {
-        "errors": 0,
-        "changed_outputs": 0,
-        "lost_tokens": 0,
-        "unsettled": 0,
-    }
+    assert not any(summary[name] for name in ("errors", "changed_outputs", "lost_tokens", "unsettled")), summary
     assert summary["kills"] >= 3
     assert summary["requests"] >= 8
-
-
-async def test_a_replay_with_another_seed_is_seen(scene: Scene) -> None:
-    """The mutant: without this test, chaos clients that compare nothing would pass.
-
-    Greedy answers do not depend on the seed, and a request without a token is started anew: so only sampled requests,
-    and repeated until one is in progress.
-    """
-    sampled = replace(scene, stack=scene.mutant, known=[case for case in scene.known if case.body["temperature"] > 0])
-    async with sampled.load(8) as report, asyncio.timeout(PATIENCE_S):
-        while not report.changed_outputs:
-            await scene.stack.wait_ready()
-            victim = next(iter(scene.stack.deployment.targets))
-            if await scene.stack.busy(victim):
-                scene.stack.inject(Fault(0.0, (victim,), "kill"))
-            await asyncio.sleep(0.5)
-    async with asyncio.timeout(PATIENCE_S):
-        await scene.stack.wait_ready()
-    assert not report.clean
-    assert (report.errors, report.lost_tokens) == (0, 0)
-
-
-async def _wait_for_requests(requests: Callable[[], Awaitable[float]]) -> None:
-    """Wait until metrics show requests; they are updated once a second."""
-    async with asyncio.timeout(SECONDS_S):
-        while not await requests():
-            await asyncio.sleep(0.05)
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)

@@ -1,30 +1,32 @@
 """Whatever a draft worker does, its requests are reported lost once, and other links are not affected."""
 
 import asyncio
-import logging
-import signal
+import re
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from paceline.cli.process_tree import process_and_descendants
 from paceline.engine.draft_client import DraftUpdates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.draft_codec import MAX_NODES
 from paceline.wire.node_codec import PackedNodes, pack_nodes
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from tests.helpers.service_processes import service_process
+from tests.helpers.targets import collect, link_to, submission
 from tests.helpers.workers import (
-    FINGERPRINT,
+    PATIENCE_S,
     VOCABULARY,
     Counting,
     LinkTraffic,
     draft_worker,
+    host_and_port,
     nodes,
     opening,
-    serving,
     target,
     until,
 )
@@ -33,17 +35,18 @@ Frame = draft_pb2.GrowthFrame
 Growth = draft_pb2.GrowthFrame.Growth
 
 
+Answer = Callable[[draft_pb2.DraftFrame], Frame]
+
+
 class Liar(draft_pb2_grpc.DraftServiceServicer):
     """Describes itself as compatible, and answers each frame with whatever the test wants."""
 
-    def __init__(self, answer: Callable[[draft_pb2.DraftFrame], Frame]) -> None:
+    def __init__(self, answer: Answer) -> None:
         self._answer = answer
         self.ended = asyncio.Event()
 
     async def Describe(self, request: Any, context: Any) -> draft_pb2.DraftServiceDescribeResponse:  # noqa: N802
-        return draft_pb2.DraftServiceDescribeResponse(
-            worker_id="liar", method="custom", vocabulary_fingerprint=FINGERPRINT
-        )
+        return draft_pb2.DraftServiceDescribeResponse(worker_id="liar", method="custom")
 
     async def Grow(self, incoming: AsyncIterator[draft_pb2.DraftFrame], context: Any) -> AsyncIterator[Frame]:  # noqa: N802
         try:
@@ -57,7 +60,7 @@ def packed(tokens: list[int], distances: list[int]) -> bytes:
     return pack_nodes(PackedNodes(tokens, distances, [-0.5] * len(tokens)))
 
 
-def growth_with(**changes: Any) -> Callable[[draft_pb2.DraftFrame], Frame]:
+def growth_with(**changes: Any) -> Answer:
     """Answer with a valid growth, except for these fields."""
 
     def answer(frame: draft_pb2.DraftFrame) -> Frame:
@@ -76,11 +79,14 @@ def dropping(frame: draft_pb2.DraftFrame) -> Frame:
     return Frame(dropped=[Frame.Dropped(request_id=frame.opens[0].request_id)], applied=1)
 
 
-class Garbage:
-    """Serialises to bytes that are no message."""
+class Raw:
+    """What is sent in the place of a message."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
 
     def SerializeToString(self) -> bytes:  # noqa: N802
-        return b"\xff\xff\xff"
+        return self._data
 
 
 LIES = {
@@ -99,14 +105,14 @@ LIES = {
     "drops what was never opened": lambda frame: Frame(dropped=[Frame.Dropped(request_id=99)], applied=1),
     "applied more than was sent": lambda frame: Frame(applied=2),
     "a frame over the limit": growth_with(draft_laws=[{"token_steps": [1] * 2 * 2**20}]),
-    "not a message": lambda frame: Garbage(),  # type: ignore[dict-item]
+    "not a message": lambda frame: Raw(b"\xff\xff\xff"),  # type: ignore[dict-item]
 }
 
 
 async def test_a_valid_growth_is_accepted() -> None:
     """The lies are made from it."""
-    async with serving(Liar(growth_with())) as liar, target() as here:
-        await here.open(1, liar.address)
+    async with lying(Liar(growth_with())) as address, target() as here:
+        await here.open(1, address)
         assert await here.drafted(1, 2) == [8, 9]
 
 
@@ -127,17 +133,22 @@ async def test_a_lie_closes_its_link_only(lie: str, caplog: pytest.LogCaptureFix
 
 
 class Flood(Liar):
-    """Drops the first request, then repeats one answer as fast as the link takes it."""
+    """Repeats its answer to the first frame as fast as the link takes it, after `first`."""
 
-    frames = 0
+    def __init__(self, answer: Answer, *first: Answer) -> None:
+        super().__init__(answer)
+        self._first = first
+        self.frames = 0
 
     async def Grow(self, incoming: AsyncIterator[draft_pb2.DraftFrame], context: Any) -> AsyncIterator[Frame]:  # noqa: N802
-        frame = await anext(incoming)
         try:
-            yield dropping(frame)
+            frame = await anext(incoming)
+            for each in self._first:
+                yield each(frame)
+            answer = self._answer(frame)
             while True:
-                yield self._answer(frame)
                 self.frames += 1
+                yield answer
         finally:
             self.ended.set()
 
@@ -148,7 +159,7 @@ FLOODS = {"nothing": lambda frame: Frame(applied=1), "growth": growth_with(), "d
 @pytest.mark.parametrize("flood", FLOODS)
 async def test_a_flood_of_useless_frames_closes_the_link(flood: str) -> None:
     """Each frame is cheap to send, costs the target time, and is valid by itself."""
-    servicer = Flood(FLOODS[flood])
+    servicer = Flood(FLOODS[flood], dropping)
     async with lying(servicer) as address, target() as here:
         await here.open(1, address)
         assert await here.lost() == [1]
@@ -156,19 +167,41 @@ async def test_a_flood_of_useless_frames_closes_the_link(flood: str) -> None:
         assert servicer.frames < 100_000, "only frames that were under way when the link closed"
 
 
-async def test_a_worker_that_hangs_is_left() -> None:
-    """It keeps the connection and answers pings, but applies no frame."""
-    hanging = asyncio.Event()
+@pytest.mark.parametrize(
+    ("size", "all_mb"),
+    [pytest.param(10**6, 1000, marks=pytest.mark.slow), (48 * 10**6, 200)],
+    ids=["endless", "huge"],
+)
+async def test_a_flood_of_large_frames_costs_neither_memory_nor_tokens(size: int, all_mb: int) -> None:
+    """Below the size limit of a frame, and far above it. The link is closed."""
+    flood = Flood(heavy(size))
+    drafted = '{"method": "draft_model", "model": "table:1000", "row_budget": false}'
+    with service_process("target", "--model", "table:1000", "--speculative-config", drafted) as running:
+        async with link_to(running.address) as link, lying(flood) as draft:
+            expected, _ = await collect(link, submission("plain", max_tokens=1500, plain=True))
+            before = peaks_mb(running.process.pid)
+            number = 0
+            async with asyncio.timeout(PATIENCE_S):
+                while flood.frames * size < all_mb * 10**6 or not flood.ended.is_set():
+                    number += 1
+                    tokens, _ = await collect(link, submission(str(number), max_tokens=1500, drafts=[draft]))
+                    assert tokens == expected
+            grown = [now - then for then, now in zip(before, peaks_mb(running.process.pid), strict=True)]
+            assert max(grown) < 150, "a few frames in flight, and decoding them"
 
-    class Hung(Liar):
-        async def Grow(self, incoming: Any, context: Any) -> AsyncIterator[Frame]:  # noqa: N802
-            await hanging.wait()
-            yield Frame()
 
-    async with lying(Hung(growth_with())) as address, target(hang_s=0.2) as here:
-        await here.open(1, address)
-        assert await here.lost() == [1]
-        hanging.set()
+def heavy(size: int) -> Answer:
+    """Answer with a valid growth, and so many more bytes in an unknown field."""
+    valid = growth_with(base_position=0, nodes=packed([7], [0]))
+    length = [size >> 7 * i & 127 | 128 for i in range(3)] + [size >> 21]  # a varint of four bytes
+    more = b"\x7a" + bytes(length) + bytes(size)
+    return lambda frame: Raw(valid(frame).SerializeToString() + more)  # type: ignore[return-value]
+
+
+def peaks_mb(pid: int) -> list[float]:
+    """The peak memory of a process and its descendants."""
+    statuses = [Path(f"/proc/{each}/status").read_text() for each in process_and_descendants(pid)]
+    return [int(peak) * 1024 / 10**6 for status in statuses for peak in re.findall(r"VmHWM:\s+(\d+) kB", status)]
 
 
 async def test_a_worker_with_nothing_to_draft_is_kept() -> None:
@@ -177,17 +210,6 @@ async def test_a_worker_with_nothing_to_draft_is_kept() -> None:
         await until(lambda: worker.servicer.open_requests == 1)
         assert await asyncio.to_thread(here.drafting.poll, 0.3) == DraftUpdates()
         assert here.connected == [worker.address]
-
-
-async def test_a_worker_that_comes_back_is_used_again() -> None:
-    async with target() as here:
-        async with draft_worker() as first:
-            await here.open(1, first.address)
-            await here.drafted(1)
-        assert await here.lost() == [1]
-        async with serving(Liar(growth_with()), int(first.address.rpartition(":")[2])) as second:
-            await here.open(1, second.address)
-            assert await here.drafted(1, 2) == [8, 9]
 
 
 async def test_a_draining_worker_gives_its_requests_back(caplog: pytest.LogCaptureFixture) -> None:
@@ -200,24 +222,6 @@ async def test_a_draining_worker_gives_its_requests_back(caplog: pytest.LogCaptu
         assert "this draft worker drains" in caplog.text
         await until(lambda: here.connected == [staying.address])
         assert here.drafting.open(opening(1), [leaving.address, staying.address]) == "two"
-
-
-async def test_a_killed_worker_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
-    """SIGKILL to a real process while it drafts; the request continues on another worker."""
-    caplog.set_level(logging.INFO)
-    with service_process("draft", "--worker-id", "killed", "--speculative-config", '{"method": "ngram"}') as killed:
-        async with draft_worker(worker_id="two") as spare, target() as here:
-            await here.reach(spare.address)
-            assert await here.open(1, killed.address, tokens=[1, 2, 3, 1, 2]) == "killed"
-            assert await here.drafted(1) == [3, 1, 2]
-            killed.process.send_signal(signal.SIGKILL)
-            assert await here.lost() == [1]
-            again = opening(1, tokens=[1, 2, 3, 1, 2, 3])
-            assert here.drafting.open(again, [killed.address, spare.address]) == "two"
-            here.drafting.flush()
-            updates = await here.poll(lambda updates: len(nodes(updates, 1)) == 3)
-            assert nodes(updates, 1) == [4, 5, 6]
-            assert updates.lost == []
 
 
 def states(request_id: int = 1, **tensor: Any) -> draft_pb2.DraftFrame:
@@ -277,8 +281,7 @@ async def test_the_traffic_of_a_link_is_counted() -> None:
     """Two frames are sent, and each is answered once. A round trip takes no less than the network's delay."""
     traffic = LinkTraffic()
     async with draft_worker() as worker:
-        host, _, port = worker.address.rpartition(":")
-        with ImpairmentProxy((host, int(port)), Impairment(delay_s=0.02)) as link:
+        with ImpairmentProxy(host_and_port(worker.address), Impairment(delay_s=0.02)) as link:
             async with target(metrics=traffic) as here:
                 await here.open(1, link.address)
                 await here.drafted(1)

@@ -18,16 +18,14 @@ import pytest
 from paceline.cli.process_tree import process_and_descendants
 from paceline.model.parallel.host_port import HostPort
 from paceline.state.embedded_redis import EmbeddedRedis
-from paceline.wire.target_link import TargetLink
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.ranks import free_address
-from tests.helpers.targets import collect, submission
+from tests.helpers.served import PACELINE
+from tests.helpers.targets import collect, link_to, submission
 
-pytestmark = [pytest.mark.alone, pytest.mark.slow]
-
-PACELINE = (sys.executable, "-c", "from paceline.cli import main; main()")
 PATIENCE_S = 240.0
 """Ray is slow to start."""
+pytestmark = [pytest.mark.alone, pytest.mark.slow, pytest.mark.timeout(PATIENCE_S + 60)]
 RAY = {
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else Ray writes one into the user's home
@@ -36,7 +34,7 @@ RAY = {
 }
 READY = r"(pid=(?P<actor>\d+).*)?target ready on (?P<address>\S+)"
 """A target's log line, after Ray's prefix with the actor's process id."""
-KINDS = ("\0-m\0paceline_services.target\0", "\0-m\0paceline_services.rank\0")
+KINDS = TARGET, RANK = ("\0-m\0paceline_services.target\0", "\0-m\0paceline_services.rank\0")
 """In the command of rank 0, and in that of any other rank."""
 
 
@@ -56,10 +54,11 @@ class Pool:
                 return found
         raise AssertionError(f"{pattern!r} was never logged:\n{''.join(self.log)}")
 
-    def pid(self, module: str) -> int:
-        """Of the only process of the pool that runs this module."""
-        [found] = [pid for pid in process_and_descendants(self.process.pid) if f"\0-m\0{module}\0" in _command(pid)]
-        return found
+    async def stop(self) -> None:
+        """Send SIGTERM, and wait for exit code 0."""
+        self.process.terminate()
+        await self.wait_for(r"pool stopped")
+        assert await self.process.wait() == 0
 
 
 @pytest.fixture
@@ -111,7 +110,6 @@ async def node(folder: str, *arguments: str) -> AsyncIterator[Pool]:
         yield running
 
 
-@pytest.mark.timeout(PATIENCE_S + 60)
 async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) -> None:
     model = str(save_checkpoint(tmp_path))
     with EmbeddedRedis() as redis:
@@ -120,15 +118,14 @@ async def test_a_replica_on_ray_outlives_its_ranks(tmp_path: Path, folder: str) 
             before = await tokens_at((await running.wait_for(READY))["address"])
             assert len(before) == 20
 
-            os.kill(running.pid("paceline_services.rank"), signal.SIGKILL)
+            os.kill(only(RANK, running.process.pid), signal.SIGKILL)
             await running.wait_for(r"rank 1 is gone: the replica ends as a whole")
             await running.wait_for(r"replica 1 ended .* and is started again")
             assert await tokens_at((await running.wait_for(READY))["address"]) == before
 
-            await stop(running)
+            await running.stop()
 
 
-@pytest.mark.timeout(PATIENCE_S + 60)
 async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
     """Both run on one node, on different ports."""
     port = first_of(4)
@@ -143,16 +140,14 @@ async def test_a_replica_that_dies_leaves_the_other_alone(folder: str) -> None:
         assert len(before) == 20
         assert await tokens_at(second["address"]) == before
 
-        [victim] = [pid for pid in process_and_descendants(int(first["actor"])) if KINDS[0] in _command(pid)]
-        os.kill(victim, signal.SIGKILL)
+        os.kill(only(TARGET, int(first["actor"])), signal.SIGKILL)
         await running.wait_for(r"replica \d ended .* and is started again")
         assert await tokens_at(second["address"]) == before
         assert await tokens_at((await running.wait_for(READY))["address"]) == before
 
-        await stop(running)
+        await running.stop()
 
 
-@pytest.mark.timeout(PATIENCE_S + 60)
 async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str) -> None:
     """Each of the two nodes has cores for both ranks."""
     model, address = str(save_checkpoint(tmp_path)), str(free_address())
@@ -163,17 +158,11 @@ async def test_ranks_spread_over_a_cluster_that_runs(tmp_path: Path, folder: str
     ):
         async with pool(folder, *options, ray=address) as running:
             assert len(await tokens_at((await running.wait_for(READY))["address"])) == 20
-            ranks = [[each for each in KINDS if each in _commands(at.process.pid)] for at in (head, other)]
+            commands = ["\n".join(map(_command, process_and_descendants(at.process.pid))) for at in (head, other)]
+            ranks = [[each for each in KINDS if each in found] for found in commands]
             assert sorted(ranks) == sorted([kind] for kind in KINDS)
-            await stop(running)
+            await running.stop()
         assert head.process.returncode is other.process.returncode is None
-
-
-async def stop(running: Pool) -> None:
-    """Send SIGTERM, and wait for exit code 0."""
-    running.process.terminate()
-    await running.wait_for(r"pool stopped")
-    assert await running.process.wait() == 0
 
 
 def first_of(count: int) -> int:
@@ -187,18 +176,15 @@ def first_of(count: int) -> int:
 
 
 async def tokens_at(address: str) -> list[int]:
-    link = TargetLink(address)
-    try:
-        await link.connect()
+    async with link_to(address) as link:
         tokens, _ = await collect(link, submission(max_tokens=20))
-    finally:
-        await link.close()
     return tokens
 
 
-def _commands(root: int) -> str:
-    """The commands of a process and its descendants."""
-    return "\n".join(map(_command, process_and_descendants(root)))
+def only(kind: str, root: int) -> int:
+    """The only process of this kind among a process and its descendants."""
+    [found] = [pid for pid in process_and_descendants(root) if kind in _command(pid)]
+    return found
 
 
 def _command(pid: int) -> str:

@@ -14,6 +14,7 @@ import pytest
 from paceline.cli.supervised_process import Backoff, Program
 from paceline.cli.supervisor import Supervisor
 from paceline.launcher import StartError
+from tests.helpers.workers import until
 
 AT_ONCE = lambda: Backoff(shortest_s=0.01, longest_s=0.05)  # noqa: E731
 
@@ -31,97 +32,72 @@ def program(name: str, code: str, stop_s: float = 10.0) -> Program:
     return Program(name, (sys.executable, "-S", "-c", code, name), stop_s)
 
 
-class Log:
-    """Lines that the programs wrote."""
-
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-        self._changed = asyncio.Condition()
-
-    def __call__(self, line: str) -> None:
-        self.lines.append(line)
-        self._notifying = asyncio.ensure_future(self._notify())
-
-    async def count(self, line: str, times: int) -> None:
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.lines.count(line) >= times)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
+async def up(log: list[str], times: int = 1) -> None:
+    await until(lambda: log.count("up") >= times)
 
 
-async def test_a_killed_program_is_started_again() -> None:
-    log = Log()
-    async with Supervisor([[program("worker", SERVE)]], log, AT_ONCE) as supervisor:
-        await supervisor.until(log.count("up", 1))
-        first = supervisor.children["worker"].pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await log.count("up", 2)
-        assert supervisor.children["worker"].pid not in (None, first)
-    assert log.lines[-1] == "bye"
-
-
-async def test_a_program_that_was_ready_is_always_restarted() -> None:
+async def test_a_program_is_always_restarted_once_it_was_ready() -> None:
     """Exit code 2 is a user error only at the start."""
-    log = Log()
-    async with Supervisor([[program("worker", SERVE + "; sys.exit(2)")]], log, AT_ONCE) as supervisor:
-        await supervisor.until(log.count("up", 1))
-        for times in (2, 3, 4, 5):
+    log: list[str] = []
+    code = SERVE + "; sys.exit(2)"
+    async with Supervisor([[program("worker", code)]], log.append, AT_ONCE) as supervisor:
+        await supervisor.until(up(log))
+        for times, number in enumerate([signal.SIGKILL, *[signal.SIGTERM] * 4], 2):
             pid = supervisor.children["worker"].pid
             assert pid is not None
-            os.kill(pid, signal.SIGTERM)
-            await log.count("up", times)
+            os.kill(pid, number)
+            await up(log, times)
+            assert supervisor.children["worker"].pid not in (None, pid)
+    assert log[-1] == "bye"
 
 
 async def test_groups_stop_one_after_the_other() -> None:
-    log = Log()
+    log: list[str] = []
     names = SERVE.replace("'bye'", "sys.argv[1]")
     groups = [[program("gateway", names)], [program("target", names)], [program("draft", names)]]
-    async with Supervisor(groups, log) as supervisor:
-        await supervisor.until(log.count("up", 3))
-    assert log.lines[3:] == ["gateway", "target", "draft"]
+    async with Supervisor(groups, log.append) as supervisor:
+        await supervisor.until(up(log, 3))
+    assert log[3:] == ["gateway", "target", "draft"]
 
 
-async def test_a_program_that_ignores_sigterm_is_killed() -> None:
-    log = Log()
-    async with Supervisor([[program("stubborn", STUBBORN, stop_s=0.05)]], log) as supervisor:
-        await supervisor.until(log.count("up", 1))
+@pytest.mark.parametrize("killed", [False, True])
+async def test_a_program_that_ignores_sigterm_is_killed(killed: bool) -> None:
+    """After its time, or at once if the supervisor is asked to."""
+    log: list[str] = []
+    stop_s = 3600.0 if killed else 0.05
+    async with Supervisor([[program("stubborn", STUBBORN, stop_s)]], log.append) as supervisor:
+        await supervisor.until(up(log))
         pid = supervisor.children["stubborn"].pid
+        if killed:
+            supervisor.kill()
     assert pid is not None
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
 
 
-async def test_kill_cuts_the_stopping_short() -> None:
-    log = Log()
-    async with Supervisor([[program("stubborn", STUBBORN, stop_s=3600.0)]], log) as supervisor:
-        await supervisor.until(log.count("up", 1))
-        supervisor.kill()
-
-
-async def test_a_user_error_ends_the_start_with_the_programs_message() -> None:
-    wrong = "import sys; print('no model at /nowhere: name another one'); sys.exit(2)"
-    log = Log()
-    async with Supervisor([[program("target", wrong), program("other", SERVE)]], log, AT_ONCE) as supervisor:
-        with pytest.raises(StartError, match="target could not start: no model at /nowhere: name another one"):
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("print('no model: name another one'); raise SystemExit(2)", "target could not start: no model: name another"),
+        ("raise SystemExit('broken')", "gave up after 3 starts: target ended with exit code 1: broken"),
+    ],
+)
+async def test_a_program_that_never_comes_up_ends_the_start(code: str, reason: str) -> None:
+    """At once if it exits with the code of a user error."""
+    log: list[str] = []
+    programs = [program("target", code), program("other", SERVE)]
+    async with Supervisor([programs], log.append, AT_ONCE) as supervisor:
+        with pytest.raises(StartError, match=reason):
             await supervisor.until(asyncio.Event().wait())
-    assert log.lines.count("no model at /nowhere: name another one") == 1
-
-
-async def test_a_program_that_never_comes_up_ends_the_start() -> None:
-    async with Supervisor([[program("target", "raise SystemExit('broken')")]], Log(), AT_ONCE) as supervisor:
-        with pytest.raises(StartError, match="gave up after 3 starts: target ended with exit code 1: broken"):
-            await supervisor.until(asyncio.Event().wait())
+    assert log.count("no model: name another one") <= 1
 
 
 async def test_processes_left_by_a_dead_program_are_killed() -> None:
     """They hold the pipe open; half a line is read only once it is closed."""
     leave = "import subprocess; subprocess.Popen(['sleep', '3600']); print('half a line', end='')"
-    log = Log()
-    async with Supervisor([[program("parent", leave)]], log, lambda: Backoff(3600.0)) as supervisor:
-        await asyncio.wait_for(supervisor.until(log.count("half a line", 1)), 10)
+    log: list[str] = []
+    async with Supervisor([[program("parent", leave)]], log.append, lambda: Backoff(3600.0)) as supervisor:
+        await supervisor.until(until(lambda: "half a line" in log))
 
 
 def test_programs_end_with_a_supervisor_that_was_killed(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -44,13 +42,3 @@ async def test_a_request_is_drafted_through_mutual_tls(tmp_path: Path) -> None:
                     break
             assert last.speculation.drafts
             assert last.speculation.accepted_tokens > 0
-
-
-def test_a_missing_option_is_named(tmp_path: Path) -> None:
-    certificate, key, _ = Authority(tmp_path).replace(TARGET)
-    files = ("--tls-cert", str(certificate), "--tls-key", str(key))
-    command = [sys.executable, "-m", "paceline_services.target", "--model", "table:1000", *files]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100)
-    assert done.returncode == 2
-    assert "--tls-ca must be given, too" in done.stderr
-    assert "Traceback" not in done.stderr

@@ -11,12 +11,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def proxy(
-    connect: Callable[[], Awaitable[Streams]], *, tls: ssl.SSLContext | None = None, cut_after: bytes | None = None
-) -> AsyncIterator[int]:
+async def proxy(connect: Callable[[], Awaitable[Streams]], *, tls: ssl.SSLContext | None = None) -> AsyncIterator[int]:
     """Yield the proxy's port. `connect` connects to the server, and `tls` serves the clients.
 
-    A connection is closed on both sides when one side closes it, or when `cut_after` was sent to the client.
+    A connection is closed on both sides when one side closes it.
     """
     serving: set[asyncio.Task[None]] = set()
     """Keeps a reference to the task of each connection."""
@@ -30,9 +28,7 @@ async def proxy(
         async with _closing(writer):
             behind, back = await connect()
             async with _closing(back):
-                directions = [
-                    asyncio.create_task(each) for each in (_pass_on(reader, back), _pass_on(behind, writer, cut_after))
-                ]
+                directions = [asyncio.create_task(each) for each in (_pass_on(reader, back), _pass_on(behind, writer))]
                 try:
                     await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
                 finally:
@@ -50,13 +46,11 @@ async def proxy(
         await asyncio.gather(*serving, return_exceptions=True)
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, cut_after: bytes | None = None) -> None:
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     with suppress(OSError):
         while data := await reader.read(2**16):
             writer.write(data)
             await writer.drain()
-            if cut_after is not None and cut_after in data:
-                return
 
 
 @asynccontextmanager

@@ -60,7 +60,8 @@ class RankProcesses:
     """Ranks 1 to `most`; they load the model that rank 0 loads, then the next one."""
 
     def __init__(self, most: int = 3) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # torch is imported once, in the server
+        context.set_forkserver_preload([__name__])
         self._jobs: list[SimpleQueue[tuple[str, str]]] = [context.SimpleQueue() for _ in range(most)]
         self._processes: list[BaseProcess] = [
             context.Process(target=_serve_rank, args=(rank, jobs), daemon=True)

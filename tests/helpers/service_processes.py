@@ -22,16 +22,22 @@ class ServiceProcess:
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
         self.address = ""
         """Where it listens; set by `wait_ready`."""
+        self.log = ""
+        """Its stderr until it was ready."""
 
     def wait_ready(self) -> None:
         assert self.process.stderr is not None
-        lines = []
         for line in iter(self.process.stderr.readline, ""):
-            lines.append(line)
+            self.log += line
             if found := READY.search(line):
                 self.address = found[1]
                 return
-        raise AssertionError("".join(lines))
+        raise AssertionError(self.log)
+
+    @property
+    def metrics_url(self) -> str:
+        [url] = re.findall(r"metrics on (\S+)", self.log)
+        return str(url)
 
     def stop(self) -> None:
         """Kill it, and wait until its model process has ended too."""

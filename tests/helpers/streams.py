@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 import httpx
 
 from loadtests.chaos.chaos_cases import ChaosCase, opened
 from loadtests.received_stream import ReceivedStream, same_answer
-
-PATIENCE_S = 120.0
-"""Timeout of a test; only a failing test waits this long."""
+from paceline.state import WorkerRecord, open_store
+from paceline_lab.fake_models.timed_config import TimedModelConfig
+from paceline_lab.fake_models.timed_model import TimedModel
+from paceline_services.gateway.server import Addresses, GatewaySettings, running
+from tests.helpers.targets import TargetWorker, target_worker
+from tests.helpers.workers import PATIENCE_S
 
 
 @dataclass
@@ -77,3 +81,21 @@ async def came(streams: Sequence[Stream], tokens: int) -> None:
 async def client() -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as http:
         yield http
+
+
+def timed_target(model: str) -> AbstractAsyncContextManager[TargetWorker]:
+    """A target in this process over a timed model."""
+    return target_worker(model=TimedModel(model, TimedModelConfig.parse(model), 2**15, 4096))
+
+
+@asynccontextmanager
+async def gateway_for(model: str, *targets: str) -> AsyncIterator[Addresses]:
+    """A gateway in this process, and the addresses of its targets, which compute this timed model."""
+    fingerprint = TimedModelConfig.parse(model).fingerprint
+    async with open_store(None, ttl_s=3600.0) as store:
+        for number, address in enumerate(targets):
+            record = WorkerRecord("target", f"{number}", address, "tested", "", fingerprint, time.time())
+            await store.registry.register(record)
+        async with running(GatewaySettings({"tested": model}, port=0, drain_s=1.0), store) as (models, addresses):
+            assert await models.first.fleet.wait_for_target(PATIENCE_S)
+            yield addresses

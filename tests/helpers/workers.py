@@ -153,21 +153,14 @@ async def draft_worker(
     async with joined() as (connection, pipe):
         servicer = DraftServicer(worker_id, SpeculatorFacts.of(speculator), connection.send)
         connection.on(DraftRounds, lambda rounds: servicer.send_growth(rounds.grown))
-        async with computing(connection, DraftLoop(speculator, pipe).run), serving(servicer, tls=tls) as server:
-            yield DraftWorker(server.address, servicer, speculator, server)
-
-
-@asynccontextmanager
-async def serving(
-    servicer: draft_pb2_grpc.DraftServiceServicer, port: int = 0, tls: Certificates | None = None
-) -> AsyncIterator[GrpcServer]:
-    server = GrpcServer("127.0.0.1", port, tls=tls, peer=TARGET)
-    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
+        server = GrpcServer("127.0.0.1", 0, tls=tls, peer=TARGET)
+        server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, servicer, DRAFT_SERVICE)
+        async with computing(connection, DraftLoop(speculator, pipe).run):
+            await server.start()
+            try:
+                yield DraftWorker(server.address, servicer, speculator, server)
+            finally:
+                await server.stop()
 
 
 @dataclass
@@ -271,6 +264,11 @@ class LinkTraffic(TargetMetrics):
 
     def round_trip(self, seconds: float) -> None:
         self.round_trips.append(seconds)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
 
 
 async def until(condition: Callable[[], bool]) -> None:
