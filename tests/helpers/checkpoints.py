@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 
@@ -25,3 +28,13 @@ def save_tokenizer(folder: Path, numbers: Sequence[int]) -> None:
     backend = Tokenizer(models.WordLevel({str(number): i for i, number in enumerate(numbers)}, unk_token="0"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.save(str(folder / "tokenizer.json"))
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    weights = change(load_file(folder / "model.safetensors"))
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

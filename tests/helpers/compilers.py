@@ -12,10 +12,11 @@ from paceline.model.native import build
 
 SOURCE = '#include "answer.hpp"\nextern "C" int answer() { return ANSWER; }\n'
 CP = shutil.which("cp")
+VERSION = 'echo "g++ (Fake 9.9.9-1) 1.2.3"'
 FAKE = """\
 #!/bin/sh
 echo "$*" >> {log}
-case " $* " in *" --version "*) echo "g++ (Fake 9.9.9-1) 1.2.3"; exit;; esac
+case " $* " in *" --version "*) {version}; exit;; esac
 {before}
 while [ $# -gt 0 ]; do [ "$1" = -o ] && out="$2"; shift; done
 {write}
@@ -55,10 +56,10 @@ class FakeCompiler:
         self._copy = f'{CP} {library} "$out"'
         self.behave()
 
-    def behave(self, before: str = "", write: str | None = None) -> None:
-        """`before`: shell commands; `write`: a command instead of the one that writes the library to $out."""
+    def behave(self, before: str = "", write: str | None = None, version: str = VERSION) -> None:
+        """Shell commands. `write`: instead of the one that writes the library to $out."""
         write = self._copy if write is None else write
-        self.path.write_text(FAKE.format(log=self._log, before=before, write=write))
+        self.path.write_text(FAKE.format(log=self._log, before=before, write=write, version=version))
         self.path.chmod(0o755)
         os.utime(self.path, ns=(0, 0))  # so that the compiler's key stays the same
 

@@ -1,4 +1,4 @@
-"""Loading a checkpoint, and the errors for broken and unsupported ones."""
+"""Loading checkpoints, plain and quantised, and the errors for broken and unsupported ones."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForImageTextToText, LlamaForCausalLM
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.drafting import build_speculator as build_speculator
+from paceline.drafting import build_speculator
 from paceline.model import Model, SlotTable, load
 from paceline.model.model import TransformersModel
-from paceline.model.target_weights import TargetWeights
 from paceline.model_names import ModelNotFoundError
-from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
+from tests.helpers.checkpoints import change_config, change_weights, save_checkpoint, save_tokenizer
 from tests.helpers.llamas import POSITIONS, VOCABULARY, peaked_llama
 
 CONFIG = EngineConfig(slots=512)
@@ -36,20 +39,6 @@ def copy(checkpoint: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint, tmp_path / "copy"))
 
 
-def no_target_weights() -> TargetWeights:
-    raise AssertionError("this method needs no target weights")
-
-
-def change_config(folder: Path, **changes: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-
-def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> None:
-    weights = change(load_file(folder / "model.safetensors"))
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def assert_equal_logits(model: Model, network: torch.nn.Module, tokens: list[int]) -> None:
     table = SlotTable(range(model.slots, model.slots - len(tokens), -1))
     rows = [table.row(token, i) for i, token in enumerate(tokens)]
@@ -62,28 +51,21 @@ def assert_equal_logits(model: Model, network: torch.nn.Module, tokens: list[int
 def test_a_loaded_model_equals_transformers(checkpoint: Path) -> None:
     model = load(str(checkpoint), CONFIG)
     assert (model.vocabulary_size, model.max_model_len, model.slots) == (VOCABULARY, POSITIONS, 512)
-    assert model.eos_token_ids == (5, 7)
-    assert model.rows_invariant
+    assert (model.eos_token_ids, model.rows_invariant) == ((5, 7), True)
     assert_equal_logits(model, peaked_llama(), [3, 1, 4, 1, 5])
-
-
-def test_dtype_and_length_are_configured(checkpoint: Path) -> None:
     model = load(str(checkpoint), EngineConfig(slots=256, dtype="bfloat16", max_model_len=100))
     assert isinstance(model, TransformersModel)
-    assert model.dtype is torch.bfloat16
-    assert model.max_model_len == 100
+    assert (model.dtype, model.max_model_len) == (torch.bfloat16, 100)
 
 
-def test_eos_tokens_may_be_in_the_model_s_configuration(copy: Path) -> None:
+def test_vocabulary_and_end_of_text_are_the_checkpoint_s(checkpoint: Path, copy: Path) -> None:
     (copy / "generation_config.json").unlink()
     change_config(copy, eos_token_id=9)
-    assert load(str(copy), CONFIG).eos_token_ids == (9,)
-
-
-def test_equal_vocabularies_have_equal_fingerprints(checkpoint: Path, copy: Path) -> None:
-    assert load(str(checkpoint), CONFIG).fingerprint == load(str(copy), CONFIG).fingerprint
+    original, other = load(str(checkpoint), CONFIG), load(str(copy), CONFIG)
+    assert other.eos_token_ids == (9,), "without a generation configuration"
+    assert other.fingerprint == original.fingerprint
     save_tokenizer(copy, range(VOCABULARY - 1, -1, -1))
-    assert load(str(checkpoint), CONFIG).fingerprint != load(str(copy), CONFIG).fingerprint
+    assert load(str(copy), CONFIG).fingerprint != original.fingerprint
 
 
 def test_mimo_needs_no_code_from_its_folder(copy: Path) -> None:
@@ -94,10 +76,6 @@ def test_mimo_needs_no_code_from_its_folder(copy: Path) -> None:
     products = [f"model.layers.{layer}.self_attn.{name}_proj" for layer in range(2) for name in "qkv"]
     change_weights(copy, lambda w: w | {f"{name}.bias": torch.zeros(len(w[f"{name}.weight"])) for name in products})
     assert_equal_logits(load(str(copy), CONFIG), peaked_llama(), [3])
-
-
-def test_a_table_needs_no_folder() -> None:
-    assert load("table:64", CONFIG).vocabulary_size == 64
 
 
 def test_a_missing_model_or_tokenizer(copy: Path, tmp_path: Path) -> None:
@@ -113,22 +91,10 @@ SCALE = "model.layers.1.mlp.up_proj.weight_scale"
 UP = "model.layers.1.mlp.up_proj.weight"
 RECURRENT = "has layers of the kind linear_attention: choose a model with full or slid"
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (
-        lambda folder: os.truncate(folder / "model.safetensors", 5000),
-        r"cannot be loaded: .*metadata",
-    ),
-    "no weights": (
-        lambda folder: (folder / "model.safetensors").unlink(),
-        r"cannot be loaded: .*no file named model.safetensors",
-    ),
-    "broken configuration": (
-        lambda folder: (folder / "config.json").write_text("{"),
-        r"cannot be loaded: .*not a valid JSON",
-    ),
-    "unknown architecture": (
-        lambda folder: (folder / "config.json").write_text('{"model_type": "abacus"}'),
-        r"cannot be loaded: .*`abacus`",
-    ),
+    "truncated": (lambda folder: os.truncate(folder / "model.safetensors", 5000), r"cannot be loaded: .*metadata"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "cannot be loaded: .*no file named model"),
+    "broken configuration": (lambda folder: (folder / "config.json").write_text("{"), "loaded: .*not a valid JSON"),
+    "unknown architecture": (lambda folder: change_config(folder, model_type="abacus"), "cannot be loaded: .*`abacus`"),
     # transformers fills missing weights with noise and only logs it.
     "missing weight": (
         lambda folder: change_weights(folder, lambda w: {name: w[name] for name in w if name != UP}),
@@ -143,14 +109,15 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change_weights(folder, lambda w: w | {MTP_TENSOR: torch.ones(1)}),
         rf"does not have \({MTP_TENSOR}",
     ),
-    # A draft head can be loaded from these, but the target is refused.
-    **{
-        kind: (
-            lambda folder, kind=kind: change_config(folder, model_type=kind, num_experts=2, layer_types=None),
-            RECURRENT,
-        )
-        for kind in ("qwen3_next", "qwen3_5_text")
-    },
+    # A draft head can be loaded from these, but the target is refused, before its weights are read.
+    "qwen3_next": (
+        lambda folder: (
+            change_config(folder, model_type="qwen3_next", layer_types=None),
+            (folder / "model.safetensors").unlink(),
+        ),
+        RECURRENT,
+    ),
+    "qwen3_5": (lambda folder: change_config(folder, model_type="qwen3_5_text", layer_types=None), RECURRENT),
 }
 
 
@@ -161,13 +128,6 @@ def test_a_broken_or_unsupported_checkpoint_is_refused_with_a_reason(fault: str,
     with pytest.raises(ValueError, match=message) as caught:
         load(str(copy), CONFIG)
     assert str(copy) in str(caught.value)
-
-
-def test_a_model_with_a_state_is_refused_before_its_weights_are_read(copy: Path) -> None:
-    change_config(copy, model_type="qwen3_next", layer_types=["linear_attention", "full_attention"])
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=RECURRENT):
-        load(str(copy), CONFIG)
 
 
 @pytest.mark.parametrize(
@@ -238,19 +198,6 @@ def test_only_the_text_model_of_a_multimodal_checkpoint_is_loaded(kind: str, tmp
     assert_equal_logits(load(str(tmp_path), CONFIG), network, [(11 * i + 7) % VOCABULARY for i in range(40)])
 
 
-def test_an_architecture_with_its_own_attention_is_refused_with_one_sentence(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "xglm", vocab_size=VOCABULARY, d_model=64, num_layers=2, attention_heads=4, ffn_dim=96
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path, range(VOCABULARY))
-    with pytest.raises(
-        ValueError, match="is a XGLMForCausalLM, which cannot be run here: its 2 layers attend 0 times"
-    ) as caught:
-        load(str(tmp_path), CONFIG)
-    assert "\n" not in str(caught.value)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -267,22 +214,188 @@ def test_a_configuration_that_the_machine_or_the_model_lacks(
 
 
 def test_a_draft_may_have_fewer_positions_than_its_target(checkpoint: Path) -> None:
-    """max_model_len is the target's; the draft guesses as far as it can."""
+    """max_model_len is the target's; the draft guesses as far as it can, without the target's weights."""
     config = SpeculativeConfig(method="draft_model", model=str(checkpoint))
-    draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000), no_target_weights)
-    assert draft.position_limit == POSITIONS
-    assert draft.vocabulary_size == VOCABULARY
+    draft = build_speculator(config, EngineConfig(slots=256, max_model_len=100_000), pytest.fail)
+    assert (draft.position_limit, draft.vocabulary_size) == (POSITIONS, VOCABULARY)
 
 
 @pytest.mark.parametrize(
-    ("config", "message"),
+    ("settings", "message"),
     [
-        (SpeculativeConfig(), "method 'none' drafts nothing"),
-        (SpeculativeConfig(method="custom_class", speculator="nowhere.at.all"), "'nowhere.at.all' cannot be imported"),
-        (SpeculativeConfig(method="custom_class", speculator="all"), "'all' cannot be imported"),
-        (SpeculativeConfig(method="custom_class", speculator="builtins.zip"), "made a zip, which is no Speculator"),
+        ({}, "method 'none' drafts nothing"),
+        ({"method": "custom_class", "speculator": "nowhere.at.all"}, "'nowhere.at.all' cannot be imported"),
+        ({"method": "custom_class", "speculator": "all"}, "'all' cannot be imported"),
+        ({"method": "custom_class", "speculator": "builtins.zip"}, "made a zip, which is no Speculator"),
     ],
 )
-def test_a_speculator_that_cannot_be_built(config: SpeculativeConfig, message: str) -> None:
+def test_a_speculator_that_cannot_be_built(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build_speculator(config, CONFIG, no_target_weights)
+        build_speculator(SpeculativeConfig.model_validate(settings), CONFIG, pytest.fail)
+
+
+# Quantised checkpoints, built number by number in their libraries' formats
+
+
+GROUP = 32
+Stored = tuple[Tensor, dict[str, Tensor]]
+"""A weight [out, in], and the tensors that store it, by the last part of their names."""
+
+
+def numbers(out: int, width: int, low: int, high: int) -> Tensor:
+    return torch.randint(low, high, (out, width), dtype=torch.int32)
+
+
+def scales(*shape: int) -> Tensor:
+    """Scales that make weights of the usual size."""
+    return (torch.rand(shape) + 0.5) * 0.02
+
+
+def fp8(out: int, width: int) -> Tensor:
+    return (torch.randn(out, width) * 8).to(torch.float8_e4m3fn)
+
+
+def fp8_blocks(out: int, width: int) -> Stored:
+    """DeepSeek's, with sides of 48, so that the last blocks are partial."""
+    stored, each = fp8(out, width), scales(-(-out // 48), -(-width // 48))
+    of_weights = each.repeat_interleave(48, 0)[:out].repeat_interleave(48, 1)[:, :width]
+    return stored.float() * of_weights, {"weight": stored, "weight_scale_inv": each}
+
+
+def fp8_whole(out: int, width: int) -> Stored:
+    stored, scale = fp8(out, width), scales(1)[0]
+    return stored.float() * scale, {"weight": stored, "weight_scale": scale, "input_scale": torch.tensor(0.5)}
+
+
+def fp8_rows(out: int, width: int) -> Stored:
+    stored, scale = fp8(out, width), scales(out, 1)
+    return stored.float() * scale, {"weight": stored, "weight_scale": scale}
+
+
+def int8_rows(out: int, width: int) -> Stored:
+    stored, scale, zero = numbers(out, width, -128, 128).to(torch.int8), scales(out, 1) / 8, numbers(out, 1, -9, 9)
+    weight = (stored.float() - zero) * scale
+    return weight, {"weight": stored, "weight_scale": scale, "weight_zero_point": zero.to(torch.int8)}
+
+
+def packed(table: Tensor, bits: int = 4) -> Tensor:
+    """Rows of unsigned numbers, packed in 32 bits each, lowest bits first."""
+    per_integer = 32 // bits
+    padded = F.pad(table.long(), (0, -table.shape[1] % per_integer)).unflatten(1, (-1, per_integer))
+    return (padded << bits * torch.arange(per_integer)).sum(-1).to(torch.int32)
+
+
+def dequantised(weight: Tensor, zero: Tensor, scale: Tensor, groups: Tensor | None = None) -> Tensor:
+    """[out, in], and by group [out, groups] twice; `groups`: of each column."""
+    groups = torch.arange(weight.shape[1]) // GROUP if groups is None else groups
+    return (weight - zero[:, groups]) * scale[:, groups]
+
+
+def int4_packed(out: int, width: int, *, asymmetric: bool = False) -> Stored:
+    weight, scale = numbers(out, width, 0, 16), scales(out, width // GROUP)
+    zero = numbers(out, width // GROUP, 5, 11) if asymmetric else torch.full((out, width // GROUP), 8)
+    parts = {"weight_packed": packed(weight), "weight_scale": scale, "weight_shape": torch.tensor([out, width])}
+    if asymmetric:
+        parts["weight_zero_point"] = packed(zero.T).T.contiguous()
+    return dequantised(weight, zero, scale), parts
+
+
+def awq(out: int, width: int) -> Stored:
+    weight, zero, scale = numbers(out, width, 0, 16), numbers(out, width // GROUP, 0, 16), scales(out, width // GROUP)
+    order = [8 * at + i for at in range(out // 8) for i in (0, 2, 4, 6, 1, 3, 5, 7)]  # of eight the even ones first
+    parts = {"qweight": packed(weight.T[:, order]), "qzeros": packed(zero.T[:, order]), "scales": scale.T.contiguous()}
+    return dequantised(weight, zero, scale), parts
+
+
+def gptq(out: int, width: int, *, bits: int = 4, less: int = 1) -> Stored:
+    """Ordered by activation: each column has its group's index. `less`: what is subtracted from stored zero points."""
+    weight = numbers(out, width, 0, 2**bits)
+    zero, scale = numbers(out, width // GROUP, 1, 2**bits), scales(out, width // GROUP) / 2 ** (bits - 4)
+    groups = torch.arange(width)[torch.randperm(width)] // GROUP
+    parts = {"qweight": packed(weight, bits).T.contiguous(), "qzeros": packed((zero - less).T, bits)}
+    parts |= {"scales": scale.T.contiguous(), "g_idx": groups.to(torch.int32)}
+    return dequantised(weight, zero, scale, groups), parts
+
+
+def compressed(form: str, bits: int, kind: str = "int") -> dict[str, Any]:
+    weights = {"num_bits": bits, "type": kind, "symmetric": True}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
+
+
+FORMATS: dict[str, tuple[Callable[[int, int], Stored], dict[str, Any]]] = {
+    "fp8-blocks": (fp8_blocks, {"quant_method": "fp8", "weight_block_size": [48, 48]}),
+    "fp8-whole": (fp8_whole, {"quant_method": "fp8"}),
+    "modelopt": (fp8_whole, {"quant_method": "modelopt", "quant_algo": "FP8"}),
+    "modelopt, older": (fp8_whole, {}),
+    "float-quantized": (fp8_rows, compressed("float-quantized", 8, "float")),
+    "int-quantized": (int8_rows, compressed("int-quantized", 8)),
+    "pack-quantized": (int4_packed, compressed("pack-quantized", 4)),
+    "pack-quantized-zeros": (partial(int4_packed, asymmetric=True), compressed("pack-quantized", 4)),
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm", "zero_point": True}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": True}),
+    "gptq_v2": (
+        partial(gptq, bits=8, less=0),
+        {"quant_method": "gptq", "bits": 8, "group_size": GROUP, "checkpoint_format": "gptq_v2"},
+    ),
+}
+
+
+def quantise(folder: Path, form: str) -> dict[str, Tensor]:
+    """Quantise every projection of a checkpoint. Returns the weights that it stands for, by name."""
+    torch.manual_seed(8)
+    make, settings = FORMATS[form]
+    stored, meant = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if not name.endswith("_proj.weight"):
+            stored[name] = meant[name] = weight
+            continue
+        meant[name], parts = make(*weight.shape)
+        stored |= {f"{name.removesuffix('.weight')}.{part}": tensor for part, tensor in parts.items()}
+    change_weights(folder, lambda _: stored)
+    if settings:
+        change_config(folder, quantization_config=settings)
+    else:  # in a file of its own; transformers loads such a checkpoint without scales
+        algorithms = {"quant_algo": "FP8", "kv_cache_quant_algo": None}
+        own = {"producer": {"name": "modelopt"}, "quantization": algorithms}
+        (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    return meant
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_weights_are_dequantised(form: str, copy: Path) -> None:
+    network = LlamaForCausalLM.from_pretrained(copy, dtype=torch.float32).eval()
+    network.load_state_dict(quantise(copy, form))
+    assert_equal_logits(load(str(copy), CONFIG), network, [(11 * i + 7) % VOCABULARY for i in range(20)])
+
+
+NOT_READ = "is quantised by {}, which is not read here: take one in"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, NOT_READ.format("modelopt as NVFP4")),
+        (
+            compressed("nvfp4-pack-quantized", 4, "float"),
+            NOT_READ.format("compressed-tensors as nvfp4-pack-quantized"),
+        ),
+        (compressed("pack-quantized", 3), NOT_READ.format("compressed-tensors as weights of 3 bits")),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, NOT_READ.format("awq as gemv of 4 bits")),
+        ({"quant_method": "gptq", "bits": 3}, NOT_READ.format("gptq as gptq of 3 bits")),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "cannot be loaded: .*bitsandbytes"),
+    ],
+)
+def test_other_formats_are_refused_by_name(settings: object, message: str, copy: Path) -> None:
+    change_config(copy, quantization_config=settings)
+    with pytest.raises(ValueError, match=message) as caught:
+        load(str(copy), CONFIG)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_part_that_is_missing_is_named(copy: Path) -> None:
+    quantise(copy, "awq")
+    name = "model.layers.0.mlp.up_proj.scales"
+    change_weights(copy, lambda weights: {other: weights[other] for other in weights if other != name})
+    with pytest.raises(ValueError, match=rf"lacks {name}: download it again"):
+        load(str(copy), CONFIG)

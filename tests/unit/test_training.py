@@ -1,19 +1,20 @@
-"""The family that ships with the package, and the script that trained it."""
+"""The family that ships with the package, the script that trained it, and its model cards."""
+
+from __future__ import annotations
 
 import ast
 import copy
 import io
 import logging
 import re
-import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
 import torch
 from hypothesis import given
@@ -22,42 +23,39 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaForCausalLM
 
 from paceline import family
+from paceline.drafting.checkpoint_detection import method_of_checkpoint
+from paceline.model.checkpoint import Checkpoint
+from paceline_lab.training import train_family
 from paceline_lab.training.family import family_evaluation, stdlib_corpus, training_session
-from paceline_lab.training.family.distillation import target_top_probs
-from paceline_lab.training.family.docstring_chats import CALL_QUESTIONS, QUESTIONS, Chat, chats, questions
+from paceline_lab.training.family.distillation import DistillationData, target_top_probs
+from paceline_lab.training.family.docstring_chats import CALL_QUESTIONS, QUESTIONS, chats, questions
 from paceline_lab.training.family.docstrings import first_paragraph
 from paceline_lab.training.family.family_models import (
-    ATTENTION,
     deepened,
     draft_config,
     logits,
     new_model,
     next_token_loss,
+    shallow_config,
     target_config,
 )
-from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, SPECIAL, TURN_END
+from paceline_lab.training.family.family_tokenizer import END_OF_TEXT, SPECIAL, TURN_END, load_tokenizer
+from paceline_lab.training.family.model_card import TrainingRecord, draft_card, head_card, target_card
 from paceline_lab.training.family.target_text import ANSWER, question_responses
-from paceline_lab.training.family.token_corpus import Ids, corpus_stream, encode_documents, windows
+from paceline_lab.training.family.token_corpus import (
+    Ids,
+    corpus_stream,
+    encode_documents,
+    load_documents,
+    save_documents,
+    windows,
+)
 from paceline_lab.training.family.trainer import Phase, Schedule, Trainer
-from paceline_lab.training.family.training_session import TrainingStopped, held_out_loss_of, read_journal, train
+from paceline_lab.training.family.training_session import held_out_loss_of, read_journal, train
+from paceline_lab.training.family.workspace import Workspace
 
-MICRO = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-
-CHATS: list[Chat] = [
-    [{"role": "user", "content": "What does len do?"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<b>&'\"\n\nhi\n"}],
-    [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": " b "},
-        {"role": "user", "content": ""},
-    ],
-]
+MICRO = {"hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+SHORT = MICRO | {"num_hidden_layers": 2, "max_position_embeddings": 64}
 
 
 @pytest.fixture(scope="module")
@@ -75,15 +73,10 @@ def documents(tokenizer: Any) -> list[Ids]:
     return encode_documents(tokenizer, [stdlib_corpus.read_source(path) for path in stdlib_corpus.source_files()[:8]])
 
 
-@pytest.fixture(scope="module")
-def conversations() -> list[Chat]:
-    return chats()
-
-
 def micro_trainer(documents: list[Ids], clock: Callable[[], float] = lambda: 0.0) -> Trainer[LlamaForCausalLM]:
     """A model of a few thousand weights; without a clock it stays at the start of its budget."""
     schedule = Schedule((Phase(0.5, 4, 16), Phase(1.0, 2, 32)), warmup=1e-4)
-    model = new_model(target_config(**MICRO), seed=0)
+    model = new_model(target_config(**SHORT), seed=0)
     return Trainer(model, corpus_stream(documents, seed=0), next_token_loss, schedule, 20.0, clock)
 
 
@@ -97,33 +90,35 @@ def test_held_out_files_exist_and_are_not_read() -> None:
     assert set(held_out).isdisjoint(stdlib_corpus.source_files())
 
 
-@pytest.mark.slow
-def test_no_chat_documents_a_held_out_module(conversations: list[Chat]) -> None:
-    held_out = "|".join(path.stem for path in stdlib_corpus.held_out_files())
-    about = re.compile(rf"(What does|Explain|How do I call) `?({held_out})\b")
-    assert not [chat for chat in conversations if about.match(chat[-2]["content"])]
-
-
-@pytest.mark.slow
-def test_no_chat_repeats_a_held_out_docstring(conversations: list[Chat]) -> None:
-    text = "\n".join(message["content"] for chat in conversations for message in chat)
-    trees = [ast.parse(stdlib_corpus.read_source(path)) for path in stdlib_corpus.held_out_files()]
-    summaries = [first_paragraph(ast.get_docstring(tree)) for tree in trees]
-    assert not [summary for summary in summaries if summary and summary in text]
-
-
 def test_tests_and_foreign_packages_are_not_read() -> None:
     parts = {part for path in stdlib_corpus.source_files() for part in path.relative_to(stdlib_corpus.stdlib()).parts}
     assert parts.isdisjoint({"test", "site-packages", "idlelib", "antigravity.py", "this.py"})
 
 
 @pytest.mark.slow
-def test_chats_know_public_names(conversations: list[Chat]) -> None:
+def test_chats_know_public_names_and_nothing_that_was_held_out() -> None:
+    conversations = chats()
     known = {chat[0]["content"]: chat[1]["content"] for chat in conversations}
     assert known["What does len do?"] == "`len(obj, /)`\n\nReturn the number of items in a container."
     assert known["What does json.dumps do?"].endswith("Serialize ``obj`` to a JSON formatted ``str``.")
     assert known["What does asyncio.gather do?"].startswith("`asyncio.gather(")
     assert known["What does os.path.join do?"].startswith("`os.path.join(")
+    held_out = stdlib_corpus.held_out_files()
+    modules = "|".join(path.stem for path in held_out)
+    about = re.compile(rf"(What does|Explain|How do I call) `?({modules})\b")
+    assert not [chat for chat in conversations if about.match(chat[-2]["content"])]
+    text = "\n".join(message["content"] for chat in conversations for message in chat)
+    summaries = [first_paragraph(ast.get_docstring(ast.parse(stdlib_corpus.read_source(path)))) for path in held_out]
+    assert not [summary for summary in summaries if summary and summary in text]
+
+    def names(asked: str) -> set[str]:
+        return {part.strip("?.`") for part in asked.split()} - common
+
+    common = {part.strip("?.`") for asked in (*QUESTIONS, *CALL_QUESTIONS) for part in asked.split()}
+    public = {name for chat in conversations for name in names(chat[-2]["content"])}
+    invented = [not names(chat[0]["content"]) <= public for chat in questions(60, seed=0)]
+    assert sum(invented[1::2]) == 0, "every other question is about an invented name"
+    assert sum(invented[0::2]) > 20
 
 
 # Tokenizer
@@ -133,12 +128,6 @@ def test_chats_know_public_names(conversations: list[Chat]) -> None:
 def test_text_survives_the_tokenizer(plain_tokenizer: Tokenizer, text: str) -> None:
     ids = plain_tokenizer.encode(text, add_special_tokens=False).ids
     assert plain_tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-def test_indentation_is_one_token(plain_tokenizer: Tokenizer) -> None:
-    tokens = plain_tokenizer.encode("if x:\n        return self.name\n").tokens
-    assert len(tokens) <= 8
-    assert "Ġreturn" in tokens
 
 
 def test_target_and_draft_share_a_tokenizer() -> None:
@@ -155,16 +144,6 @@ def test_special_ids_are_those_of_the_model(tokenizer: Any) -> None:
     assert len(tokenizer) == AutoConfig.from_pretrained(family.path("pydoc")).vocab_size
 
 
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("add_generation_prompt", [False, True])
-def test_template_is_the_same_in_plain_jinja(tokenizer: Any, chat: Chat, add_generation_prompt: bool) -> None:
-    shipped = (family.path("pydoc") / "chat_template.jinja").read_text()
-    plain = jinja2.Template(shipped).render(messages=chat, add_generation_prompt=add_generation_prompt)
-    ours = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=add_generation_prompt)
-    assert plain == ours
-    assert plain.endswith("<|im_start|>assistant\n") == add_generation_prompt
-
-
 # Batches
 
 
@@ -173,14 +152,6 @@ def test_an_epoch_predicts_every_token_once(documents: list[Ids]) -> None:
     total = sum(map(len, documents))
     assert total - 64 <= rows[:, 1:].numel() + 1 <= total
     assert not torch.equal(rows, windows(documents, 64, seed=4))
-
-
-def test_a_stream_goes_on_from_its_position(documents: list[Ids]) -> None:
-    first, second = corpus_stream(documents, seed=1), corpus_stream(documents, seed=1)
-    for _ in range(5):
-        first.batch(7, 512)
-    second.position = copy.copy(first.position)
-    assert torch.equal(first.batch(7, 512), second.batch(7, 512))
 
 
 # Training
@@ -207,83 +178,46 @@ def test_a_resumed_run_is_bit_exact(documents: list[Ids], tmp_path: Path) -> Non
     assert all(torch.equal(p, resumed.masters[name]) for name, p in whole.masters.items())
 
 
-def test_a_session_ends_with_its_budget(documents: list[Ids], tmp_path: Path) -> None:
-    trainer = micro_trainer(documents, count().__next__)
-    train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
-    last = read_journal(tmp_path / "micro.jsonl")[-1]
-    assert last["fraction"] == 1
-    assert 0 < last["held_out_loss"] < 9
-
-
-def test_a_stopped_session_keeps_everything(documents: list[Ids], tmp_path: Path) -> None:
-    ticks = count()
-
-    def clock() -> float:
-        now = next(ticks)
-        if now == 5:
-            signal.raise_signal(signal.SIGTERM)
-        return now
-
-    trainer, resumed = micro_trainer(documents, clock), micro_trainer(documents)
-    with pytest.raises(TrainingStopped, match=r"micro\.pt"):
-        train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
-    resumed.load(tmp_path / "micro.pt")
-    assert resumed.progress == trainer.progress
-    assert resumed.progress.step == 3
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-@pytest.fixture
-def logging_records(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("stderr", [Terminal(), io.StringIO()], ids=["terminal", "file"])
+def test_a_session_shows_a_bar_on_a_terminal_only(
+    documents: list[Ids],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    stderr: io.StringIO,
+) -> None:
+    """Every step is recorded, and takes 1 s."""
     caplog.set_level(logging.INFO, training_session.__name__)
-
-
-def session_output(documents: list[Ids], folder: Path, monkeypatch: pytest.MonkeyPatch, stderr: io.StringIO) -> str:
-    """The output of a session that records every step, each of 1 s."""
     monkeypatch.setattr(sys, "stderr", stderr)
     monkeypatch.setattr(training_session, "STEPS_PER_RECORD", 1)
-    monkeypatch.setenv("COLUMNS", "120")
-    monkeypatch.setenv("TERM", "xterm")
+    for name, value in {"COLUMNS": "120", "TERM": "xterm", "FORCE_COLOR": "1"}.items():
+        monkeypatch.setenv(name, value)
     handler = logging.StreamHandler()
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     trainer = micro_trainer(documents, count().__next__)
-    train(trainer, folder / "micro", held_out_loss_of(trainer.model, documents[:1]))
-    assert handler.stream is stderr
-    assert sys.stderr is stderr
-    return stderr.getvalue()
-
-
-@pytest.mark.usefixtures("logging_records")
-def test_on_a_terminal_a_bar_shows_how_far_training_is(
-    documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    output = session_output(documents, tmp_path, monkeypatch, Terminal())
+    train(trainer, tmp_path / "micro", held_out_loss_of(trainer.model, documents[:1]))
+    assert handler.stream is sys.stderr is stderr
     journal = read_journal(tmp_path / "micro.jsonl")
     steps, last = [record for record in journal if "loss" in record], journal[-1]
-    speed = last["tokens"] / last["seconds"]
-    end = f"loss {steps[-1]['loss']:.3f} · {speed:,.0f} tokens/s · 0:00:00 left"
-    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", output)]
+    assert last["fraction"] == 1, "it ends with its budget"
+    assert 0 < last["held_out_loss"] < 9
+    if not stderr.isatty():
+        assert stderr.getvalue().splitlines() == [str(record) for record in journal]
+        return
+    end = f"loss {steps[-1]['loss']:.3f} · {last['tokens'] / last['seconds']:,.0f} tokens/s · 0:00:00 left"
+    lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in re.split(r"[\r\n]+", stderr.getvalue())]
     assert any(line.startswith("micro ") and "100%" in line and line.rstrip().endswith(end) for line in lines)
     assert sum(line.startswith("{'step'") for line in lines) == len(journal), "a record was written into the bar"
 
 
-@pytest.mark.usefixtures("logging_records")
-def test_without_a_terminal_there_is_no_bar(
-    documents: list[Ids], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    output = session_output(documents, tmp_path, monkeypatch, io.StringIO())
-    assert output.splitlines() == [str(record) for record in read_journal(tmp_path / "micro.jsonl")]
-
-
 def test_training_attention_is_plain_causal_attention() -> None:
-    ours = new_model(target_config(**MICRO), seed=1)
+    ours = new_model(target_config(**SHORT), seed=1)
     theirs = copy.deepcopy(ours)
-    assert ours.config._attn_implementation == ATTENTION
     theirs.set_attn_implementation("sdpa")
     ids = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(logits(ours, ids), logits(theirs, ids), rtol=1e-4, atol=1e-5)
@@ -291,7 +225,7 @@ def test_training_attention_is_plain_causal_attention() -> None:
 
 @pytest.mark.parametrize("layers", [2, 3, 5])
 def test_a_deepened_model_has_the_same_logits(layers: int) -> None:
-    shallow, deeper = target_config(**MICRO), target_config(**MICRO | {"num_hidden_layers": layers})
+    shallow, deeper = target_config(**SHORT), target_config(**SHORT | {"num_hidden_layers": layers})
     model = new_model(shallow, seed=4)
     ids = torch.randint(4096, (2, 40), generator=torch.Generator().manual_seed(0))
     deep = deepened(model, deeper)
@@ -299,23 +233,8 @@ def test_a_deepened_model_has_the_same_logits(layers: int) -> None:
     torch.testing.assert_close(logits(deep, ids), logits(model, ids))
 
 
-# The draft's lessons
-
-
-@pytest.mark.slow
-def test_every_other_question_is_about_an_invented_name(conversations: list[Chat]) -> None:
-    def names(asked: str) -> set[str]:
-        return {part.strip("?.`") for part in asked.split()} - common
-
-    common = {part.strip("?.`") for asked in (*QUESTIONS, *CALL_QUESTIONS) for part in asked.split()}
-    known = {name for chat in conversations for name in names(chat[-2]["content"])}
-    invented = [not names(chat[0]["content"]) <= known for chat in questions(60, seed=0)]
-    assert sum(invented[1::2]) == 0
-    assert sum(invented[0::2]) > 20
-
-
 def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
-    model = new_model(draft_config(**MICRO | {"max_position_embeddings": 256}), seed=5)
+    model = new_model(draft_config(**SHORT | {"max_position_embeddings": 256}), seed=5)
     model.set_attn_implementation("sdpa")
     end_of_text, turn_end = tokenizer.convert_tokens_to_ids([END_OF_TEXT, TURN_END])
     model.model.embed_tokens.weight.data[turn_end] *= 4  # frequent enough to end some answers early
@@ -332,8 +251,8 @@ def test_an_answer_ends_with_its_turn(tokenizer: Any) -> None:
 
 
 def test_divergence_from_itself_is_zero() -> None:
-    model = new_model(target_config(**MICRO), seed=2)
-    other = new_model(target_config(**MICRO), seed=3)
+    model = new_model(target_config(**SHORT), seed=2)
+    other = new_model(target_config(**SHORT), seed=3)
     lessons = target_top_probs(model, torch.arange(96).view(4, 24))
     rows = lessons.stream(seed=0).batch(4, 24)
     with torch.no_grad():
@@ -368,12 +287,9 @@ def test_verdicts(completion: str, expected: str) -> None:
 # What ships
 
 
-def test_the_family_is_small_enough_to_ship() -> None:
+def test_the_family_is_small_enough_to_ship_and_its_card_names_what_was_held_out() -> None:
     folder = Path(family.__file__).parent
     assert sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) < 60e6
-
-
-def test_the_card_names_what_was_held_out() -> None:
     card = (family.path("pydoc") / "README.md").read_text()
     assert all(f"`{name}`" in card for name in stdlib_corpus.HELD_OUT)
 
@@ -387,3 +303,110 @@ def test_names_resolve_and_others_are_refused() -> None:
 def test_the_family_is_found_without_torch() -> None:
     code = "import sys, paceline.family; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+# The script
+
+
+ENOUGH = 1e-9
+"""Minutes: a budget of one step."""
+
+
+@pytest.fixture
+def space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Workspace:
+    """A small family: two layers at first, then three, and little to read."""
+    monkeypatch.setattr(train_family, "shallow_config", lambda: target_config(**MICRO, num_hidden_layers=2))
+    monkeypatch.setattr(train_family, "target_config", lambda: target_config(**MICRO, num_hidden_layers=3))
+    monkeypatch.setattr(train_family, "draft_config", lambda: draft_config(**MICRO))
+    texts = [stdlib_corpus.read_source(path) for path in stdlib_corpus.source_files()[:30]]
+    monkeypatch.setattr(train_family, "source_texts", lambda: texts)
+    for name, size in (("EDITS", 12), ("EXTRACTIONS", 5), ("READ", 5000), ("PART", 400)):
+        monkeypatch.setattr(train_family, name, size)
+    made = Workspace(tmp_path, tmp_path / "out", "cpu", ENOUGH, 4)
+    tokenizer = load_tokenizer(family.path("pydoc"))
+    tokenizer.save_pretrained(made.tokenizer_folder)
+    save_documents(made.corpus_file, encode_documents(tokenizer, texts))
+    save_documents(
+        made.held_out_file, encode_documents(tokenizer, [stdlib_corpus.read_source(stdlib_corpus.held_out_files()[0])])
+    )
+    return made
+
+
+@torch.no_grad()
+def test_each_stage_continues_the_stage_before(space: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step each, at a learning rate of zero: the logits stay the same."""
+    ids = torch.arange(40)[None]
+    for name in ("SHALLOW_SCHEDULE", "DEEP_SCHEDULE", "TAUGHT_SCHEDULE"):
+        still = train_family.Schedule((train_family.Phase(1.0, 1, 64),), muon_rate=0.0, adam_rate=0.0)
+        monkeypatch.setattr(train_family, name, still)
+    with torch.enable_grad():
+        for stage in ("shallow", "deep", "target"):
+            train_family.COMMANDS[stage](space)
+    outputs = [logits(model, ids) for model in (space.shallow(), space.deep(), space.target())]
+    assert [len(m.model.layers) for m in (space.shallow(), space.deep(), space.target())] == [2, 3, 3]
+    for each in outputs[1:]:
+        torch.testing.assert_close(each, outputs[0], rtol=0.02, atol=0.02)
+    for stage in ("shallow", "deep", "target"):
+        assert read_journal(space.folder / f"{stage}.jsonl")[-1]["fraction"] == 1
+
+
+@pytest.mark.slow
+def test_the_draft_and_every_head_read_the_same_lessons(space: Workspace) -> None:
+    space = replace(space, lesson_rows=8)
+    for stage in ("shallow", "deep", "target", "draft", "heads"):
+        train_family.COMMANDS[stage](space)
+    lessons = DistillationData.load(space.lessons_file).ids_RL
+    read = load_documents(space.read_file)
+    assert [row.tolist() for row in read] == lessons.tolist()
+    for method, name in family.HEADS.items():
+        assert read_journal(space.folder / f"{method}.jsonl")[-1]["fraction"] == 1
+        assert method_of_checkpoint(Checkpoint(space.out / name)) == method
+
+
+def test_all_minutes_are_shared_out() -> None:
+    assert sum(train_family.SHARES.values()) == pytest.approx(1.0)
+    assert sum(train_family.HEAD_SHARES.values()) == pytest.approx(1.0)
+
+
+FIRST = TrainingRecord(10, 1000, 60.0, 3.0, (1, 2))
+SECOND = TrainingRecord(5, 500, 30.0, 2.5, (2,))
+THIRD = TrainingRecord(1, 70, 90.0, 2.25, (4,))
+MEASURED = {
+    "parsing": {"0.0": {"parsed": 3, "broken": 1, "unfinished": 0}},
+    "answers": {"What is len?": "Of\n\nthings."},
+    "agreement": {"held-out files": 0.875},
+    **{"corpus_tokens": 12345, "lesson_tokens": 678, "target_parameters": 1_000_000, "draft_parameters": 2000},
+    **{"target_step_ms": 1.25, "draft_step_ms": 0.75, "minutes": 120.4},
+}
+STEPS = [{"step": n, "tokens": 10 * n, "seconds": 60.0 * n, "threads": 3 - n} for n in (1, 2)]
+JOURNAL = [
+    STEPS[0] | {"held_out_loss": 9.0, "accepted_by_depth": [0.1, 0.0]},
+    STEPS[0] | {"loss": 5.0},
+    STEPS[1] | {"held_out_loss": 2.5, "accepted_by_depth": [0.6, 0.4]},
+]
+
+
+def test_a_continued_training_adds_up() -> None:
+    assert TrainingRecord.from_journal(JOURNAL) == TrainingRecord(2, 20, 120.0, 2.5, (1, 2))
+    assert SECOND.after(FIRST) == TrainingRecord(15, 1500, 90.0, 2.5, (1, 2))
+    assert THIRD.after(SECOND.after(FIRST)) == TrainingRecord(16, 1570, 180.0, 2.25, (1, 2, 4))
+
+
+def test_cards_have_the_figures_of_the_training() -> None:
+    target = target_card(target_config(), shallow_config(), (FIRST, SECOND, THIRD), MEASURED)
+    for figure in ("1,570", "16", "3 minutes", "1 to 4 threads", "2.250", "| 75% | 25% | 0% |", "> Of\n>\n> things."):
+        assert figure in target
+    draft = draft_card(draft_config(), SECOND, MEASURED)
+    for figure in ("| held-out files | 87.5% |", "678 tokens", "500 in 5 steps", "0.8 ms against the target's 1.2 ms"):
+        assert figure in draft
+    head = head_card("eagle", "pydoc-eagle", 4321, JOURNAL, MEASURED)
+    for figure in (
+        "# pydoc-eagle",
+        "4,321",
+        "678 tokens of lessons",
+        "20 in 2 steps",
+        "2 minutes",
+        "2.500",
+        "60%, 40%",
+    ):
+        assert figure in head
