@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from paceline.config import EngineConfig
+from paceline.model.checkpoint import Checkpoint
 from paceline.model.loading import build
 from paceline.model.model import TransformersModel
 from paceline.model.target_weights import TargetWeights
@@ -21,6 +23,7 @@ from tests.helpers.checkpoints import save_tokenizer
 HIDDEN, INNER, HEADS, KV_HEADS = 64, 96, 4, 2
 VOCABULARY, LAYERS, POSITIONS = 96, 8, 512
 Config = dict[str, Any]
+T = TypeVar("T")
 
 
 def target_network(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -119,9 +122,9 @@ def eagle3_tensors(
     return tensors | ({"lm_head.weight": random(generator, columns, h)} if lm_head else {})
 
 
-def reduced(ids: list[int]) -> dict[str, Tensor]:
+def reduced(ids: list[int], vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """d2t and t2d of a head that guesses these tokens of the target."""
-    known = torch.zeros(VOCABULARY, dtype=torch.bool)
+    known = torch.zeros(vocabulary, dtype=torch.bool)
     known[ids] = True
     return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": known}
 
@@ -149,9 +152,17 @@ def renamed(tensors: Mapping[str, Tensor], rename: Callable[[str], str]) -> dict
     return {rename(name): tensor for name, tensor in tensors.items()}
 
 
+def without(mapping: Mapping[str, T], *names: str) -> dict[str, T]:
+    return {name: value for name, value in mapping.items() if name not in names}
+
+
+def seeded(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * shape[-1] ** -0.5
+
+
 def save_head(folder: Path, tensors: Mapping[str, Tensor], config: Config | None) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
     return folder
@@ -163,3 +174,16 @@ def save_bin(folder: Path, tensors: Mapping[str, Tensor], config: Config, **opti
     torch.save(dict(tensors), folder / "pytorch_model.bin", **options)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def read_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the tensors that checkpoints read from now on."""
+    names: list[str] = []
+    tensor = Checkpoint.tensor
+
+    def noted(self: Checkpoint, name: str, *options: Any) -> Tensor:
+        names.append(name)
+        return tensor(self, name, *options)
+
+    monkeypatch.setattr(Checkpoint, "tensor", noted)
+    return names

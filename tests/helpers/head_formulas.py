@@ -1,19 +1,21 @@
-"""What EAGLE heads compute, as their papers and reference programs have it: whole sequences without a cache.
+"""What draft heads compute, as their papers and reference programs have it: whole sequences without a cache.
 
-Tensors go by the names of the original uploads. Row i is that of the token at position i + 1.
+Tensors go by the names of the original uploads. A row of an EAGLE head has the token at position i + 1 and the target's
+state of position i.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Tensors = Mapping[str, Tensor]
-Forward = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Embeddings [n, h] and features [n, h] to logits [n, columns] and the features of the next rows, [n, h]."""
+ZERO = torch.zeros(())
 
 
 @dataclass(frozen=True)
@@ -30,39 +32,48 @@ class Shape:
     """[head size / 2]: instead of those of `theta`."""
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+LLAMA = Shape()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = LLAMA.eps) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def rotated(x: Tensor, shape: Shape) -> Tensor:
-    """[n, heads, D]: number j of a head turns with number j + D / 2, row i by i times their frequency."""
+def rotated(x: Tensor, positions: Tensor, shape: Shape = LLAMA) -> Tensor:
+    """[n, heads, D]: number j of a head turns with number j + D / 2, by its position times their frequency."""
     half = x.shape[-1] // 2
-    frequencies = shape.theta ** -(torch.arange(half) / half) if shape.frequencies is None else shape.frequencies
-    angle = torch.arange(len(x))[:, None, None] / shape.linear * frequencies
+    regular = shape.theta ** -(torch.arange(half, dtype=x.dtype) / half)
+    angle = positions[:, None, None] / shape.linear * (regular if shape.frequencies is None else shape.frequencies)
     first, second = x[..., :half], x[..., half:]
     return torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), -1)
 
 
-def attention(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
+def attended(query: Tensor, key: Tensor, value: Tensor, seen: Tensor) -> Tensor:
+    """Softmax attention of [m, heads, D] over [n, heads of keys, D]: [m, heads * D]. `seen`: a mask [m, n]."""
+    key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], 1) for each in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key) * query.shape[-1] ** -0.5
+    weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, value).flatten(1)
+
+
+def causal(rows: int) -> Tensor:
+    return torch.ones(rows, rows, dtype=torch.bool).tril()
+
+
+def projected(x: Tensor, tensors: Tensors, name: str, heads: int, eps: float = LLAMA.eps) -> Tensor:
+    """[n, heads, D]: with the bias and the norm of heads that there are tensors for."""
+    y = (x @ tensors[f"{name}_proj.weight"].T + tensors.get(f"{name}_proj.bias", ZERO)).view(len(x), heads, -1)
+    norm = tensors.get(f"{name}_norm.weight")
+    return y if norm is None else rms_norm(y, norm, eps)
+
+
+def self_attention(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
     """Every row over itself and those before."""
-
-    def projected(which: str, heads: int) -> Tensor:
-        y = x @ tensors[f"{name}.{which}_proj.weight"].T + tensors.get(f"{name}.{which}_proj.bias", torch.zeros(()))
-        y = y.view(len(x), heads, -1)
-        norm = tensors.get(f"{name}.{which}_norm.weight")
-        return y if norm is None else rms_norm(y, norm, shape.eps)
-
-    query = rotated(projected("q", shape.heads), shape)
-    key = rotated(projected("k", shape.kv_heads), shape)
-    value = projected("v", shape.kv_heads)
-    out = []
-    for head in range(shape.heads):
-        of = head * shape.kv_heads // shape.heads
-        scores = query[:, head] @ key[:, of].T / query.shape[-1] ** 0.5
-        future = torch.ones(len(x), len(x), dtype=torch.bool).triu(1)
-        out.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ value[:, of])
-    joined = torch.cat(out, -1)
-    return joined @ tensors[f"{name}.o_proj.weight"].T + tensors.get(f"{name}.o_proj.bias", torch.zeros(()))
+    positions = torch.arange(len(x))
+    query = rotated(projected(x, tensors, f"{name}.q", shape.heads, shape.eps), positions, shape)
+    key = rotated(projected(x, tensors, f"{name}.k", shape.kv_heads, shape.eps), positions, shape)
+    out = attended(query, key, projected(x, tensors, f"{name}.v", shape.kv_heads), causal(len(x)))
+    return out @ tensors[f"{name}.o_proj.weight"].T + tensors.get(f"{name}.o_proj.bias", ZERO)
 
 
 def mlp(x: Tensor, tensors: Tensors, name: str) -> Tensor:
@@ -70,15 +81,32 @@ def mlp(x: Tensor, tensors: Tensors, name: str) -> Tensor:
     return (gate * gate.sigmoid() * up) @ tensors[f"{name}.down_proj.weight"].T
 
 
-def second_half(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
-    return x + mlp(rms_norm(x, tensors[f"{name}.post_attention_layernorm.weight"], shape.eps), tensors, f"{name}.mlp")
+def second_half(x: Tensor, tensors: Tensors, name: str, eps: float = LLAMA.eps) -> Tensor:
+    return x + mlp(rms_norm(x, tensors[f"{name}.post_attention_layernorm.weight"], eps), tensors, f"{name}.mlp")
 
 
 def plain_layer(x: Tensor, tensors: Tensors, name: str, shape: Shape) -> Tensor:
     """A Llama's; without a norm before the attention if there is no tensor for it."""
     norm = tensors.get(f"{name}.input_layernorm.weight")
     into = x if norm is None else rms_norm(x, norm, shape.eps)
-    return second_half(x + attention(into, tensors, f"{name}.self_attn", shape), tensors, name, shape)
+    return second_half(x + self_attention(into, tensors, f"{name}.self_attn", shape), tensors, name, shape.eps)
+
+
+class Formula(Protocol):
+    """A head that guesses token by token."""
+
+    @property
+    def embedding(self) -> Tensor:
+        """The target's, [V, H]."""
+        ...
+
+    def encode(self, states: Tensor) -> Tensor:
+        """The target's states [n, layers, H] as features [n, h]."""
+        ...
+
+    def __call__(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [n, columns] of what follows each token, and the features of the next rows, [n, h]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +116,7 @@ class Eagle1:
     tensors: Tensors
     embedding: Tensor
     output: Tensor
-    shape: Shape = Shape()
+    shape: Shape = LLAMA
 
     def encode(self, states: Tensor) -> Tensor:
         return states[:, 0]
@@ -98,7 +126,7 @@ class Eagle1:
         e = t.get("embed_tokens.weight", self.embedding)[list(tokens)]
         if "embed_layernorm.weight" in t:
             e = rms_norm(e, t["embed_layernorm.weight"], eps)
-        x = torch.cat((e, features), -1) @ t["fc.weight"].T + t.get("fc.bias", torch.zeros(()))
+        x = torch.cat((e, features), -1) @ t["fc.weight"].T + t.get("fc.bias", ZERO)
         x = plain_layer(x, t, "layers.0", self.shape)
         final = rms_norm(x, t["lm_head_layernorm.weight"], eps) if "lm_head_layernorm.weight" in t else x
         return final @ self.output.T, x
@@ -111,7 +139,7 @@ class Eagle3:
     tensors: Tensors
     embedding: Tensor
     output: Tensor
-    shape: Shape = Shape()
+    shape: Shape = LLAMA
     ids: Sequence[int] | None = None
     """The target's token of each column, where the head has no output matrix of its own."""
     norm_before_residual: bool = False
@@ -132,21 +160,17 @@ class Eagle3:
 
     def __call__(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
         t, eps = self.tensors, self.shape.eps
-        e = rms_norm(
-            t.get("embed_tokens.weight", self.embedding)[list(tokens)], t["midlayer.input_layernorm.weight"], eps
-        )
+        embedding = t.get("embed_tokens.weight", self.embedding)
+        e = rms_norm(embedding[list(tokens)], t["midlayer.input_layernorm.weight"], eps)
         u = rms_norm(features, t["midlayer.hidden_norm.weight"], eps)
         x = u if self.norm_before_residual else features
-        x = x + attention(torch.cat((e, u), -1), t, "midlayer.self_attn", self.shape)
-        x = second_half(x, t, "midlayer", self.shape)
+        x = x + self_attention(torch.cat((e, u), -1), t, "midlayer.self_attn", self.shape)
+        x = second_half(x, t, "midlayer", eps)
         for name in self.others:
             x = plain_layer(x, t, name, self.shape)
         final = rms_norm(x, t["norm.weight"], eps)
         matrix = t.get("lm_head.weight", self.output if self.ids is None else self.output[list(self.ids)])
         return final @ matrix.T * self.logit_scale, final if self.norm_output else x
-
-
-Formula = Eagle1 | Eagle3
 
 
 def after(formula: Formula, tokens: Sequence[int], states: Tensor, path: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -162,3 +186,101 @@ def after(formula: Formula, tokens: Sequence[int], states: Tensor, path: Sequenc
         inputs.append(guess)
         logits, fed_back = formula(inputs, features)
     return logits[-1], fed_back[-1]
+
+
+def peagle_logits(head: Eagle3, tokens: Sequence[int], states: Tensor, mask: int, ahead: int) -> Tensor:
+    """[ahead, columns]: after the root and after each mask token, whose state is `mask_hidden`."""
+    masks = head.tensors["mask_hidden"].view(1, *states.shape[1:]).expand(ahead - 1, -1, -1)
+    inputs = [*tokens[1:], *[mask] * (ahead - 1)]
+    return head(inputs, head.encode(torch.cat((states, masks))))[0][len(states) - 1 :]
+
+
+@dataclass(frozen=True)
+class DFlash:
+    """A block of mask tokens behind the root, whose layers attend to the target's states and to each other."""
+
+    tensors: Tensors
+    embedding: Tensor
+    output: Tensor
+    mask: int
+    block: int
+    seen: Mapping[int, tuple[int, bool]] = field(default_factory=dict)
+    """By layer (window, causal), where that is not (0, False)."""
+    first: int = 1
+    """The block's row that guesses first."""
+
+    def logits(self, tokens: Sequence[int], states: Tensor) -> Tensor:
+        """[block - first, columns]"""
+        t, before = self.tensors, len(states)
+        context = rms_norm(states.flatten(1) @ t["fc.weight"].T, t["hidden_norm.weight"])
+        x = t.get("embed_tokens.weight", self.embedding)[[tokens[-1], *[self.mask] * (self.block - 1)]]
+        if "mask_embedding" in t:
+            x = torch.cat((x[:1], t["mask_embedding"].view(1, -1).expand(self.block - 1, -1)))
+        positions = torch.arange(before + self.block)
+        for n in range(2):
+            name = f"layers.{n}.self_attn"
+            y = rms_norm(x, t[f"layers.{n}.input_layernorm.weight"])
+            both = torch.cat((context, y))
+            query = rotated(projected(y, t, f"{name}.q", LLAMA.heads), positions[before:])
+            key = rotated(projected(both, t, f"{name}.k", LLAMA.kv_heads), positions)
+            value = projected(both, t, f"{name}.v", LLAMA.kv_heads)
+            out = attended(query, key, value, self._mask(n, positions, before))
+            x = x + out @ t[f"{name}.o_proj.weight"].T + t.get(f"{name}.o_proj.bias", ZERO)
+            x = second_half(x, t, f"layers.{n}")
+        return rms_norm(x, t["norm.weight"])[self.first :] @ t.get("lm_head.weight", self.output).T
+
+    def _mask(self, layer: int, positions: Tensor, before: int) -> Tensor:
+        window, only_before = self.seen.get(layer, (0, False))
+        mask = torch.ones(self.block, before + self.block, dtype=torch.bool)
+        if window:
+            mask[:, : max(0, before - window)] = False
+        return mask & (positions <= positions[before:, None]) if only_before else mask
+
+
+def medusa_logits(tensors: Tensors, state: Tensor, output: Tensor | None = None, count: int = 1) -> Tensor:
+    """[heads, columns], by the original's names. `output`: of all heads, if it is one. `count`: layers per head."""
+    logits = []
+    for head in range(1 + max(int(name.split(".")[0]) for name in tensors)):
+        z = state
+        for layer in range(count):
+            a = tensors[f"{head}.{layer}.linear.weight"] @ z + tensors[f"{head}.{layer}.linear.bias"]
+            z = z + a / (1 + torch.exp(-a))
+        logits.append((tensors[f"{head}.{count}.weight"] if output is None else output) @ z)
+    return torch.stack(logits)
+
+
+def mlp_logits(tensors: Tensors, state: Tensor, tokens: Sequence[int], trained: int, *, scale: bool = False) -> Tensor:
+    """Logits after the root and each further token, [tokens, columns], by IBM's names. `trained`: n_predict."""
+    ratio = embedding_ratio(trained, len(tensors["ln.0.weight"]))
+    s = state / torch.sqrt((state * state).mean() + 1e-6) / math.sqrt(2) if scale else state
+    logits = []
+    for i, token in enumerate(tokens):
+        s = tensors[f"proj.{i}.weight"] @ s + ratio * tensors[f"emb.{i}.weight"][token]
+        s = gelu_of_norm(s, tensors, f"ln.{i}")
+        logits.append(tensors[f"head.{i}.weight"] @ s)
+    return torch.stack(logits)
+
+
+def lstm_logits(tensors: Tensors, state: Tensor, tokens: Sequence[int], trained: int) -> Tensor:
+    """The same for Arctic's `sum_lstm`."""
+    inner = len(tensors["state_ln.0.weight"])
+    ratio = embedding_ratio(trained, inner)
+    s, c = state, torch.zeros(inner)
+    logits = []
+    for i, token in enumerate(tokens):
+        a = tensors[f"projs.{min(i, 1)}.weight"] @ s + ratio * tensors["forget_emb.0.weight"][token].repeat(4)
+        forget, into, out, candidate = a.split(inner)
+        c = c * torch.sigmoid(forget) + gelu_of_norm(candidate, tensors, "cell_ln.0") * torch.sigmoid(into)
+        s = gelu_of_norm(c, tensors, "state_ln.0") * torch.sigmoid(out)
+        logits.append(tensors["head.0.weight"] @ s)
+    return torch.stack(logits)
+
+
+def embedding_ratio(trained: int, inner: int) -> float:
+    state_weight = 0.5 ** (0.5 / trained)
+    return math.sqrt((1 - state_weight**2) * (inner / 2)) / state_weight
+
+
+def gelu_of_norm(x: Tensor, tensors: Tensors, name: str) -> Tensor:
+    y = x / torch.sqrt((x * x).mean() + 1e-6) * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]
+    return y * 0.5 * (1 + torch.erf(y / math.sqrt(2)))

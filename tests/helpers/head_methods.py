@@ -1,10 +1,9 @@
-"""One small head of every method for the peaked Llama: random tensors by their published names."""
+"""One small head of every method for the peaked Llama: random tensors by their published names, and its formula."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,28 @@ from paceline.drafting.speculator import Speculator
 from paceline.model.loading import build
 from paceline.model.target_weights import TargetWeights
 from tests.helpers import head_checkpoints
-from tests.helpers.dense import HIDDEN
-from tests.helpers.head_checkpoints import eagle3_tensors, eagle_tensors, llama_config, save_head
+from tests.helpers.head_checkpoints import HIDDEN, eagle3_tensors, eagle_tensors, llama_config, save_head, seeded
+from tests.helpers.head_formulas import (
+    DFlash,
+    Eagle1,
+    Eagle3,
+    Formula,
+    after,
+    medusa_logits,
+    mlp_logits,
+    peagle_logits,
+)
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.markov import mlp_config
-from tests.helpers.parallel import DFLASH, PEAGLE, dflash_tensors, peagle_tensors
+from tests.helpers.mtp_formula import MtpFormula
+from tests.helpers.parallel import BLOCK, DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors
 
 Tensors = dict[str, Tensor]
+Logits = Callable[[Sequence[int], Tensor, Sequence[int]], Tensor]
+"""The tokens of a request, the target's states of all but the last, and a path below it: what is next, [columns]."""
+NETWORK = peaked_llama()
+MATRICES = NETWORK.model.embed_tokens.weight.detach(), NETWORK.lm_head.weight.detach()
+"""The target's embedding and output matrix."""
 INNER = 24
 STEPS = 3
 """Medusa heads, and steps of an MLP speculator."""
@@ -32,10 +46,6 @@ AHEAD = 4
 
 def target_weights(slots: int = 256) -> TargetWeights:
     return build(peaked_llama(), "target", EngineConfig(slots=slots), "print", []).target_weights()
-
-
-def seeded(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))) * shape[-1] ** -0.5
 
 
 def medusa_layers(head: int, count: int = 1, *, repeated: bool = False) -> Tensors:
@@ -79,6 +89,23 @@ def mtp_tensors() -> Tensors:
     return tensors
 
 
+def token_by_token(formula: Formula) -> Logits:
+    return lambda tokens, states, path: after(formula, tokens, states, path)[0]
+
+
+def peagle_formula(tensors: Mapping[str, Tensor], ahead: int = AHEAD, **options: Any) -> Logits:
+    """`options`: of `Eagle3`."""
+    named = {name.replace("layers.0.", "midlayer."): tensor for name, tensor in tensors.items()}
+    head = Eagle3(named, *MATRICES, others=["layers.1"], **options)
+    return lambda tokens, states, path: peagle_logits(head, tokens, states, MASK, ahead)[len(path)]
+
+
+def dflash_formula(tensors: Mapping[str, Tensor], **options: Any) -> Logits:
+    """`options`: of `DFlash`."""
+    draft = DFlash(tensors, *MATRICES, MASK, BLOCK, **options)
+    return lambda tokens, states, path: draft.logits(tokens, states)[len(path)]
+
+
 @dataclass(frozen=True)
 class HeadMethod:
     """`required`: a tensor without which the checkpoint is refused."""
@@ -86,29 +113,51 @@ class HeadMethod:
     tensors: Mapping[str, Tensor]
     config: dict[str, Any]
     required: str
+    logits: Logits
 
 
+EAGLE, EAGLE3, MTP = eagle_tensors(bias=True), eagle3_tensors(columns=VOCABULARY), mtp_tensors()
+MEDUSA, MLP = medusa_tensors(), mlp_tensors()
+EAGLE3_CONFIG = llama_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2])
 HEAD_METHODS: dict[str, HeadMethod] = {
-    "eagle": HeadMethod(eagle_tensors(bias=True), llama_config(), "layers.0.self_attn.k_proj.weight"),
-    "eagle3": HeadMethod(
-        eagle3_tensors(columns=VOCABULARY), llama_config(eagle_aux_hidden_state_layer_ids=[0, 1, 2]), "norm.weight"
+    "eagle": HeadMethod(
+        EAGLE, llama_config(), "layers.0.self_attn.k_proj.weight", token_by_token(Eagle1(EAGLE, *MATRICES))
     ),
-    "mtp": HeadMethod(mtp_tensors(), {"speculators_model_type": "mtp"}, "mtp_layers.0.mlp.up_proj.weight"),
-    "peagle": HeadMethod(peagle_tensors(), PEAGLE, "fc.weight"),
-    "dflash": HeadMethod(dflash_tensors(), DFLASH, "layers.1.mlp.up_proj.weight"),
-    "medusa": HeadMethod(medusa_tensors(), {"medusa_num_heads": 2}, "1.0.linear.weight"),
-    "mlp_speculator": HeadMethod(mlp_tensors(), mlp_config(STEPS), "ln.2.bias"),
+    "eagle3": HeadMethod(EAGLE3, EAGLE3_CONFIG, "norm.weight", token_by_token(Eagle3(EAGLE3, *MATRICES))),
+    "mtp": HeadMethod(
+        MTP,
+        {"speculators_model_type": "mtp"},
+        "mtp_layers.0.mlp.up_proj.weight",
+        token_by_token(MtpFormula("qwen3", MTP, *MATRICES, eps=1e-6)),
+    ),
+    "peagle": HeadMethod(peagle_tensors(), PEAGLE, "fc.weight", peagle_formula(peagle_tensors())),
+    "dflash": HeadMethod(dflash_tensors(), DFLASH, "layers.1.mlp.up_proj.weight", dflash_formula(dflash_tensors())),
+    "medusa": HeadMethod(
+        MEDUSA,
+        {"medusa_num_heads": 2},
+        "1.0.linear.weight",
+        lambda _, states, path: medusa_logits(MEDUSA, states[-1, 0])[len(path)],
+    ),
+    "mlp_speculator": HeadMethod(
+        MLP,
+        mlp_config(STEPS),
+        "ln.2.bias",
+        lambda tokens, states, path: mlp_logits(MLP, states[-1, 0], [tokens[-1], *path], STEPS)[-1],
+    ),
 }
+STATELESS = ("medusa", "mlp_speculator")
+PARALLEL = ("peagle", "dflash", "medusa")
+"""Their guesses at a depth do not depend on the guesses before."""
 
 
 def save_method(folder: Path, method: str) -> Path:
     return save_head(folder, HEAD_METHODS[method].tensors, HEAD_METHODS[method].config)
 
 
-def build_head(folder: Path, method: str, target: TargetWeights | None = None, **settings: Any) -> Speculator:
+def build_head(
+    folder: Path, method: str, target: TargetWeights | None = None, *, slots: int = 1024, **settings: Any
+) -> Speculator:
     """As a service builds it, with every guess likely enough."""
     options = {"num_speculative_tokens": AHEAD, "tree_width": 2, "least_path_probability": 0} | settings
     config = SpeculativeConfig(method=method, model=str(folder), **options)  # type: ignore[arg-type]
-    return build_speculator(
-        config, EngineConfig(slots=1024), partial(target_weights) if target is None else lambda: target
-    )
+    return build_speculator(config, EngineConfig(slots=slots), lambda: target or target_weights())

@@ -5,13 +5,10 @@ Attention and MLPs add nothing: the final state is the norm of the last token's 
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
@@ -22,9 +19,8 @@ from paceline_lab.training.heads.target_reader import TargetOutputs
 from paceline_lab.training.heads.train_head import RECIPES
 from paceline_lab.training.heads.train_head import save_head as save_trained
 from tests.helpers.checkpoints import save_tokenizer
+from tests.helpers.head_checkpoints import HIDDEN, save_head
 from tests.helpers.llamas import VOCABULARY, peaked_llama
-
-HIDDEN = 64
 
 
 def markov_llama() -> LlamaForCausalLM:
@@ -104,14 +100,6 @@ def seeing_mlp(steps: int, inner: int = 96) -> dict[str, Tensor]:
 
 def mlp_config(steps: int, **more: object) -> dict[str, object]:
     return {"architectures": ["MLPSpeculatorPreTrainedModel"], "n_predict": steps, "tie_weights": False} | more
-
-
-def save_head(folder: Path, tensors: Mapping[str, Tensor], config: Mapping[str, object]) -> Path:
-    """A head's checkpoint as safetensors."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def save_seeing(method: str, folder: Path, temperature: float, steps: int = 3) -> Path:

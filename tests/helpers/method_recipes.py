@@ -12,12 +12,11 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator
 from paceline.drafting.methods.ngram import NGramSpeculator
 from tests.helpers.checkpoints import save_checkpoint, save_tokenizer
-from tests.helpers.head_checkpoints import eagle3_tensors, eagle_tensors, llama_config, save_head
+from tests.helpers.head_methods import HEAD_METHODS, save_method
 from tests.helpers.llamas import VOCABULARY
-from tests.helpers.markov import save_markov, save_seeing
 from tests.helpers.mtp_checkpoints import layer_tensors
 from tests.helpers.mtp_checkpoints import save_target as save_mtp_target
-from tests.helpers.parallel import DFLASH, MASK, PEAGLE, dflash_tensors, peagle_tensors, save
+from tests.helpers.parallel import MASK
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +55,10 @@ def _pard(folder: Path) -> Recipe:
     return Recipe(target, {"model": str(target)})
 
 
-def _head(save_draft: Callable[[Path], object], **config: Any) -> Callable[[Path], Recipe]:
+def _head(method: str) -> Callable[[Path], Recipe]:
     def recipe(folder: Path) -> Recipe:
-        save_draft(folder / "head")
-        return Recipe(save_checkpoint(folder / "target"), {"model": str(folder / "head"), **config})
-
-    return recipe
-
-
-def _stateless(method: str) -> Callable[[Path], Recipe]:
-    def recipe(folder: Path) -> Recipe:
-        head = save_seeing(method, folder / "head", 0.0)
-        return Recipe(save_markov(folder / "target"), {"model": str(head)})
+        head = save_method(folder / "head", method)
+        return Recipe(save_checkpoint(folder / "target"), {"model": str(head)})
 
     return recipe
 
@@ -85,17 +76,9 @@ RECIPES: Mapping[str, Callable[[Path], Recipe]] = {
     "draft_model": _draft_model,
     "draft_model intersection": _other_vocabulary("intersection"),
     "draft_model strings": _other_vocabulary("strings"),
-    "mlp_speculator": _stateless("mlp_speculator"),
-    "medusa": _stateless("medusa"),
-    "dflash": _head(lambda folder: save(folder, DFLASH, dflash_tensors())),
-    "peagle": _head(lambda folder: save(folder, PEAGLE, peagle_tensors())),
     "pard": _pard,
-    "eagle3": _head(
-        lambda folder: save_head(folder, eagle3_tensors(columns=VOCABULARY), llama_config(vocab_size=VOCABULARY)),
-        eagle_aux_hidden_state_layer_ids=[0, 1, 2],
-    ),
-    "eagle": _head(lambda folder: save_head(folder, eagle_tensors(), llama_config(vocab_size=VOCABULARY))),
-    "mtp": lambda folder: Recipe(save_mtp_target(folder, "mimo", layer_tensors("mimo")), {}),
+    **{method: _head(method) for method in HEAD_METHODS},
+    "mtp of the target": lambda folder: Recipe(save_mtp_target(folder, "mimo", layer_tensors("mimo")), {}),
     "suffix": _without_model(),
     "ngram": _without_model(),
     "custom_class": _without_model(speculator="tests.helpers.method_recipes.custom_speculator"),

@@ -1,19 +1,15 @@
-"""Multi-token-prediction layers as their families define them: plain torch in float64, dense attention, no cache.
-
-Written from the published descriptions alone; it shares no code with `paceline.drafting` nor with transformers.
-"""
+"""Multi-token-prediction layers as their families publish them: plain torch in float64, dense attention, no cache."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from tests.helpers.mtp_checkpoints import EXPERTS, HEAD, HEADS, KV_HEADS, KV_RANK, LAYERS, NOPE, ROPE, VALUE
+from tests.helpers.head_formulas import ZERO, Tensors, attended, causal, mlp, rms_norm, rotated
+from tests.helpers.mtp_checkpoints import EXPERTS, HEAD, HEADS, KV_RANK, LAYERS, NOPE, ROPE, VALUE
 
-EPS = 1e-5
-THETA = 10000.0
 CHOSEN, SCALING = 3, 2.5
 PREFIX = {
     "deepseek_v3": f"model.layers.{LAYERS}.",
@@ -33,22 +29,24 @@ OWN = {
 QWEN = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
 
 
-class Formula:
+class MtpFormula:
     """One layer. `tensors` by their published names; `embedding` and `output` are the target's matrices."""
 
-    def __init__(self, family: str, tensors: Mapping[str, Tensor], embedding: Tensor, output: Tensor) -> None:
+    def __init__(self, family: str, tensors: Tensors, embedding: Tensor, output: Tensor, eps: float = 1e-5) -> None:
         prefix = PREFIX[family]
         self._all = {n.removeprefix(prefix): t.double() for n, t in tensors.items() if n.startswith(prefix)}
         self._layer = {name.removeprefix("layers.0."): tensor for name, tensor in self._all.items()}
         self._own = OWN.get(family, QWEN)
-        self._family = family
-        self._embedding, self._output = embedding.double(), output.double()
+        self._family, self._eps = family, eps
+        self.embedding, self._output = embedding.double(), output.double()
         self._shift = 1.0 if self._own is QWEN else 0.0  # zero-centred norms: 1 + weight
 
+    def encode(self, states: Tensor) -> Tensor:
+        return states[:, 0].double()
+
     def __call__(self, tokens: Sequence[int], features: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows at positions 0 and on → logits [n, V] and features [n, H] of what comes after each."""
         token_norm, hidden_norm, projection, final_norm = (self._all[f"{name}.weight"] for name in self._own)
-        embedded = self._norm(self._embedding[list(tokens)], token_norm)
+        embedded = self._norm(self.embedding[list(tokens)], token_norm)
         hidden = self._norm(features.double(), hidden_norm)
         parts = (hidden, embedded) if self._family == "mimo" else (embedded, hidden)
         x = torch.cat(parts, -1) @ projection.T
@@ -58,12 +56,7 @@ class Formula:
         return y @ self._output.T, y
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * (weight + self._shift)
-
-    def _product(self, name: str, x: Tensor) -> Tensor:
-        y = x @ self._layer[f"{name}.weight"].T
-        bias = self._layer.get(f"{name}.bias")
-        return y if bias is None else y + bias
+        return rms_norm(x, weight + self._shift, self._eps)
 
     def _attention(self, x: Tensor) -> Tensor:
         return self._latent(x) if self._family == "deepseek_v3" else self._grouped(x)
@@ -80,15 +73,17 @@ class Formula:
         q_rotated = rotated_pairs(q[..., NOPE:])
         k_rotated = rotated_pairs(k_rotated.unsqueeze(1)).expand(-1, HEADS, -1)
         q, k = torch.cat((q[..., :NOPE], q_rotated), -1), torch.cat((k, k_rotated), -1)
-        return attended(q, k, v) @ self._layer["self_attn.o_proj.weight"].T
+        return attended(q, k, v, causal(rows)) @ self._layer["self_attn.o_proj.weight"].T
 
     def _norm_latent(self, which: str, x: Tensor) -> Tensor:
-        weight = self._layer[f"self_attn.{which}_a_layernorm.weight"]
-        return x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight  # its own eps, whatever the config says
+        return rms_norm(x, self._layer[f"self_attn.{which}_a_layernorm.weight"])  # its own eps, not the config's
 
     def _grouped(self, x: Tensor) -> Tensor:
         rows = len(x)
-        q, k, v = (self._product(f"self_attn.{name}_proj", x).view(rows, -1, HEAD) for name in "qkv")
+        q, k, v = (
+            (x @ self._layer[f"{n}_proj.weight"].T + self._layer.get(f"{n}_proj.bias", ZERO)).view(rows, -1, HEAD)
+            for n in ("self_attn.q", "self_attn.k", "self_attn.v")
+        )
         gate = None
         if self._own is QWEN:  # the projection holds, head by head, a query and then its gate
             q, gate = q.view(rows, HEADS, 2, HEAD).unbind(2)
@@ -96,16 +91,15 @@ class Formula:
             q = self._norm(q, self._layer["self_attn.q_norm.weight"])
             k = self._norm(k, self._layer["self_attn.k_norm.weight"])
         share = {"glm4_moe": 0.5, "mimo": 1.0, "qwen3": 1.0}.get(self._family, 0.25)
-        q, k = rotated_halves(q, int(HEAD * share)), rotated_halves(k, int(HEAD * share))
-        k, v = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (k, v))
-        out = attended(q, k, v)
+        q, k = rotated_part(q, int(HEAD * share)), rotated_part(k, int(HEAD * share))
+        out = attended(q, k, v, causal(rows))
         if gate is not None:
             out = out * torch.sigmoid(gate.reshape(rows, -1))
         return out @ self._layer["self_attn.o_proj.weight"].T
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         if "mlp.gate.weight" not in self._layer:
-            return self._swiglu("mlp", x)
+            return mlp(x, self._layer, "mlp")
         route = self._sigmoid_route if "mlp.gate.e_score_correction_bias" in self._layer else self._softmax_route
         out = torch.zeros_like(x)
         for row in range(len(x)):
@@ -113,8 +107,8 @@ class Formula:
                 out[row] += weight * self._expert(expert, x[row])
         if "mlp.shared_expert_gate.weight" in self._layer:
             gate = torch.sigmoid(x @ self._layer["mlp.shared_expert_gate.weight"].T)
-            return out + gate * self._swiglu("mlp.shared_expert", x)
-        return out + self._swiglu("mlp.shared_experts", x)
+            return out + gate * mlp(x, self._layer, "mlp.shared_expert")
+        return out + mlp(x, self._layer, "mlp.shared_experts")
 
     def _sigmoid_route(self, x: Tensor) -> list[tuple[int, float]]:
         """DeepSeek's: of two groups the one whose best two biased scores are larger, of it the best three."""
@@ -135,38 +129,17 @@ class Formula:
 
     def _expert(self, expert: int, x: Tensor) -> Tensor:
         if "mlp.experts.gate_up_proj" not in self._layer:
-            return self._swiglu(f"mlp.experts.{expert}", x)
+            return mlp(x, self._layer, f"mlp.experts.{expert}")
         gate, up = (self._layer["mlp.experts.gate_up_proj"][expert] @ x).chunk(2)
         return self._layer["mlp.experts.down_proj"][expert] @ (gate * torch.sigmoid(gate) * up)
 
-    def _swiglu(self, name: str, x: Tensor) -> Tensor:
-        gate, up = (x @ self._layer[f"{name}.{part}_proj.weight"].T for part in ("gate", "up"))
-        return (gate * torch.sigmoid(gate) * up) @ self._layer[f"{name}.down_proj.weight"].T
 
-
-def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax attention, [n, heads, D] each → [n, heads * D of v]."""
-    scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
-    hidden = torch.ones(len(q), len(k), dtype=torch.bool).triu(1)
-    weights = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
-    return torch.einsum("hqk,khd->qhd", weights, v).reshape(len(q), -1)
-
-
-def angles(rows: int, size: int) -> Tensor:
-    """[rows, 1, size / 2]; row i stands at position i."""
-    frequencies = THETA ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
-    return torch.outer(torch.arange(rows, dtype=torch.float64), frequencies).unsqueeze(1)
-
-
-def rotated_halves(x: Tensor, size: int) -> Tensor:
-    """Of each head the first `size` are rotated: i with i + size / 2."""
-    turned = torch.polar(torch.ones(1, dtype=torch.float64), angles(len(x), size))
-    pairs = torch.complex(x[..., : size // 2], x[..., size // 2 : size]) * turned
-    return torch.cat((pairs.real, pairs.imag, x[..., size:]), -1)
+def rotated_part(x: Tensor, size: int) -> Tensor:
+    """Of each head the first `size` numbers are rotated."""
+    return torch.cat((rotated(x[..., :size], torch.arange(len(x))), x[..., size:]), -1)
 
 
 def rotated_pairs(x: Tensor) -> Tensor:
     """2i is rotated with 2i + 1."""
-    turned = torch.polar(torch.ones(1, dtype=torch.float64), angles(len(x), x.shape[-1]))
-    pairs = torch.complex(x[..., 0::2].contiguous(), x[..., 1::2].contiguous()) * turned
-    return torch.view_as_real(pairs).flatten(-2)
+    halves = rotated(torch.cat((x[..., 0::2], x[..., 1::2]), -1), torch.arange(len(x)))
+    return torch.stack(halves.chunk(2, -1), -1).flatten(-2)

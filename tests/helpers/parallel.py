@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from random import Random
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -18,11 +16,8 @@ from paceline.drafting.methods.peagle import PEagleSpeculator
 from paceline.drafting.speculator import Speculator
 from paceline.model import Model
 from paceline.model.checkpoint import Checkpoint
-from tests.helpers.dense import HEADS, HIDDEN, INNER, KV_HEADS, SIZE, layer_tensors, random
-from tests.helpers.feeding import Feeding, Guess
-from tests.helpers.head_checkpoints import save_head
+from tests.helpers.head_checkpoints import HEADS, HIDDEN, INNER, KV_HEADS, layer, random, reduced, save_head
 from tests.helpers.llamas import VOCABULARY
-from tests.helpers.seen import nodes_of
 
 BLOCK = 5
 MASK = 60
@@ -31,7 +26,7 @@ DECODER: dict[str, Any] = {
     "intermediate_size": INNER,
     "num_attention_heads": HEADS,
     "num_key_value_heads": KV_HEADS,
-    "head_dim": SIZE,
+    "head_dim": HIDDEN // HEADS,
     "num_hidden_layers": 2,
     "vocab_size": VOCABULARY,
 }
@@ -68,71 +63,41 @@ PEAGLE: dict[str, Any] = {
 
 def dflash_tensors(states: int = 2) -> dict[str, Tensor]:
     """Two layers over this number of target states."""
-    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(5)
     named = {
-        "fc.weight": random(HIDDEN, states * HIDDEN),
-        "hidden_norm.weight": random(HIDDEN),
-        "norm.weight": random(HIDDEN),
+        "fc.weight": random(generator, HIDDEN, states * HIDDEN),
+        "hidden_norm.weight": random(generator, HIDDEN),
+        "norm.weight": random(generator, HIDDEN),
     }
     for n in range(2):
-        named |= layer_tensors(f"layers.{n}", head_norms=True)
+        named |= layer(generator, f"layers.{n}", into=HIDDEN, head_norms=True)
+        named[f"layers.{n}.input_layernorm.weight"] = random(generator, HIDDEN)
     return named
 
 
 def peagle_tensors() -> dict[str, Tensor]:
     """Two layers, and an embedding of its own."""
-    torch.manual_seed(6)
+    generator = torch.Generator().manual_seed(6)
     named = {
-        "fc.weight": random(HIDDEN, 3 * HIDDEN),
-        "norm.weight": random(HIDDEN),
-        "lm_head.weight": 2 * random(VOCABULARY, HIDDEN),
-        "embed_tokens.weight": random(VOCABULARY, HIDDEN),
-        "mask_hidden": torch.randn(1, 1, 3 * HIDDEN),
-        "layers.0.hidden_norm.weight": random(HIDDEN),
+        "fc.weight": random(generator, HIDDEN, 3 * HIDDEN),
+        "lm_head.weight": 2 * random(generator, VOCABULARY, HIDDEN),
+        "embed_tokens.weight": random(generator, VOCABULARY, HIDDEN),
+        "mask_hidden": torch.randn(1, 1, 3 * HIDDEN, generator=generator),
     }
-    return named | layer_tensors("layers.0", 2 * HIDDEN) | layer_tensors("layers.1")
+    norms = ("norm", "layers.0.hidden_norm", "layers.0.input_layernorm", "layers.1.input_layernorm")
+    named |= {f"{name}.weight": random(generator, HIDDEN) for name in norms}
+    return named | layer(generator, "layers.0", into=2 * HIDDEN) | layer(generator, "layers.1", into=HIDDEN)
 
 
 def reduced_vocabulary(step: int) -> tuple[dict[str, Tensor], list[int]]:
     """Every `step`-th token: an output matrix, `d2t` and `t2d`; and the tokens."""
     ids = list(range(1, VOCABULARY, step))
-    known = torch.zeros(VOCABULARY, dtype=torch.bool)
-    known[ids] = True
-    offsets = torch.tensor(ids) - torch.arange(len(ids))
-    return {"lm_head.weight": random(len(ids), HIDDEN), "d2t": offsets, "t2d": known}, ids
+    matrix = random(torch.Generator().manual_seed(step), len(ids), HIDDEN)
+    return {"lm_head.weight": matrix} | reduced(ids, VOCABULARY), ids
 
 
 def save(folder: Path, config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Checkpoint:
     return Checkpoint(save_head(folder, weights, dict(config)))
-
-
-def check_guesses(
-    request: Feeding, guesses: Sequence[Guess], expected: Tensor, ids: Sequence[int] | None = None
-) -> None:
-    """Each guess has its depth's log-probability in `expected` [depths, columns], and the likeliest path is there.
-
-    `ids`: the token of each column; None: all tokens.
-    """
-    columns = {token: column for column, token in enumerate(ids or range(VOCABULARY))}
-    assert guesses
-    for path, log_prob in guesses:
-        assert log_prob == pytest.approx(float(expected[len(path) - 1, columns[path[-1]]]), abs=2e-3)
-    best = [int(distribution.argmax()) for distribution in expected]
-    likeliest = [ids[column] if ids else column for column in best]
-    assert len(request.tree.match(likeliest)) == len(likeliest)
-
-
-def check_rounds(
-    request: Feeding, speculator: Any, distributions: Callable[[], Tensor], ids: Sequence[int] | None = None
-) -> None:
-    """Twelve rounds with random commits between them: of guesses, of misses, of both."""
-    rng = Random(3)
-    request.tell()
-    for _ in range(12):
-        check_guesses(request, request.grow(), distributions(), ids)
-        speculator.check_integrity()
-        chosen = rng.choice(list(nodes_of(request.tree))).path()
-        request.commit([*(node.token for node in chosen), *rng.choices(range(VOCABULARY), k=rng.randrange(2))])
 
 
 def drafting_for(target: Model, method: str, folder: Path, ahead: int = 4, width: int = 3) -> Speculator:

@@ -1,13 +1,12 @@
 """What heads of all methods share: when they draft, what they refuse, and which matrices they keep.
 
-`test_speculator_contract.py` checks what they share with all other methods.
+`test_draft_guesses.py` checks what they guess, `test_speculator_contract.py` what they share with all other methods.
 """
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 import pickle
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,22 +17,21 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.config.method_names import HEADS
 from paceline.drafting import hidden_state_layers
 from paceline.drafting.methods.dflash import DFlashNetwork
 from paceline.drafting.methods.eagle import EagleNetwork
 from paceline.drafting.methods.eagle3 import Eagle3Network
-from paceline.drafting.speculator import Commit, Context, Limit, Speculator
+from paceline.drafting.speculator import Commit, Context, Speculator
 from paceline.model.checkpoint import Checkpoint, CheckpointError
 from paceline.model.layers import Linear, TorchNetwork
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.feeding import Feeding
-from tests.helpers.head_checkpoints import random, save_bin, save_head
-from tests.helpers.head_methods import HEAD_METHODS, build_head, save_method, target_weights
-from tests.helpers.llamas import POSITIONS, VOCABULARY, peaked_llama
-from tests.helpers.seen import nodes_of
+from tests.helpers.head_checkpoints import random, read_tensors, save_bin, save_head, without
+from tests.helpers.head_methods import HEAD_METHODS, MATRICES, NETWORK, build_head, save_method, target_weights
+from tests.helpers.llamas import POSITIONS, VOCABULARY
 
-NETWORK = peaked_llama()
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 ROOT = len(PROMPT) - 1
 
@@ -52,6 +50,10 @@ def method(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def head(method: str, target: TargetWeights, tmp_path: Path) -> Speculator:
     return build_head(save_method(tmp_path, method), method, target)
+
+
+def test_every_head_has_a_formula() -> None:
+    assert HEAD_METHODS.keys() == set(HEADS)
 
 
 class TestHiddenStates:
@@ -90,40 +92,6 @@ class TestHiddenStates:
         assert request.grow() == []
         assert not head.behind
 
-    def test_a_request_of_one_token_waits_for_its_first_commit(self, method: str, head: Speculator) -> None:
-        request = Feeding(head, NETWORK, [5])
-        assert bool(request.grow()) == (method == "dflash"), "only a DFlash draft needs no state"
-        request.commit([7])
-        assert request.grow()
-
-
-class TestRequests:
-    def test_several_are_drafted_for_as_each_alone(self, head: Speculator, method: str, tmp_path: Path) -> None:
-        prompts = {key: [(key * i) % VOCABULARY for i in range(3 * key)] for key in (1, 2, 5)}
-        requests = {key: Feeding(head, NETWORK, prompt, key=key, depth=3) for key, prompt in prompts.items()}
-        for request in requests.values():
-            request.tell()
-        while (grown := head.grow()) or head.behind:
-            for key, growth in grown.items():
-                requests[key].tree.graft(growth, 1000)
-        for key, request in requests.items():
-            paths = {tuple(n.token for n in node.path()): node.log_prob for node in nodes_of(request.tree)}
-            assert paths == pytest.approx(drafted(build_head(tmp_path, method), prompts[key]), abs=1e-3)
-
-    def test_a_raised_limit_is_used_at_once(self, head: Speculator) -> None:
-        request = Feeding(head, NETWORK, PROMPT, nodes=6)
-        request.tell()
-        assert len(request.grow()) == 6
-        request.limit(3, 12)
-        assert len(request.grow()) == 6
-
-    def test_a_limit_on_depth_and_path_probability_is_kept(self, head: Speculator) -> None:
-        request = Feeding(head, NETWORK, PROMPT)
-        head.limit(Limit(1, 2, 1000, least_path_probability=0.01))
-        request.tell()
-        assert {len(path) for path, _ in request.grow()} <= {1, 2}
-        assert min(node.path_log_prob for node in nodes_of(request.tree)) > math.log(0.01)
-
 
 def test_a_speculator_describes_itself(method: str, head: Speculator, target: TargetWeights, tmp_path: Path) -> None:
     config = SpeculativeConfig(method=method, model=str(tmp_path))  # type: ignore[arg-type]
@@ -135,12 +103,18 @@ def test_a_speculator_describes_itself(method: str, head: Speculator, target: Ta
     assert tuple(hidden_state_layers(config, EngineConfig(slots=256), lambda: target)) == layers
 
 
+def test_the_users_layers_override_the_checkpoints(target: TargetWeights, tmp_path: Path) -> None:
+    config = {"model": str(save_method(tmp_path, "eagle3")), "eagle_aux_hidden_state_layer_ids": [0, 1]}
+    chosen = SpeculativeConfig(method="eagle3", **config)
+    assert hidden_state_layers(chosen, EngineConfig(slots=256), lambda: target) == (0, 1)
+
+
 class TestCheckpoints:
     """What does not fit is refused with one sentence that names the checkpoint."""
 
-    def refused(self, folder: Path, method: str, target: TargetWeights, complaint: str) -> None:
+    def refused(self, folder: Path, method: str, target: TargetWeights, complaint: str, **settings: Any) -> None:
         with pytest.raises(CheckpointError, match=complaint) as caught:
-            build_head(folder, method, target)
+            build_head(folder, method, target, **settings)
         assert str(folder) in str(caught.value)
         assert "\n" not in str(caught.value)
 
@@ -155,21 +129,15 @@ class TestCheckpoints:
 
     def test_a_missing_tensor(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         case = HEAD_METHODS[method]
-        tensors = {name: tensor for name, tensor in case.tensors.items() if name != case.required}
-        assert len(tensors) < len(case.tensors)
-        self.refused(save_head(tmp_path, tensors, case.config), method, target, "(has no tensor|lacks) ")
+        folder = save_head(tmp_path, without(case.tensors, case.required), case.config)
+        self.refused(folder, method, target, "(has no tensor|lacks) ")
 
     def test_another_hidden_size(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         case = HEAD_METHODS[method]
         tensors = {
             name: torch.zeros([32 if size == 64 else size for size in t.shape]) for name, t in case.tensors.items()
         }
-        self.refused(
-            save_head(tmp_path, tensors, case.config),
-            method,
-            target,
-            r"\b32\b",
-        )
+        self.refused(save_head(tmp_path, tensors, case.config), method, target, r"\b32\b")
 
     def test_a_configuration_that_is_no_json(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         (save_method(tmp_path, method) / "config.json").write_bytes(b'{"hidden_size": \xff')
@@ -178,6 +146,11 @@ class TestCheckpoints:
     def test_a_folder_without_weights(self, method: str, target: TargetWeights, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps(HEAD_METHODS[method].config))
         self.refused(tmp_path, method, target, "holds no weights")
+
+    def test_a_head_of_another_method(self, target: TargetWeights, tmp_path: Path) -> None:
+        save_method(tmp_path, "eagle")
+        complaint = "no tensor .*: it is incomplete, or not of the configured method"
+        self.refused(tmp_path, "eagle3", target, complaint, eagle_aux_hidden_state_layer_ids=(0, 1, 2))
 
     def test_a_file_that_would_run_code(self, target: TargetWeights, tmp_path: Path) -> None:
         save_method(tmp_path, "eagle")
@@ -215,26 +188,10 @@ def drafted(head: Speculator, tokens: Sequence[int]) -> dict[tuple[int, ...], fl
     return dict(request.grow())
 
 
-def read_tensors(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the tensors that checkpoints read from now on."""
-    names: list[str] = []
-    tensor = Checkpoint.tensor
-
-    def noted(self: Checkpoint, name: str, *options: Any) -> Tensor:
-        names.append(name)
-        return tensor(self, name, *options)
-
-    monkeypatch.setattr(Checkpoint, "tensor", noted)
-    return names
-
-
 class TestMemory:
     """A head keeps its own tensors and no copy of the target's."""
 
-    COPIES: ClassVar = {
-        "embed_tokens.weight": NETWORK.model.embed_tokens.weight.detach(),
-        "lm_head.weight": NETWORK.lm_head.weight.detach(),
-    }
+    COPIES: ClassVar = dict(zip(("embed_tokens.weight", "lm_head.weight"), MATRICES, strict=True))
 
     def test_every_tensor_is_read_once(
         self, method: str, target: TargetWeights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -22,31 +22,21 @@ from paceline.core.growth import Growth
 from paceline.core.messages import GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.heads.head_speculator import HeadSpeculator
-from paceline.drafting.methods.eagle import EagleNetwork
-from paceline.drafting.methods.eagle3 import Eagle3Network
-from paceline.drafting.speculator import Commit, Context, Limit, Opening, Speculator
+from paceline.drafting.speculator import Commit, Context, DraftError, Limit, Opening, Speculator
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.engine import MAX_HIDDEN_STATES_SENT, Engine
-from paceline.model.checkpoint import Checkpoint
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
-from tests.helpers.head_checkpoints import (
-    HIDDEN,
-    VOCABULARY,
-    eagle3_tensors,
-    eagle_tensors,
-    llama_config,
-    save_head,
-    target_model,
-    target_weights,
-)
+from tests.helpers.engine_runs import EngineRun
+from tests.helpers.head_checkpoints import HIDDEN, VOCABULARY, target_model
+from tests.helpers.head_methods import build_head, save_method
 from tests.helpers.moving import Moving
 from tests.helpers.seen import nodes_of
 from tests.helpers.targets import FREE
 
 GREEDY = SamplingParams(temperature=0.0)
 PROMPT, LENGTH = 60, 74  # tokens when it is opened, and when guesses are compared: a tile border lies between
-TOKENS = torch.randint(VOCABULARY, (LENGTH,), generator=torch.Generator().manual_seed(31)).tolist()
+TOKENS = torch.randint(60, (LENGTH,), generator=torch.Generator().manual_seed(31)).tolist()
 STATES = torch.randn(LENGTH, 3, HIDDEN, generator=torch.Generator().manual_seed(37))
 """Of each position."""
 Guesses = dict[tuple[int, ...], float]
@@ -90,194 +80,147 @@ class HeadClient:
 Make = Callable[..., HeadSpeculator]
 
 
-@pytest.fixture(params=["EAGLE-1", "EAGLE-3"])
+@pytest.fixture(params=["eagle", "eagle3", "mtp"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     """Heads of the same weights."""
-    kind, tensors = {"EAGLE-1": (EagleNetwork, eagle_tensors()), "EAGLE-3": (Eagle3Network, eagle3_tensors())}[
-        request.param
-    ]
-    checkpoint = Checkpoint(save_head(tmp_path, tensors, llama_config()))
+    folder, method = save_method(tmp_path, request.param), request.param
 
     def head() -> HeadSpeculator:
-        network: Any = kind(checkpoint, target_weights(), 512)
-        return HeadSpeculator("eagle", network, "", VOCABULARY, 2, least_path_probability=0.0)
+        speculator = build_head(folder, method, slots=512)
+        assert isinstance(speculator, HeadSpeculator)
+        return speculator
 
     return head
 
 
+Step = tuple[Any, ...]
+WHOLE: tuple[Step, ...] = (("context", 0, PROMPT - 1), ("grow",))
+DISTURBANCES: dict[str, Sequence[Step]] = {
+    "context in chunks": (
+        *(
+            step
+            for start, stop in ((0, 1), (1, 7), (7, 32), (32, 33), (33, PROMPT - 1))
+            for step in (("nothing",), ("context", start, stop))
+        ),
+        ("grow",),
+        ("commit", LENGTH),
+    ),
+    "context after commits": (
+        ("commit without states", LENGTH - 5),
+        ("context", 0, 30),
+        ("nothing",),
+        ("commit without states", LENGTH),
+        ("context", 30, LENGTH - 1),
+    ),
+    "context twice, and in part again": (
+        ("context", 0, 20),
+        ("context", 0, 20),
+        ("grow",),
+        ("context", 10, 40),
+        ("context", 5, 9),
+        ("context", 39, PROMPT - 1),
+        ("grow",),
+        ("commit", LENGTH - 3),
+        ("context", 0, LENGTH - 4),
+        ("commit", LENGTH),
+    ),
+    "states with some commits only": (
+        *WHOLE,
+        ("commit without states", PROMPT + 4),
+        ("nothing",),
+        ("context", PROMPT - 1, PROMPT + 3),
+        ("grow",),
+        ("commit", LENGTH),
+    ),
+    "a token at a time": (
+        ("context", 0, PROMPT - 1),
+        *(step for length in range(PROMPT + 1, LENGTH + 1) for step in (("grow",), ("commit", length))),
+    ),
+    "paused": (
+        *WHOLE,
+        ("limit", 0),
+        ("commit", PROMPT + 2),
+        ("nothing",),
+        ("commit", PROMPT + 5),
+        ("nothing",),
+        ("limit", 1000),
+        ("commit", LENGTH),
+    ),
+    "paused before the context came": (
+        ("limit", 0),
+        ("context", 0, 30),
+        ("grow",),
+        ("commit without states", PROMPT + 2),
+        ("limit", 1000),
+        ("context", 30, PROMPT + 1),
+        ("commit", LENGTH),
+    ),
+    # No commit follows the pause: the last root was computed while the head was paused.
+    "paused until now": (
+        ("context", 0, PROMPT - 1),
+        ("limit", 0),
+        ("commit", LENGTH),
+        ("nothing",),
+        ("limit", 1000),
+    ),
+    "opened again": (*WHOLE, ("open", LENGTH), ("context", 0, LENGTH - 1)),
+}
+
+
+def run(client: HeadClient, steps: Sequence[Step]) -> HeadClient:
+    for action, *arguments in steps:
+        if action == "open":
+            client = HeadClient(client.head, *arguments)
+        elif action == "nothing":
+            assert client.grow() == {}
+        elif action == "commit without states":
+            client.commit(*arguments, states=False)
+        else:
+            getattr(client, action)(*arguments)
+    return client
+
+
 def undisturbed(head: HeadSpeculator) -> Guesses:
-    client = HeadClient(head, LENGTH)
-    client.context(0, LENGTH - 1)
-    guesses = client.grow()
+    guesses = run(HeadClient(head), DISTURBANCES["opened again"][-2:]).grow()
     assert len(guesses) == 2 + 4 + 8
     return guesses
 
 
-def context_in_chunks(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    for start, stop in ((0, 1), (1, 7), (7, 32), (32, 33), (33, PROMPT - 1)):
-        assert client.grow() == {}
-        client.context(start, stop)
-    client.grow()
-    client.commit(LENGTH)
-    return client
+class TestDisturbances:
+    """What a head grows is the same to the last bit. No committed token was drafted before, so all nodes are new."""
 
+    @pytest.mark.parametrize("name", DISTURBANCES)
+    def test_of_one_request(self, name: str, make: Make) -> None:
+        assert run(HeadClient(make()), DISTURBANCES[name]).grow() == undisturbed(make())
 
-def context_after_commits(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    client.commit(LENGTH - 5, states=False)
-    client.context(0, 30)
-    assert client.grow() == {}
-    client.commit(LENGTH, states=False)
-    client.context(30, LENGTH - 1)
-    return client
-
-
-def context_twice_and_in_part_again(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    client.context(0, 20)
-    client.context(0, 20)
-    client.grow()
-    client.context(10, 40)
-    client.context(5, 9)
-    client.context(39, PROMPT - 1)
-    client.grow()
-    client.commit(LENGTH - 3)
-    client.context(0, LENGTH - 4)
-    client.commit(LENGTH)
-    return client
-
-
-def states_with_some_commits_only(head: HeadSpeculator, make: Make) -> HeadClient:
-    """States left out of a commit are sent as context."""
-    client = HeadClient(head)
-    client.context(0, PROMPT - 1)
-    client.grow()
-    client.commit(PROMPT + 4, states=False)
-    assert client.grow() == {}
-    client.context(PROMPT - 1, PROMPT + 3)
-    client.grow()
-    client.commit(LENGTH)
-    return client
-
-
-def a_token_at_a_time(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    client.context(0, PROMPT - 1)
-    for length in range(PROMPT + 1, LENGTH + 1):
+    def test_by_other_requests(self, make: Make) -> None:
+        head = make()
+        client, other, third = HeadClient(head), HeadClient(head, 33, key=2), HeadClient(head, 12, key=3)
+        client.context(0, 20)
+        other.context(0, 32)
         client.grow()
-        client.commit(length)
-    return client
+        third.context(0, 11)
+        client.context(20, PROMPT - 1)
+        client.grow()
+        other.commit(50)
+        client.commit(LENGTH)
+        assert client.grow() == undisturbed(make())
 
-
-def paused(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    client.context(0, PROMPT - 1)
-    client.grow()
-    client.limit(0)
-    client.commit(PROMPT + 2)
-    assert client.grow() == {}
-    client.commit(PROMPT + 5)
-    assert client.grow() == {}
-    client.limit(1000)
-    client.commit(LENGTH)
-    return client
-
-
-def paused_before_the_context_came(head: HeadSpeculator, make: Make) -> HeadClient:
-    client = HeadClient(head)
-    client.limit(0)
-    client.context(0, 30)
-    client.grow()
-    client.commit(PROMPT + 2, states=False)
-    client.limit(1000)
-    client.context(30, PROMPT + 1)
-    client.commit(LENGTH)
-    return client
-
-
-def paused_until_now(head: HeadSpeculator, make: Make) -> HeadClient:
-    """No commit follows the pause: the last root was computed while the head was paused."""
-    client = HeadClient(head)
-    client.context(0, PROMPT - 1)
-    client.limit(0)
-    client.commit(LENGTH)
-    assert client.grow() == {}
-    client.limit(1000)
-    return client
-
-
-def opened_again_elsewhere(head: HeadSpeculator, make: Make) -> HeadClient:
-    before = HeadClient(make())
-    before.context(0, PROMPT - 1)
-    before.grow()
-    before.commit(LENGTH)
-    client = HeadClient(head, LENGTH)
-    client.context(0, LENGTH - 1)
-    return client
-
-
-def opened_again_here(head: HeadSpeculator, make: Make) -> HeadClient:
-    before = HeadClient(head)
-    before.context(0, PROMPT - 1)
-    before.grow()
-    client = HeadClient(head, LENGTH)
-    client.context(0, LENGTH - 1)
-    return client
-
-
-def among_others(head: HeadSpeculator, make: Make) -> HeadClient:
-    client, other, third = HeadClient(head), HeadClient(head, 33, key=2), HeadClient(head, 12, key=3)
-    client.context(0, 20)
-    other.context(0, 32)
-    client.grow()
-    third.context(0, 11)
-    client.context(20, PROMPT - 1)
-    client.grow()
-    other.commit(50)
-    client.commit(LENGTH)
-    return client
-
-
-def after_its_slots_were_taken(head: HeadSpeculator, make: Make) -> HeadClient:
-    """Draft tokens give their slots to another request's tokens; a third request's draft tokens reuse those slots."""
-    client = HeadClient(head)
-    client.context(0, PROMPT - 1)
-    client.grow()
-    crowd = [HeadClient(head, length, key) for key, length in enumerate((LENGTH, LENGTH, 60, 60, 60, 60, 70), 2)]
-    assert not head._free
-    for each in crowd:
-        each.context(0, each.length - 1)
-    client.grow()
-    head.close(crowd.pop().key)
-    client.commit(LENGTH)
-    for each in crowd:
-        head.close(each.key)
-    return client
-
-
-DISTURBED = [
-    context_in_chunks,
-    context_after_commits,
-    context_twice_and_in_part_again,
-    states_with_some_commits_only,
-    a_token_at_a_time,
-    paused,
-    paused_before_the_context_came,
-    paused_until_now,
-    opened_again_elsewhere,
-    opened_again_here,
-    among_others,
-    after_its_slots_were_taken,
-]
-
-
-@pytest.mark.parametrize("disturb", DISTURBED, ids=lambda each: each.__name__)
-def test_a_disturbance_does_not_change_what_a_head_grows(
-    disturb: Callable[[HeadSpeculator, Make], HeadClient], make: Make
-) -> None:
-    """To the last bit. No committed token was drafted before, so all draft tokens are new."""
-    assert disturb(make(), make).grow() == undisturbed(make())
+    def test_by_requests_that_took_its_slots(self, make: Make) -> None:
+        """Draft tokens give their slots to another request's tokens; a third request's draft tokens reuse them."""
+        head = make()
+        client = run(HeadClient(head), WHOLE)
+        crowd = [HeadClient(head, length, key) for key, length in enumerate((LENGTH, LENGTH, 60, 60, 60, 60, 70), 2)]
+        with pytest.raises(DraftError, match="out of slots"):
+            HeadClient(head, 15, key=10)
+        for each in crowd:
+            each.context(0, each.length - 1)
+        client.grow()
+        head.close(crowd.pop().key)
+        client.commit(LENGTH)
+        for each in crowd:
+            head.close(each.key)
+        assert client.grow() == undisturbed(make())
 
 
 class Recorder(Speculator):
@@ -349,33 +292,27 @@ class Served:
     """Requests that an engine has decoded, and the hidden states their drafts received."""
 
     recorder: Recorder = field(default_factory=Recorder)
-    tokens: dict[str, list[int]] = field(default_factory=dict)
-    """All, by request, in the order of submission."""
-    cached: int = 0
-    preemptions: int = 0
+    requests: list[GenerationRequest] = field(default_factory=list)
+    engine: EngineRun = field(default_factory=EngineRun)
 
     def run(self, engine: Engine, *requests: GenerationRequest) -> None:
-        for request in requests:
-            self.tokens[request.request_id] = [*request.prompt, *request.committed]
-            engine.submit(request)
-        while engine.busy:
-            for delta in engine.step():
-                self.tokens[delta.request_id] += delta.tokens
-                self.cached += delta.usage.cached_tokens if delta.usage else 0
-            self.preemptions += engine.last_step.preemptions
-            engine.check_integrity()
+        self.requests += requests
+        self.engine.run(engine, *requests)
 
     def check(self, model: Model) -> None:
         """Every opening received the model's states; the last opening of each request all but the last step's.
 
         Repeated or unordered states raise in `_receive`.
         """
-        requests = list(self.tokens.values())
         last = {key: states for key, _, states in self.recorder.openings}
-        for key, tokens in enumerate(requests, 1):
-            assert len(last[key]) >= len(tokens) - 3
+        tokens = {
+            key: [*request.prompt, *request.committed, *self.engine.outputs[request.request_id].tokens]
+            for key, request in enumerate(self.requests, 1)
+        }
+        for key in tokens:
+            assert len(last[key]) >= len(tokens[key]) - 3
         for key, _, states in self.recorder.openings:
-            expected = undisturbed_states(model, requests[key - 1])
+            expected = undisturbed_states(model, tokens[key])
             assert all(torch.equal(a, b) for a, b in zip(states, expected, strict=False))
 
 
@@ -391,11 +328,18 @@ def undisturbed_states(model: Model, tokens: Sequence[int]) -> Tensor:
 class TestEngine:
     """Every opening receives the states of every position once, in order and bit for bit."""
 
-    def test_chunked_prefill(self, model: Model) -> None:
-        serve(model, submission("r", 100, 20), max_num_batched_rows=16).check(model)
-
-    def test_prefill_of_other_requests(self, model: Model) -> None:
-        serve(model, *(submission(name, 40 + 9 * i, 20) for i, name in enumerate("abcde"))).check(model)
+    @pytest.mark.parametrize(
+        ("requests", "settings"),
+        [
+            ([submission("r", 100, 20)], {"max_num_batched_rows": 16}),
+            ([submission(name, 40 + 9 * i, 20) for i, name in enumerate("abcde")], {}),
+            # A target died, and this one goes on.
+            ([submission("r", 40, 30, committed=[5, 9, 33, 2] * 4)], {}),
+        ],
+        ids=["prefill in chunks", "prefill of other requests", "tokens committed elsewhere"],
+    )
+    def test_undisturbed(self, requests: list[GenerationRequest], settings: dict[str, int], model: Model) -> None:
+        serve(model, *requests, **settings).check(model)
 
     @pytest.mark.parametrize("limit", [MAX_HIDDEN_STATES_SENT, 16])
     def test_after_a_hit_in_the_prefix_cache(self, limit: int, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,13 +349,13 @@ class TestEngine:
         served.run(target, submission("first", 100, 4))
         monkeypatch.setattr("paceline.engine.engine.MAX_HIDDEN_STATES_SENT", limit)
         served.run(target, submission("second", 100, 30))
-        assert served.cached >= 64
+        assert served.engine.cached >= 64
         served.check(model)
 
     def test_after_preemption(self, model: Model) -> None:
         small = target_model(slots=256)
         served = serve(small, *(submission(name, 60, 60) for name in "abc"))
-        assert served.preemptions > 0
+        assert served.engine.preemptions > 0
         served.check(model)
 
     @pytest.mark.parametrize("losses", [[1], [3], [9], [2, 3], [4, 8, 12]])
@@ -421,10 +365,6 @@ class TestEngine:
         served = serve(model, *requests, losses=losses, max_num_batched_rows=rows)
         assert len(served.recorder.openings) == len(requests) + len(losses)
         served.check(model)
-
-    def test_tokens_committed_elsewhere(self, model: Model) -> None:
-        """A target died, and this one goes on."""
-        serve(model, submission("r", 40, 30, committed=[5, 9, 33, 2] * 4)).check(model)
 
     def test_after_a_pause(self, model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
         """A paused draft receives no states. When it is probed, it receives all missing ones."""
@@ -458,6 +398,6 @@ def serve(model: Model, *requests: GenerationRequest, losses: Sequence[int] = ()
 def engine(
     model: Model, recorder: Recorder, losses: Sequence[int] = (), *, gated: bool = False, **settings: Any
 ) -> Engine:
-    """`judged`: whether the draft is paused while it does not pay."""
+    """`gated`: whether the draft is paused while it does not pay."""
     config = SpeculativeConfig(method="custom", speculator="-", num_speculative_tokens=1, row_budget=gated)
     return Engine(model, EngineConfig(slots=model.slots, **settings), config, Moving(recorder, losses), FREE)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,13 @@ import torch
 from torch import Tensor
 
 from paceline.drafting.heads.head_network import HeadNetwork
-from paceline.drafting.methods.mtp import load_mtp, mtp_layer_config
+from paceline.drafting.methods.mtp import load_mtp
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.rows import SlotTable
 from paceline.model.target_weights import TargetWeights, load_target_weights
 from tests.helpers.checkpoints import save_checkpoint
+from tests.helpers.head_checkpoints import read_tensors
+from tests.helpers.head_rounds import compare
 from tests.helpers.mtp_checkpoints import (
     CONFIGS,
     SIZE,
@@ -29,11 +30,12 @@ from tests.helpers.mtp_checkpoints import (
     save_speculators,
     target_tensors,
 )
-from tests.helpers.mtp_formula import PREFIX, Formula
+from tests.helpers.mtp_formula import OWN, PREFIX, QWEN, MtpFormula
 
 SLOTS = 256
 IN_THE_TARGET = [family for family in CONFIGS if family != "qwen3"]
-NAMES = {"num_nextn_predict_layers": "glm4_moe", "mtp_num_hidden_layers": "qwen3_5_text"}
+EXACT = 2e-5
+"""Largest error of float32, relative to the largest value."""
 
 
 def target_of(folder: Path) -> TargetWeights:
@@ -52,85 +54,18 @@ def network(folder: Path, family: str, tensors: dict[str, Tensor]) -> HeadNetwor
     return load_mtp(own, target_of(save_matrices(folder / "target", family, {})), SLOTS)
 
 
-def formula(family: str, tensors: dict[str, Tensor]) -> Formula:
+def formula(family: str, tensors: dict[str, Tensor]) -> MtpFormula:
     matrices = target_tensors()
-    return Formula(family, tensors, matrices["embed_tokens.weight"], matrices["lm_head.weight"])
-
-
-def drawn(count: int, seed: int = 1) -> list[int]:
-    return random.Random(seed).choices(range(VOCABULARY), k=count)
-
-
-def states(count: int) -> Tensor:
-    return torch.randn(count, 1, SIZE, generator=torch.Generator().manual_seed(2))
-
-
-def scattered(count: int) -> SlotTable:
-    """The last slot first."""
-    slots = SlotTable()
-    slots.slots = [SLOTS, *random.Random(6).sample(range(1, SLOTS), count - 1)]
-    return slots
-
-
-def check(ours: HeadNetwork, family: str, tensors: dict[str, Tensor], count: int = 5) -> None:
-    """The logits of `count` rows are the formula's."""
-    logits, expected = rows_of(ours, family, tensors, count)
-    assert same(logits, expected)
-
-
-def rows_of(ours: HeadNetwork, family: str, tensors: dict[str, Tensor], count: int = 5) -> tuple[Tensor, Tensor]:
-    """Logits of `count` rows: the network's, and the formula's."""
-    tokens, features, slots = drawn(count), states(count), scattered(count)
-    output = ours.run([slots.row(t, i) for i, t in enumerate(tokens)], features[:, 0], range(count))
-    return output.logits, formula(family, tensors)(tokens, features[:, 0])[0]
-
-
-def same(ours: Tensor, exact: Tensor) -> bool:
-    return bool((ours - exact).abs().max() < 2e-5 * exact.abs().max())
+    return MtpFormula(family, tensors, matrices["embed_tokens.weight"], matrices["lm_head.weight"])
 
 
 @pytest.mark.parametrize("family", CONFIGS)
-def test_every_row_is_the_formulas(family: str, tmp_path: Path) -> None:
+def test_a_familys_layer_computes_the_formula(family: str, tmp_path: Path) -> None:
     tensors = layer_tensors(family)
-    ours, tokens, features = network(tmp_path, family, tensors), drawn(70), states(70)
-    slots = scattered(70)
-    rows = [slots.row(token, i) for i, token in enumerate(tokens)]
-    logits, after = formula(family, tensors)(tokens, features[:, 0])
-    together = ours.run(rows, ours.encode(features), range(70))
-    assert same(together.logits, logits)
-    assert same(together.features, after)
-    one_by_one = [ours.run([row], ours.encode(state[None]), [0]) for row, state in zip(rows, features, strict=True)]
-    assert same(torch.cat([output.logits for output in one_by_one]), logits)
-
-
-@pytest.mark.parametrize("family", CONFIGS)
-def test_the_feature_of_a_draft_token_is_its_parents_output(family: str, tmp_path: Path) -> None:
-    """Two branches of four draft tokens, in the same passes, after 62 rows: both cross a tile's border."""
-    tensors = layer_tensors(family)
-    ours, exact = network(tmp_path, family, tensors), formula(family, tensors)
-    tokens, features, table = drawn(62), states(62), scattered(70)
-    free, table.slots = table.slots[62:], table.slots[:62]
-    rows = [table.row(token, i) for i, token in enumerate(tokens)]
-    root = ours.run(rows, ours.encode(features), [61]).features[0]
-    _, outputs = exact(tokens, features[:, 0])
-    branches = [drawn(4, seed=7), drawn(4, seed=8)]
-    parents, slots = [root, root], [free[:4], free[4:]]
-    exact_features = [torch.cat((features[:, 0].double(), outputs[-1:]))] * 2
-    for depth in range(4):
-        step = [table.branch_row(b[depth], s[: depth + 1]) for b, s in zip(branches, slots, strict=True)]
-        output = ours.run(step, torch.stack(parents), [1, 0])
-        for branch, row in ((0, 1), (1, 0)):
-            logits, outputs = exact(tokens + branches[branch][: depth + 1], exact_features[branch])
-            assert same(output.logits[row], logits[-1])
-            parents[branch] = output.features[row]
-            exact_features[branch] = torch.cat((exact_features[branch], outputs[-1:]))
-
-
-@pytest.mark.parametrize("family", IN_THE_TARGET)
-def test_a_layer_is_read_under_the_name_of_its_family(family: str, tmp_path: Path) -> None:
-    folder = save_matrices(tmp_path / "t", family, layer_tensors(family))
-    ours = in_the_target(folder)
-    assert ours.model == "t"
+    ours = network(tmp_path, family, tensors)
+    compare(ours, formula(family, tensors), EXACT)
+    if family in IN_THE_TARGET:
+        assert ours.model == tmp_path.name
     assert ours.hidden_state_layers == (3,), "behind the final norm of two layers"
     assert (ours.position_limit, ours.slots, ours.ids) == (512, SLOTS, None)
 
@@ -143,7 +78,7 @@ def test_a_layer_may_be_dense_where_its_family_has_experts(family: str, tmp_path
         if ".mlp." in name:
             tensors[name.replace(PREFIX["mimo"], block)] = tensor
     of_the_target = {"model.layers.1.mlp.experts.0.up_proj.weight": torch.zeros(1)}
-    check(network(tmp_path, family, tensors | of_the_target), family, tensors, 9)
+    compare(network(tmp_path, family, tensors | of_the_target), formula(family, tensors), EXACT)
 
 
 def test_a_layer_has_its_targets_dtype_except_the_routers_correction(tmp_path: Path) -> None:
@@ -152,16 +87,16 @@ def test_a_layer_has_its_targets_dtype_except_the_routers_correction(tmp_path: P
     dtypes = {name: tensor.dtype for name, tensor in ours._layer.state_dict().items()}
     assert dtypes.pop("block.mlp.gate.e_score_correction_bias") is torch.float32
     assert set(dtypes.values()) == {torch.bfloat16}
-    slots = scattered(3)
-    output = ours.run([slots.row(t, i) for i, t in enumerate((1, 2, 3))], states(3)[:, 0].bfloat16(), [2])
+    table = SlotTable()
+    table.slots = [1]
+    output = ours.run([table.row(1, 0)], torch.zeros(1, SIZE, dtype=torch.bfloat16), [0])
     assert (output.logits.dtype, output.features.dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_the_targets_configuration_is_not_changed(tmp_path: Path) -> None:
     target = target_of(save_matrices(tmp_path, "qwen3_next", layer_tensors("qwen3_next")))
     before = target.config.to_dict()
-    own = mtp_layer_config(target.config, sparse=True)
-    assert own._experts_implementation == "eager", "transformers sets none before it builds a model"
+    load_mtp(Checkpoint(target.folder), target, SLOTS)
     assert target.config.to_dict() == before
 
 
@@ -176,8 +111,7 @@ def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(rows: int, col
             continue
         blocks = (-(-tensor.shape[0] // rows), -(-tensor.shape[1] // columns))
         scale = torch.rand(blocks, generator=torch.Generator().manual_seed(len(name))) * 0.01 + 0.005
-        spread = torch.stack([torch.stack([scale[i // rows, j // columns] for j in range(tensor.shape[1])])
-                              for i in range(tensor.shape[0])])  # fmt: skip
+        spread = scale.repeat_interleave(rows, 0).repeat_interleave(columns, 1)[: tensor.shape[0], : tensor.shape[1]]
         stored[name] = (tensor / spread).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scale
         exact[name] = stored[name].float() * spread
@@ -186,32 +120,23 @@ def test_fp8_weights_are_multiplied_by_the_scales_of_their_blocks(rows: int, col
         config = json.loads((folder / "config.json").read_text())
         config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [rows, columns]}
         (folder / "config.json").write_text(json.dumps(config))
-    check(in_the_target(folder), "deepseek_v3", exact)
+    compare(in_the_target(folder), formula("deepseek_v3", exact), EXACT)
 
 
-def test_embedding_and_output_matrix_are_the_targets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DeepSeek's checkpoints repeat them. A copy would be several gigabytes."""
-    folder = save_matrices(tmp_path, "deepseek_v3", layer_tensors("deepseek_v3") | repeated("model.layers.2."))
-    target, read = target_of(folder), []
-    tensor = Checkpoint.tensor
-
-    def noted(self: Checkpoint, name: str, *rest: object) -> Tensor:
-        read.append(name)
-        return tensor(self, name, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(Checkpoint, "tensor", noted)
-    ours = load_mtp(Checkpoint(target.folder), target, SLOTS)
-    assert set(read) == set(layer_tensors("deepseek_v3"))
-    assert not [name for name, each in ours._layer.state_dict().items() if VOCABULARY in each.shape]
-    assert ours._embedding is target.embedding()
+def test_embedding_and_output_matrix_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek's checkpoints repeat the target's. A copy would be several gigabytes."""
+    names = ("model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight")
+    repeated = {name: torch.zeros(VOCABULARY, SIZE) for name in names}
+    tensors = layer_tensors("deepseek_v3")
+    target = target_of(save_matrices(tmp_path, "deepseek_v3", tensors | repeated))
+    read = read_tensors(monkeypatch)
+    load_mtp(Checkpoint(target.folder), target, SLOTS)
+    assert set(read) == set(tensors)
 
 
-def repeated(prefix: str) -> dict[str, Tensor]:
-    names = (f"{prefix}embed_tokens.weight", f"{prefix}shared_head.head.weight")
-    return {name: torch.zeros(VOCABULARY, SIZE) for name in names}
-
-
-@pytest.mark.parametrize(("key", "family"), NAMES.items())
+@pytest.mark.parametrize(
+    ("key", "family"), [("num_nextn_predict_layers", "glm4_moe"), ("mtp_num_hidden_layers", "qwen3_5_text")]
+)
 def test_of_several_layers_the_first_one_drafts_and_the_log_says_so(
     key: str, family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -287,32 +212,18 @@ def test_a_target_without_such_a_layer_needs_one_of_the_speculators_library(fami
         load_mtp(Checkpoint(target.folder), target, SLOTS)
 
 
-def swapped(family: str) -> tuple[str, str]:
-    """Names of the two norms before the projection."""
-    own = {
-        "qwen3_next": ("pre_fc_norm_embedding", "pre_fc_norm_hidden"),
-        "mimo": ("token_layernorm", "hidden_layernorm"),
-    }
-    first, second = own.get(family, ("enorm", "hnorm"))
-    return f"{PREFIX[family]}{first}.weight", f"{PREFIX[family]}{second}.weight"
-
-
-def exchange(tensors: dict[str, Tensor], names: Sequence[str]) -> None:
-    tensors[names[0]], tensors[names[1]] = tensors[names[1]], tensors[names[0]]
+MISTAKES: dict[str, Callable[[dict[str, Tensor], tuple[str, ...]], object]] = {
+    "norms exchanged": lambda t, own: t.update({own[0]: t[own[1]], own[1]: t[own[0]]}),
+    "halves exchanged": lambda t, own: t.update({own[2]: t[own[2]].roll(SIZE, 1)}),
+    "norms centred elsewhere": lambda t, own: t.update({own[0]: t[own[0]] + 1}),
+}
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe", "mimo", "qwen3_next"])
-@pytest.mark.parametrize("mutant", ["norms exchanged", "halves exchanged", "norms centred elsewhere"])
-def test_mutants_of_a_layer_are_caught(family: str, mutant: str, tmp_path: Path) -> None:
-    """Each common mistake changes every row."""
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_comparison_catches_common_mistakes(family: str, mistake: str, tmp_path: Path) -> None:
     tensors = layer_tensors(family)
-    mistaken = {name: tensor.clone() for name, tensor in tensors.items()}
-    if mutant == "norms exchanged":
-        exchange(mistaken, swapped(family))
-    elif mutant == "halves exchanged":
-        name = next(name for name, tensor in mistaken.items() if tensor.shape == (SIZE, 2 * SIZE))
-        mistaken[name] = mistaken[name].roll(SIZE, 1)
-    else:
-        mistaken[swapped(family)[0]] += 1
-    logits, expected = rows_of(network(tmp_path, family, mistaken), family, tensors)
-    assert not any(same(a, b) for a, b in zip(logits, expected, strict=True))
+    mistaken = tensors.copy()
+    MISTAKES[mistake](mistaken, tuple(f"{PREFIX[family]}{name}.weight" for name in OWN.get(family, QWEN)))
+    with pytest.raises(AssertionError, match="not close"):
+        compare(network(tmp_path, family, mistaken), formula(family, tensors), EXACT)

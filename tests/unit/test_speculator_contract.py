@@ -115,8 +115,7 @@ class Target:
         return {tuple(tree.path_tokens(node)): tree.log_prob(node) for node in tree.nodes()}
 
     def check_integrity(self) -> None:
-        if check := getattr(self.speculator, "check_integrity", None):
-            check()
+        getattr(self.speculator, "check_integrity", lambda: None)()
 
     def states(self, count: int) -> Tensor:
         generator = torch.Generator().manual_seed(count)
@@ -263,6 +262,13 @@ class TestCommits:
         if predicts_draws and built.config.vocabulary_mapping != "strings":
             with pytest.raises(DraftError, match="unknown strategy 'other'"):
                 target.speculator.open(Opening(1, PROMPT, 0, SAMPLING, 4, 4, strategy="other"))
+
+    def test_the_greedy_strategy_has_no_noise(self, built: Built, target: Target) -> None:
+        hot = SamplingParams(temperature=100.0, seed=4)
+        target.open(1, depth=2, nodes=1000)
+        target.open(2, depth=2, nodes=1000, strategy="greedy", sampling=hot)
+        target.grow_all()
+        assert target.paths(1) == pytest.approx(target.paths(2), abs=1e-4)
 
     def test_a_gap_in_the_hidden_states_is_refused(self, target: Target) -> None:
         if target.speculator.hidden_state_layers:
