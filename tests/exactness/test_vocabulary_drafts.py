@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig
+from paceline.core.messages import GenerationRequest
 from paceline.drafting import Speculator, build_speculator
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
 from paceline.drafting.vocabulary.retokenized_draft import RetokenizedDraft
 from paceline.drafting.vocabulary.vocabulary_mapping import VocabularyMapping
+from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
+from paceline.engine.engine import Engine
 from paceline.llm import LLM, VocabularyMismatchError
 from paceline.model import load
+from tests.exactness.test_engine import FREE, run
 from tests.exactness.test_wire import same_tokens, served
 from tests.helpers.llamas import VOCABULARY, peaked_llama
 from tests.helpers.vocabularies import TALE, Reciter, byte_level, metaspace, numbered, permuted_llama, save, vocabulary
@@ -21,6 +26,8 @@ from tests.helpers.vocabularies import TALE, Reciter, byte_level, metaspace, num
 NUMBERS = random.Random(3).sample(range(VOCABULARY), VOCABULARY)
 KINDS = {"none": DraftModelSpeculator, "intersection": IntersectionDraft, "strings": RetokenizedDraft}
 ENGINE = EngineConfig(slots=2048)
+MAPPINGS = pytest.mark.parametrize("mapping", ["intersection", "strings"])
+TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 0.8])
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +48,15 @@ def speculation(draft: str, mapping: str, width: int = 3) -> SpeculativeConfig:
             "model": draft,
             "vocabulary_mapping": mapping,
             "tree_width": width,
+            "least_path_probability": 0.0,
             "draft_schedule": "lockstep",  # so that no guess hangs on how fast this machine is
             "row_budget": False,
         }
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("mapping", ["intersection", "strings"])
+@TEMPERATURES
+@MAPPINGS
 def test_a_draft_of_another_vocabulary_changes_no_token(
     target: str, draft: str, mapping: str, temperature: float
 ) -> None:
@@ -62,70 +70,67 @@ def test_a_draft_of_another_vocabulary_changes_no_token(
     assert temperature > 0 or sum(c.speculation.accepted_tokens for c in guessed) > 20
 
 
-@pytest.mark.parametrize("mapping", ["none", "intersection", "strings"])
-def test_a_draft_of_the_targets_own_vocabulary_is_not_mapped(target: str, mapping: str) -> None:
-    model = load(target, ENGINE)
-    assert (
-        type(build_speculator(speculation(target, mapping), ENGINE, model.target_weights, target))
-        is DraftModelSpeculator
-    )
-
-
-@pytest.mark.parametrize("mapping", KINDS)
-def test_the_configuration_names_the_way(target: str, draft: str, mapping: str) -> None:
-    model = load(target, ENGINE)
-    built = build_speculator(speculation(draft, mapping), ENGINE, model.target_weights, target)
-    assert type(built) is KINDS[mapping]
-    assert (built.vocabulary_fingerprint == model.fingerprint) is (mapping != "none")
-
-
-def test_without_a_mapping_it_is_refused(target: str, draft: str) -> None:
-    with pytest.raises(VocabularyMismatchError, match='"vocabulary_mapping" to "intersection" or "strings"'):
-        LLM(target, speculation(draft, "none"), ENGINE)
-
-
-def test_without_the_targets_name_there_is_no_mapping(target: str, draft: str) -> None:
-    with pytest.raises(ValueError, match="needs the name of the target"):
-        build_speculator(speculation(draft, "strings"), ENGINE, load(target, ENGINE).target_weights)
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("mapping", ["intersection", "strings"])
+@TEMPERATURES
+@MAPPINGS
 async def test_over_the_wire_too(target: str, draft: str, mapping: str, temperature: float) -> None:
     """The target waits for the draft, so there are always draft tokens."""
     model, config = load(target, ENGINE), speculation(draft, mapping, width=1)
-    config = config.model_copy(update={"draft_schedule": "lockstep", "least_path_probability": 0.0})
     async with served(model, config, build_speculator(config, ENGINE, model.target_weights, target)) as (link, drafts):
         stats = await same_tokens(link, temperature, drafts)
         assert sum(each.drafted_tokens for each in stats) > 0
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("draft", [DraftModelSpeculator, IntersectionDraft, RetokenizedDraft])
-def test_every_way_fits_the_books_of_a_target_that_speaks_words(draft: type[Speculator]) -> None:
-    """A byte-level and a sentencepiece tokenizer in one engine, with few slots and preemption."""
-    from tests.exactness.test_engine import FREE, GenerationRequest, LocalDraftClient, NoDraftClient
-    from tests.exactness.test_engine import Engine as TargetEngine
-    from tests.exactness.test_engine import run as serve
+@pytest.mark.parametrize("mapping", KINDS)
+def test_the_configuration_names_the_way_which_the_targets_own_vocabulary_does_not_need(
+    target: str, draft: str, mapping: str
+) -> None:
+    model = load(target, ENGINE)
+    built = build_speculator(speculation(draft, mapping), ENGINE, model.target_weights, target)
+    assert type(built) is KINDS[mapping]
+    assert (built.vocabulary_fingerprint == model.fingerprint) is (mapping != "none")
+    assert built.vocabulary_size == model.vocabulary_size
+    own = build_speculator(speculation(target, mapping), ENGINE, model.target_weights, target)
+    assert type(own) is DraftModelSpeculator
 
-    ours, theirs = vocabulary(byte_level()), vocabulary(metaspace())
-    mapping = VocabularyMapping.between(ours, theirs)
-    if draft is DraftModelSpeculator:
-        speculator: Speculator = DraftModelSpeculator(Reciter(ours), 3)
-    elif draft is IntersectionDraft:
-        speculator = IntersectionDraft(Reciter(theirs), mapping, 3)
-    else:
-        speculator = RetokenizedDraft(DraftModelSpeculator(Reciter(theirs), 3), mapping)
-    prompts = [ours.tokenizer.encode(TALE[at : at + 40]) for at in range(0, 120, 20)]
-    sampling = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=60) for i in range(len(prompts))]
-    asked = [GenerationRequest(str(i), each, how) for i, (each, how) in enumerate(zip(prompts, sampling, strict=True))]
+
+def test_a_mapping_and_the_targets_name_are_needed(target: str, draft: str) -> None:
+    with pytest.raises(VocabularyMismatchError, match='"vocabulary_mapping" to "intersection" or "strings"'):
+        LLM(target, speculation(draft, "none"), ENGINE)
+    with pytest.raises(ValueError, match="needs the name of the target"):
+        build_speculator(speculation(draft, "strings"), ENGINE, load(target, ENGINE).target_weights)
+
+
+OURS, THEIRS = vocabulary(byte_level()), vocabulary(metaspace())
+MAPPING = VocabularyMapping.between(OURS, THEIRS)
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: DraftModelSpeculator(Reciter(OURS), 3),
+        lambda: IntersectionDraft(Reciter(THEIRS), MAPPING, 3),
+        lambda: RetokenizedDraft(DraftModelSpeculator(Reciter(THEIRS), 3), MAPPING),
+    ],
+    ids=KINDS,
+)
+def test_every_way_fits_the_books_of_a_target_that_speaks_words(build: Callable[[], Speculator]) -> None:
+    """A byte-level and a sentencepiece tokenizer in one engine, with few slots and preemption."""
     config = SpeculativeConfig(method="draft_model", model="-", num_speculative_tokens=4, max_tree_nodes=12)
-    small = EngineConfig(slots=256)
-    plain = serve(TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, NoDraftClient(), FREE), asked)
-    drafted = serve(
-        TargetEngine(Reciter(ours, slots=256, sure=7.0), small, config, LocalDraftClient(speculator), FREE), asked
-    )
-    assert {key: answer.tokens for key, answer in drafted.items()} == {
-        key: answer.tokens for key, answer in plain.items()
-    }
+    asked = [
+        GenerationRequest(
+            str(i),
+            OURS.tokenizer.encode(TALE[20 * i : 20 * i + 40]),
+            SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=60),
+        )
+        for i in range(6)
+    ]
+
+    def tokens(drafts: DraftClient) -> list[list[int]]:
+        model = Reciter(OURS, slots=256, sure=7.0)
+        answers = run(Engine(model, EngineConfig(slots=256), config, drafts, FREE), asked)
+        return [answers[request.request_id].tokens for request in asked]
+
+    speculator = build()
+    assert tokens(LocalDraftClient(speculator)) == tokens(NoDraftClient())
     speculator.check_integrity()  # type: ignore[attr-defined]

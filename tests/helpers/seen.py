@@ -32,11 +32,6 @@ class Seen:
         return self.tree.path_log_probs[self.node]
 
     @property
-    def id(self) -> int:
-        """What the request's first draft calls it, where growth was grafted."""
-        return next(id_ for id_, node in self.tree._draft_ids[0].nodes.items() if node == self.node)
-
-    @property
     def parent(self) -> Seen:
         return Seen(self.tree, self.tree.parents[self.node])
 

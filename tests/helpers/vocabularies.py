@@ -1,20 +1,18 @@
-"""Two different tokenizers, models for them, and the acceptance of a draft over a known output."""
+"""Two different tokenizers, and models for them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import LlamaForCausalLM
 
-from paceline.config import SamplingParams
-from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.drafting.vocabulary.vocabulary_mapping import Vocabulary
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
@@ -28,8 +26,11 @@ TALE = (
 )
 
 
-def byte_level(size: int = 420, texts: Sequence[str] = (TALE,)) -> Tokenizer:
-    """Like GPT-2: words include the space before, and any byte has a token. An end token, no begin token."""
+def byte_level(size: int = 420, texts: Sequence[str] = (TALE,), added: Sequence[str] = ()) -> Tokenizer:
+    """Like GPT-2: words include the space before, and any byte has a token. An end token, no begin token.
+
+    `added`: tokens that are spelled outside the byte alphabet.
+    """
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -40,6 +41,7 @@ def byte_level(size: int = 420, texts: Sequence[str] = (TALE,)) -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
+    backend.add_tokens([AddedToken(token, special=False) for token in added])
     return Tokenizer(backend, {"eos_token": "<|end|>"}, None)
 
 
@@ -72,6 +74,10 @@ def numbered(numbers: Sequence[int], name: str = "numbers") -> Vocabulary:
     return Vocabulary(name, Tokenizer(backend, {}, None), len(numbers))
 
 
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
+    return b"".join(tokenizer.piece(token) for token in tokens if token not in tokenizer.special_ids)
+
+
 def vocabulary(tokenizer: Tokenizer, name: str = "tested", more: int = 0) -> Vocabulary:
     """A vocabulary whose model has `more` ids than the tokenizer."""
     return Vocabulary(name, tokenizer, len(tokenizer.pieces) + more)
@@ -90,12 +96,8 @@ def permuted_llama(numbers: Sequence[int]) -> LlamaForCausalLM:
 class Reciter:
     """A model that repeats one text: it continues from where the last input occurs in the text."""
 
-    MEMORY = (24, 6, 2)
-    """How many of the last bytes it searches for, most first."""
-    SURE = 9.0
-    """The logit of the next token; the others have 0."""
-
-    def __init__(self, vocabulary: Vocabulary, text: str = TALE, slots: int = 2048, sure: float = SURE) -> None:
+    def __init__(self, vocabulary: Vocabulary, text: str = TALE, slots: int = 2048, sure: float = 9.0) -> None:
+        """`sure`: the logit of the next token; the others have 0."""
         self.name = vocabulary.name
         self.vocabulary_size = vocabulary.size
         self.max_model_len = 2000
@@ -125,49 +127,18 @@ class Reciter:
     def _next(self, row: Row) -> int:
         """The first token of what follows; within a character, its next byte."""
         slots = [*row.prefix.slots.tolist(), *row.tile][-40:]
-        text = b"".join(self._tokenizer.piece(self._tokens[slot]) for slot in slots)
-        rest = (self._text * 2)[self._after(text) :]
+        rest = self._after(b"".join(self._tokenizer.piece(self._tokens[slot]) for slot in slots))
         for size in range(40, 0, -1):
-            try:
+            with suppress(UnicodeDecodeError):
                 return self._tokenizer.encode_fragment(rest[:size].decode())[0]
-            except UnicodeDecodeError:
-                continue
         return self._tokenizer.pieces.index(rest[:1])
 
-    def _after(self, text: bytes) -> int:
-        for size in self.MEMORY:
+    def _after(self, text: bytes) -> bytes:
+        """What follows the longest end of `text` that is known."""
+        for size in (24, 6, 2):
             if (at := (self._text * 2).find(text[-size:])) >= 0:
-                return (at + len(text[-size:])) % len(self._text)
-        return 0
-
-
-def accepted(
-    speculator: Speculator, prompt: Sequence[int], output: Sequence[int], sampling: SamplingParams, depth: int = 4
-) -> tuple[int, int]:
-    """How many tokens of a known output were guessed, and in how many steps; the speculator always has its time."""
-    speculator.open(Opening(1, prompt, 0, sampling, depth, 200))
-    tree = TokenTree(len(prompt) - 1, prompt[-1])
-    rest, steps, right = list(output), 0, 0
-    while rest:
-        grow(speculator, tree)
-        path = longest(tree, rest)
-        new = rest[: len(path) + 1]
-        speculator.commit(Commit(1, tree.position, new, len(path)))
-        tree.commit(new)
-        rest, steps, right = rest[len(new) :], steps + 1, right + len(path)
-    return right, steps
-
-
-def grow(speculator: Speculator, tree: TokenTree, key: int = 1) -> None:
-    """Until there is nothing more to guess."""
-    while (grown := speculator.grow()) or speculator.behind:
-        if key in grown:
-            assert tree.graft(grown[key], 10_000) == len(grown[key]), "every node is new and has its parent"
-
-
-def longest(tree: TokenTree, tokens: Sequence[int]) -> list[int]:
-    """As many of these tokens as were guessed one after another."""
-    return list(tokens[: len(tree.match(tokens))])
+                return (self._text * 3)[at + len(text[-size:]) :]
+        return self._text
 
 
 def save(folder: Path, network: LlamaForCausalLM, tokenizer: Vocabulary) -> str:

@@ -39,37 +39,28 @@ def test_an_mtp_layer_without_tensors_is_not_chosen(kind: str, tmp_path: Path) -
     assert not has_mtp_layer(str(save_target(tmp_path / "less", kind, {})))
 
 
-def test_the_shipped_target_has_its_draft() -> None:
-    found = complete_config(AUTO, TARGET)
+def test_the_shipped_target_has_its_draft(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        found = complete_config(AUTO, TARGET)
+    assert "method auto: draft_model, since the shipped target comes with a draft" in caplog.text
     assert (found.method, found.model) == ("draft_model", str(family.path(DRAFT)))
     assert complete_config(AUTO, str(family.path(TARGET))) == found
 
 
-def test_the_users_checkpoint_comes_first(tmp_path: Path) -> None:
+def test_the_users_checkpoint_and_keys_come_first(tmp_path: Path) -> None:
     draft = str(save_checkpoint(tmp_path))
-    found = complete_config(SpeculativeConfig(method="auto", model=draft), TARGET)
+    found = complete_config(AUTO.model_copy(update={"model": draft}), TARGET)
     assert (found.method, found.model, found.beside) == ("draft_model", draft, ("suffix", "ngram"))
-
-
-@pytest.mark.parametrize("target", ["table:64", "folder"])
-def test_without_a_checkpoint_suffix_decoding_is_chosen(target: str, tmp_path: Path) -> None:
-    found = complete_config(AUTO, str(save_checkpoint(tmp_path)) if target == "folder" else target)
-    assert (found.method, found.beside, found.draft_placement) == ("suffix", ("ngram",), "target")
-    assert found.num_speculative_tokens == SUFFIX_DEPTH
-
-
-def test_keys_that_the_user_sets_stay() -> None:
     given = SpeculativeConfig(method="auto", num_speculative_tokens=5, draft_placement="worker", tree_width=2)
     found = complete_config(given, "table:64")
     assert (found.num_speculative_tokens, found.draft_placement, found.tree_width) == (5, "worker", 2)
 
 
-def test_the_choice_and_its_reason_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        complete_config(AUTO, TARGET)
-    assert "method auto: draft_model, since the shipped target comes with a draft; beside it suffix and ngram" in (
-        caplog.text
-    )
+def test_without_a_checkpoint_suffix_decoding_is_chosen(tmp_path: Path) -> None:
+    for target in ("table:64", str(save_checkpoint(tmp_path))):
+        found = complete_config(AUTO, target)
+        assert (found.method, found.beside, found.draft_placement) == ("suffix", ("ngram",), "target")
+        assert found.num_speculative_tokens == SUFFIX_DEPTH
 
 
 def test_a_deployment_chooses_before_anything_starts() -> None:

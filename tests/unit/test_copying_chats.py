@@ -7,8 +7,8 @@ import itertools
 import json
 import random
 import re
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from functools import partial
 
 import pytest
 
@@ -59,25 +59,14 @@ def many(held_out: list[str], training_text: list[str]) -> list[Chat]:
     return [*edits(held_out, 400, seed=0), *edits(training_text[::4], 1200, seed=3)]
 
 
-def parts(chat: Chat) -> tuple[str, str, str]:
-    """The instruction, the code, and the edited code."""
+def parts(chat: Chat) -> tuple[str, list[str], str, str]:
+    """The kind of edit, the instruction's text in backquotes, the code, and the edited code."""
     asked, answer = EDIT.fullmatch(chat[0]["content"]), ANSWER.fullmatch(chat[1]["content"])
     assert [message["role"] for message in chat] == ["user", "assistant"]
     assert asked is not None
     assert answer is not None
-    return asked[1], asked[2], answer[1]
-
-
-def of_kind(chats: Sequence[Chat], wanted: str) -> list[tuple[list[str], str, str]]:
-    """Text in backquotes, the code, and the edited code, of all edits of a kind."""
-    found = []
-    for chat in chats:
-        asked, code, answer = parts(chat)
-        [kind] = {kind for start, kind in KIND_OF_EDIT.items() if asked.startswith(start)}
-        if kind == wanted:
-            found.append((re.findall(r"`([^`]+)`", asked), code, answer))
-    assert len(found) > 20
-    return found
+    [kind] = {kind for start, kind in KIND_OF_EDIT.items() if asked[1].startswith(start)}
+    return kind, re.findall(r"`([^`]+)`", asked[1]), asked[2], answer[1]
 
 
 class Names(ast.NodeTransformer):
@@ -113,51 +102,50 @@ def function(code: str) -> ast.FunctionDef:
     return found
 
 
-def test_every_question_has_a_whole_function(many: list[Chat]) -> None:
-    for chat in many:
-        _, code, answer = parts(chat)
-        assert function(code).col_offset == 0
-        assert function(answer)
+def test_an_edit_changes_all_that_it_says_and_nothing_else(many: list[Chat]) -> None:
+    kinds: Counter[str] = Counter()
+    for kind, quoted, code, answer in map(parts, many):
+        kinds[kind] += 1
+        before, after = function(code), function(answer)
+        assert before.col_offset == 0
         assert 6 <= len(code.splitlines()) <= 22
         assert len(code) <= 800
-
-
-def test_a_variable_is_renamed_everywhere_and_nothing_else_is(many: list[Chat]) -> None:
-    for [old, new], code, answer in of_kind(many, "renamed"):
-        assert answer != code
-        assert re.sub(rf"\b{new}\b", old, answer) == code
-        assert renamed_tree(answer) == renamed_tree(code, old, new)
+        if kind == "same":
+            assert answer == code
+        elif kind == "comment":
+            [comment] = quoted
+            assert comment in COMMENTS
+            assert answer == f"# {comment}\n{code}"
+        elif kind == "renamed":
+            old, new = quoted
+            assert answer != code
+            assert re.sub(rf"\b{new}\b", old, answer) == code
+            assert renamed_tree(answer) == renamed_tree(code, old, new)
+        else:
+            [new] = quoted
+            if kind == "parameter":
+                name, value = new.split("=")
+                assert after.args.args.pop().arg == name
+                assert ast.unparse(after.args.defaults.pop()) == value
+            else:
+                assert (after.name, before.name.strip("_")) == (new, new.split("_", 1)[1])
+                after.name = before.name
+            assert ast.dump(before) == ast.dump(after)
+            assert answer.split("\n")[1:] == code.split("\n")[1:]
+    assert kinds.keys() == set(KIND_OF_EDIT.values())
+    assert min(kinds.values()) > 20
 
 
 def test_names_with_a_second_meaning_are_not_renamed() -> None:
     """`kept` is a keyword, `seen` a global, `key` an attribute, `total` a function; `b`, `s`, `t` and `d` are in the
     spelling of strings."""
-    assert {parts(chat)[0].split("`")[1] for chat in asked_of(HARD, "renamed")} == {"header", "index", "n"}
+    assert {parts(chat)[1][0] for chat in asked_of(HARD, "renamed")} == {"header", "index", "n"}
 
 
 def asked_of(code: str, kind: str) -> list[Chat]:
     """All edits of a kind, of one function, by many seeds."""
     chats = [chat for seed in range(60) for chat in edits([code], 4, seed)]
-    return [chat for chat in chats if any(parts(chat)[0].startswith(s) for s, k in KIND_OF_EDIT.items() if k == kind)]
-
-
-def test_a_parameter_is_added_last_and_nothing_else_changes(many: list[Chat]) -> None:
-    for [parameter], code, answer in of_kind(many, "parameter"):
-        before, after = function(code), function(answer)
-        name, value = parameter.split("=")
-        assert after.args.args.pop().arg == name
-        assert ast.unparse(after.args.defaults.pop()) == value
-        assert ast.dump(before) == ast.dump(after)
-        assert answer.split("\n")[1:] == code.split("\n")[1:]
-
-
-def test_a_function_s_name_is_all_that_changes(many: list[Chat]) -> None:
-    for [name], code, answer in of_kind(many, "function"):
-        before, after = function(code), function(answer)
-        assert (after.name, before.name.strip("_")) == (name, name.split("_", 1)[1])
-        after.name = before.name
-        assert ast.dump(before) == ast.dump(after)
-        assert answer.split("\n")[1:] == code.split("\n")[1:]
+    return [chat for chat in chats if parts(chat)[0] == kind]
 
 
 def test_a_function_that_calls_itself_keeps_its_name() -> None:
@@ -165,17 +153,6 @@ def test_a_function_that_calls_itself_keeps_its_name() -> None:
     code = "\n".join([*lines, "    if below:", "        return 1 + below", "    return 1"])
     assert asked_of(code, "function") == []
     assert asked_of(code.replace("= depth", "= other"), "function") != []
-
-
-def test_a_comment_is_added_above_the_function(many: list[Chat]) -> None:
-    for [comment], code, answer in of_kind(many, "comment"):
-        assert comment in COMMENTS
-        assert answer == f"# {comment}\n{code}"
-
-
-def test_a_copy_is_a_copy(many: list[Chat]) -> None:
-    for _, code, answer in of_kind(many, "same"):
-        assert answer == code
 
 
 def test_a_new_name_is_new() -> None:
@@ -193,24 +170,15 @@ def test_held_out_functions_are_in_no_training_text(held_out: list[str], trainin
         return "\n".join(line.strip() for line in text.splitlines())
 
     read = [bare(text) for text in training_text]
-    asked = {parts(chat)[1] for chat in edits(held_out, 400, seed=101)}
+    asked = {parts(chat)[2] for chat in edits(held_out, 400, seed=101)}
     assert len(asked) > 80
     assert not [code for code in asked if any(bare(code) in text for text in read)]
 
 
-def some_edits(seed: int) -> list[Chat]:
-    return edits([HARD] * 9, 20, seed)
-
-
-def some_extractions(seed: int) -> list[Chat]:
-    return extractions(20, seed)
-
-
-@pytest.mark.parametrize("make", [some_edits, some_extractions])
-def test_the_same_seed_gives_the_same_chats_and_another_one_others(make: Callable[[int], list[Chat]]) -> None:
-    assert make(5) == make(5)
-    assert make(5) != make(6)
-    assert len(make(5)) == 20
+def test_the_same_seed_gives_the_same_chats_and_another_one_others() -> None:
+    for make in (partial(edits, [HARD] * 9), extractions):
+        assert make(20, seed=5) == make(20, seed=5) != make(20, seed=6)
+        assert len(make(20, seed=5)) == 20
 
 
 def test_there_are_no_more_chats_than_the_code_allows() -> None:
@@ -218,40 +186,32 @@ def test_there_are_no_more_chats_than_the_code_allows() -> None:
     assert edits(["x = 1\n"], 10, seed=0) == []
 
 
-def facts(chat: Chat) -> list[dict[str, str | int]]:
-    records: list[dict[str, str | int]] = json.loads(chat[1]["content"])
-    return records
-
-
 def test_json_holds_the_facts_of_the_sentences_in_their_order_and_no_others() -> None:
     seen: Counter[str] = Counter()
-    for chat in extractions(300, seed=4):
-        asked, text = chat[0]["content"].split("\n\n")
+    types: defaultdict[type, set[str]] = defaultdict(set)
+    for question, answer in extractions(300, seed=4):
+        asked, text = question["content"].split("\n\n")
         [kind] = [kind for kind in KINDS if f" {kind.things} " in asked]
-        assert all(list(record) == list(kind.fields) for record in facts(chat))
-        texts = [" ".join(sentence.format(**record) for record in facts(chat)) for sentence in kind.sentences]
-        assert text in texts
-        assert 3 <= len(facts(chat)) <= 7
+        facts = json.loads(answer["content"])
+        assert 3 <= len(facts) <= 7
+        assert all(list(record) == list(kind.fields) for record in facts)
+        texts = [" ".join(sentence.format(**record) for record in facts) for sentence in kind.sentences]
         seen[kind.sentences[texts.index(text)]] += 1
-    assert set(seen) == {sentence for kind in KINDS for sentence in kind.sentences}
-
-
-def test_every_record_has_a_line_of_its_own() -> None:
-    for chat in extractions(20, seed=9):
-        first, *lines, last = chat[1]["content"].split("\n")
+        first, *lines, last = answer["content"].split("\n")
         assert (first, last) == ("[", "]")
-        assert [json.loads(line.rstrip(",")) for line in lines] == facts(chat)
-
-
-def test_numbers_are_numbers_and_names_are_strings() -> None:
-    records = [record for chat in extractions(100, seed=1) for record in facts(chat)]
-    types = {(field, type(value)) for record in records for field, value in record.items()}
-    assert {field for field, type_ in types if type_ is int} == {"born", "port", "count", "year"}
-    assert {type_ for field, type_ in types if field not in ("born", "port", "count", "year")} == {str}
+        assert [json.loads(line.rstrip(",")) for line in lines] == facts, "every record has a line of its own"
+        for record in facts:
+            for name, value in record.items():
+                types[type(value)].add(name)
+    assert set(seen) == {sentence for kind in KINDS for sentence in kind.sentences}
+    assert types.keys() == {int, str}
+    assert types[int] == {"born", "port", "count", "year"}
+    assert not types[int] & types[str]
 
 
 def test_other_seeds_give_other_facts() -> None:
     def records(count: int, seed: int) -> set[str]:
-        return {json.dumps(record) for chat in extractions(count, seed) for record in facts(chat)}
+        chats = extractions(count, seed)
+        return {json.dumps(record) for _, answer in chats for record in json.loads(answer["content"])}
 
     assert records(40, 102).isdisjoint(records(3000, 2))  # seeds of the benchmark and of training

@@ -1,8 +1,9 @@
-"""Wait policies and schedules wait where waiting pays, and retry after refusals."""
+"""Drafts are polled and waited for where that pays, and tried again after refusals."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -11,8 +12,9 @@ from paceline.core.growth import Growth
 from paceline.core.policy.inline_round_policy import InlineRoundPolicy
 from paceline.core.policy.step_cost import RowCost, StepCost
 from paceline.core.policy.wait_policy import WaitPolicy
-from paceline.core.tree import TokenTree
-from paceline.engine.draft_schedule import LockstepSchedule, make_draft_schedule
+from paceline.engine.draft_client import DraftUpdates, NoDraftClient
+from paceline.engine.draft_manager import DraftManager
+from paceline.engine.draft_schedule import LockstepSchedule, ReceiveUpdates, make_draft_schedule
 from paceline.engine.request import OWN_DRAFT_SOURCE, Request
 from tests.helpers.bare_request import bare_request
 
@@ -20,125 +22,100 @@ DELAY_S = 1e-3
 STEP_S = 10e-3
 PASSES = RowCost([1, 100], [STEP_S, STEP_S])
 MAX_NODES = 100
+LONG = 20_000
+"""After so many refusals the prior counts again."""
 
 
-def pays(policy: WaitPolicy, height: int = 0) -> bool:
-    """Whether it waits before a step of one token."""
-    return policy.wait_s(height, 1.0, STEP_S) > 0
+def drafted_request() -> Request:
+    return bare_request([1, 2, 3], draft="somebody")
 
 
-def disappoint(policy: WaitPolicy, height: int = 0, times: int = 50) -> None:
-    for _ in range(times):
-        policy.observe(height, 0.0, DELAY_S)
+class TestWaitPolicy:
+    """Steps of one token."""
 
+    def policy(self, times: int = 0, gain: float = 0.0, delay_s: float = DELAY_S, height: int = 0) -> WaitPolicy:
+        """A policy that has waited so many times."""
+        policy = WaitPolicy(DELAY_S)
+        for _ in range(times):
+            policy.observe(height, gain, delay_s)
+        return policy
 
-def test_the_prior_waits_less_with_height() -> None:
-    policy = WaitPolicy(DELAY_S)
-    assert pays(policy)
-    waits = [policy.wait_s(h, 2.0, STEP_S) > 0 for h in range(WaitPolicy.MAX_HEIGHT + 5)]
-    assert waits == sorted(waits, reverse=True)
-    assert not waits[WaitPolicy.MAX_HEIGHT]
+    def test_the_prior_waits_less_with_height(self) -> None:
+        assert self.policy().wait_s(0, 1.0, STEP_S) > 0
+        waits = [self.policy().wait_s(h, 2.0, STEP_S) > 0 for h in range(WaitPolicy.MAX_HEIGHT + 5)]
+        assert waits == sorted(waits, reverse=True)
+        assert not waits[WaitPolicy.MAX_HEIGHT]
 
+    @pytest.mark.parametrize(("times", "delay_s"), [(0, DELAY_S), (100, 3 * DELAY_S)])
+    def test_the_timeout_follows_the_usual_delay(self, times: int, delay_s: float) -> None:
+        timeout_s = pytest.approx(WaitPolicy.TIMEOUT_FACTOR * delay_s, rel=1e-3)
+        assert self.policy(times, 0.9, delay_s).wait_s(0, 1.0, STEP_S) == timeout_s
 
-def test_the_timeout_follows_the_usual_delay() -> None:
-    policy = WaitPolicy(DELAY_S)
-    assert policy.wait_s(0, 1.0, STEP_S) == pytest.approx(WaitPolicy.TIMEOUT_FACTOR * DELAY_S)
-    for _ in range(100):
-        policy.observe(0, 0.9, 3 * DELAY_S)
-    assert policy.wait_s(0, 1.0, STEP_S) == pytest.approx(WaitPolicy.TIMEOUT_FACTOR * 3 * DELAY_S, rel=1e-3)
+    def test_it_waits_while_the_loss_exceeds_the_steps_rate(self) -> None:
+        policy = self.policy(200, 0.5, height=2)  # 500 tokens per second, of which half are lost by going ahead
+        assert policy.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting
+        assert policy.wait_s(2, expected=2.6, step_s=STEP_S) == 0
 
+    @pytest.mark.parametrize(("times", "delay_s"), [(50, DELAY_S), (100, 1.0)], ids=["fruitless", "hung"])
+    def test_a_refused_height_is_tried_again(self, times: int, delay_s: float) -> None:
+        """A height that is never waited for could not be learned. Fruitless waits lengthen the delay, which must
+        shrink again."""
+        policy = self.policy(times, 0.0, delay_s)
+        assert not policy.wait_s(0, 1.0, STEP_S)
+        assert policy.wait_s(1, 1.0, STEP_S), "heights are independent"
+        assert any(policy.wait_s(0, 1.0, STEP_S) for _ in range(LONG))
 
-def test_it_waits_while_the_loss_exceeds_the_steps_rate() -> None:
-    policy = WaitPolicy(DELAY_S)
-    for _ in range(200):
-        policy.observe(2, 0.5, DELAY_S)  # 500 tokens per second, of which half are lost by going ahead
-    assert policy.wait_s(2, expected=2.4, step_s=STEP_S) > 0  # 240 per second without waiting
-    assert policy.wait_s(2, expected=2.6, step_s=STEP_S) == 0
-
-
-def test_fruitless_waits_end() -> None:
-    policy = WaitPolicy(DELAY_S)
-    disappoint(policy)
-    assert not pays(policy)
-    assert pays(policy, height=1), "heights are independent"
-
-
-def test_a_refused_height_is_tried_again() -> None:
-    """A height that is never waited for could not be learned."""
-    policy = WaitPolicy(DELAY_S)
-    disappoint(policy)
-    assert any(pays(policy) for _ in range(20_000))
-
-
-def test_retries_are_rare_while_fruitless() -> None:
-    policy = WaitPolicy(DELAY_S)
-    tries = 0
-    for _ in range(2000):
-        if pays(policy):
-            tries += 1
-            policy.observe(0, 0.0, WaitPolicy.TIMEOUT_FACTOR * DELAY_S)
-    assert tries < 100
-
-
-def test_a_draft_that_hung_is_tried_again() -> None:
-    """Fruitless waits lengthen the delay, which must shrink again."""
-    policy = WaitPolicy(DELAY_S)
-    for _ in range(100):
-        policy.observe(0, 0.0, 1.0)
-    assert not pays(policy)
-    assert any(pays(policy) for _ in range(20_000))
+    def test_retries_are_rare_while_fruitless(self) -> None:
+        policy, tries = self.policy(), 0
+        for _ in range(2000):
+            if wait_s := policy.wait_s(0, 1.0, STEP_S):
+                tries += 1
+                policy.observe(0, 0.0, wait_s)
+        assert tries < 100
 
 
 class TestInlineRoundPolicy:
-    def test_it_pays_while_its_rate_exceeds_the_steps(self) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
-        for _ in range(300):
-            rounds.observe(0.5, 0.35, DELAY_S)  # 0.7 for each token of the frontier
+    def policy(
+        self, times: int = 300, gain: float = 0.35, delay_s: float = DELAY_S, frontier: float = 0.5
+    ) -> InlineRoundPolicy:
+        """A policy that has drafted so many rounds; by default a round brings 0.7 for each token of the frontier."""
+        policy = InlineRoundPolicy(DELAY_S)
+        for _ in range(times):
+            policy.observe(frontier, gain, delay_s)
+        return policy
+
+    def test_a_round_pays_while_its_rate_exceeds_the_steps(self) -> None:
+        rounds = self.policy()
         assert rounds.pays(frontier=0.4, expected=2.7, step_s=STEP_S)  # 280 per second against 270
         assert not rounds.pays(frontier=0.4, expected=2.9, step_s=STEP_S)
         assert not rounds.pays(frontier=0.3, expected=2.7, step_s=STEP_S), "a less probable frontier"
+        assert not rounds.pays(frontier=0.0, expected=1.0, step_s=STEP_S)
 
     def test_rows_of_its_nodes_are_part_of_its_cost(self) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
-        for _ in range(300):
-            rounds.observe(0.5, 0.35, DELAY_S)
-        assert rounds.pays(1.0, 1.0, STEP_S, rows_s=0.99 * (0.7 * STEP_S - DELAY_S))
-        assert not rounds.pays(1.0, 1.0, STEP_S, rows_s=1.01 * (0.7 * STEP_S - DELAY_S))
+        free_s = 0.7 * STEP_S - DELAY_S
+        assert self.policy().pays(1.0, 1.0, STEP_S, rows_s=0.99 * free_s)
+        assert not self.policy().pays(1.0, 1.0, STEP_S, rows_s=1.01 * free_s)
 
-    def test_slow_rounds_pay_less(self) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
+    @pytest.mark.parametrize(("beyond", "left"), [(0.0, 0.7), (0.5, 0.2), (0.7, 0.0), (0.9, 0.0)])
+    def test_lookup_nodes_are_subtracted(self, beyond: float, left: float) -> None:
+        assert not self.policy().pays(1.0, 2.0, 2.0 * DELAY_S / (1.01 * left + 1e-6), beyond)
+        assert not left or self.policy().pays(1.0, 2.0, 2.0 * DELAY_S / (0.99 * left), beyond)
+
+    def test_slow_rounds_pay_less_and_a_single_very_long_one_counts_only_in_part(self) -> None:
+        assert not self.policy(100, 0.4, 3 * DELAY_S).pays(0.5, 2.0, STEP_S)
+        rounds = self.policy(100, 0.8, frontier=1.0)
+        rounds.observe(1.0, 0.8, 1.0)
         assert rounds.pays(0.5, 2.0, STEP_S)
-        for _ in range(100):
-            rounds.observe(0.5, 0.4, 3 * DELAY_S)
-        assert not rounds.pays(0.5, 2.0, STEP_S)
 
     def test_rounds_below_improbable_nodes_have_little_weight(self) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
-        for _ in range(20):
-            rounds.observe(0.001, 0.0, DELAY_S)
-        assert rounds.pays(0.5, 2.0, STEP_S)
-        for _ in range(20):
-            rounds.observe(0.9, 0.0, DELAY_S)
-        assert not rounds.pays(0.5, 2.0, STEP_S)
-
-    def test_without_a_frontier_it_does_not_pay(self) -> None:
-        assert not InlineRoundPolicy(DELAY_S).pays(0.0, 1.0, STEP_S)
-
-    @pytest.mark.parametrize(("beyond", "waits"), [(0.0, 0.7), (0.5, 0.2), (0.7, 0.0), (0.9, 0.0)])
-    def test_lookup_nodes_are_subtracted(self, beyond: float, waits: float) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
-        for _ in range(300):
-            rounds.observe(0.5, 0.35, DELAY_S)
-        assert not rounds.pays(1.0, 2.0, 2.0 * DELAY_S / (1.01 * waits + 1e-6), beyond)
-        if waits:
-            assert rounds.pays(1.0, 2.0, 2.0 * DELAY_S / (0.99 * waits), beyond)
+        assert self.policy(0).pays(0.5, 2.0, STEP_S)
+        assert self.policy(20, 0.0, frontier=0.001).pays(0.5, 2.0, STEP_S)
+        assert not self.policy(20, 0.0, frontier=0.9).pays(0.5, 2.0, STEP_S)
 
     def test_a_useless_draft_is_tried_again(self) -> None:
-        rounds = InlineRoundPolicy(DELAY_S)
-        for _ in range(100):
-            rounds.observe(1.0, 0.0, 50 * DELAY_S)
+        rounds = self.policy(100, 0.0, 50 * DELAY_S, frontier=1.0)
         assert not rounds.pays(1.0, 1.0, STEP_S)
-        assert any(rounds.pays(1.0, 1.0, STEP_S) for _ in range(20_000))
+        assert any(rounds.pays(1.0, 1.0, STEP_S) for _ in range(LONG))
 
 
 @dataclass
@@ -156,74 +133,123 @@ class Turns:
 
     def rounds(self) -> int:
         """Drafting rounds of the last request."""
-        now = [0.0]
+        now = 0.0
         cost = StepCost(PASSES)
-        waiting = make_draft_schedule(self.concurrent, False, cost, lambda: now[0])
+        schedule = make_draft_schedule(self.concurrent, False, cost, lambda: now)
         for turn in range(60):
-            request = bare_request([1, 2, 3], draft="somebody")
-            request.draft_started, tree = turn == 59, request.tree
-            made: list[int] = []
+            request, made = drafted_request(), 0
+            request.draft_started = turn == 59
             if self.lookup_growth:
-                tree.graft(self.lookup_growth, MAX_NODES, OWN_DRAFT_SOURCE + 1)
+                request.tree.graft(self.lookup_growth, MAX_NODES, OWN_DRAFT_SOURCE + 1)
 
-            def receive(_: float, request: Request = request, tree: TokenTree = tree, made: list[int] = made) -> bool:
-                now[0] += self.round_s if request.draft_started or self.first_s is None else self.first_s
-                made.append(len(made) + 1)
+            def receive(_: float, request: Request = request) -> bool:
+                nonlocal now, made
+                now += self.round_s if request.draft_started or self.first_s is None else self.first_s
+                made += 1
                 request.draft_started = True
-                tree.graft(Growth(2, made[-1], [made[-1] - 1], [5], [-0.01]), MAX_NODES)
+                request.tree.graft(Growth(2, made, [made - 1], [5], [-0.01]), MAX_NODES)
                 return True
 
-            waiting.wait([request], receive)
-            cost.observe(1 + tree.size, self.step_s)
-        return len(made)
+            schedule.wait([request], receive)
+            cost.observe(1 + request.tree.size, self.step_s)
+        return made
 
 
-@pytest.mark.parametrize(("concurrent", "round_s", "rounds"), [(False, 4e-3, 4), (False, 1.0, 0), (True, 4e-3, 1)])
-def test_a_local_draft_continues_while_it_pays(concurrent: bool, round_s: float, rounds: int) -> None:
-    """A concurrent draft is waited for less."""
-    assert Turns(concurrent, round_s).rounds() == rounds
-
-
-def test_first_rounds_do_not_count_as_delay() -> None:
-    assert Turns(first_s=1.0).rounds() == 4
+def lookup(chance: float) -> Growth:
+    return Growth(2, 1, range(4), [5] * 4, [math.log(chance)] * 4)
 
 
 @pytest.mark.parametrize(
-    ("chance", "depth", "rounds"),
-    [(0.3, 4, 4), (0.99, 4, 0)],
-    ids=["unlikely", "sure"],
+    ("turns", "rounds"),
+    [
+        pytest.param(Turns(), 4, id="a local draft goes on while it pays"),
+        pytest.param(Turns(round_s=1.0), 0, id="a slow one does not"),
+        pytest.param(Turns(concurrent=True), 1, id="a concurrent draft is waited for less"),
+        pytest.param(Turns(first_s=1.0), 4, id="first rounds do not count as delay"),
+        # Rounds that repeat the lookup's chain bring nothing, but later rounds may.
+        pytest.param(Turns(round_s=1e-3, lookup_growth=lookup(0.3)), 4, id="an unlikely lookup replaces no round"),
+        pytest.param(Turns(round_s=1e-3, lookup_growth=lookup(0.99)), 0, id="a sure one replaces all"),
+        # The pass takes 10 ms in both.
+        pytest.param(Turns(round_s=15e-3, step_s=STEP_S), 0, id="a round longer than the step"),
+        pytest.param(Turns(round_s=15e-3, step_s=4 * STEP_S), 4, id="overhead of steps counts"),
+    ],
 )
-def test_lookup_nodes_replace_a_round_only_if_probable(chance: float, depth: int, rounds: int) -> None:
-    """A lookup has a chain of `depth`. Rounds that repeat it bring nothing, but later rounds may."""
-    lookup = Growth(2, 1, range(depth), [5] * depth, [math.log(chance)] * depth)
-    assert Turns(round_s=1e-3, lookup_growth=lookup).rounds() == rounds
+def test_a_draft_is_waited_for_while_it_pays(turns: Turns, rounds: int) -> None:
+    assert turns.rounds() == rounds
 
 
 def test_lockstep_has_a_timeout_over_all_rounds() -> None:
     """Useless growth used to hold the engine forever."""
-    now, policy = [0.0], list[float]()
-    waiting = make_draft_schedule(True, True, StepCost(PASSES), lambda: now[0])
-    request = bare_request([1, 2, 3], draft="somebody")
+    now, timeouts = 0.0, list[float]()
+    waiting = make_draft_schedule(True, True, StepCost(PASSES), lambda: now)
 
     def receive(timeout_s: float) -> bool:
-        assert now[0] < LockstepSchedule.TIMEOUT_S
-        policy.append(timeout_s)
-        now[0] += 0.3
+        nonlocal now
+        assert now < LockstepSchedule.TIMEOUT_S
+        timeouts.append(timeout_s)
+        now += 0.3
         return True
 
-    waiting.wait([request], receive)
-    assert policy == pytest.approx([1.0, 0.7, 0.4, 0.1])
+    waiting.wait([drafted_request()], receive)
+    assert timeouts == pytest.approx([1.0, 0.7, 0.4, 0.1])
 
 
-def test_a_very_long_round_counts_only_in_part() -> None:
-    rounds = InlineRoundPolicy(DELAY_S)
-    for _ in range(100):
-        rounds.observe(1.0, 0.8, DELAY_S)
-    rounds.observe(1.0, 0.8, 1.0)
-    assert rounds.pays(0.5, 2.0, STEP_S)
+class Polled(NoDraftClient):
+    """Sends one node per poll."""
+
+    def __init__(self, *, concurrent: bool, more: bool = True) -> None:
+        self.concurrent, self.more, self.polls = concurrent, more, 0
+
+    def poll(self, timeout_s: float) -> DraftUpdates:
+        self.polls += 1
+        return DraftUpdates([(1, Growth(2, self.polls, [self.polls - 1], [5], [-0.1]))], may_continue=self.more)
 
 
-@pytest.mark.parametrize(("step_s", "rounds"), [(STEP_S, 0), (4 * STEP_S, 4)])
-def test_overhead_of_steps_counts(step_s: float, rounds: int) -> None:
-    """A round of 15 ms does not pay with a step of 10 ms, but with one of 40 ms; its pass takes 10 ms in both."""
-    assert Turns(round_s=15e-3, step_s=step_s).rounds() == rounds
+class FixedRounds:
+    """Waits for a fixed number of rounds."""
+
+    depth_factor, min_path_probability = 1, 0.0
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds = rounds
+        self.waits: list[Sequence[Request]] = []
+
+    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
+        self.waits.append(drawing)
+        for _ in range(self._rounds):
+            if not receive(1.0):
+                return
+
+    def observe_unverified(self, path_probability: float) -> bool:
+        return False
+
+
+class TestManager:
+    def manager(self, drafting: Polled, schedule: FixedRounds) -> DraftManager:
+        return DraftManager(drafting, (), "coupled", schedule, 10, lambda: 0.0, gated=False)
+
+    @pytest.mark.parametrize(
+        ("concurrent", "draws", "polls"), [(False, True, 0), (False, False, 1), (True, True, 1), (True, False, 1)]
+    )
+    @pytest.mark.parametrize("rounds", [0, 2])
+    def test_a_local_draft_runs_one_round_with_prompts_and_else_by_schedule(
+        self, concurrent: bool, draws: bool, polls: int, rounds: int
+    ) -> None:
+        """A concurrent draft is polled once before the schedule may wait."""
+        request, drafting, schedule = drafted_request(), Polled(concurrent=concurrent), FixedRounds(rounds)
+        manager = self.manager(drafting, schedule)
+        manager.receive_growth({1: request}, [request] if draws else ())
+        assert drafting.polls == manager.grafted == polls + rounds * draws
+        assert schedule.waits == [[request]] * draws
+
+    def test_a_paused_draft_is_not_waited_for(self) -> None:
+        request, schedule = drafted_request(), FixedRounds(1)
+        request.paused = True
+        self.manager(Polled(concurrent=True), schedule).receive_growth({1: request}, [request])
+        assert not schedule.waits
+
+    def test_a_finished_draft_is_not_polled_again(self) -> None:
+        """A lookup sends all its nodes at once; another poll would only cost time."""
+        request, drafting = drafted_request(), Polled(concurrent=False, more=False)
+        self.manager(drafting, FixedRounds(5)).receive_growth({1: request}, [request])
+        assert drafting.polls == request.tree.size == 1

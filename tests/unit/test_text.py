@@ -5,56 +5,32 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models
 
 from paceline.model_names import ModelNotFoundError, resolve_model
 from paceline.text import Detokenizer, Tokenizer, vocabulary_fingerprint
+from tests.helpers.vocabularies import byte_level, metaspace
 
 TEXTS = ["def f(x):\n    return x", "naïve café — 東京は夜の七時", "👩‍👩‍👧‍👦 flags 🇩🇪 e\u0301", "\t \n\n  done"]
+BYTE_LEVEL = byte_level(400, TEXTS * 3, added=["東京タワー"])
+PYDOC = Tokenizer.load("pydoc")
+SENTENCEPIECE = metaspace()
+"""Like Llama 2's: ids 3 to 258 are bytes, words follow."""
+THE = SENTENCEPIECE.pieces.index(b" the")
+TABLE = Tokenizer.load("table:512")
 
 
-def byte_level() -> Tokenizer:
-    backend = Backend(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<|end|>"], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(TEXTS * 3, trainer)
-    backend.add_tokens([AddedToken("東京タワー", special=False)])  # spelled outside the byte alphabet
-    return Tokenizer(backend, {"eos_token": "<|end|>"}, None)
-
-
-def sentencepiece_like() -> Tokenizer:
-    """Llama 2's: `▁` for a space, a token for each byte, a space dropped at the very start."""
-    words = ["▁", "▁def", "▁caf", "é", "▁return", "x", "(", ")", ":", "\n", "e", "a"]
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
-    vocabulary |= {word: len(vocabulary) + index for index, word in enumerate(words)}
-    backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
-    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    return Tokenizer(backend, {"bos_token": "<s>", "eos_token": "</s>"}, None)
-
-
-def metaspace() -> Tokenizer:
+def plain_metaspace() -> Tokenizer:
     vocabulary = {"<unk>": 0, "▁a": 1, "b": 2, "▁": 3, "ü": 4}
     backend = Backend(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     return Tokenizer(backend, {}, None)
-
-
-BYTE_LEVEL, SENTENCEPIECE, METASPACE = byte_level(), sentencepiece_like(), metaspace()
-TABLE = Tokenizer.load("table:512")
 
 
 def cut(tokens: list[int], borders: list[int]) -> list[list[int]]:
@@ -74,7 +50,9 @@ def after(tokenizer: Tokenizer, first: int, tokens: list[int], *, skip_special_t
 
 
 @pytest.mark.parametrize(
-    ("tokenizer", "first"), [(BYTE_LEVEL, 65), (METASPACE, 1), (TABLE, 7)], ids=["byte_level", "metaspace", "table"]
+    ("tokenizer", "first"),
+    [(BYTE_LEVEL, 65), (plain_metaspace(), 1), (TABLE, 7)],
+    ids=["byte_level", "metaspace", "table"],
 )
 @settings(deadline=None)
 @given(data=st.data(), borders=st.lists(st.integers(0, 99), max_size=8), skip=st.booleans())
@@ -88,16 +66,14 @@ def test_any_cut_decodes_to_what_the_tokenizer_decodes(
 
 @settings(deadline=None)
 @given(
-    pieces=st.lists(st.one_of(st.sampled_from([259, 260, 261, 262, 263, 1]), st.characters(codec="utf-8"))),
+    pieces=st.lists(st.one_of(st.sampled_from([*range(259, 340), 1]), st.characters(codec="utf-8"))),
     borders=st.lists(st.integers(0, 99), max_size=8),
 )
 def test_byte_tokens_decode_to_what_the_tokenizer_decodes(pieces: list[int | str], borders: list[int]) -> None:
-    tokens = [
-        token
-        for piece in pieces
-        for token in ([piece] if isinstance(piece, int) else [3 + byte for byte in piece.encode()])
-    ]
-    expected = after(SENTENCEPIECE, 260, tokens, skip_special_tokens=True)
+    tokens: list[int] = []
+    for piece in pieces:
+        tokens += [piece] if isinstance(piece, int) else [3 + byte for byte in piece.encode()]
+    expected = after(SENTENCEPIECE, THE, tokens, skip_special_tokens=True)
     assert stream(SENTENCEPIECE, cut(tokens, borders)) == expected
 
 
@@ -109,7 +85,7 @@ def test_invalid_byte_tokens_spoil_no_others(tokens: list[int], borders: list[in
 
 
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, Tokenizer.load("pydoc")], ids=["byte_level", "pydoc"])
+@pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, PYDOC], ids=["byte_level", "pydoc"])
 def test_no_half_character_is_ever_shown(tokenizer: Tokenizer, text: str) -> None:
     detokenizer = Detokenizer(tokenizer)
     shown = [detokenizer.feed([token]) for token in tokenizer.encode(text)]
@@ -132,17 +108,15 @@ LONG_TEXT = "def area(width, height):\n    return width * height\n" * 5000
 
 
 def test_long_texts_are_encoded_and_decoded_as_short_ones_are() -> None:
-    tokenizer = Tokenizer.load("pydoc")
-    tokens = tokenizer.encode(LONG_TEXT)
-    assert tokens == tokenizer._backend.encode(LONG_TEXT).ids
-    assert tokenizer.decode(tokens) == tokenizer._backend.decode(tokens) == LONG_TEXT
+    tokens = PYDOC.encode(LONG_TEXT)
+    assert tokens == PYDOC._backend.encode(LONG_TEXT).ids
+    assert PYDOC.decode(tokens) == PYDOC._backend.decode(tokens) == LONG_TEXT
 
 
 def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
     """It once stopped all of them for seconds, in whatever thread it was."""
-    tokenizer = Tokenizer.load("pydoc")
-    tokenizer.encode(LONG_TEXT[:10_000])  # its threads are started
-    encoding = threading.Thread(target=tokenizer.encode, args=(LONG_TEXT,))
+    PYDOC.encode(LONG_TEXT[:10_000])  # its threads are started
+    encoding = threading.Thread(target=PYDOC.encode, args=(LONG_TEXT,))
     encoding.start()
     turns = 0
     while encoding.is_alive():
@@ -152,23 +126,18 @@ def test_other_threads_go_on_while_a_long_text_is_encoded() -> None:
 
 
 def test_a_continuation_keeps_its_leading_space() -> None:
-    assert Detokenizer(SENTENCEPIECE).feed([260]) == " def"
+    assert Detokenizer(SENTENCEPIECE).feed([THE]) == " the"
 
 
 def test_fingerprints_differ_exactly_with_the_meaning_of_ids(tmp_path: Path) -> None:
-    def saved(name: str, change: Callable[[dict[str, int]], None]) -> str:
-        vocabulary = {"<unk>": 0, "a": 1, "b": 2}
-        change(vocabulary)
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "config.json").write_text("{}")
-        Backend(models.WordLevel(vocabulary, unk_token="<unk>")).save(str(folder / "tokenizer.json"))
-        return str(folder)
+    def fingerprint(**more: int) -> str:
+        backend = Backend(models.WordLevel({"<unk>": 0, "a": 1, "b": 2} | more, unk_token="<unk>"))
+        backend.save(str(tmp_path / "tokenizer.json"))
+        return vocabulary_fingerprint(str(tmp_path))
 
-    plain = vocabulary_fingerprint(saved("plain", lambda v: None))
-    assert plain == vocabulary_fingerprint(saved("same", lambda v: None))
-    assert plain != vocabulary_fingerprint(saved("swapped", lambda v: v.update(a=2, b=1)))
-    assert plain != vocabulary_fingerprint(saved("more", lambda v: v.update(c=3)))
+    (tmp_path / "config.json").write_text("{}")
+    assert fingerprint() == fingerprint(b=2)
+    assert len({fingerprint(), fingerprint(a=2, b=1), fingerprint(c=3)}) == 3
 
 
 def test_the_shipped_pair_shares_a_vocabulary() -> None:
@@ -181,16 +150,18 @@ def test_a_missing_model_is_an_error_with_advice(name: str) -> None:
         resolve_model(name)
 
 
-def test_a_missing_tokenizer_file_is_an_error_with_advice(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tokenizer", "message"),
+    [(None, "save_pretrained"), ("{", r"tokenizer.json cannot be read")],
+    ids=["none", "broken"],
+)
+def test_a_folder_without_a_usable_tokenizer_is_an_error_with_advice(
+    tokenizer: str | None, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelNotFoundError, match="save_pretrained"):
-        Tokenizer.load(str(tmp_path))
-
-
-def test_a_broken_tokenizer_file_is_named(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ModelNotFoundError, match=r"tokenizer.json cannot be read"):
+    if tokenizer:
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+    with pytest.raises(ModelNotFoundError, match=message):
         Tokenizer.load(str(tmp_path))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,12 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from paceline.drafting.vocabulary.intersection_draft import IntersectionDraft
 from paceline.drafting.vocabulary.vocabulary_mapping import MIN_COMMON_TOKENS, Vocabulary, VocabularyMapping
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
-from tests.helpers.vocabularies import TALE, byte_level, metaspace, numbered, vocabulary
+from paceline_lab.fake_models.table_model import TableModel
+from tests.helpers.vocabularies import byte_level, metaspace, numbered, text_of, vocabulary
 
 BYTES, SPACES = vocabulary(byte_level()), vocabulary(metaspace())
 TO_SPACES = VocabularyMapping.between(target=BYTES, draft=SPACES)
@@ -36,8 +37,8 @@ def token(of: Vocabulary, spelling: str) -> int:
     return id_
 
 
-def text_of(tokenizer: Tokenizer, tokens: Sequence[int]) -> bytes:
-    return b"".join(map(tokenizer.piece, tokens))
+MAPPINGS = pytest.mark.parametrize("mapping", [TO_SPACES, TO_BYTES], ids=["to_spaces", "to_bytes"])
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer], ids=["byte_level", "metaspace"])
 
 
 class TestMeanings:
@@ -55,7 +56,7 @@ class TestMeanings:
         assert TO_BYTES.draft_ids[byte] == TO_BYTES.draft_ids[letter] == (token(BYTES, "e"),)
         assert TO_BYTES.target_ids[token(BYTES, "e")] == letter
 
-    @pytest.mark.parametrize("mapping", [TO_SPACES, TO_BYTES], ids=["to_spaces", "to_bytes"])
+    @MAPPINGS
     def test_both_directions_agree(self, mapping: VocabularyMapping) -> None:
         shared = [mapping.target_ids[id_] for id_ in mapping.common]
         assert len(set(shared)) == len(shared) > 250
@@ -88,20 +89,25 @@ class TestMeanings:
         assert mapping.target_ids == [3, -1, 0]
         assert mapping.draft_ids == [(2,), (0,), (0,), (0,)], "6 and 7 are unknown, which reads as 8"
 
+    def test_a_vocabulary_is_the_same_as_itself(self) -> None:
+        again = VocabularyMapping.between(BYTES, BYTES)
+        assert again.identical
+        assert not TO_SPACES.identical
+        assert again.target_ids == list(range(BYTES.size))
+
 
 class TestTranslation:
-    @pytest.mark.parametrize("mapping", [TO_SPACES, TO_BYTES], ids=["to_spaces", "to_bytes"])
+    @MAPPINGS
     def test_every_token_is_written_with_its_own_bytes(self, mapping: VocabularyMapping) -> None:
         """Also parts of characters; only special tokens are not text."""
         target, draft = mapping.target.tokenizer, mapping.draft.tokenizer
         for id_ in range(mapping.target.size):
+            assert mapping.draft_ids[id_]
             if id_ not in target.special_ids:
                 assert b"".join(map(draft.piece, mapping.draft_ids[id_])) == target.piece(id_)
-            assert mapping.draft_ids[id_]
 
     def test_a_special_token_that_the_draft_lacks_is_spelled_out(self) -> None:
-        written = TO_SPACES.draft_ids[token(BYTES, "<|turn|>")]
-        assert b"".join(map(SPACES.tokenizer.piece, written)) == b"<|turn|>"
+        assert text_of(SPACES.tokenizer, TO_SPACES.draft_ids[token(BYTES, "<|turn|>")]) == b"<|turn|>"
 
     @settings(deadline=None)
     @given(st.text())
@@ -110,40 +116,36 @@ class TestTranslation:
         assert b"".join(map(SPACES.tokenizer.piece, written)) == text.encode()
 
     def test_a_prompt_begins_as_its_model_expects(self) -> None:
-        assert (
-            TO_SPACES.prompt_to_draft_tokens(BYTES.tokenizer.encode("the"))[:1] == SPACES.tokenizer.prefix_tokens == [1]
-        )
+        to_spaces = TO_SPACES.prompt_to_draft_tokens(BYTES.tokenizer.encode("the"))
+        assert to_spaces[:1] == SPACES.tokenizer.prefix_tokens == [1]
         assert TO_BYTES.prompt_to_draft_tokens(SPACES.tokenizer.encode("the")) == BYTES.tokenizer.encode(" the")
         assert TO_BYTES.prompt_to_draft_tokens([1]), "never nothing"
-
-    def test_a_vocabulary_is_the_same_as_itself(self) -> None:
-        again = VocabularyMapping.between(BYTES, BYTES)
-        assert again.identical
-        assert not TO_SPACES.identical
-        assert again.target_ids == list(range(BYTES.size))
 
 
 class TestRefusals:
     def test_too_little_in_common(self) -> None:
-        for count in (MIN_COMMON_TOKENS - 1, MIN_COMMON_TOKENS):
+        model = TableModel(50, 512, 64)
+        for count in (MIN_COMMON_TOKENS, MIN_COMMON_TOKENS - 1):
             mapping = VocabularyMapping.between(numbered(range(50), "big"), numbered(range(50 - count, 90), "small"))
             assert len(mapping.common) == count
-        mapping.require_common()
-        few = VocabularyMapping.between(numbered(range(50), "big"), numbered([*range(47, 50)], "small"))
-        with pytest.raises(ValueError, match="of big and its draft small have only 3 tokens in common"):
-            few.require_common()
-
-    def test_a_folder_without_a_tokenizer(self, tmp_path: Path) -> None:
-        (tmp_path / "config.json").write_text('{"vocab_size": 9}')
-        with pytest.raises(ModelNotFoundError, match=r"has no tokenizer\.json: save"):
-            Vocabulary.load(str(tmp_path))
+            if count == MIN_COMMON_TOKENS:
+                IntersectionDraft(model, mapping, 3)
+        with pytest.raises(ValueError, match=f"of big and its draft small have only {count} tokens in common: choose"):
+            IntersectionDraft(model, mapping, 3)
 
     @pytest.mark.parametrize(
-        ("config", "message"), [("{}", "has no vocab_size"), ("[1]", "no JSON object"), ("{", "cannot be read")]
+        ("config", "message"),
+        [
+            ('{"vocab_size": 9}', r"has no tokenizer\.json: save"),
+            ("{}", "has no vocab_size"),
+            ("[1]", "no JSON object"),
+            ("{", "cannot be read"),
+        ],
     )
-    def test_a_configuration_that_says_too_little(self, tmp_path: Path, config: str, message: str) -> None:
+    def test_a_folder_that_says_too_little(self, tmp_path: Path, config: str, message: str) -> None:
         (tmp_path / "config.json").write_text(config)
-        BYTES.tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
+        if "tokenizer" not in message:
+            BYTES.tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
         with pytest.raises(ModelNotFoundError, match=message):
             Vocabulary.load(str(tmp_path))
 
@@ -156,23 +158,10 @@ class TestRefusals:
 
 
 class TestInsideAText:
-    def test_nothing_is_put_before_it(self) -> None:
-        inside = SPACES.tokenizer.encode_fragment("the traveller")
-        assert SPACES.tokenizer.encode("the traveller")[:2] == [1, token(SPACES, "▁the")]
-        assert b"".join(map(SPACES.tokenizer.piece, inside)) == b"the traveller"
-
-    @pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer], ids=["byte_level", "metaspace"])
+    @TOKENIZERS
     def test_special_tokens_are_text_there(self, tokenizer: Tokenizer) -> None:
         for spelling in ("<|end|>", "</s>"):
-            tokens = tokenizer.encode_fragment(spelling)
-            assert not tokenizer.special_ids.intersection(tokens)
-            assert b"".join(map(tokenizer.piece, tokens)) == spelling.encode()
-
-    @pytest.mark.parametrize("tokenizer", [BYTES.tokenizer, SPACES.tokenizer], ids=["byte_level", "metaspace"])
-    def test_it_reads_the_same(self, tokenizer: Tokenizer) -> None:
-        for start in range(0, len(TALE), 5):
-            text = TALE[start : start + 23]
-            assert b"".join(map(tokenizer.piece, tokenizer.encode_fragment(text))) == text.encode()
+            assert text_of(tokenizer, tokenizer.encode_fragment(spelling)) == spelling.encode()
 
     @pytest.mark.parametrize(
         ("pre_tokenizer", "decoder"),
@@ -196,7 +185,3 @@ class TestInsideAText:
         assert tokenizer.adds_prefix_space
         assert text_of(tokenizer, tokenizer.encode("ab c")) == b" ab c"
         assert text_of(tokenizer, tokenizer.encode_fragment("ab c")) == b"ab c"
-
-    def test_what_stands_before_a_text_is_known(self) -> None:
-        assert (BYTES.tokenizer.prefix_tokens, BYTES.tokenizer.adds_prefix_space) == ([], False)
-        assert (SPACES.tokenizer.prefix_tokens, SPACES.tokenizer.adds_prefix_space) == ([1], True)

@@ -45,20 +45,25 @@ def test_no_other_target_would_answer_sooner(candidates: dict[str, TargetCandida
 @given(names=st.sets(NAMES, min_size=2, max_size=6), prompt=PROMPT, ends=PROMPT)
 def test_prompts_that_begin_alike_agree_and_so_do_gateways(names: set[str], prompt: list[int], ends: list[int]) -> None:
     beginning = (prompt * PREFIX_TOKENS)[:PREFIX_TOKENS]
-    idle = dict.fromkeys(sorted(names), TargetCandidate())
-    elsewhere = dict.fromkeys(sorted(names, reverse=True), TargetCandidate())
-    assert best_target(idle, beginning + ends) == best_target(elsewhere, beginning)
-    assert session_home(sorted(names), "talk") == session_home(sorted(names, reverse=True), "talk")
+    here, elsewhere = sorted(names), sorted(names, reverse=True)
+    idle = TargetCandidate()
+    assert best_target(dict.fromkeys(here, idle), beginning + ends) == best_target(
+        dict.fromkeys(elsewhere, idle), beginning
+    )
+    assert session_home(here, "talk") == session_home(elsewhere, "talk")
 
 
-def test_different_prompts_spread() -> None:
+def test_different_prompts_spread_and_so_do_salts() -> None:
     chosen = [best_target(IDLE, [number]) for number in range(300)]
     assert all(chosen.count(name) > 60 for name in IDLE)
-
-
-def test_a_beginning_that_is_not_shared_is_at_home_by_itself() -> None:
     assert len({best_target(IDLE, LONG, salt=str(number)) for number in range(50)}) == len(IDLE)
     assert len({best_target(IDLE, LONG[:end], salt="one") for end in (64, 65, 8192)}) == 1
+
+
+def test_sessions_spread_and_so_do_salts() -> None:
+    assert len({session_home("abc", str(number)) for number in range(50)}) == 3
+    assert len({session_home("abc", "talk", str(number)) for number in range(50)}) == 3
+    assert session_home("abc", "") is None
 
 
 @pytest.mark.parametrize("sessions", [True, False])
@@ -68,54 +73,45 @@ def test_losing_a_target_moves_only_what_was_there(sessions: bool) -> None:
             return {number: session_home(list(targets), str(number)) for number in range(100)}
         return {number: best_target(targets, [number]) for number in range(100)}
 
-    before, after = homes(IDLE), homes({"a": TargetCandidate(), "b": TargetCandidate()})
+    before, after = homes(IDLE), homes({name: IDLE[name] for name in "ab"})
     assert all(after[number] == at for number, at in before.items() if at != "c")
     assert len(set(before.values())) == 3
 
 
-def test_a_long_prompt_goes_where_it_is_known_and_a_short_one_where_there_is_least_to_do() -> None:
-    busy_but_knows = {"a": TargetCandidate(queued_rows=4000.0, cached=8160), "b": TargetCandidate(queued_rows=500.0)}
-    assert best_target(busy_but_knows, LONG) == "a"
-    assert (
-        best_target(
-            {"a": TargetCandidate(queued_rows=4000.0, cached=96), "b": TargetCandidate(queued_rows=500.0)}, LONG[:100]
-        )
-        == "b"
-    )
-    too_busy = busy_but_knows | {"a": TargetCandidate(queued_rows=9000.0, cached=8160)}
-    assert best_target(too_busy, LONG) == "b"
+@pytest.mark.parametrize(
+    ("a", "b", "tokens", "best"),
+    [
+        pytest.param({"queued_rows": 4000.0, "cached": 8160}, {"queued_rows": 500.0}, 8192, "a", id="known there"),
+        pytest.param({"queued_rows": 9000.0, "cached": 8160}, {"queued_rows": 500.0}, 8192, "b", id="but too busy"),
+        pytest.param({"queued_rows": 4000.0, "cached": 96}, {"queued_rows": 500.0}, 100, "b", id="a short prompt"),
+        pytest.param(
+            {"queued_rows": 1000.0, "rows_per_s": 1000.0},
+            {"queued_rows": 3000.0, "rows_per_s": 8000.0},
+            100,
+            "b",
+            id="work counts in seconds",
+        ),
+        pytest.param({"queued_rows": 1000.0}, {"queued_rows": 3000.0}, 100, "a", id="of unknown speed"),
+    ],
+)
+def test_a_prompt_goes_where_its_first_token_comes_soonest(
+    a: dict[str, float], b: dict[str, float], tokens: int, best: str
+) -> None:
+    candidates = {"a": TargetCandidate(**a), "b": TargetCandidate(**b)}  # type: ignore[arg-type]
+    assert best_target(candidates, LONG[:tokens]) == best
 
 
-def test_work_counts_in_seconds_where_targets_differ_in_speed() -> None:
-    slow, fast = (
-        TargetCandidate(queued_rows=1000.0, rows_per_s=1000.0),
-        TargetCandidate(queued_rows=3000.0, rows_per_s=8000.0),
-    )
-    assert best_target({"slow": slow, "fast": fast}, LONG[:100]) == "fast"
-    assert (
-        best_target({"slow": replace(slow, rows_per_s=0.0), "fast": replace(fast, rows_per_s=0.0)}, LONG[:100])
-        == "slow"
-    )
-
-
-def test_a_conversation_keeps_its_target_until_that_is_overloaded() -> None:
-    prompt = list(range(200))
-
-    def at(work: float) -> str | None:
-        return best_target(
-            {"a": TargetCandidate(queued_rows=work, has_session=True), "b": TargetCandidate(), "c": TargetCandidate()},
-            prompt,
-        )
-
-    assert at(SESSION_MOVE_COST_ROWS - PREFIX_TOKENS - 1) == "a"
-    assert at(SESSION_MOVE_COST_ROWS + PREFIX_TOKENS + 1) != "a"
-    assert best_target(IDLE | {"a": TargetCandidate(queued_rows=PREFIX_TOKENS + 1)}, prompt) != "a"
-
-
-def test_sessions_spread_and_are_separate_by_salt() -> None:
-    assert len({session_home("abc", str(number)) for number in range(50)}) == 3
-    assert len({session_home("abc", "talk", str(number)) for number in range(50)}) == 3
-    assert session_home("abc", "") is None
+@pytest.mark.parametrize(
+    ("work", "has_session", "stays"),
+    [
+        (SESSION_MOVE_COST_ROWS - PREFIX_TOKENS - 1, True, True),
+        (SESSION_MOVE_COST_ROWS + PREFIX_TOKENS + 1, True, False),
+        (PREFIX_TOKENS + 1, False, False),
+    ],
+)
+def test_a_conversation_keeps_its_target_until_that_is_overloaded(work: float, has_session: bool, stays: bool) -> None:
+    candidates = IDLE | {"a": TargetCandidate(queued_rows=work, has_session=has_session)}
+    assert (best_target(candidates, LONG[:200]) == "a") is stays
 
 
 def test_nothing_is_chosen_without_workers() -> None:
@@ -127,15 +123,29 @@ def draft(requests: float = 0.0, accepted: float | None = None, verifications: f
     return DraftCandidate(requests, accepted, verifications or (1000.0 if accepted is not None else 0.0))
 
 
-def test_drafts_take_turns_and_busy_ones_come_last() -> None:
-    drafts = {"a": draft(0), "b": draft(1), "c": draft(40)}
-    assert [draft_order(drafts, turn) for turn in range(2)] == [["a", "b", "c"], ["b", "a", "c"]]
+FAILING = replace(draft(0, 3.0), healthy=False)
 
 
-def test_a_draft_that_is_understood_better_comes_first_until_it_is_too_busy() -> None:
-    assert draft_order({"weak": draft(0, 0.8), "good": draft(0, 2.4)}, 0) == ["good", "weak"]
-    assert draft_order({"weak": draft(0, 0.8), "good": draft(8, 2.4)}, 0) == ["good", "weak"]
-    assert draft_order({"weak": draft(0, 0.8), "good": draft(40, 2.4)}, 0) == ["weak", "good"]
+@pytest.mark.parametrize(
+    ("drafts", "turn", "order"),
+    [
+        pytest.param({"a": draft(0), "b": draft(1), "c": draft(40)}, 0, "a b c", id="busy ones last"),
+        pytest.param({"a": draft(0), "b": draft(1), "c": draft(40)}, 1, "b a c", id="turns"),
+        pytest.param({"weak": draft(0, 0.8), "good": draft(0, 2.4)}, 0, "good weak", id="understood better"),
+        pytest.param({"weak": draft(0, 0.8), "good": draft(8, 2.4)}, 0, "good weak", id="though busier"),
+        pytest.param({"weak": draft(0, 0.8), "good": draft(40, 2.4)}, 0, "weak good", id="until it is too busy"),
+        # What is not known is no better than the worst that is.
+        pytest.param({"poor": draft(0, 0.2), "new": draft()}, 0, "poor new", id="an unknown one"),
+        pytest.param({"poor": draft(0, 0.2), "new": draft()}, 1, "new poor", id="an unknown one's turn"),
+        pytest.param({"new": draft(), "good": draft(0, 2.0), "poor": draft(0, 0.2)}, 0, "good new poor", id="third"),
+        pytest.param({"failing": FAILING, "weak": draft(30, 0.5)}, 0, "weak failing", id="failing ones last"),
+        pytest.param({"failing": FAILING}, EXPLORE_EVERY - 1, "failing", id="but still offered alone"),
+    ],
+)
+def test_drafts_come_in_the_order_of_what_they_would_bring(
+    drafts: dict[str, DraftCandidate], turn: int, order: str
+) -> None:
+    assert draft_order(drafts, turn) == order.split()
 
 
 def test_what_is_not_known_is_tried_now_and_then() -> None:
@@ -145,18 +155,6 @@ def test_what_is_not_known_is_tried_now_and_then() -> None:
     assert firsts.count("known") == len(firsts) - 4
     known = drafts | {"new": draft(0, 0.5, 100.0), "useless": draft(0, 0.0, 60.0)}
     assert draft_order(known, EXPLORE_EVERY - 1)[0] == "useless"
-
-
-def test_what_is_not_known_is_no_better_than_the_worst_that_is() -> None:
-    drafts = {"poor": draft(0, 0.2), "new": draft()}
-    assert {draft_order(drafts, turn)[0] for turn in range(2)} == {"poor", "new"}
-    assert draft_order(drafts | {"good": draft(0, 2.0)}, 0)[0] == "good"
-
-
-def test_a_draft_that_fails_comes_last_and_alone_is_still_offered() -> None:
-    failing = replace(draft(0, 3.0), healthy=False)
-    assert draft_order({"failing": failing, "weak": draft(30, 0.5)}, 0) == ["weak", "failing"]
-    assert draft_order({"failing": failing}, EXPLORE_EVERY - 1) == ["failing"]
 
 
 @settings(deadline=None)
