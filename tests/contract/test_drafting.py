@@ -12,19 +12,6 @@ from paceline.wire.session_messages import ConnectDrafts
 from tests.helpers.workers import Counting, RecordingSpeculator, draft_worker, nodes, opening, target, until
 
 
-async def test_growth_arrives_and_a_commit_moves_the_root() -> None:
-    async with draft_worker() as worker, target() as here:
-        assert await here.open(1, worker.address) == "one"
-        updates = await here.poll(lambda updates: len(nodes(updates, 1)) == 3)
-        assert nodes(updates, 1) == [8, 9, 10]
-        assert {growth.base_position for _, growth in updates.growths} == {2}
-        assert not updates.lost
-        here.commit(1, 2, [8, 500], 1)
-        updates = await here.poll(lambda updates: len(nodes(updates, 1)) == 3)
-        assert nodes(updates, 1) == [501, 502, 503]
-        assert {growth.base_position for _, growth in updates.growths} == {4}
-
-
 async def test_a_step_is_sent_as_one_frame() -> None:
     async with draft_worker() as worker, target() as here:
         await here.reach(worker.address)
@@ -39,20 +26,19 @@ async def test_a_step_is_sent_as_one_frame() -> None:
 
 
 class Remembering(Counting):
-    """Keeps the tokens of closed requests, as suffix decoding does."""
+    """Notes the commits and closes of requests, as suffix decoding needs them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.closed: list[list[int]] = []
-        self._committed: dict[int, list[int]] = {}
+        self.noted: list[Commit | int] = []
 
     def commit(self, commit: Commit) -> None:
         super().commit(commit)
-        self._committed.setdefault(commit.request_id, []).extend(commit.tokens)
+        self.noted.append(commit)
 
     def close(self, request_id: int) -> None:
         super().close(request_id)
-        self.closed.append(self._committed.pop(request_id, []))
+        self.noted.append(request_id)
 
 
 async def test_the_last_commit_of_a_frame_is_applied_before_the_close() -> None:
@@ -61,11 +47,13 @@ async def test_the_last_commit_of_a_frame_is_applied_before_the_close() -> None:
         await here.open(1, worker.address)
         await here.open(2, worker.address)
         await until(lambda: worker.servicer.open_requests == 2)
-        here.drafting.commit(Commit(1, 2, [8, 9], 1))
+        last, other = Commit(1, 2, [8, 9], 1), Commit(2, 2, [500], 0)
+        here.drafting.commit(last)
         here.drafting.close(1)
-        here.commit(2, 2, [500], 0)
-        await until(lambda: speculator.closed != [])
-        assert speculator.closed == [[8, 9]]
+        here.drafting.commit(other)
+        here.drafting.flush()
+        await until(lambda: len(speculator.noted) == 3)
+        assert speculator.noted.index(last) < speculator.noted.index(1)
         await here.poll(lambda updates: 501 in nodes(updates, 2))
 
 
@@ -77,9 +65,6 @@ async def test_a_paused_request_stays_open() -> None:
         here.commit(1, 2, [500], 0)
         await here.poll(lambda updates: 501 in nodes(updates, 1))  # `Counting` has applied the limit, and ignores it
         assert worker.servicer.open_requests == 1
-        here.drafting.close(1)
-        here.drafting.flush()
-        await until(lambda: worker.servicer.open_requests == 0)
 
 
 async def test_growth_of_a_closed_request_is_ignored() -> None:
@@ -87,9 +72,10 @@ async def test_growth_of_a_closed_request_is_ignored() -> None:
         await here.open(1, worker.address)
         await until(lambda: worker.servicer.open_requests == 1)
         here.drafting.close(1)
+        here.drafting.flush()
+        await until(lambda: worker.servicer.open_requests == 0)
         await here.open(2, worker.address)
-        updates = await here.poll(lambda updates: len(nodes(updates, 2)) == 3)
-        assert nodes(updates, 1) == []
+        assert nodes(await here.poll(lambda updates: len(nodes(updates, 2)) == 3), 1) == []
         assert here.connected == [worker.address]
 
 
@@ -105,18 +91,14 @@ async def test_poll_returns_with_the_first_growth_or_after_its_timeout() -> None
             assert (await polling).growths
 
 
-async def test_requests_without_a_reachable_worker() -> None:
-    async with target() as here:
+async def test_naming_a_worker_connects_to_it() -> None:
+    """Until it is reached, the request goes on without a draft."""
+    async with draft_worker() as worker, target() as here:
         assert here.drafting.open(opening(1), []) is None
-        assert here.drafting.open(opening(1), ["127.0.0.1:9"]) is None
+        assert here.drafting.open(opening(1), ["127.0.0.1:9", worker.address]) is None
         here.drafting.commit(Commit(1, 2, [8], 1))
         here.drafting.close(1)
         here.drafting.flush()
-
-
-async def test_naming_a_worker_connects_to_it() -> None:
-    async with draft_worker() as worker, target() as here:
-        assert here.drafting.open(opening(1), [worker.address]) is None
         await until(lambda: here.connected == [worker.address])
         assert here.drafting.open(opening(1), [worker.address]) == "one"
 
@@ -192,17 +174,6 @@ async def test_all_workers_of_a_target_must_ask_for_the_same_layers(caplog: pyte
             assert set(here.connected) == {ids_only.address, first.address}
         await here.reach(late.address)
         assert here.drafting.hidden_state_layers == (1, 2)
-
-
-async def test_hidden_states_reach_a_worker_that_asks_for_them() -> None:
-    speculator = RecordingSpeculator()
-    async with draft_worker(speculator) as worker, target() as here:
-        await here.open(1, worker.address, tokens=[5, 6, 7])
-        here.drafting.context(Context(1, 0, states([5], 0)))
-        here.drafting.context(Context(1, 1, states([6], 1)))
-        here.commit(1, 2, [8, 9], 1, states([7, 8], 2))
-        assert await here.drafted(1) == [10, 11, 12]
-        assert list(speculator.seen.values()) == [{0: 5, 1: 6, 2: 7, 3: 8}]
 
 
 async def test_hidden_states_are_not_sent_to_a_worker_that_asks_for_none() -> None:

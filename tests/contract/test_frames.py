@@ -3,9 +3,11 @@
 import math
 import string
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -146,16 +148,38 @@ def round_timings(queue_us: int, compute_us: int) -> Timings:
     return Timings(queue_us / 1e6, compute_us / 1e6, (queue_us + compute_us) / 1e6)
 
 
+UNKNOWN_FIELD = bytes([0xC2, 0x3E, 3]) + b"new"
+"""Field 1000 with three bytes."""
+
+
+def add_unknown_fields(message: Message) -> None:
+    """Add one unknown field to every message, as a newer build would."""
+    for field, value in message.ListFields():
+        if field.message_type and not field.message_type.GetOptions().map_entry:
+            for each in value if field.is_repeated else [value]:
+                add_unknown_fields(each)
+    message.MergeFromString(UNKNOWN_FIELD)
+
+
+def sent(message: Message) -> list[bytes]:
+    """The message as this build sends it, and as a newer build would."""
+    ours = message.SerializeToString()
+    add_unknown_fields(message)
+    theirs = message.SerializeToString()
+    assert UNKNOWN_FIELD in theirs
+    return [ours, theirs]
+
+
 @given(submissions)
 def test_submission(submission: GenerationRequest) -> None:
-    wire = target_codec.encode_submission(submission).SerializeToString()
-    assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
+    for wire in sent(target_codec.encode_submission(submission)):
+        assert target_codec.decode_submission(target_pb2.SubmitFrame.Submit.FromString(wire)) == submission
 
 
 @given(deltas())
 def test_delta(delta: Delta) -> None:
-    wire = target_codec.encode_delta(delta, delta.request_id).SerializeToString()
-    assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
+    for wire in sent(target_codec.encode_delta(delta, delta.request_id)):
+        assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
 
 
 @given(st.builds(EngineLoad, counts, counts, counts, counts, seconds))
@@ -163,15 +187,12 @@ def test_load(load: EngineLoad) -> None:
     assert target_codec.decode_load(target_codec.encode_load(load)) == load
 
 
-def test_target_description() -> None:
-    description = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
-    assert target_codec.decode_target_description(target_codec.encode_target_description(description)) == description
-
-
-def test_draft_description() -> None:
+def test_descriptions() -> None:
+    target = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
+    assert target_codec.decode_target_description(target_codec.encode_target_description(target)) == target
     facts = SpeculatorFacts("custom", "m", "f", 4096, (0, 3, 7), 2048)
-    description = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
-    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description("w", facts)) == description
+    draft = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)
+    assert draft_codec.decode_draft_description(draft_codec.encode_draft_description("w", facts)) == draft
 
 
 def test_every_sampling_parameter_has_a_field() -> None:
@@ -185,7 +206,8 @@ def test_opening_and_limit(opening: Opening, limit: Limit) -> None:
         opens=[draft_codec.encode_opening(opening, opening.request_id)],
         limits=[draft_codec.encode_limit(limit, limit.request_id)],
     )
-    assert draft_codec.parse_draft_frame(frame.SerializeToString()) == [opening, limit]
+    for wire in sent(frame):
+        assert draft_codec.parse_draft_frame(wire) == [opening, limit]
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
@@ -201,20 +223,14 @@ def test_a_limit_must_be_a_probability(value: float) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64])
 @pytest.mark.parametrize("shape", [(1,), (3, 2, 5), (2, 1, 1, 4)])
 def test_tensor(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """In any layout, and with NaN and infinity."""
     tensor = (torch.randn(shape) * 100).to(dtype)
-    decoded = decode_tensor(encode_tensor(tensor))
-    assert decoded.dtype == dtype
-    assert torch.equal(decoded, tensor)
-
-
-def test_tensor_in_any_layout() -> None:
-    tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4)
-    assert torch.equal(decode_tensor(encode_tensor(tensor.transpose(0, 2)[1:])), tensor.transpose(0, 2)[1:])
-
-
-def test_tensor_keeps_nan_and_infinity() -> None:
-    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
-    assert decode_tensor(encode_tensor(odd)).view(torch.int32).equal(odd.view(torch.int32))
+    if dtype.is_floating_point:
+        tensor.view(-1)[0] = math.nan if len(shape) > 1 else -math.inf
+    for each in (tensor, tensor.transpose(0, -1)):
+        decoded = decode_tensor(encode_tensor(each))
+        assert decoded.dtype == dtype
+        assert torch.equal(decoded.view(torch.uint8), each.contiguous().view(torch.uint8))
 
 
 def test_the_events_of_a_frame_are_in_order() -> None:
@@ -249,20 +265,20 @@ def test_the_events_of_a_frame_are_in_order() -> None:
     )
 )
 def test_growth_frame(update: DraftUpdate) -> None:
-    wire = draft_codec.encode_growth_frame(update).SerializeToString()
-    assert draft_codec.parse_growth_frame(wire, VOCABULARY) == update
+    for wire in sent(draft_codec.encode_growth_frame(update)):
+        assert draft_codec.parse_growth_frame(wire, VOCABULARY) == update
+
+
+def frame_of(*growths: Growth, **fields: Any) -> draft_pb2.GrowthFrame:
+    return draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth) for growth in growths]), **fields))
 
 
 def test_two_rounds_merge_into_one_frame() -> None:
     """The growths of a request stay separate and in order."""
     first = Growth(3, 1, [0], [10], [log_probability(2.0)])
     second = Growth(3, 2, [1], [11], [log_probability(-2.0)])
-    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, first)]), {}, 4, Timings(0.25, 0.5, 0.75)))
-    frame.MergeFrom(
-        draft_codec.encode_growth_frame(
-            DraftUpdate(GrowthBatch.of([(1, second)]), {2: "full"}, 5, Timings(1e-9, 0.125, 0.125))
-        )
-    )
+    frame = frame_of(first, applied=4, timings=Timings(0.25, 0.5, 0.75))
+    frame.MergeFrom(frame_of(second, dropped={2: "full"}, applied=5, timings=Timings(1e-9, 0.125, 0.125)))
     update = draft_codec.decode_growth_frame(frame, VOCABULARY)
     assert list(update.growths) == [(1, first), (1, second)]
     assert (update.dropped, update.applied) == ({2: "full"}, 5)
@@ -270,17 +286,14 @@ def test_two_rounds_merge_into_one_frame() -> None:
 
 
 def test_the_timings_of_a_round_are_clamped() -> None:
-    update = DraftUpdate(timings=Timings(-1.0, math.inf, math.inf))
-    assert draft_codec.decode_growth_frame(
-        draft_codec.encode_growth_frame(update), VOCABULARY
-    ).timings == round_timings(0, 2**32 - 1)
+    frame = frame_of(timings=Timings(-1.0, math.inf, math.inf))
+    assert draft_codec.decode_growth_frame(frame, VOCABULARY).timings == round_timings(0, 2**32 - 1)
 
 
 def test_the_size_of_a_typical_growth() -> None:
     """Twenty nodes, in a tree of width two: 12 bits per token, 5 per probability, 38 for all parents: 48 bytes."""
     parents = [0, 0, *(100 + i // 2 for i in range(18))]
-    growth = Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20)
-    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
+    frame = frame_of(Growth(300, 100, parents, [2**12 - 1 - i for i in range(20)], [-0.5] * 20))
     assert len(frame.growths[0].nodes) == 2 + 48
     assert frame.ByteSize() == 61
 
@@ -290,43 +303,33 @@ def distribution(token_steps: list[int], weights: list[int]) -> draft_pb2.DraftL
 
 
 @pytest.mark.parametrize(
-    ("message", "complaint"),
+    ("messages", "complaint"),
     [
-        (distribution([5], [1, 2]), "1 tokens with 2 weights"),
-        (distribution([5], []), "1 tokens with 0 weights"),
-        (distribution([], [1]), "0 tokens with 1 weights"),
-        (distribution([5, 0], [1, 1]), "do not rise"),
-        (distribution([5, VOCABULARY - 5], [1, 1]), "outside the vocabulary of 1000"),
-        (distribution([5, 2**32 - 1], [1, 1]), "outside the vocabulary"),
-        (distribution([5, 1], [1, 0]), "weights from 0 to 1"),
-        (distribution([5], [2**16]), "weights from 65536"),
-        (distribution([6], [1]), "token 5 cannot have been drawn"),
-        (distribution([1] * 257, [1] * 257), "257 tokens with 257 weights, of at most 256"),
+        ([distribution([5], [1, 2])], "1 tokens with 2 weights"),
+        ([distribution([5], [])], "1 tokens with 0 weights"),
+        ([distribution([], [1])], "0 tokens with 1 weights"),
+        ([distribution([5, 0], [1, 1])], "do not rise"),
+        ([distribution([5, VOCABULARY - 5], [1, 1])], "outside the vocabulary of 1000"),
+        ([distribution([5, 2**32 - 1], [1, 1])], "outside the vocabulary"),
+        ([distribution([5, 1], [1, 0])], "weights from 0 to 1"),
+        ([distribution([5], [2**16])], "weights from 65536"),
+        ([distribution([6], [1])], "token 5 cannot have been drawn"),
+        ([distribution([1] * 257, [1] * 257)], "257 tokens with 257 weights, of at most 256"),
+        ([], "draft_laws: 1 for 2 nodes"),
+        ([distribution([5], [1])] * 2, "draft_laws: 3 for 2 nodes"),
     ],
 )
-def test_an_invalid_distribution_is_refused(message: draft_pb2.DraftLaw, complaint: str) -> None:
-    frame = draft_codec.encode_growth_frame(
-        DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0], [5], [-0.1], [{5: 3}]))]))
-    )
-    frame.growths[0].draft_laws[0].CopyFrom(message)
+def test_an_invalid_distribution_is_refused(messages: list[draft_pb2.DraftLaw], complaint: str) -> None:
+    """Every node has a distribution, or none has."""
+    frame = frame_of(Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))
+    frame.growths[0].draft_laws.extend([distribution([5], [1]), *messages])
     with pytest.raises(WireError, match=complaint):
-        draft_codec.decode_growth_frame(frame, VOCABULARY)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_every_node_has_a_distribution_or_none_has(count: int) -> None:
-    frame = draft_codec.encode_growth_frame(
-        DraftUpdate(GrowthBatch.of([(1, Growth(0, 1, [0, 1], [5, 5], [-0.1, -0.1]))]))
-    )
-    frame.growths[0].draft_laws.extend([distribution([5], [1])] * count)
-    with pytest.raises(WireError, match=f"draft_laws: {count} for 2 nodes"):
         draft_codec.decode_growth_frame(frame, VOCABULARY)
 
 
 def test_distributions_are_exact_and_take_five_bytes_per_token() -> None:
     weights = {500 * i + 7: 2**15 - i for i in range(64)}
-    growth = Growth(0, 1, [0], [7], [log_probability(2.0)], [weights])
-    frame = draft_codec.encode_growth_frame(DraftUpdate(GrowthBatch.of([(1, growth)])))
+    frame = frame_of(Growth(0, 1, [0], [7], [log_probability(2.0)], [weights]))
     assert len(frame.growths[0].draft_laws[0].SerializeToString()) <= 64 * 5 + 6
     [(_, decoded)] = draft_codec.decode_growth_frame(frame, 2**15).growths
     assert decoded.distributions == [weights]

@@ -21,26 +21,32 @@ class FullError(Exception):
     """An error with a status of the service's own."""
 
 
-class Failing(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(self, error: Exception) -> None:
+class Service(draft_pb2_grpc.DraftServiceServicer):
+    """Reads its requests, and then raises the error, if there is one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
         self._error = error
 
     async def Describe(self, request: Any, context: Any) -> draft_pb2.DraftServiceDescribeResponse:  # noqa: N802
-        raise self._error
+        if self._error:
+            raise self._error
+        return draft_pb2.DraftServiceDescribeResponse()
 
     async def Grow(self, incoming: Any, context: Any) -> AsyncIterator[draft_pb2.GrowthFrame]:  # noqa: N802
-        yield draft_pb2.GrowthFrame()
-        raise self._error
+        async for _ in incoming:
+            yield draft_pb2.GrowthFrame()
+            if self._error:
+                raise self._error
 
 
 @asynccontextmanager
-async def failing(error: Exception) -> AsyncIterator[draft_pb2_grpc.DraftServiceStub]:
+async def channel_to(service: Service) -> AsyncIterator[grpc.aio.Channel]:
     server = GrpcServer("127.0.0.1", 0, {FullError: grpc.StatusCode.ALREADY_EXISTS})
-    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Failing(error), DRAFT_SERVICE)
+    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, service, DRAFT_SERVICE)
     await server.start()
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
-            yield draft_pb2_grpc.DraftServiceStub(channel)
+            yield channel
     finally:
         await server.stop()
 
@@ -55,25 +61,23 @@ async def failing(error: Exception) -> AsyncIterator[draft_pb2_grpc.DraftService
         (KeyError("secret"), grpc.StatusCode.INTERNAL, "internal error: KeyError"),
     ],
 )
-async def test_status_of_an_exception(error: Exception, status: grpc.StatusCode, details: str) -> None:
-    async with failing(error) as stub:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
+async def test_status_of_an_exception(
+    error: Exception, status: grpc.StatusCode, details: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An unexpected error is logged with its traceback."""
+    async with channel_to(Service(error)) as channel:
+        stub = draft_pb2_grpc.DraftServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             await stub.Describe(draft_pb2.DraftServiceDescribeRequest())
-        assert (error.value.code(), error.value.details()) == (status, details)
+        assert (raised.value.code(), raised.value.details()) == (status, details)
         call = stub.Grow()
+        await call.write(draft_pb2.DraftFrame())
         assert await call.read() == draft_pb2.GrowthFrame()
-        with pytest.raises(grpc.aio.AioRpcError) as error:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
             await call.read()
-        assert (error.value.code(), error.value.details()) == (status, details)
-
-
-async def test_an_unexpected_error_is_logged_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
-    async with failing(KeyError("secret")) as stub:
-        with pytest.raises(grpc.aio.AioRpcError):
-            await stub.Describe(draft_pb2.DraftServiceDescribeRequest())
-    [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert record.exc_info is not None
-    assert isinstance(record.exc_info[1], KeyError)
+        assert (raised.value.code(), raised.value.details()) == (status, details)
+    logged = [each.exc_info[1] for each in caplog.records if each.levelno == logging.ERROR and each.exc_info]
+    assert logged == ([error, error] if status is grpc.StatusCode.INTERNAL else [])
 
 
 async def test_a_taken_port_is_an_error() -> None:
@@ -109,27 +113,12 @@ async def test_an_ipv6_address_is_in_brackets() -> None:
     ],
 )
 async def test_bytes_that_are_no_message(method: str, caplog: pytest.LogCaptureFixture) -> None:
-    server = GrpcServer("127.0.0.1", 0)
-    server.add(draft_pb2_grpc.add_DraftServiceServicer_to_server, Reading(), DRAFT_SERVICE)
-    await server.start()
-    async with grpc.aio.insecure_channel(server.address) as channel:
+    async with channel_to(Service()) as channel:
         call = channel.stream_stream(method)()
         await call.write(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as error:
             async for _ in call:
                 pass
-    await server.stop()
     assert error.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert error.value.details() == "3 bytes that are no message of this method"
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
-
-
-class Reading(draft_pb2_grpc.DraftServiceServicer):
-    """Reads its requests."""
-
-    async def Describe(self, request: Any, context: Any) -> draft_pb2.DraftServiceDescribeResponse:  # noqa: N802
-        return draft_pb2.DraftServiceDescribeResponse()
-
-    async def Grow(self, incoming: Any, context: Any) -> AsyncIterator[draft_pb2.GrowthFrame]:  # noqa: N802
-        async for _ in incoming:
-            yield draft_pb2.GrowthFrame()

@@ -1,8 +1,9 @@
-"""API keys at the gateway: authentication, limits, and what is reported of each key. Over real sockets."""
+"""API keys: the file, authentication, limits, and what is reported of each key. Over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
+import stat
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +13,24 @@ import httpx
 import openai
 import pytest
 import pytest_asyncio
+from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from typer.testing import CliRunner
 
-from paceline.api_keys import ApiKey, KeyFile, digest, new_key, write
+from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
+from paceline.cli.app import main
 from paceline.v1 import inference_pb2 as pb
-from paceline.v1.inference_pb2_grpc import InferenceServiceStub
-from paceline_services.gateway.api_errors import OverloadedError
-from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.api_errors import OverloadedError, RateLimitError
+from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.request_builder import build_requests
-from tests.helpers.openai_stack import Stack, counts, open_stack
+from tests.helpers.openai_stack import Stack, counts, generated, open_stack, refusal
 
-HELLO = {"prompt": "hello", "max_tokens": 30}
+Request = pb.GenerateRequest
+
+
+def entry(name: str = "alice", key: str = "k", **limits: int) -> ApiKey:
+    return ApiKey(name=name, sha256=digest(key), **limits)
 
 
 class Keys:
@@ -38,7 +45,7 @@ class Keys:
 
     def add(self, name: str, **limits: int) -> None:
         self.given[name] = new_key()
-        self._entries[name] = ApiKey(name=name, sha256=digest(self.given[name]), **limits)
+        self._entries[name] = entry(name, self.given[name], **limits)
         self._write()
 
     def remove(self, name: str) -> None:
@@ -64,25 +71,15 @@ async def stack(keys: Keys) -> AsyncIterator[Stack]:
 
 
 async def ask(stack: Stack, headers: dict[str, str], **fields: Any) -> httpx.Response:
-    return await stack.http.post("/v1/completions", json=HELLO | fields, headers=headers)
+    return await stack.complete("hello", headers, **{"max_tokens": 30, **fields})
 
 
-async def test_a_known_key_is_accepted(stack: Stack, keys: Keys) -> None:
-    assert (await ask(stack, keys["alice"])).status_code == 200
-    assert (await ask(stack, {"authorization": f"bearer  {keys.given['bob']}"})).status_code == 200
-
-
-async def test_other_credentials_are_refused(stack: Stack, keys: Keys) -> None:
+async def test_a_known_key_is_accepted_and_nothing_else(stack: Stack, keys: Keys) -> None:
     key = keys.given["alice"]
-    wrong = [
-        "",
-        "Bearer",
-        f"Basic {key}",
-        key,
-        f"Bearer {key}x",
-        f"Bearer {key[:-1]}",
-        f"Bearer {digest(key)}",
-    ]
+    for known in (f"Bearer {key}", f"bearer  {keys.given['bob']}"):
+        assert (await ask(stack, {"authorization": known})).status_code == 200
+    stack.decoder.requests.clear()
+    wrong = ["", "Bearer", f"Basic {key}", key, f"Bearer {key}x", f"Bearer {key[:-1]}", f"Bearer {digest(key)}"]
     for value in wrong:
         answer = await ask(stack, {"authorization": value})
         assert answer.status_code == 401, value
@@ -90,53 +87,35 @@ async def test_other_credentials_are_refused(stack: Stack, keys: Keys) -> None:
         error = answer.json()["error"]
         assert (error["type"], error["code"], error["param"]) == ("invalid_request_error", "invalid_api_key", None)
         assert key not in answer.text
+    assert (await ask(stack, {"authorization": b"Bearer \xfc"})).status_code == 401  # type: ignore[dict-item]
     assert stack.decoder.requests == []
 
 
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/models"),
-        ("POST", "/v1/chat/completions"),
-        ("POST", "/tokenize"),
-        ("POST", "/detokenize"),
-        ("GET", "/docs"),
-        ("GET", "/no/such/path"),
-        ("GET", "/health/"),
-        ("GET", "//health"),
-        ("OPTIONS", "/v1/completions"),
-    ],
-)
-async def test_all_other_paths_need_a_key(stack: Stack, method: str, path: str) -> None:
-    assert (await stack.http.request(method, path)).status_code == 401
-
-
-async def test_probes_need_no_key(stack: Stack) -> None:
+async def test_all_paths_but_probes_need_a_key(stack: Stack) -> None:
+    for path in ("/v1/models", "/docs", "/no/such/path", "/health/", "//health"):
+        assert (await stack.http.get(path)).status_code == 401
+    for path in ("/v1/chat/completions", "/tokenize", "/detokenize"):
+        assert (await stack.http.post(path)).status_code == 401
+    assert (await stack.http.options("/v1/completions")).status_code == 401
     for path in ("/health", "/metrics", "/version"):
         assert (await stack.http.get(path)).status_code == 200
 
 
 async def test_a_body_without_a_key_is_not_read(stack: Stack) -> None:
     """The response comes before the body."""
-    reader, writer = await connected(stack)
-    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1000000\r\n\r\n{")
-    assert b"401 Unauthorized" in await reader.readline()
-    assert await reader.read()
-    writer.close()
-
-
-async def connected(stack: Stack) -> Any:
-    host, port = stack.addresses.http.rsplit(":", 1)
-    return await asyncio.open_connection(host, int(port))
+    async with stack.connection() as (reader, writer):
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: here\r\ncontent-length: 1000000\r\n\r\n{")
+        assert b"401 Unauthorized" in await reader.readline()
+        assert await reader.read()
 
 
 async def test_the_official_client(stack: Stack, keys: Keys) -> None:
     base = f"http://{stack.addresses.http}/v1"
     keys.add("once", requests_per_minute=1)
     async with openai.AsyncOpenAI(base_url=base, api_key=keys.given["once"], max_retries=0) as client:
-        assert (await client.completions.create(model="pydoc", **HELLO)).usage is not None  # type: ignore[call-overload]
+        await client.completions.create(model="pydoc", prompt="hello")
         with pytest.raises(openai.RateLimitError) as refused:
-            await client.completions.create(model="pydoc", **HELLO)  # type: ignore[call-overload]
+            await client.completions.create(model="pydoc", prompt="hello")
     assert refused.value.code == "rate_limit_exceeded"
     assert 0 < int(refused.value.response.headers["retry-after"]) <= 60
     async with openai.AsyncOpenAI(base_url=base, api_key="pl-wrong", max_retries=0) as client:
@@ -168,10 +147,35 @@ async def test_tokens_per_minute(stack: Stack, keys: Keys) -> None:
     assert abs(int(second.headers["retry-after"]) - 3 * (used - 20 + 1)) <= 3, "three seconds a token"
 
 
+def test_limits_over_time() -> None:
+    """A minute's worth plus the refill is admitted, however the requests are spread. A refused request costs nothing,
+    and a client that used more tokens than it had waits until they have come in again."""
+    now = 0.0
+    client = ApiClient(entry(requests_per_minute=10, tokens_per_minute=60_000), clock=lambda: now)
+    now = 3600.0
+    admitted = 0
+    for _ in range(3600):
+        now += 1.0
+        try:
+            with client.admit():
+                admitted += 1
+        except RateLimitError:
+            pass
+    assert 600 <= admitted <= 610
+    now += 60.0
+    with client.admit():
+        client.count_tokens(90_000, "output")
+    with pytest.raises(RateLimitError, match=r"30\.0 s"), client.admit():
+        pass
+    now += 30.5
+    with client.admit():
+        pass
+
+
 async def test_prompts_count_once_and_choices_each(stack: Stack, keys: Keys) -> None:
     await ask(stack, keys["alice"], n=3)
     usage = (await ask(stack, keys["bob"])).json()["usage"]
-    counted = (await stack.http.get("/metrics")).text
+    counted = await stack.metrics()
     assert f'paceline_key_tokens_total{{key="alice",kind="prompt"}} {float(usage["prompt_tokens"])}' in counted
     assert 'paceline_key_tokens_total{key="alice",kind="output"} 90.0' in counted
     assert 'paceline_key_tokens_total{key="bob",kind="output"} 30.0' in counted
@@ -179,7 +183,7 @@ async def test_prompts_count_once_and_choices_each(stack: Stack, keys: Keys) -> 
 
 async def test_a_request_refused_as_it_begins_costs_nothing() -> None:
     """There was capacity when the request was read, and there is none when it begins."""
-    client = ApiClient(ApiKey(name="alice", sha256=digest("x"), tokens_per_minute=1000), clock=lambda: 0.0)
+    client = ApiClient(entry(tokens_per_minute=1000), clock=lambda: 0.0)
     async with open_stack(counts) as stack:
         model, capacity = stack.model, stack.model.capacity
         body = CompletionBody.model_validate({"prompt": [[5, 6, 7], [8]], "n": 2, "max_tokens": 5})
@@ -197,7 +201,7 @@ async def test_requests_at_once(stack: Stack, keys: Keys) -> None:
     """While a response streams, another request exceeds the limit; after its client has left, it does not."""
     keys.add("eve", max_concurrent=1)
     stack.decoder.hold_after = 2
-    streamed = stack.http.stream("POST", "/v1/completions", json=HELLO | {"stream": True}, headers=keys["eve"])
+    streamed = stack.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True}, headers=keys["eve"])
     async with streamed as answer:
         await anext(answer.aiter_lines())
         refused = await ask(stack, keys["eve"])
@@ -211,101 +215,102 @@ async def test_requests_at_once(stack: Stack, keys: Keys) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_keys_come_and_go_without_a_restart(stack: Stack, keys: Keys) -> None:
-    keys.add("new")
-    assert (await ask(stack, keys["new"])).status_code == 200
-    keys.remove("alice")
-    assert (await ask(stack, keys["alice"])).status_code == 401
-    assert (await ask(stack, keys["bob"])).status_code == 200
+def test_any_end_of_a_request_frees_its_place() -> None:
+    client = ApiClient(entry(max_concurrent=1))
+    for error in (ValueError, GeneratorExit):
+        with pytest.raises(error), client.admit():
+            raise error
+    with client.admit(), pytest.raises(RateLimitError), client.admit():
+        pass
+    with client.admit():
+        pass
 
 
-async def test_an_unreadable_file_changes_nothing(stack: Stack, keys: Keys, caplog: pytest.LogCaptureFixture) -> None:
-    keys.path.write_text('{"keys": [{"name": "mallory", "sha256": "secret-in-the-wrong-place"}]}')
-    assert (await ask(stack, keys["alice"])).status_code == 200
-    keys.path.unlink()
-    assert (await ask(stack, keys["alice"])).status_code == 200
-    assert "the API keys stay as they were" in caplog.text
-    assert "secret-in-the-wrong-place" not in caplog.text
-
-
-async def test_counts_outlive_a_reload(stack: Stack, keys: Keys) -> None:
-    """A new key in the file does not reset the counts of others."""
+async def test_a_changed_file_counts_at_once_and_a_broken_one_changes_nothing(
+    stack: Stack, keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
     keys.add("carol", requests_per_minute=1)
     assert (await ask(stack, keys["carol"])).status_code == 200
     keys.add("new")
-    assert (await ask(stack, keys["carol"])).status_code == 429
+    keys.remove("alice")
+    known = [(await ask(stack, keys[name])).status_code for name in ("new", "alice", "bob", "carol")]
+    assert known == [200, 401, 200, 429], "carol's count outlives the change"
+    keys.path.write_text('{"keys": [{"name": "mallory", "sha256": "secret-in-the-wrong-place"}]}')
+    assert (await ask(stack, keys["bob"])).status_code == 200
+    keys.path.unlink()
+    assert (await ask(stack, keys["bob"])).status_code == 200
+    assert "the API keys stay as they were" in caplog.text
+    assert "secret-in-the-wrong-place" not in caplog.text
+    write(keys.path, KeyFile())
+    for header in (keys["bob"], {"authorization": "Bearer"}):
+        assert (await ask(stack, header)).status_code == 401
 
 
 async def test_grpc(stack: Stack, keys: Keys) -> None:
     keys.add("carol", requests_per_minute=1)
-    request = pb.GenerateRequest(text="hello")
-
-    async def generated(stub: Any, metadata: dict[str, str]) -> int:
-        return len([each async for each in stub.Generate(request, metadata=tuple(metadata.items()))])
-
-    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        stub = InferenceServiceStub(channel)
-        for metadata in ({}, {"authorization": "Bearer pl-wrong"}, {"api-key": keys.given["alice"]}):
+    request = Request(text="hello")
+    async with stack.inference() as stub:
+        for headers in ({}, {"authorization": "Bearer pl-wrong"}, {"api-key": keys.given["alice"]}):
+            assert (await refusal(stub, request, headers)).code() is StatusCode.UNAUTHENTICATED
             with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await generated(stub, metadata)
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await stub.ListModels(pb.ListModelsRequest(), metadata=tuple(metadata.items()))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-        assert await generated(stub, keys["carol"]) > 0
-        with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await generated(stub, keys["carol"])
-        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        trailing: Any = dict(refused.value.trailing_metadata())  # type: ignore[arg-type]
+                await stub.ListModels(pb.ListModelsRequest(), metadata=tuple(headers.items()))
+            assert refused.value.code() is StatusCode.UNAUTHENTICATED
+        assert await generated(stub, request, keys["carol"])
+        second = await refusal(stub, request, keys["carol"])
+        assert second.code() is StatusCode.RESOURCE_EXHAUSTED
+        trailing: Any = dict(second.trailing_metadata() or ())
         assert 0 < int(trailing["retry-after"]) <= 60
         assert int(trailing["grpc-retry-pushback-ms"]) == 1000 * int(trailing["retry-after"])
         assert trailing["x-ratelimit-limit-requests"] == "1"
+    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
         health = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert health.status == health_pb2.HealthCheckResponse.SERVING
-    assert 'endpoint="Generate",status="UNAUTHENTICATED"' in (await stack.http.get("/metrics")).text
+    assert 'endpoint="Generate",status="UNAUTHENTICATED"' in await stack.metrics()
 
 
 @pytest.mark.parametrize("method", ["Generate", "ListModels"])
 async def test_a_message_without_a_key_is_not_read(stack: Stack, method: str) -> None:
     """The response comes before the message."""
-    path = f"/paceline.v1.InferenceService/{method}"
     async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        call = channel.stream_stream(path)(timeout=10.0)
-        assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
+        call = channel.stream_stream(f"/paceline.v1.InferenceService/{method}")(timeout=10.0)
+        assert await call.code() is StatusCode.UNAUTHENTICATED
 
 
 async def test_large_messages_without_a_key_are_refused_and_counted_once(stack: Stack) -> None:
-    request = pb.GenerateRequest(text="x" * 7_000_000)
-    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        stub: Any = InferenceServiceStub(channel)
+    async with stack.inference() as stub:
         for _ in range(3):
-            with pytest.raises(grpc.aio.AioRpcError) as refused:
-                await anext(aiter(stub.Generate(request)))
-            assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert refused.value.details() == "no API key: send it as `Authorization: Bearer KEY`"
-    metrics = (await stack.http.get("/metrics")).text
+            refused = await refusal(stub, Request(text="x" * 7_000_000))
+            assert refused.code() is StatusCode.UNAUTHENTICATED
+            assert refused.details() == "no API key: send it as `Authorization: Bearer KEY`"
+    metrics = await stack.metrics()
     assert 'paceline_requests_total{endpoint="Generate",status="UNAUTHENTICATED"} 3.0' in metrics
     assert "paceline_unknown_keys_total 3.0" in metrics
 
 
 async def test_tenants_share_no_prefix(stack: Stack, keys: Keys) -> None:
     """Salts at the target are equal if and only if key and salt are."""
-    asked = [
-        ("alice", None),
-        ("bob", None),
-        ("alice", "s"),
-        ("bob", "s"),
-        ("alice", ":"),
-        ("alice", None),
-        ("alice", "s"),
-    ]
+    asked = [("alice", None), ("bob", None), ("alice", "s"), ("bob", "s"), ("alice", ":")] * 2
     for name, salt in asked:
         await ask(stack, keys[name], cache_salt=salt)
     salts = [request.cache_salt for request in stack.decoder.requests]
     assert len(set(salts)) == 5
-    assert salts[0] == salts[5]
-    assert salts[2] == salts[6]
+    assert salts[:5] == salts[5:]
     assert all(len(salt) == 32 for salt in salts), "digests, not the client's text"
+
+
+async def test_without_keys_salts_alone_keep_apart() -> None:
+    async with open_stack(counts) as stack:
+        for salt in (None, "a", "b", "a"):
+            await ask(stack, {}, cache_salt=salt)
+        salts = [request.cache_salt for request in stack.decoder.requests]
+        assert (salts[0], len(set(salts)), salts[1]) == ("", 3, salts[3])
+
+
+def test_no_pair_of_name_and_salt_has_the_digest_of_another() -> None:
+    clients = [ANONYMOUS, *(ApiClient(entry(name)) for name in ("a", "ab", "1", "a.1"))]
+    salts = [None, "a", "b", ":", "1:a", "2:ab", ":1:a"]
+    digests = [client.cache_salt_for(salt) for client in clients for salt in salts]
+    assert len(set(digests)) == len(digests)
 
 
 async def test_requests_carry_client_and_group_to_the_target(stack: Stack, keys: Keys) -> None:
@@ -318,26 +323,56 @@ async def test_requests_carry_client_and_group_to_the_target(stack: Stack, keys:
     assert len({group for _, group in owners}) == 3
 
 
-async def test_without_keys_salts_alone_keep_apart() -> None:
-    async with open_stack(counts) as stack:
-        for salt in (None, "a", "b", "a"):
-            assert (await ask(stack, {}, cache_salt=salt)).status_code == 200
-        salts = [request.cache_salt for request in stack.decoder.requests]
-        assert salts[0] == ""
-        assert len(set(salts)) == 3
-        assert salts[1] == salts[3]
-        assert (await ask(stack, {}, cache_salt="")).status_code == 400
-
-
 async def test_metrics_show_names_and_no_secrets(stack: Stack, keys: Keys) -> None:
     keys.add("carol", requests_per_minute=1)
     for headers in (keys["alice"], keys["carol"], keys["carol"], {"authorization": "Bearer pl-wrong"}):
         await ask(stack, headers)
-    metrics = (await stack.http.get("/metrics")).text
+    metrics = await stack.metrics()
     assert 'paceline_key_requests_total{key="alice"} 1.0' in metrics
     assert 'paceline_key_refused_total{key="carol",limit="requests"} 1.0' in metrics
     assert "paceline_unknown_keys_total 1.0" in metrics
-    for key in keys.given.values():
-        assert key not in metrics
-        assert digest(key) not in metrics
-    assert "pl-wrong" not in metrics
+    for secret in ("pl-wrong", *keys.given.values(), *map(digest, keys.given.values())):
+        assert secret not in metrics
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("", "is not valid JSON"),
+        ('{"keys": [{"name": "a", "key": "pl-plain"}]}', "sha256"),
+        ('{"keys": [{"name": "a", "sha256": "pl-plain"}]}', "sha256"),
+        ('{"keys": [{"name": "a b", "sha256": "pl-plain"}]}', "name"),
+        (f'{{"keys": [{{"name": "a", "sha256": "{"0" * 64}", "rpm": 5}}]}}', "rpm"),
+    ],
+)
+def test_a_file_that_holds_no_keys_is_refused_without_quoting_it(text: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(text)
+    with pytest.raises(KeyFileError, match=complaint) as refused:
+        read(path)
+    assert "pl-plain" not in str(refused.value)
+
+
+@pytest.mark.parametrize("twice", [[entry("a", "1"), entry("a", "2")], [entry("a", "1"), entry("b", "1")]])
+def test_two_of_a_kind_are_refused(twice: list[ApiKey]) -> None:
+    with pytest.raises(ValueError, match="two keys have the same"):
+        KeyFile(keys=tuple(twice))
+
+
+def test_the_command_line_makes_and_withdraws_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys.json"
+    run = CliRunner().invoke
+    file = ("--file", str(path))
+    made = run(main, ["keys", "add", "alice", *file, "--tokens-per-minute", "5000"])
+    key = made.stdout.strip()
+    assert made.exit_code == 0
+    assert len(key) == len("pl-") + 43, "256 bits in base64"
+    assert key not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert read(path).keys == (entry("alice", key, tokens_per_minute=5000),)
+    again = run(main, ["keys", "add", "alice", *file])
+    assert again.exit_code == 2
+    assert "taken" in again.stderr
+    assert run(main, ["keys", "remove", "bob", *file]).exit_code == 2
+    assert run(main, ["keys", "remove", "alice", *file]).exit_code == 0
+    assert read(path) == KeyFile()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+from jsonschema import Draft202012Validator
+from jsonschema.validators import validator_for
 
 from paceline.text import Tokenizer
+from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody
 from paceline_services.gateway.openai.prompt_encoding import LONG_TEXT
 from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, log_probs, open_stack, text_script
 
@@ -20,6 +23,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 TEXT = "json.dumps → a str. Größe, 東京, 👩‍👧; that is all"
 CHAT: Any = [{"role": "user", "content": "What does json.dumps do?"}]
 OUTPUT = TOKENIZER.encode(TEXT)
+COMPLETIONS = "/v1/completions"
+CHATS = "/v1/chat/completions"
+WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -36,17 +42,19 @@ async def counting() -> AsyncIterator[Stack]:
         yield stack
 
 
-async def events(stack: Stack, path: str, body: dict[str, Any]) -> list[Any]:
-    """All events of a stream, parsed; the last must be [DONE], and is left out."""
-    async with stack.http.stream("POST", path, json=body | {"stream": True}) as response:
-        assert response.status_code == 200
-        assert response.headers["content-type"].startswith("text/event-stream")
-        raw = (await response.aread()).decode()
-    assert raw.endswith("\n\n")
-    parts = raw.removesuffix("\n\n").split("\n\n")
-    assert all(part.startswith("data: ") for part in parts)
-    assert parts.pop() == "data: [DONE]"
-    return [json.loads(part.removeprefix("data: ")) for part in parts]
+async def whole(stack: Stack, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await stack.http.post(path, json=body)
+    assert answer.status_code == 200, answer.text
+    return dict(answer.json())
+
+
+async def parts(stack: Stack, path: str, body: dict[str, Any], stream: bool) -> tuple[list[Any], Any]:
+    """The choices of an answer, or of all chunks of a stream, and the usage."""
+    if not stream:
+        answer = await whole(stack, path, body)
+        return answer["choices"], answer["usage"]
+    *chunks, last = await stack.events(path, body | WITH_USAGE)
+    return [choice for chunk in chunks for choice in chunk["choices"]], last["usage"]
 
 
 async def test_the_official_client_gets_a_chat(speaking: Stack) -> None:
@@ -63,57 +71,51 @@ async def test_the_official_client_streams_a_chat(speaking: Stack) -> None:
     stream = await speaking.client.chat.completions.create(
         model=MODEL, messages=CHAT, stream=True, stream_options={"include_usage": True}
     )
-    chunks = [chunk async for chunk in stream]
+    *chunks, last = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == TEXT
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["stop"]
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == len(OUTPUT) + 1
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TEXT
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == len(OUTPUT) + 1
 
 
 async def test_the_official_client_gets_completions(speaking: Stack) -> None:
     answer = await speaking.client.completions.create(model=MODEL, prompt=["def f", "import"], max_tokens=5)
     assert [(c.index, c.finish_reason) for c in answer.choices] == [(0, "length"), (1, "length")]
     assert answer.choices[0].text == answer.choices[1].text == TOKENIZER.decode(OUTPUT[:5])
-    assert answer.usage is not None
-    assert answer.usage.prompt_tokens == len(TOKENIZER.encode("def f")) + len(TOKENIZER.encode("import"))
-    assert answer.usage.completion_tokens == 10
 
 
-async def test_usage_counts_a_prompt_once_and_so_what_a_cache_held_of_it(counting: Stack) -> None:
+async def test_usage_counts_a_prompt_once_and_each_choice(counting: Stack) -> None:
     """The scripted target reports one cached token for every completion."""
     body = {"prompt": ["def f", "import"], "n": 4, "max_tokens": 5}
-    whole = (await counting.http.post("/v1/completions", json=body)).json()["usage"]
-    streamed = await events(counting, "/v1/completions", body | {"stream_options": {"include_usage": True}})
-    assert whole["prompt_tokens"] == len(TOKENIZER.encode("def f")) + len(TOKENIZER.encode("import"))
-    assert whole["prompt_tokens_details"] == {"cached_tokens": 2}
-    assert whole == streamed[-1]["usage"]
+    _, usage = await parts(counting, COMPLETIONS, body, stream=False)
+    _, streamed = await parts(counting, COMPLETIONS, body, stream=True)
+    assert usage["prompt_tokens"] == len(TOKENIZER.encode("def f")) + len(TOKENIZER.encode("import"))
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 2}
+    assert usage["completion_tokens"] == 40
+    assert usage == streamed
 
 
 async def test_completions_default_to_16_tokens_and_chat_to_the_context(counting: Stack) -> None:
-    completion = await counting.client.completions.create(model=MODEL, prompt="def f")
-    assert completion.usage is not None
-    assert completion.usage.completion_tokens == 16
-    chat = await counting.client.chat.completions.create(model=MODEL, messages=CHAT)
-    assert chat.usage is not None
-    assert chat.usage.total_tokens == 128
+    completion = await whole(counting, COMPLETIONS, {"prompt": "def f"})
+    chat = await whole(counting, CHATS, {"messages": CHAT})
+    assert (completion["usage"]["completion_tokens"], chat["usage"]["total_tokens"]) == (16, 128)
 
 
 async def test_a_stream_never_shows_half_a_character_and_is_complete(speaking: Stack) -> None:
-    chunks = await events(speaking, "/v1/completions", {"prompt": "x", "max_tokens": 100})
+    chunks = await speaking.events(COMPLETIONS, {"prompt": "x", "max_tokens": 100})
     texts = [chunk["choices"][0]["text"] for chunk in chunks]
     assert "".join(texts) == TEXT
     assert not any("\ufffd" in text for text in texts)
     assert len(texts) <= len(OUTPUT) / 3 + 2, "a delta of several tokens is one event"
-    assert {chunk["id"] for chunk in chunks} == {chunks[0]["id"]}
-    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+    assert {(chunk["id"], chunk["object"]) for chunk in chunks} == {(chunks[0]["id"], "text_completion")}
 
 
 async def test_usage_may_ride_on_every_chunk(speaking: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = await events(speaking, "/v1/completions", {"prompt": "x", "max_tokens": 7, "stream_options": options})
+    chunks = await speaking.events(COMPLETIONS, {"prompt": "x", "max_tokens": 7, "stream_options": options})
     assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [3, 6, 7, 7, 7]
     assert chunks[-1]["choices"] == []
 
@@ -122,92 +124,63 @@ async def test_usage_may_ride_on_every_chunk(speaking: Stack) -> None:
 @pytest.mark.parametrize(
     ("stop", "shown", "met"),
     [
-        ("東京", "json.dumps → a str. Größe, ", "東京"),
-        (["not there", "str. G", "a st"], "json.dumps → ", "a st"),
-        ([" nowhere"], TEXT, None),
+        ({"stop": "東京"}, "json.dumps → a str. Größe, ", "東京"),
+        ({"stop": ["not there", "str. G", "a st"]}, "json.dumps → ", "a st"),
+        ({"stop": [" nowhere"]}, TEXT, None),
+        ({"stop": "str", "include_stop_str_in_output": True}, "json.dumps → a str", "str"),
+        ({"stop": "str", "max_tokens": 20, "min_tokens": 20}, TOKENIZER.decode(OUTPUT[:20]), "length"),
+        ({"stop_token_ids": [OUTPUT[4]]}, TOKENIZER.decode(OUTPUT[:4]), OUTPUT[4]),
     ],
+    ids=["across tokens", "the first of several", "none", "kept", "after the minimum", "a token"],
 )
-async def test_stop_strings_are_found_across_tokens(
-    speaking: Stack, stop: str | list[str], shown: str, met: str | None, stream: bool
+async def test_a_stop_ends_the_text(
+    speaking: Stack, stop: dict[str, Any], shown: str, met: str | int | None, stream: bool
 ) -> None:
-    body: dict[str, Any] = {"prompt": "x", "max_tokens": 100, "stop": stop, "return_token_ids": True}
-    if stream:
-        chunks = await events(speaking, "/v1/completions", body | {"stream_options": {"include_usage": True}})
-        choices, usage = [chunk["choices"][0] for chunk in chunks[:-1]], chunks[-1]["usage"]
-    else:
-        answer = (await speaking.http.post("/v1/completions", json=body)).json()
-        choices, usage = answer["choices"], answer["usage"]
+    """Text, token ids, log-probabilities and usage end with the token that completes the stop."""
+    body = {"prompt": "x", "max_tokens": 100, "return_token_ids": True, "logprobs": 0, **stop}
+    choices, usage = await parts(speaking, COMPLETIONS, body, stream)
     tokens = [token for choice in choices for token in choice.get("token_ids", [])]
+    named = [token for choice in choices if choice["logprobs"] for token in choice["logprobs"]["tokens"]]
     assert "".join(choice["text"] for choice in choices) == shown
-    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", met)
-    assert usage["completion_tokens"] == len(tokens)
-    if met:
-        assert met in TOKENIZER.decode(tokens), "the token that completes the stop counts"
-        assert met not in TOKENIZER.decode(tokens[:-1]), "no later one does"
+    assert usage["completion_tokens"] == len(tokens) == len(named)
+    reason = choices[-1]["finish_reason"], choices[-1]["stop_reason"]
+    assert reason == (("length", None) if met == "length" else ("stop", met))
+    if isinstance(met, str) and met != "length":
+        assert met in TOKENIZER.decode(tokens)
+        assert met not in TOKENIZER.decode(tokens[:-1])
 
 
 async def test_a_stop_string_cancels_at_the_target(counting: Stack) -> None:
-    text = TOKENIZER.decode(counts_for(counting, "x", 5)[:30])
-    body = {"prompt": "x", "seed": 5, "max_tokens": 100, "stop": text[-6:]}
+    text = await counting.text(seed=5, max_tokens=30)
     counting.decoder.hold_after = 12
-    answer = (await counting.http.post("/v1/completions", json=body)).json()
-    assert answer["choices"][0]["finish_reason"] == "stop"
+    answer = await counting.complete(seed=5, max_tokens=100, stop=text[-6:])
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
     await counting.decoder.cancelled.get()
     counting.decoder.gate.set()
 
 
-def counts_for(stack: Stack, prompt: str, seed: int) -> list[int]:
-    first = (seed + sum(TOKENIZER.encode(prompt))) % 1000
-    return [300 + (first + 7 * index) % 3000 for index in range(100)]
-
-
-async def test_the_stop_string_may_be_kept_and_min_tokens_comes_first(speaking: Stack) -> None:
-    kept = await speaking.http.post(
-        "/v1/completions",
-        json={"prompt": "x", "max_tokens": 100, "stop": "str", "include_stop_str_in_output": True},
-    )
-    assert kept.json()["choices"][0]["text"] == "json.dumps → a str"
-    text = TOKENIZER.decode(OUTPUT[:20])
-    late = await speaking.http.post(
-        "/v1/completions", json={"prompt": "x", "max_tokens": 20, "min_tokens": 20, "stop": "str"}
-    )
-    assert late.json()["choices"][0]["text"] == text
-
-
-async def test_a_stop_token_ends_the_text_and_is_the_stop_reason(speaking: Stack) -> None:
-    stop = OUTPUT[4]
-    assert stop not in OUTPUT[:4]
-    body = {"prompt": "x", "max_tokens": 100, "stop_token_ids": [stop]}
-    choice = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
-    assert choice["text"] == TOKENIZER.decode(OUTPUT[:4])
-    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
-
-
 async def test_n_choices_are_reproducible_and_the_first_has_the_seed(counting: Stack) -> None:
-    async def texts(n: int) -> list[str]:
-        answer = await counting.client.completions.create(model=MODEL, prompt="x", n=n, seed=11, max_tokens=8)
-        assert [choice.index for choice in answer.choices] == list(range(n))
-        return [choice.text for choice in answer.choices]
-
-    alone, four, again = await texts(1), await texts(4), await texts(4)
+    body = {"prompt": "x", "seed": 11, "max_tokens": 8}
+    alone, four, again = [(await whole(counting, COMPLETIONS, body | {"n": n}))["choices"] for n in (1, 4, 4)]
     assert four == again
     assert four[:1] == alone
-    assert len(set(four)) == 4
+    assert [choice["index"] for choice in four] == list(range(4))
+    assert len({choice["text"] for choice in four}) == 4
 
 
 async def test_without_a_seed_each_request_gets_its_own(counting: Stack) -> None:
     counting.decoder.requests.clear()
     for _ in range(2):
-        await counting.client.completions.create(model=MODEL, prompt=["x", "x"], max_tokens=1)
+        await counting.text(["x", "x"], max_tokens=1)
     assert len({request.sampling.seed for request in counting.decoder.requests}) == 4
 
 
 async def test_streams_of_several_choices_join_to_the_whole_ones(counting: Stack) -> None:
     body = {"prompt": ["x", "y"], "n": 2, "seed": 3, "max_tokens": 10}
-    whole = (await counting.http.post("/v1/completions", json=body)).json()
-    chunks = await events(counting, "/v1/completions", body)
-    for choice in whole["choices"]:
-        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+    expected, _ = await parts(counting, COMPLETIONS, body, stream=False)
+    chunks, _ = await parts(counting, COMPLETIONS, body, stream=True)
+    for choice in expected:
+        mine = [part for part in chunks if part["index"] == choice["index"]]
         assert "".join(part["text"] for part in mine) == choice["text"]
         assert mine[-1]["finish_reason"] == choice["finish_reason"] == "length"
 
@@ -216,9 +189,8 @@ async def test_log_probs_of_chat_carry_bytes(speaking: Stack) -> None:
     answer = await speaking.client.chat.completions.create(
         model=MODEL, messages=CHAT, logprobs=True, top_logprobs=2, max_completion_tokens=30
     )
-    log_probabilities = answer.choices[0].logprobs
-    assert log_probabilities is not None
-    entries = log_probabilities.content
+    assert answer.choices[0].logprobs is not None
+    entries = answer.choices[0].logprobs.content
     assert entries is not None
     assert answer.usage is not None
     assert len(entries) == answer.usage.completion_tokens
@@ -234,43 +206,30 @@ def offsets(tokens: list[int]) -> list[int]:
 
 
 async def test_log_probs_of_completions_carry_offsets(speaking: Stack) -> None:
-    body = {"prompt": "x", "max_tokens": 40, "logprobs": 1}
-    choice = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
+    [choice], _ = await parts(speaking, COMPLETIONS, {"prompt": "x", "max_tokens": 40, "logprobs": 1}, stream=False)
     logprobs = choice["logprobs"]
     pieces = [TOKENIZER.piece(token) for token in OUTPUT[:40]]
     assert logprobs["tokens"] == [piece.decode(errors="replace") for piece in pieces]
     assert logprobs["token_logprobs"] == [-0.5] * len(pieces)
     assert logprobs["text_offset"] == offsets(OUTPUT[:40])
-    expected = log_probs(OUTPUT[0], 1).top[0]
-    assert logprobs["top_logprobs"][0] == {pieces[0].decode(): expected[1]}
+    assert logprobs["top_logprobs"][0] == {pieces[0].decode(): log_probs(OUTPUT[0], 1).top[0][1]}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_log_probs_end_where_a_stop_string_ends(speaking: Stack, stream: bool) -> None:
-    body = {"prompt": "x", "max_tokens": 100, "logprobs": 0, "stop": "str"}
-    if stream:
-        parts = [chunk["choices"][0] for chunk in await events(speaking, "/v1/completions", body)]
-    else:
-        parts = (await speaking.http.post("/v1/completions", json=body)).json()["choices"]
-    tokens = [token for part in parts if part["logprobs"] for token in part["logprobs"]["tokens"]]
-    assert "".join(part["text"] for part in parts) == "json.dumps → a "
-    assert "".join(tokens).endswith("str"), "up to the token that completes the stop, and no further"
-
-
 @pytest.mark.parametrize("prompt", ["def f", [456, 281]])
-async def test_echo_puts_the_prompt_first(speaking: Stack, prompt: str | list[int]) -> None:
+async def test_echo_puts_the_prompt_first(speaking: Stack, prompt: str | list[int], stream: bool) -> None:
     shown = prompt if isinstance(prompt, str) else TOKENIZER.decode(prompt)
-    body = {"prompt": prompt, "echo": True, "max_tokens": 3}
-    whole = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]["text"]
-    chunks = await events(speaking, "/v1/completions", body)
-    assert whole == "".join(chunk["choices"][0]["text"] for chunk in chunks) == shown + TOKENIZER.decode(OUTPUT[:3])
+    choices, _ = await parts(speaking, COMPLETIONS, {"prompt": prompt, "echo": True, "max_tokens": 3}, stream)
+    assert "".join(choice["text"] for choice in choices) == shown + TOKENIZER.decode(OUTPUT[:3])
 
 
 @pytest.mark.parametrize("stop", [None, "str"])
 async def test_statistics_come_on_request(speaking: Stack, stop: str | None) -> None:
-    body = {"messages": CHAT, "speculation_stats": True, "stop": stop}
-    whole = (await speaking.http.post("/v1/chat/completions", json=body)).json()
-    assert whole["speculation"] == {
+    body = {"messages": CHAT, "stop": stop}
+    assert "speculation" not in await whole(speaking, CHATS, body)
+    body["speculation_stats"] = True
+    answer = await whole(speaking, CHATS, body)
+    assert answer["speculation"] == {
         "drafted_tokens": 9,
         "accepted_tokens": 4,
         "verifications": 4,
@@ -283,22 +242,15 @@ async def test_statistics_come_on_request(speaking: Stack, stop: str | None) -> 
         "lossy": False,
         "drafter_invariant": True,
     }
-    assert whole["timings"] == {"queue_s": 0.25, "compute_s": 0.5, "total_s": 1.0}
-    plain = await events(speaking, "/v1/chat/completions", body)
-    with_usage = await events(speaking, "/v1/chat/completions", body | {"stream_options": {"include_usage": True}})
-    for chunks in (plain, with_usage):
-        assert [chunk.get("speculation") for chunk in chunks] == [None] * (len(chunks) - 1) + [whole["speculation"]]
-
-
-async def test_no_statistics_without_a_request_for_them(speaking: Stack) -> None:
-    answer = (await speaking.http.post("/v1/chat/completions", json={"messages": CHAT})).json()
-    assert "speculation" not in answer
+    assert answer["timings"] == {"queue_s": 0.25, "compute_s": 0.5, "total_s": 1.0}
+    for options in ({}, WITH_USAGE):
+        chunks = await speaking.events(CHATS, body | options)
+        assert [chunk.get("speculation") for chunk in chunks] == [None] * (len(chunks) - 1) + [answer["speculation"]]
 
 
 async def test_token_ids_come_on_request(speaking: Stack) -> None:
     body = {"messages": CHAT, "return_token_ids": True}
-    answer = (await speaking.http.post("/v1/chat/completions", json=body)).json()
-    chunks = await events(speaking, "/v1/chat/completions", body)
+    answer, chunks = await whole(speaking, CHATS, body), await speaking.events(CHATS, body)
     assert answer["choices"][0]["token_ids"] == [*OUTPUT, EOS]
     assert [t for chunk in chunks for t in chunk["choices"][0].get("token_ids", [])] == [*OUTPUT, EOS]
     assert answer["prompt_token_ids"] == chunks[0]["prompt_token_ids"]
@@ -306,11 +258,11 @@ async def test_token_ids_come_on_request(speaking: Stack) -> None:
 
 async def test_accepted_tokens_are_marked_on_request(speaking: Stack) -> None:
     body = {"prompt": "x", "max_tokens": 7, "return_accepted": True}
-    whole = (await speaking.http.post("/v1/completions", json=body)).json()["choices"][0]
-    assert whole["accepted"] == [False, True, True, False, True, True, False], "the script says so, three to a delta"
-    assert whole["text_offset"] == offsets(OUTPUT[:7])
-    parts = [chunk["choices"][0] for chunk in await events(speaking, "/v1/completions", body)]
-    assert [each for part in parts for each in part.get("accepted", [])] == whole["accepted"]
+    [choice], _ = await parts(speaking, COMPLETIONS, body, stream=False)
+    assert choice["accepted"] == [False, True, True, False, True, True, False], "the script says so, three to a delta"
+    assert choice["text_offset"] == offsets(OUTPUT[:7])
+    chunks, _ = await parts(speaking, COMPLETIONS, body, stream=True)
+    assert [each for part in chunks for each in part.get("accepted", [])] == choice["accepted"]
 
 
 async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
@@ -328,29 +280,30 @@ async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
         "seed": 2**63 + 5,
     }
     body = same | {
-        "prompt": [456, 281],
         "logit_bias": {"17": -100, "18": 2.5},
         "stop_token_ids": [5, 6],
         "bad_words": ["import"],
         "logprobs": 2,
         "speculative": {"num_speculative_tokens": 2, "max_tree_nodes": 4},
     }
-    assert (await counting.http.post("/v1/completions", json=body)).status_code == 200
-    request = counting.decoder.requests[0]
+    await counting.text([456, 281], **body)
+    await whole(counting, CHATS, {"messages": CHAT, "speculative": False, "ignore_eos": True, "max_tokens": 2})
+    request, plain = counting.decoder.requests
     sampling = request.sampling.model_dump()
     assert {name: sampling[name] for name in same} == same
     assert request.prompt == [456, 281]
     assert sampling["logit_bias"] == {17: -100.0, 18: 2.5}
     assert sampling["stop_token_ids"] == (5, 6, EOS)
     assert sampling["logprobs"] == 2
-    assert tuple(TOKENIZER.encode("import")) in sampling["bad_words"]
-    assert tuple(TOKENIZER.encode(" import")) in sampling["bad_words"]
+    assert {tuple(TOKENIZER.encode("import")), tuple(TOKENIZER.encode(" import"))} <= set(sampling["bad_words"])
     assert request.speculative.model_dump() == {
         "enabled": None,
         "num_speculative_tokens": 2,
         "max_tree_nodes": 4,
         "report": False,
     }
+    assert plain.speculative.enabled is False
+    assert plain.sampling.stop_token_ids == ()
 
 
 async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -363,20 +316,10 @@ async def test_bad_words_are_encoded_once_for_all_prompts(counting: Stack, monke
 
     monkeypatch.setattr(Tokenizer, "encode", counted)
     counting.decoder.requests.clear()
-    body = {"prompt": ["a", "b", "c"], "bad_words": ["import"], "n": 2}
-    assert (await counting.http.post("/v1/completions", json=body)).status_code == 200
+    await counting.text(["a", "b", "c"], bad_words=["import"], n=2)
     assert encoded == {"a": 1, "b": 1, "c": 1, "import": 1, " import": 1}
     assert len({request.sampling.bad_words for request in counting.decoder.requests}) == 1
     assert len({request.sampling.seed for request in counting.decoder.requests}) == 6
-
-
-async def test_speculation_can_be_switched_off_and_the_end_token_ignored(counting: Stack) -> None:
-    counting.decoder.requests.clear()
-    body = {"messages": CHAT, "speculative": False, "ignore_eos": True, "max_tokens": 2}
-    assert (await counting.http.post("/v1/chat/completions", json=body)).status_code == 200
-    request = counting.decoder.requests[0]
-    assert request.speculative.enabled is False
-    assert request.sampling.stop_token_ids == ()
 
 
 async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
@@ -394,39 +337,61 @@ async def test_fields_without_effect_here_are_accepted(speaking: Stack) -> None:
 
 
 async def test_models_are_listed(speaking: Stack) -> None:
-    models = [model async for model in speaking.client.models.list()]
-    assert [model.id for model in models] == [MODEL]
+    assert [model.id async for model in speaking.client.models.list()] == [MODEL]
     model = await speaking.client.models.retrieve(MODEL)
-    assert (model.object, model.owned_by) == ("model", "paceline")
-    assert model.model_extra == {"max_model_len": 128}
+    assert (model.object, model.owned_by, model.model_extra) == ("model", "paceline", {"max_model_len": 128})
     with pytest.raises(openai.NotFoundError, match="gpt-4"):
         await speaking.client.models.retrieve("gpt-4")
 
 
 async def test_tokenize_and_detokenize(speaking: Stack) -> None:
-    content = (await speaking.http.post("/tokenize", json={"prompt": "def f", "return_token_strs": True})).json()
+    content = await whole(speaking, "/tokenize", {"prompt": "def f", "return_token_strs": True})
     assert content == {"count": 2, "max_model_len": 128, "tokens": [456, 281], "token_strs": ["def", "Ġf"]}
-    text = (await speaking.http.post("/detokenize", json={"tokens": content["tokens"]})).json()
-    assert text == {"prompt": "def f"}
+    long = {"prompt": " a" * LONG_TEXT, "return_token_strs": True}
+    content = await whole(speaking, "/tokenize", long)
+    assert len(content["token_strs"]) == content["count"] >= LONG_TEXT
+    assert await whole(speaking, "/detokenize", {"tokens": content["tokens"]}) == {"prompt": long["prompt"]}
     for token in (4096, 2**32, 2**64):
         refused = await speaking.http.post("/detokenize", json={"tokens": [456, token]})
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
-    long = {"prompt": " a" * LONG_TEXT, "return_token_strs": True}
-    content = (await speaking.http.post("/tokenize", json=long)).json()
-    assert len(content["token_strs"]) == content["count"] >= LONG_TEXT
-    assert (await speaking.http.post("/detokenize", json={"tokens": content["tokens"]})).json() == {
-        "prompt": long["prompt"]
-    }
-    chat = (await speaking.http.post("/tokenize", json={"messages": CHAT})).json()
-    usage = (await speaking.client.chat.completions.create(model=MODEL, messages=CHAT)).usage
-    assert usage is not None
-    assert chat["count"] == usage.prompt_tokens
+    chat = await whole(speaking, "/tokenize", {"messages": CHAT})
+    assert chat["count"] == (await whole(speaking, CHATS, {"messages": CHAT}))["usage"]["prompt_tokens"]
 
 
 async def test_health_version_and_metrics(speaking: Stack) -> None:
     assert (await speaking.http.get("/health")).json() == {"status": "ok"}
     assert "version" in (await speaking.http.get("/version")).json()
-    await speaking.client.completions.create(model=MODEL, prompt="x", max_tokens=5)
-    metrics = (await speaking.http.get("/metrics")).text
+    await speaking.text(max_tokens=5)
+    metrics = await speaking.metrics()
     assert 'paceline_requests_total{endpoint="/v1/completions",status="200"}' in metrics
     assert 'vllm:time_to_first_token_seconds_count{model_name="pydoc"}' in metrics
+
+
+async def test_the_api_s_description_matches_the_api(counting: Stack) -> None:
+    answer = await counting.http.get("/openapi.json")
+    schema = answer.json()
+    known = schema["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', answer.text)) <= set(known)
+    for path, body in {COMPLETIONS: CompletionBody, CHATS: ChatBody}.items():
+        operation = schema["paths"][path]["post"]
+        wanted = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert wanted == {"$ref": f"#/components/schemas/{body.__name__}"}
+        assert set(known[body.__name__]["properties"]) >= {"model", "stream", "temperature", "structured_outputs"}
+        assert "text/event-stream" in operation["responses"]["200"]["content"]
+    assert set(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == {"text/plain"}
+    assert (await counting.http.get("/metrics")).headers["content-type"].startswith("text/plain")
+    asked = {"prompt": "x", "max_tokens": 3}
+    answered = await whole(counting, COMPLETIONS, asked)
+    refused = (await counting.complete(5)).json()
+    for name, each in (("CompletionBody", asked), ("Completion", answered), ("Error", refused)):
+        described = {"$ref": f"#/components/schemas/{name}", "components": schema["components"]}
+        assert validator_for(described, Draft202012Validator)(described).is_valid(each), name
+
+
+async def test_the_page_of_the_api_needs_no_network(counting: Stack) -> None:
+    page = await counting.http.get("/docs")
+    assert page.status_code == 200
+    assert "src=" not in page.text
+    assert "http" not in page.text.replace("<!doctype html>", "").replace("openapi.json", "")
+    for shown in ("POST /v1/completions", "GET /metrics", "structured_outputs", "prompt_cache_key"):
+        assert shown in page.text

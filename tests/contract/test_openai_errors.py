@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
@@ -12,19 +11,15 @@ import openai
 import pytest
 import pytest_asyncio
 
+from paceline.core.messages import GenerationRequest
 from paceline_services.gateway.admission import AdmissionLimits
-from tests.helpers.openai_stack import MODEL, Stack, counts, open_stack
+from tests.helpers.openai_stack import CONTEXT, MODEL, TOKENIZER, Stack, counts, open_stack
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 CHAT: Any = [{"role": "user", "content": "hi"}]
-BODY_LIMIT = 20_000
-
-
-def schema_of(schema: dict[str, Any] | str) -> dict[str, Any]:
-    """A body that wants this JSON."""
-    named = {"name": "answer", "schema": schema}
-    return {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": named}}
+BODY_LIMIT = 100_000
 
 
 def nested(depth: int) -> str:
@@ -48,62 +43,71 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return dict(error)
 
 
+COMPLETIONS: dict[str, list[Any]] = {
+    "prompt": ["", [], [[]], ["a", ""], ["a", 1], [1, -1], [True], 7, [5000], [5] * 128, ["x"] * 1025],
+    "max_tokens": [128, 0, -1, "5", 1.5],
+    "min_tokens": [-1, 200],
+    "temperature": [-0.1, "hot", True],
+    "top_p": [0, 1.1],
+    "top_k": [-2],
+    "min_p": [2],
+    "repetition_penalty": [0],
+    "presence_penalty": [3],
+    "frequency_penalty": [-3],
+    "seed": [2**64],
+    "n": [0, 129],
+    "best_of": [2],
+    "stop": [["a"] * 17],
+    "stop_token_ids": [[4096], [5] * 1025],
+    "bad_words": [["x"] * 1025, ["x" * 1024] * 17],
+    "logit_bias": [{"4096": 1}, {str(token): 1 for token in range(4097)}],
+    "cache_salt": ["", "x" * 1025],
+    "logprobs": [21],
+    "suffix": ["y"],
+    "prompt_logprobs": [1],
+    "stream_options": [{"include_usage": True}],
+    "temprature": [1],
+    "speculative": ["no"],
+}
+"""Wrong values by field, of bodies that have a prompt."""
+STRUCTURES: dict[str, list[Any]] = {
+    "structured_outputs": [{}, {"regex": "a", "choice": ["b"]}],
+    "structured_outputs.json": [{"json": nested(300)}, {"json": nested(3000)}, {"json": "{"}],
+    "structured_outputs.regex": [{"regex": "a("}],
+    "structured_outputs.choice": [{"choice": []}],
+    "structured_outputs.grammar": [
+        {"grammar": grammar} for grammar in ("start: b", "root ::= (", '%llguidance {}\nstart: "a"')
+    ],
+    "structured_outputs.structural_tag": [{"structural_tag": "{}"}],
+}
+SCHEMAS = [{"type": "strin"}, {"type": "string", "pattern": "a(?=b)"}, {"type": "object", "dependentSchemas": {}}]
+
+
+def format_of(schema: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}}
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "prompt"),
-        ({"prompt": ""}, "prompt"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": [[]]}, "prompt"),
-        ({"prompt": ["a", ""]}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [1, -1]}, "prompt"),
-        ({"prompt": [True]}, "prompt"),
-        ({"prompt": 7}, "prompt"),
-        ({"prompt": [5000]}, "prompt"),
-        ({"prompt": [5] * 128}, "prompt"),
-        ({"prompt": "x", "max_tokens": 128}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": -1}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": "5"}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens"),
-        ({"prompt": "x", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
-        ({"prompt": "x", "min_tokens": -1}, "min_tokens"),
-        ({"prompt": "x", "temperature": -0.1}, "temperature"),
-        ({"prompt": "x", "temperature": "hot"}, "temperature"),
-        ({"prompt": "x", "temperature": True}, "temperature"),
-        ({"prompt": "x", "top_p": 0}, "top_p"),
-        ({"prompt": "x", "top_p": 1.1}, "top_p"),
-        ({"prompt": "x", "top_k": -2}, "top_k"),
-        ({"prompt": "x", "min_p": 2}, "min_p"),
-        ({"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
-        ({"prompt": "x", "presence_penalty": 3}, "presence_penalty"),
-        ({"prompt": "x", "frequency_penalty": -3}, "frequency_penalty"),
-        ({"prompt": "x", "seed": 2**64}, "seed"),
-        ({"prompt": "x", "n": 0}, "n"),
-        ({"prompt": "x", "n": 129}, "n"),
-        ({"prompt": "x", "best_of": 2}, "best_of"),
-        ({"prompt": "x", "stop": ""}, "stop[0]"),
-        ({"prompt": "x", "stop": ["a", 1]}, "stop[1]"),
-        ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
-        ({"prompt": "x", "stop_token_ids": [4096]}, "stop_token_ids"),
-        ({"prompt": "x", "logit_bias": {"4096": 1}}, "logit_bias"),
-        ({"prompt": "x", "logit_bias": {"5": 101}}, "logit_bias[5]"),
-        ({"prompt": "x", "logit_bias": {"five": 1}}, "logit_bias.five"),
-        ({"prompt": "x", "logprobs": 21}, "logprobs"),
-        ({"prompt": "x", "echo": True, "logprobs": 1}, "logprobs"),
-        ({"prompt": "x", "suffix": "y"}, "suffix"),
-        ({"prompt": "x", "prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options"),
-        ({"prompt": "x", "temprature": 1}, "temprature"),
-        ({"prompt": "x", "speculative": {"k": 3}}, "speculative.k"),
-        ({"prompt": "x", "speculative": {"num_speculative_tokens": -1}}, "speculative.num_speculative_tokens"),
-        ({"prompt": "x", "speculative": "no"}, "speculative"),
+        ({"prompt": None}, "prompt"),
+        *(({field: value}, field) for field, values in COMPLETIONS.items() for value in values),
+        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens"),
+        ({"echo": True, "logprobs": 1}, "logprobs"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["a", 1]}, "stop[1]"),
+        ({"stop": ["x" * 1025]}, "stop[0]"),
+        ({"bad_words": ["x" * 1025]}, "bad_words[0]"),
+        ({"logit_bias": {"5": 101}}, "logit_bias[5]"),
+        ({"logit_bias": {"five": 1}}, "logit_bias.five"),
+        ({"speculative": {"k": 3}}, "speculative.k"),
+        ({"speculative": {"num_speculative_tokens": -1}}, "speculative.num_speculative_tokens"),
     ],
 )
 async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:
     stack.decoder.requests.clear()
-    error = error_of(await stack.http.post("/v1/completions", json=body), 400)
+    sent = {name: value for name, value in ({"prompt": "x"} | body).items() if value is not None}
+    error = error_of(await stack.http.post("/v1/completions", json=sent), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert stack.decoder.requests == [], "nothing reaches a target"
 
@@ -111,81 +115,68 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, "messages"),
+        ({"messages": None}, "messages"),
         ({"messages": []}, "messages"),
         ({"messages": "hi"}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
         ({"messages": [{"content": "hi"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
-        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
-        ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
-        ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens"),
-        ({"messages": CHAT, "max_completion_tokens": 128}, "max_completion_tokens"),
-        ({"messages": CHAT, "response_format": {"type": "json"}}, "response_format.type"),
-        ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
-        (schema_of({"type": "strin"}), "response_format.json_schema.schema"),
-        (schema_of({"type": "string", "pattern": "a(?=b)"}), "response_format.json_schema.schema"),
-        (schema_of({"type": "object", "dependentSchemas": {}}), "response_format.json_schema.schema"),
-        (schema_of(nested(300)), "response_format.json_schema.schema"),
-        ({"messages": CHAT, "structured_outputs": {"json": nested(300)}}, "structured_outputs.json"),
-        ({"messages": CHAT, "structured_outputs": {"json": nested(3000)}}, "structured_outputs.json"),
-        ({"messages": CHAT, "structured_outputs": {"json": "{"}}, "structured_outputs.json"),
-        ({"messages": CHAT, "structured_outputs": {}}, "structured_outputs"),
-        ({"messages": CHAT, "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs"),
-        ({"messages": CHAT, "structured_outputs": {"regex": "a("}}, "structured_outputs.regex"),
-        ({"messages": CHAT, "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-        ({"messages": CHAT, "structured_outputs": {"grammar": "start: b"}}, "structured_outputs.grammar"),
-        ({"messages": CHAT, "structured_outputs": {"grammar": "root ::= ("}}, "structured_outputs.grammar"),
-        (
-            {"messages": CHAT, "structured_outputs": {"grammar": '%llguidance {}\nstart: "a"'}},
-            "structured_outputs.grammar",
-        ),
-        ({"messages": CHAT, "structured_outputs": {"structural_tag": "{}"}}, "structured_outputs.structural_tag"),
-        (
-            {**schema_of({"type": "integer"}), "structured_outputs": {"regex": "a"}},
-            "structured_outputs",
-        ),
-        ({"messages": CHAT, "guided_json": {"type": "integer"}}, "guided_json"),
-        ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools"),
-        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": CHAT, "continue_final_message": True}, "continue_final_message"),
-        ({"messages": [{"role": "user"}]}, "messages"),
-        ({"messages": CHAT, "chat_template_kwargs": {"messages": 3, "tools": 4}, "temperature": -1}, "temperature"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": 128}, "max_completion_tokens"),
+        ({"response_format": {"type": "json"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        *((format_of(schema), "response_format.json_schema.schema") for schema in (*SCHEMAS, nested(300))),
+        *(({"structured_outputs": value}, param) for param, values in STRUCTURES.items() for value in values),
+        (format_of({"type": "integer"}) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
+        ({"guided_json": {"type": "integer"}}, "guided_json"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"continue_final_message": True}, "continue_final_message"),
+        ({"chat_template_kwargs": {"messages": 3, "tools": 4}, "temperature": -1}, "temperature"),
     ],
 )
 async def test_chat_names_the_wrong_field(stack: Stack, body: dict[str, Any], param: str) -> None:
-    assert error_of(await stack.http.post("/v1/chat/completions", json=body), 400)["param"] == param
+    sent = {name: value for name, value in ({"messages": CHAT} | body).items() if value is not None}
+    assert error_of(await stack.http.post("/v1/chat/completions", json=sent), 400)["param"] == param
+
+
+DEEP = b'{"prompt": "x", "metadata": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001
 
 
 @pytest.mark.parametrize(
-    "content", [b"{", b"", b"[1]", b'"text"', b"\xff", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}']
+    "content",
+    [b"{", b"", b"[1]", b'"text"', b"\xff", b'{"prompt": "\\ud800"}', b'{"prompt": NaN}', DEEP],
+    ids=lambda content: repr(content[:20]),
 )
 async def test_broken_json_is_refused(stack: Stack, content: bytes) -> None:
-    error_of(await stack.http.post("/v1/completions", content=content), 400)
+    error = error_of(await stack.http.post("/v1/completions", content=content), 400)
+    assert content != DEEP or error["code"] == "invalid_json"
 
 
-async def test_bodies_over_the_limit_are_refused(stack: Stack) -> None:
-    body = {"prompt": "x" * BODY_LIMIT}
-    assert error_of(await stack.http.post("/v1/completions", json=body), 413)["code"] == "body_too_large"
-
-
-async def test_errors_of_unknown_paths_and_methods_have_the_same_shape(stack: Stack) -> None:
-    error_of(await stack.http.get("/v1/nothing"), 404)
-    error_of(await stack.http.get("/v1/completions"), 405)
-
-
-@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions", "/v1/chat/completions"])
-async def test_an_unknown_model_is_not_found(stack: Stack, path: str) -> None:
-    body = {"model": "gpt-4"} | ({"messages": CHAT} if "chat" in path else {"prompt": "x"})
-    error = error_of(await stack.http.post(path, json=body), 404)
-    assert (error["param"], error["code"]) == ("model", "model_not_found")
-
-
-async def test_an_error_comes_before_the_headers_of_a_stream(stack: Stack) -> None:
-    body = {"prompt": "x", "temperature": -1, "stream": True}
-    assert error_of(await stack.http.post("/v1/completions", json=body), 400)["param"] == "temperature"
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param", "code"),
+    [
+        ("POST", "/v1/completions", {"prompt": "x" * BODY_LIMIT}, 413, None, "body_too_large"),
+        ("GET", "/v1/nothing", None, 404, None, None),
+        ("GET", "/v1/completions", None, 405, None, None),
+        ("POST", "/tokenize", {"model": "gpt-4", "prompt": "x"}, 404, "model", "model_not_found"),
+        ("POST", "/v1/completions", {"model": "gpt-4", "prompt": "x"}, 404, "model", "model_not_found"),
+        ("POST", "/v1/chat/completions", {"model": "gpt-4", "messages": CHAT}, 404, "model", "model_not_found"),
+        ("POST", "/v1/completions", {"prompt": "x", "top_p": 0, "stream": True}, 400, "top_p", None),
+    ],
+)
+async def test_every_error_has_the_same_shape(
+    stack: Stack, method: str, path: str, body: object, status: int, param: str | None, code: str | None
+) -> None:
+    """An error comes before the headers of a stream, too."""
+    error = error_of(await stack.http.request(method, path, json=body), status)
+    assert error["param"] == param
+    assert code is None or error["code"] == code
 
 
 async def test_the_official_client_raises_its_own_exceptions(stack: Stack) -> None:
@@ -205,26 +196,38 @@ async def test_a_failure_of_the_gateway_is_an_error_and_counted(stack: Stack, mo
     monkeypatch.setattr(stack.models, "check_available", fails)
     answer = await stack.http.get("/health")
     assert "secret" not in error_of(answer, 500)["message"]
-    assert 'endpoint="/health",status="500"} 1.0' in (await stack.http.get("/metrics")).text
+    assert 'endpoint="/health",status="500"} 1.0' in await stack.metrics()
 
 
 async def test_an_upload_cut_short_is_no_failure(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
-    host, port = stack.addresses.http.rsplit(":", 1)
-    _, writer = await asyncio.open_connection(host, int(port))
-    writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")
-    await writer.drain()
-    writer.close()
-    while 'endpoint="/tokenize",status="499"' not in (await stack.http.get("/metrics")).text:
-        await asyncio.sleep(0.01)
+    async with stack.connection() as (_, writer):
+        writer.write(b"POST /tokenize HTTP/1.1\r\nhost: here\r\ncontent-length: 10\r\n\r\n{")
+        await writer.drain()
+    while 'endpoint="/tokenize",status="499"' not in await stack.metrics():
+        pass
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
+async def test_a_text_that_cannot_fit_is_not_encoded(stack: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A body of 8 MB once took half a gigabyte and ten seconds, to be refused then."""
+    assert TOKENIZER.longest_token is not None
+    text = "ab" * (CONTEXT * TOKENIZER.longest_token // 2 + 1)
+    monkeypatch.setattr(TOKENIZER.__class__, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    chat = {"messages": [{"role": "user", "content": text}]}
+    for answer in (
+        await stack.complete(text),
+        await stack.complete(["x", text]),
+        await stack.http.post("/v1/chat/completions", json=chat),
+    ):
+        assert error_of(answer, 400)["code"] == "context_length_exceeded"
 
 
 async def test_without_a_target_responses_have_retry_after() -> None:
     async with open_stack() as empty:
         for response in (
             await empty.http.get("/health"),
-            await empty.http.post("/v1/completions", json={"prompt": "x"}),
-            await empty.http.post("/v1/completions", json={"prompt": "x", "stream": True}),
+            await empty.complete(),
+            await empty.complete(stream=True),
         ):
             assert error_of(response, 503)["code"] == "no_target"
             assert response.headers["retry-after"] == "1"
@@ -235,46 +238,34 @@ async def test_without_a_target_responses_have_retry_after() -> None:
 async def test_too_many_requests_are_refused_at_once() -> None:
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=2)) as busy:
         busy.decoder.gate.clear()
-        stream = busy.http.stream("POST", "/v1/completions", json={"prompt": "x", "n": 2, "stream": True})
-        waiting = asyncio.create_task(stream.__aenter__())
-        while len(busy.decoder.requests) < 2:
-            await asyncio.sleep(0.01)
-        response = await busy.http.post("/v1/completions", json={"prompt": "x"})
+        waiting = await busy.begin(n=2)
+        await until(lambda: len(busy.decoder.requests) == 2)
+        response = await busy.complete()
         assert error_of(response, 429)["code"] == "overloaded"
         assert response.headers["retry-after"] == "1"
         with pytest.raises(openai.RateLimitError):
             await busy.client.completions.create(model=MODEL, prompt="x")
         busy.decoder.gate.set()
-        await (await waiting).aread()
-        await stream.__aexit__(None, None, None)
-        assert (await busy.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
+        assert (await waiting).status_code == 200
+        assert (await busy.complete()).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "x", "n": 5}, "n"),
-        ("/v1/completions", {"prompt": ["x"] * 3, "n": 2}, "n"),
-        ("/v1/completions", {"prompt": ["x"] * 5}, "prompt"),
-        ("/v1/chat/completions", {"messages": CHAT, "n": 5}, "n"),
-    ],
-)
-async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good(
-    path: str, body: dict[str, Any], param: str
-) -> None:
+async def test_more_choices_than_are_ever_generated_at_once_are_refused_for_good() -> None:
     """A past bug: they got 429 with Retry-After, for ever."""
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
-        assert error_of(await stack.http.post(path, json=body), 400)["param"] == param
-        assert (await stack.http.post("/v1/completions", json={"prompt": "x", "n": 4})).status_code == 200
+        for prompt, n, param in (("x", 5, "n"), (["x"] * 3, 2, "n"), (["x"] * 5, 1, "prompt")):
+            assert error_of(await stack.complete(prompt, n=n), 400)["param"] == param
+        chat = {"messages": CHAT, "n": 5}
+        assert error_of(await stack.http.post("/v1/chat/completions", json=chat), 400)["param"] == "n"
+        assert (await stack.complete(n=4)).status_code == 200
 
 
 async def test_a_request_that_a_target_cannot_serve_fails_alone() -> None:
-    def script(request: Any) -> list[int]:
+    def script(request: GenerationRequest) -> Sequence[int]:
         if request.sampling.seed == 13:
             raise RuntimeError("out of slots")
-        return list(counts(request))
+        return counts(request)
 
     async with open_stack(script) as stack:
-        error = error_of(await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 13}), 500)
-        assert error["message"] == "out of slots"
-        assert (await stack.http.post("/v1/completions", json={"prompt": "x", "seed": 14})).status_code == 200
+        assert error_of(await stack.complete(seed=13), 500)["message"] == "out of slots"
+        assert (await stack.complete(seed=14)).status_code == 200

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import pytest
 import pytest_asyncio
+from grpc import StatusCode
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from paceline.v1 import common_pb2, inference_pb2, inference_pb2_grpc
+from paceline.v1 import common_pb2, inference_pb2
+from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.grpc import inference_servicer
-from tests.helpers.openai_stack import EOS, MODEL, TOKENIZER, Stack, counts, open_stack, text_script
+from tests.helpers.openai_stack import (
+    EOS,
+    MODEL,
+    TOKENIZER,
+    Stack,
+    counts,
+    generated,
+    open_stack,
+    refusal,
+    text_script,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,14 +39,9 @@ async def stack() -> AsyncIterator[Stack]:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def channel(stack: Stack) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        yield channel
-
-
-async def generated(channel: grpc.aio.Channel, request: Request) -> list[Any]:
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
-    return [response async for response in stub.Generate(request)]
+async def stub(stack: Stack) -> AsyncIterator[Any]:
+    async with stack.inference() as stub:
+        yield stub
 
 
 PROMPTS = [
@@ -46,9 +52,9 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("request_", PROMPTS, ids=["text", "tokens", "chat"])
-async def test_every_kind_of_prompt_is_answered(channel: grpc.aio.Channel, request_: Any) -> None:
+async def test_every_kind_of_prompt_is_answered(stub: Any, request_: Any) -> None:
     request_.sampling.max_tokens = 60
-    responses = await generated(channel, request_)
+    responses = await generated(stub, request_)
     assert "".join(response.text for response in responses) == TEXT
     tokens = [token for response in responses for token in response.token_ids]
     assert tokens == [*TOKENIZER.encode(TEXT), EOS]
@@ -62,15 +68,15 @@ async def test_every_kind_of_prompt_is_answered(channel: grpc.aio.Channel, reque
 @pytest.mark.parametrize(
     "structure", [{"json_schema": '{"type": "integer"}'}, {"regex": "[a-c]+"}, {"grammar": 'root ::= "x"'}], ids=str
 )
-async def test_structure_reaches_the_target(stack: Stack, channel: grpc.aio.Channel, structure: dict[str, str]) -> None:
+async def test_structure_reaches_the_target(stack: Stack, stub: Any, structure: dict[str, str]) -> None:
     stack.decoder.requests.clear()
-    await generated(channel, Request(text="x", **structure))
+    await generated(stub, Request(text="x", **structure))
     assert "start" in stack.decoder.requests[0].sampling.grammar
-    with pytest.raises(grpc.aio.AioRpcError, match="structured_outputs"):
-        await generated(channel, Request(text="x", **dict.fromkeys(structure, "(")))
+    broken = await refusal(stub, Request(text="x", **dict.fromkeys(structure, "(")))
+    assert "structured_outputs" in (broken.details() or "")
 
 
-async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Channel) -> None:
+async def test_parameters_reach_the_target(stack: Stack, stub: Any) -> None:
     stack.decoder.requests.clear()
     request = Request(
         model=MODEL,
@@ -79,7 +85,7 @@ async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Chann
         sampling=Request.Sampling(temperature=0.0, seed=5, top_k=3, logit_bias={7: 1.5}, max_tokens=50),
         speculative=common_pb2.SpeculativeOptions(enabled=False, report=True),
     )
-    responses = await generated(channel, request)
+    responses = await generated(stub, request)
     request = stack.decoder.requests[0]
     sampling = request.sampling
     assert (sampling.temperature, sampling.seed, sampling.top_k, sampling.max_tokens) == (0.0, 5, 3, 50)
@@ -89,54 +95,53 @@ async def test_parameters_reach_the_target(stack: Stack, channel: grpc.aio.Chann
     assert responses[-1].speculation.accepted_tokens == 4
 
 
+NESTED = '{"enum": ' + "[" * 3000 + "]" * 3000 + "}"
+
+
 @pytest.mark.parametrize(
     ("request_", "status", "named"),
     [
-        (Request(), grpc.StatusCode.INVALID_ARGUMENT, "text, tokens and chat"),
-        (Request(text=""), grpc.StatusCode.INVALID_ARGUMENT, "prompt"),
-        (Request(text="x", model="gpt-4"), grpc.StatusCode.NOT_FOUND, "gpt-4"),
-        (
-            Request(text="x", sampling=Request.Sampling(temperature=-1)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "temperature",
-        ),
-        (
-            Request(text="x", sampling=Request.Sampling(max_tokens=1000)),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "max_tokens",
-        ),
-        (Request(text="x", sampling=Request.Sampling(logprobs=1)), grpc.StatusCode.INVALID_ARGUMENT, "logprobs"),
-        (
-            Request(text="x", json_schema='{"enum": ' + "[" * 3000 + "]" * 3000 + "}"),
-            grpc.StatusCode.INVALID_ARGUMENT,
-            "structured_outputs.json",
-        ),
+        (Request(), StatusCode.INVALID_ARGUMENT, "text, tokens and chat"),
+        (Request(text=""), StatusCode.INVALID_ARGUMENT, "prompt"),
+        (Request(text="x", model="gpt-4"), StatusCode.NOT_FOUND, "gpt-4"),
+        (Request(text="x", sampling={"temperature": -1}), StatusCode.INVALID_ARGUMENT, "temperature"),
+        (Request(text="x", sampling={"max_tokens": 1000}), StatusCode.INVALID_ARGUMENT, "max_tokens"),
+        (Request(text="x", sampling={"logprobs": 1}), StatusCode.INVALID_ARGUMENT, "logprobs"),
+        (Request(text="x", json_schema=NESTED), StatusCode.INVALID_ARGUMENT, "structured_outputs.json"),
     ],
     ids=["no prompt", "empty", "model", "temperature", "max_tokens", "logprobs", "schema"],
 )
 async def test_errors_are_status_codes_that_name_the_field(
-    channel: grpc.aio.Channel, request_: Any, status: grpc.StatusCode, named: str
+    stub: Any, request_: Any, status: StatusCode, named: str
 ) -> None:
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await generated(channel, request_)
-    assert error.value.code() == status
-    assert named in (error.value.details() or "")
+    error = await refusal(stub, request_)
+    assert error.code() == status
+    assert named in (error.details() or "")
 
 
-async def test_models_and_health(stack: Stack, channel: grpc.aio.Channel) -> None:
-    stub = inference_pb2_grpc.InferenceServiceStub(channel)
+async def test_models_and_health(stack: Stack, stub: Any) -> None:
     listed = await stub.ListModels(inference_pb2.ListModelsRequest())
     assert [(model.id, model.max_model_len) for model in listed.models] == [(MODEL, 128)]
-    health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service="paceline.v1.InferenceService")
-    assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+    async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
+        health = await health_pb2_grpc.HealthStub(channel).Check(request)
+    assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_without_a_target_the_call_is_unavailable() -> None:
-    async with open_stack() as empty, grpc.aio.insecure_channel(empty.addresses.grpc) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await generated(channel, Request(text="x"))
-        assert error.value.code() == grpc.StatusCode.UNAVAILABLE
+@pytest.mark.parametrize(("full", "status"), [(True, StatusCode.RESOURCE_EXHAUSTED), (False, StatusCode.UNAVAILABLE)])
+async def test_a_call_that_may_succeed_later_has_a_retry_delay(full: bool, status: StatusCode) -> None:
+    """In the trailing metadata that gRPC's own retries use."""
+    scripts = [counts] if full else []
+    async with open_stack(*scripts, limits=AdmissionLimits(max_queue=1)) as stack, stack.inference() as stub:
+        if full:
+            stack.decoder.gate.clear()
+            waiting = await stack.begin()
+        error = await refusal(stub, Request(text="x"))
+        assert error.code() == status
+        assert dict(error.trailing_metadata() or ()).get("grpc-retry-pushback-ms") == "1000"
+        if full:
+            stack.decoder.gate.set()
+            assert (await waiting).status_code == 200
 
 
 async def test_a_bug_is_counted_with_the_status_that_the_client_gets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,21 +149,16 @@ async def test_a_bug_is_counted_with_the_status_that_the_client_gets(monkeypatch
         raise RuntimeError("nobody foresaw this")
 
     monkeypatch.setattr(inference_servicer, "build_requests", fails)
-    async with open_stack(counts) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        with pytest.raises(grpc.aio.AioRpcError) as error:
-            await generated(channel, Request(text="x"))
-        assert error.value.code() == grpc.StatusCode.INTERNAL
-        metrics = (await stack.http.get("/metrics")).text
-        assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in metrics
+    async with open_stack(counts) as stack, stack.inference() as stub:
+        assert (await refusal(stub, Request(text="x"))).code() == StatusCode.INTERNAL
+        assert 'paceline_requests_total{endpoint="Generate",status="INTERNAL"} 1.0' in await stack.metrics()
 
 
 async def test_cancelling_the_call_cancels_at_the_target() -> None:
-    async with open_stack(counts, burst=1) as stack, grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-        stub = inference_pb2_grpc.InferenceServiceStub(channel)
+    async with open_stack(counts, burst=1) as stack, stack.inference() as stub:
         stack.decoder.hold_after = 2
         call = stub.Generate(Request(text="x", sampling=Request.Sampling(max_tokens=60)))
         await call.read()
         call.cancel()
         await stack.decoder.cancelled.get()
-        while stack.model.queue.in_flight:
-            await asyncio.sleep(0.01)
+        await stack.idle()

@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
 from threading import Event
-from typing import Any
 
-import grpc
 import httpx
 import pytest
 
+from paceline.core.messages import Delta, FinishReason
 from paceline.state import WorkerRecord, open_store
-from paceline.v1 import inference_pb2, inference_pb2_grpc
 from paceline.wire import target_link
 from paceline.wire.target_codec import encode_submission
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_services.gateway.admission import AdmissionLimits
+from paceline_services.gateway.served_model import interleaved
 from paceline_services.gateway.server import GatewaySettings, running
 from tests.helpers.openai_stack import counts, open_stack
 from tests.helpers.targets import target_worker
+from tests.helpers.waiting import until
 
 TIMED = "timed:vocabulary=512,step_ms=50"
-"""A step much longer than its computation: the rest of the step is the sleep that tests can stop."""
+"""A step much longer than its computation: the rest of it is a sleep, which the test replaces."""
 SERVED = "tested"
 """The model name of `tests.helpers.targets`."""
 QUEUE = 40
@@ -39,7 +39,6 @@ async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.
 
     def sleep(seconds: float) -> None:
         moving.wait()
-        time.sleep(seconds)
 
     model = TimedModel(TIMED, spec, slots=512, max_model_len=256, sleep=sleep)
     async with (
@@ -58,11 +57,6 @@ async def served(limits: AdmissionLimits, moving: Event) -> AsyncIterator[httpx.
                 moving.set()
 
 
-def body(number: int) -> dict[str, Any]:
-    prompt = [100 + number, 7, 8, 9]
-    return {"prompt": prompt, "max_tokens": 12, "seed": number, "temperature": 0.8, "return_token_ids": True}
-
-
 async def test_a_flood_is_served_up_to_the_limit_and_correctly() -> None:
     """Five times the limit at once, twice: the first flood leaves nothing behind.
 
@@ -73,7 +67,8 @@ async def test_a_flood_is_served_up_to_the_limit_and_correctly() -> None:
     async with served(AdmissionLimits(max_queue=QUEUE), moving) as http:
 
         async def ask(number: int) -> httpx.Response:
-            return await http.post("/v1/completions", json=body(number))
+            body = {"prompt": [100 + number, 7, 8, 9], "max_tokens": 12, "seed": number, "temperature": 0.8}
+            return await http.post("/v1/completions", json=body | {"return_token_ids": True})
 
         alone = [(await ask(number)).json()["choices"][0]["token_ids"] for number in range(5)]
         for _ in range(2):
@@ -93,89 +88,82 @@ async def test_a_flood_is_served_up_to_the_limit_and_correctly() -> None:
         assert f'paceline_rejections_total{{model_name="{SERVED}",reason="queue"}} {8 * QUEUE}.0' in metrics
 
 
-async def answer_to_a_beginning(base_url: httpx.URL) -> tuple[int, str | None]:
-    """Status and Retry-After of a request whose body never ends."""
-    reader, writer = await asyncio.open_connection(base_url.host, base_url.port)
-    writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"prompt": "')
-    status = int((await reader.readline()).split()[1])
-    headers = {}
-    while (line := await reader.readline()) != b"\r\n":
-        name, _, value = line.decode().partition(":")
-        headers[name.lower()] = value.strip()
-    writer.close()
-    return status, headers.get("retry-after")
-
-
 async def test_a_full_queue_refuses_before_the_body_is_read() -> None:
     """The body of the refused request never ends."""
     async with open_stack(counts, limits=AdmissionLimits(max_queue=3)) as stack:
         stack.decoder.gate.clear()
-        body = {"prompt": "x", "max_tokens": 5, "seed": 3}
-        waiting = [asyncio.create_task(stack.http.post("/v1/completions", json=body)) for _ in range(3)]
-        while len(stack.decoder.requests) < 3:
-            await asyncio.sleep(0.01)
-
-        assert await answer_to_a_beginning(stack.http.base_url) == (429, "1")
+        waiting = [await stack.begin(seed=3) for _ in range(3)]
+        async with stack.connection() as (reader, writer):
+            writer.write(b'POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n{"prompt": "')
+            head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 429")
+        assert b"retry-after: 1\r\n" in head
         assert not any(task.done() for task in waiting)
-        assert 'paceline_requests_queued{model_name="pydoc"} 3.0' in (await stack.http.get("/metrics")).text
+        assert 'paceline_requests_queued{model_name="pydoc"} 3.0' in await stack.metrics()
         stack.decoder.gate.set()
         assert len({(await task).json()["choices"][0]["text"] for task in waiting}) == 1
-        assert (await stack.http.post("/v1/completions", json=body)).status_code == 200
+        assert (await stack.complete()).status_code == 200
 
 
 async def test_a_burst_of_one_moment_does_not_slip_past_the_limit() -> None:
     """Every request passes the first check before any begins."""
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
-        asking = [asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"})) for _ in range(12)]
-        while sum(task.done() for task in asking) < 8:
-            await asyncio.sleep(0.01)
+        asking = [asyncio.create_task(stack.complete()) for _ in range(12)]
+        await until(lambda: sum(task.done() for task in asking) >= 8)
         assert len(stack.decoder.requests) <= 4
         stack.decoder.gate.set()
-        statuses = Counter([(await task).status_code for task in asking])
-        assert statuses == {200: 4, 429: 8}
+        assert Counter([(await task).status_code for task in asking]) == {200: 4, 429: 8}
 
 
 async def test_a_queue_counts_choices() -> None:
     """A request larger than the queue is served if the queue is empty, and refused otherwise."""
     async with open_stack(counts, limits=AdmissionLimits(max_queue=4)) as stack:
-
-        async def asked(choices: int) -> int:
-            body = {"prompt": "x", "n": choices, "max_tokens": 5}
-            return (await stack.http.post("/v1/completions", json=body)).status_code
-
         stack.decoder.gate.clear()
-        one = asyncio.create_task(asked(1))
-        while len(stack.decoder.requests) < 1:
-            await asyncio.sleep(0.01)
-        assert await asked(4) == 429
-        three = asyncio.create_task(asked(3))
-        while len(stack.decoder.requests) < 4:
-            await asyncio.sleep(0.01)
-        assert await asked(1) == 429
+        one = await stack.begin(n=1)
+        assert (await stack.complete(n=4)).status_code == 429
+        three = await stack.begin(n=3)
+        assert (await stack.complete(n=1)).status_code == 429
         stack.decoder.gate.set()
-        assert (await one, await three, await asked(6)) == (200, 200, 200)
+        assert [answer.status_code for answer in (await one, await three, await stack.complete(n=6))] == [200] * 3
 
 
 async def test_choices_that_never_began_leave_no_trace() -> None:
     async with open_stack(counts, limits=AdmissionLimits(max_in_flight=4)) as stack:
         stack.decoder.gate.clear()
-        asking = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x", "n": 4}))
+        asking = asyncio.create_task(stack.complete(n=4))
         while stack.model.queue.in_flight < 4:
             await asyncio.sleep(0)
         asking.cancel()
-        while stack.model.queue.in_flight:
-            await asyncio.sleep(0.01)
+        await stack.idle()
         assert stack.model.capacity.in_flight == 0
+
+
+async def test_other_tasks_run_while_many_completions_begin() -> None:
+    """One takes a moment to begin, so a thousand at once would stop every stream."""
+    turn, begun = 0, []
+
+    async def other_task() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def completion() -> AsyncGenerator[Delta]:
+        begun.append(turn)
+        yield Delta("r", finish_reason=FinishReason.STOP)
+
+    task = asyncio.create_task(other_task())
+    assert len([each async for each in interleaved([completion() for _ in range(10)])]) == 10
+    task.cancel()
+    assert len(set(begun)) == 10
 
 
 async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """A past bug: a request of many completions broke the links to all targets, and with them every stream."""
     monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 20_000)
     async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
-        body = {"prompt": ["x"] * 8, "n": 8, "max_tokens": 3, "bad_words": ["word " * 200]}
-        answer = await stack.http.post("/v1/completions", json=body)
-        assert answer.status_code == 200, answer.text
+        await stack.text(["x"] * 8, n=8, max_tokens=3, bad_words=["word " * 200])
         assert len(stack.decoder.requests) == 64
         assert sum(encode_submission(each).ByteSize() for each in stack.decoder.requests) > 2 * 20_000
         [target] = stack.model.fleet.targets.values()
@@ -185,30 +173,7 @@ async def test_large_requests_wait_for_a_link_and_do_not_break_it(monkeypatch: p
 async def test_a_request_larger_than_a_link_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(target_link, "SUBMIT_FRAME_BYTES", 2000)
     async with open_stack(counts, limits=AdmissionLimits(resume_s=0.1)) as stack:
-        answer = await stack.http.post("/v1/completions", json={"prompt": "x", "bad_words": ["word " * 200] * 5})
+        answer = await stack.complete(bad_words=["word " * 200] * 5)
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
         assert "the most is 1000" in answer.text
-        assert (await stack.http.post("/v1/completions", json={"prompt": "x"})).status_code == 200
-
-
-@pytest.mark.parametrize("full", [True, False])
-async def test_grpc_errors_carry_the_retry_delay(full: bool) -> None:
-    """In the trailing metadata that gRPC's own retries use."""
-    scripts = [counts] if full else []
-    async with open_stack(*scripts, limits=AdmissionLimits(max_queue=1)) as stack:
-        if full:
-            stack.decoder.gate.clear()
-            waiting = asyncio.create_task(stack.http.post("/v1/completions", json={"prompt": "x"}))
-            while not stack.decoder.requests:
-                await asyncio.sleep(0.01)
-        async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:
-            stub = inference_pb2_grpc.InferenceServiceStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as error:
-                async for _ in stub.Generate(inference_pb2.GenerateRequest(text="x")):
-                    pass
-        wanted = grpc.StatusCode.RESOURCE_EXHAUSTED if full else grpc.StatusCode.UNAVAILABLE
-        assert error.value.code() == wanted
-        assert dict(error.value.trailing_metadata() or ()).get("grpc-retry-pushback-ms") == "1000"
-        if full:
-            stack.decoder.gate.set()
-            assert (await waiting).status_code == 200
+        assert (await stack.complete()).status_code == 200

@@ -3,6 +3,7 @@
 import asyncio
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -11,7 +12,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paceline.config import SamplingParams
 from paceline.core.messages import FinishReason, GenerationRequest
-from paceline.v1 import common_pb2, target_pb2, target_pb2_grpc
+from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.link_errors import TargetLost, WireError
 from paceline.wire.target_codec import encode_submission
 from paceline.wire.target_link import TargetLink
@@ -23,8 +24,10 @@ async def test_a_request_from_beginning_to_end() -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         assert link.description.worker_id == "t"
         assert link.description.vocabulary_size == VOCABULARY
-        tokens, last = await collect(link, submission())
-        assert len(tokens) == 20
+        async with aclosing(link.submit(submission())) as stream:
+            *deltas, last = [delta async for delta in stream]
+        assert sum(len(delta.tokens) for delta in (*deltas, last)) == 20
+        assert not any(delta.speculation for delta in deltas), "only the last one has statistics"
         assert last.finish_reason is FinishReason.LENGTH
         assert last.usage is not None
         assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (12, 20)
@@ -40,12 +43,6 @@ async def test_request_ids_belong_to_a_link() -> None:
     async with target_worker() as worker, linked(worker, worker) as [here, there]:
         results = await asyncio.gather(*(collect(link, submission(str(i))) for link in (here, there) for i in range(6)))
         assert all(tokens == results[0][0] for tokens, _ in results)
-
-
-async def test_only_the_last_delta_has_statistics() -> None:
-    async with target_worker() as worker, linked(worker) as [link], aclosing(link.submit(submission())) as deltas:
-        have_statistics = [delta.speculation is not None async for delta in deltas]
-    assert have_statistics == [False] * (len(have_statistics) - 1) + [True]
 
 
 async def test_resuming_continues_exactly() -> None:
@@ -79,45 +76,34 @@ async def test_leaving_early_cancels() -> None:
 
 
 async def test_closing_a_link_cancels_its_requests() -> None:
-    async with target_worker() as worker:
-        async with linked(worker) as [link]:
-            deltas = link.submit(submission(max_tokens=NEVER_ENDS))
-            await anext(deltas)
-            await link.close()
-            with pytest.raises(TargetLost):
-                async for _ in deltas:
-                    pass
-        await until(lambda: worker.requests.running == {})
-        await until(lambda: not worker.engine.busy)
+    async with target_worker() as worker, linked(worker) as [link]:
+        deltas = link.submit(submission(max_tokens=NEVER_ENDS))
+        await anext(deltas)
+        await link.close()
+        with pytest.raises(TargetLost):
+            async for _ in deltas:
+                pass
+        await until(lambda: worker.requests.running == {} and not worker.engine.busy)
 
 
-BAD_SUBMITS = {
-    "the prompt is empty": ("prompt", {"prompt": []}),
-    "a token outside the vocabulary": ("vocabulary", {"prompt": [VOCABULARY]}),
-    "a prompt too long": ("prompt", {"prompt": [1] * 5000}),
-}
-
-
-@pytest.mark.parametrize("bad", BAD_SUBMITS)
-async def test_an_invalid_request_ends_with_an_error_of_its_own(bad: str) -> None:
-    field, changes = BAD_SUBMITS[bad]
+@pytest.mark.parametrize(
+    ("field", "changes"),
+    [
+        ("prompt", {"prompt": []}),
+        ("vocabulary", {"prompt": [VOCABULARY]}),
+        ("prompt", {"prompt": [1] * 5000}),
+        ("sampling.top_p: ", {"sampling": SamplingParams.model_construct(top_p=1.5)}),
+    ],
+    ids=["the prompt is empty", "a token outside the vocabulary", "a prompt too long", "sampling out of range"],
+)
+async def test_an_invalid_request_ends_with_an_error_of_its_own(field: str, changes: dict[str, Any]) -> None:
     async with target_worker() as worker, linked(worker) as [link]:
         good = asyncio.create_task(collect(link, submission("good")))
-        tokens, last = await collect(link, replace(submission("bad"), **changes))  # type: ignore[arg-type]
+        tokens, last = await collect(link, replace(submission("bad"), **changes))
         assert tokens == []
         assert last.finish_reason is FinishReason.ERROR
         assert field in last.error
         assert len((await good)[0]) == 20
-
-
-async def test_invalid_sampling_is_named() -> None:
-    """For gateways that do not validate it."""
-    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
-        message = encode_submission(submission())
-        message.sampling.top_p = 1.5
-        frame = await first_deltas(channel, target_pb2.SubmitFrame(submits=[message]))
-        assert frame.deltas[0].finish_reason == common_pb2.FINISH_REASON_ERROR
-        assert frame.deltas[0].error.startswith("sampling.top_p: ")
 
 
 async def test_an_id_in_use_breaks_the_link() -> None:
@@ -173,33 +159,21 @@ async def test_draining_has_a_timeout() -> None:
         assert worker.requests.running == {}
 
 
-async def test_a_draining_server_is_not_serving() -> None:
+async def test_health_and_reflection_know_the_services() -> None:
+    """A draining server is not serving."""
     async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
         health = health_pb2_grpc.HealthStub(channel)
-        for name in ("", "paceline.v1.TargetService"):
-            response = await health.Check(health_pb2.HealthCheckRequest(service=name))
-            assert response.status == health_pb2.HealthCheckResponse.SERVING
-        await worker.server.drain()
-        response = await health.Check(health_pb2.HealthCheckRequest(service="paceline.v1.TargetService"))
-        assert response.status == health_pb2.HealthCheckResponse.NOT_SERVING
 
+        async def status(service: str) -> int:
+            return int((await health.Check(health_pb2.HealthCheckRequest(service=service))).status)
 
-async def test_reflection_names_the_services() -> None:
-    async with target_worker() as worker, grpc.aio.insecure_channel(worker.address) as channel:
+        serving = health_pb2.HealthCheckResponse.SERVING
+        assert await status("") == await status("paceline.v1.TargetService") == serving
         call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
         await call.write(reflection_pb2.ServerReflectionRequest(list_services=""))
         answer = await call.read()
         await call.done_writing()
         names = {service.name for service in answer.list_services_response.service}
         assert {"paceline.v1.TargetService", "grpc.health.v1.Health"} <= names
-
-
-async def first_deltas(channel: grpc.aio.Channel, frame: target_pb2.SubmitFrame) -> target_pb2.DeltaFrame:
-    """Return the first answer with deltas."""
-    call = target_pb2_grpc.TargetServiceStub(channel).Serve()
-    await call.write(frame)
-    async for answer in call:
-        if answer.deltas:
-            call.cancel()
-            return answer
-    raise AssertionError("the stream ended without deltas")
+        await worker.server.drain()
+        assert await status("paceline.v1.TargetService") == health_pb2.HealthCheckResponse.NOT_SERVING

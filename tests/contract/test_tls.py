@@ -26,13 +26,11 @@ from paceline.v1.target_pb2_grpc import TargetServiceStub
 from paceline.wire.channels import open_channel
 from paceline.wire.credentials import DRAFT, GATEWAY, TARGET
 from paceline.wire.link_errors import TargetLost
-from paceline.wire.target_link import TargetLink
 from paceline_services.tls_options import load_certificates
 from tests.helpers.certificates import Authority
 from tests.helpers.openai_stack import RunningTarget, counts, open_stack, start_target
 from tests.helpers.proxies import Streams, proxy
-from tests.helpers.targets import submission
-from tests.helpers.workers import draft_worker, nodes, opening, target
+from tests.helpers.targets import link_to, submission
 
 HELLO = {"model": "pydoc", "prompt": "hello", "max_tokens": 30}
 
@@ -58,20 +56,10 @@ async def served(tls: Certificates | None) -> AsyncIterator[RunningTarget]:
         await running.die()
 
 
-@asynccontextmanager
-async def linked(running: RunningTarget, tls: Certificates | None) -> AsyncIterator[TargetLink]:
-    link = TargetLink(running.record.address, tls)
-    try:
-        await link.connect(timeout_s=20.0)
-        yield link
-    finally:
-        await link.close()
-
-
 async def reaches(running: RunningTarget, tls: Certificates | None) -> bool:
     """Whether a gateway with these is let in, and lets itself in with this target."""
     try:
-        async with linked(running, tls):
+        async with link_to(running.record.address, tls):
             return True
     except TargetLost:
         return False
@@ -80,40 +68,28 @@ async def reaches(running: RunningTarget, tls: Certificates | None) -> bool:
 Files = Callable[[Authority, Authority], Certificates | None]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "welcome"),
-    [
-        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET), True),
-        (lambda a, s: a.issue("10.0.0.7", GATEWAY), lambda a, s: a.issue(TARGET, "pod.example"), True),
-        (lambda a, s: None, lambda a, s: None, True),
-        (lambda a, s: None, lambda a, s: a.issue(TARGET), False),
-        (lambda a, s: a.issue(GATEWAY), lambda a, s: None, False),
-        (lambda a, s: a.issue(GATEWAY, expired=True), lambda a, s: a.issue(TARGET), False),
-        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET, expired=True), False),
-        (lambda a, s: s.issue(GATEWAY), lambda a, s: a.issue(TARGET), False),
-        (lambda a, s: a.issue(DRAFT), lambda a, s: a.issue(TARGET), False),
-        (lambda a, s: a.issue(TARGET), lambda a, s: a.issue(TARGET, file="other"), False),
-        (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(DRAFT), False),
-    ],
-    ids=[
-        "as it should be",
-        "further names",
-        "in the clear",
-        "a client in the clear",
-        "a server in the clear",
-        "an expired client",
-        "an expired server",
-        "another authority",
-        "a draft that plays gateway",
-        "a target that plays gateway",
-        "a draft that plays target",
-    ],
-)
-async def test_who_gets_in(
-    ours: Files, theirs: Files, welcome: bool, authority: Authority, stranger: Authority
-) -> None:
+WELCOME: dict[str, tuple[Files, Files]] = {
+    "as it should be": (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET)),
+    "further names": (lambda a, s: a.issue("10.0.0.7", GATEWAY), lambda a, s: a.issue(TARGET, "pod.example")),
+    "in the clear": (lambda a, s: None, lambda a, s: None),
+}
+REFUSED: dict[str, tuple[Files, Files]] = {
+    "a client in the clear": (lambda a, s: None, lambda a, s: a.issue(TARGET)),
+    "a server in the clear": (lambda a, s: a.issue(GATEWAY), lambda a, s: None),
+    "an expired client": (lambda a, s: a.issue(GATEWAY, expired=True), lambda a, s: a.issue(TARGET)),
+    "an expired server": (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(TARGET, expired=True)),
+    "another authority": (lambda a, s: s.issue(GATEWAY), lambda a, s: a.issue(TARGET)),
+    "a draft that plays gateway": (lambda a, s: a.issue(DRAFT), lambda a, s: a.issue(TARGET)),
+    "a target that plays gateway": (lambda a, s: a.issue(TARGET), lambda a, s: a.issue(TARGET, file="other")),
+    "a draft that plays target": (lambda a, s: a.issue(GATEWAY), lambda a, s: a.issue(DRAFT)),
+}
+
+
+@pytest.mark.parametrize("case", WELCOME | REFUSED)
+async def test_who_gets_in(case: str, authority: Authority, stranger: Authority) -> None:
+    ours, theirs = (WELCOME | REFUSED)[case]
     async with served(theirs(authority, stranger)) as running:
-        assert await reaches(running, ours(authority, stranger)) == welcome
+        assert await reaches(running, ours(authority, stranger)) == (case in WELCOME)
 
 
 @pytest.mark.parametrize("believed", ["ours", "theirs"])
@@ -153,12 +129,11 @@ async def test_a_client_that_may_not_call_may_not_stream(authority: Authority) -
 async def test_rotation_while_a_stream_runs(authority: Authority, stranger: Authority) -> None:
     """The stream goes on; whoever comes then meets the new certificate, and needs one of the new authority."""
     theirs, ours = authority.issue(TARGET), authority.issue(GATEWAY)
-    async with served(theirs) as running, linked(running, ours) as link:
+    async with served(theirs) as running, link_to(running.record.address, ours) as link:
         running.decoder.hold_after = 5
         async with aclosing(link.submit(submission(max_tokens=40))) as deltas:
             tokens = [token for _ in range(5) for token in (await anext(deltas)).tokens]
-            for source in stranger.replace(TARGET):
-                (authority.folder / source.name).write_bytes(source.read_bytes())
+            stranger.replace(TARGET, folder=authority.folder)
             assert await reaches(running, stranger.issue(GATEWAY))
             assert not await reaches(running, ours)
             running.decoder.gate.set()
@@ -180,22 +155,11 @@ async def test_files_that_do_not_belong_together_change_nothing(authority: Autho
         assert not await reaches(running, ours)
 
 
-async def test_growth_comes_through_tls(authority: Authority, stranger: Authority) -> None:
-    async with draft_worker(tls=authority.issue(DRAFT)) as worker, target(tls=authority.issue(TARGET)) as here:
-        await here.reach(worker.address)
-        here.drafting.open(opening(1), [worker.address])
-        here.drafting.flush()
-        news = await here.poll(lambda news: len(nodes(news, 1)) == 3)
-        assert nodes(news, 1) == [8, 9, 10]
-
-
 async def test_a_gateway_reaches_its_targets_through_tls(authority: Authority) -> None:
     async with open_stack(tls=authority.issue(GATEWAY)) as stack, served(authority.issue(TARGET)) as running:
         await stack.store.registry.register(running.record)
-        while not stack.model.fleet.available:
-            await asyncio.sleep(0.01)
-        answer = await stack.http.post("/v1/completions", json=HELLO)
-        assert answer.json()["usage"]["completion_tokens"] == 30
+        assert await stack.model.fleet.wait_for_target(20.0)
+        await stack.text()
 
 
 async def test_the_edge_rotates_while_a_stream_runs(authority: Authority, stranger: Authority) -> None:
@@ -216,8 +180,7 @@ async def test_the_edge_rotates_while_a_stream_runs(authority: Authority, strang
             events = (json.loads(line[6:]) async for line in answer.aiter_lines() if line.startswith("data: {"))
             tokens = (await anext(events))["choices"][0].get("token_ids", [])
             assert await models(authority) == 200
-            for source in stranger.replace("127.0.0.1"):
-                (authority.folder / source.name).write_bytes(source.read_bytes())
+            stranger.replace("127.0.0.1", folder=authority.folder)
             assert await models(stranger) == 200
             with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await models(authority)
@@ -272,13 +235,21 @@ async def behind(url: str, context: ssl.SSLContext) -> AsyncIterator[str]:
         yield f"rediss://127.0.0.1:{front}"
 
 
-def test_options_come_together_or_not_at_all(authority: Authority) -> None:
-    certificate, key, ca = authority.replace(TARGET)
-    assert load_certificates({"tls_cert": None, "tls_key": None, "tls_ca": None}) is None
-    assert load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": ca}) is not None
-    with pytest.raises(StartError, match="--tls-key and --tls-ca must be given, too"):
-        load_certificates({"tls_cert": certificate, "tls_key": None, "tls_ca": None})
-    with pytest.raises(StartError, match=f"{ca}"):
-        load_certificates({"tls_cert": certificate, "tls_key": ca, "tls_ca": ca})
-    with pytest.raises(StartError, match="no-such"):
-        load_certificates({"tls_cert": certificate, "tls_key": key, "tls_ca": Path("no-such")})
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"tls_key": None, "tls_ca": None}, "--tls-key and --tls-ca must be given, too"),
+        ({"tls_key": Path("target.ca")}, "target.ca"),
+        ({"tls_ca": Path("no-such")}, "no-such"),
+    ],
+)
+def test_options_come_together_or_not_at_all(
+    options: dict[str, Path | None], complaint: str, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(authority.folder)
+    certificate, key, ca = authority.replace(TARGET, file="target")
+    given = {"tls_cert": certificate, "tls_key": key, "tls_ca": ca}
+    assert load_certificates(dict.fromkeys(given)) is None
+    assert load_certificates(given) is not None
+    with pytest.raises(StartError, match=complaint):
+        load_certificates(given | options)

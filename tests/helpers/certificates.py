@@ -27,12 +27,12 @@ class Authority:
         paths = self.replace(*names, file=file, expired=expired)
         return Certificates(*paths[:2] if edge else paths)
 
-    def replace(self, *names: str, file: str = "", expired: bool = False) -> list[Path]:
+    def replace(self, *names: str, file: str = "", expired: bool = False, folder: Path | None = None) -> list[Path]:
         """Write the files of a certificate, also over existing ones. Returns certificate, key and authority."""
-        not_after = datetime.now(UTC) - timedelta(days=1) if expired else None
-        not_before = datetime.now(UTC) - timedelta(days=9)
-        cert = self.ca.issue_cert(*names, not_before=not_before, not_after=not_after)
-        paths = [self.folder / f"{file or names[0]}.{kind}" for kind in ("crt", "key", "ca")]
+        now = datetime.now(UTC)
+        not_after = now - timedelta(days=1) if expired else None
+        cert = self.ca.issue_cert(*names, not_before=now - timedelta(days=9), not_after=not_after)
+        paths = [(folder or self.folder) / f"{file or names[0]}.{kind}" for kind in ("crt", "key", "ca")]
         chain = b"".join(each.bytes() for each in cert.cert_chain_pems)
         for path, text in zip(paths, (chain, cert.private_key_pem.bytes(), self.pem), strict=True):
             path.write_bytes(text)

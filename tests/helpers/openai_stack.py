@@ -7,14 +7,17 @@ engine: the output of each request, how many tokens come at once, and when.
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
 import httpx
 import openai
+import pytest
 
 from paceline.core.messages import (
     Delta,
@@ -31,7 +34,7 @@ from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
-from paceline.v1 import target_pb2, target_pb2_grpc
+from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
 from paceline.wire.credentials import GATEWAY
 from paceline.wire.grpc_server import GrpcServer
 from paceline_services.gateway.admission import AdmissionLimits
@@ -39,6 +42,7 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.server import Addresses, GatewaySettings, running
 from paceline_services.target.target_servicer import TargetServicer
+from tests.helpers.waiting import until
 
 MODEL = "pydoc"
 TOKENIZER = Tokenizer.load(MODEL)
@@ -82,19 +86,23 @@ class ScriptedDecoder:
 
     def send(self, message: GenerationRequest | CancelRequest) -> None:
         if isinstance(message, GenerationRequest):
-            self.submit(message)
-        else:
-            self.cancel(message.request_id)
-
-    def submit(self, request: GenerationRequest) -> None:
-        self.requests.append(request)
-        self._tasks[request.request_id] = asyncio.create_task(self._decode(request))
-
-    def cancel(self, request_id: str) -> None:
-        task = self._tasks.pop(request_id, None)
+            self.requests.append(message)
+            self._tasks[message.request_id] = asyncio.create_task(self._decode(message))
+            return
+        task = self._tasks.pop(message.request_id, None)
         if task is not None and task.cancel():
-            self._deliver(self._last(Delta(request_id), FinishReason.CANCELLED, 0, 0))
-            self.cancelled.put_nowait(request_id)
+            self._deliver(self._last(Delta(message.request_id), FinishReason.CANCELLED, 0, 0))
+            self.cancelled.put_nowait(message.request_id)
+
+    async def die(self) -> None:
+        """End as an engine does that dies, while its service lives on."""
+        ended = asyncio.get_running_loop().create_future()
+        ended.set_result(None)
+        await self.servicer.drain(0.0, ended)
+
+    async def hand_over(self) -> None:
+        """End as an engine does that drains and has no time left."""
+        await self.servicer.drain(0.0, asyncio.get_running_loop().create_future())
 
     async def close(self) -> None:
         for task in self._tasks.values():
@@ -102,29 +110,27 @@ class ScriptedDecoder:
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
     async def _decode(self, request: GenerationRequest) -> None:
-        params = request.sampling
+        params, error = request.sampling, ""
         try:
             output = list(self._script(request))[: params.max_tokens]
         except KillsEngines:
-            ended = asyncio.get_running_loop().create_future()
-            ended.set_result(None)
-            await self.servicer.drain(0.0, ended)
+            await self.die()
             return
-        except RuntimeError as error:
-            self._give_up(request.request_id, error)
-            return
+        except RuntimeError as failure:
+            output, error = list(failure.output) if isinstance(failure, FailsAfter) else [], str(failure)
         stops = [index for index, token in enumerate(output) if token in params.stop_token_ids]
         output = output[: stops[0] + 1] if stops else output
         start = len(request.committed)
         await asyncio.sleep(self.first_after_s)
-        for at in range(start, len(output), self._burst):
+        for at in range(start, max(len(output), start + 1), self._burst):
             await self.gate.wait()
             tokens = output[at : at + self._burst]
             delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
             if params.logprobs is not None:
                 delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
-                reason = FinishReason.STOP if stops else FinishReason.LENGTH
+                reason = FinishReason.ERROR if error else FinishReason.STOP if stops else FinishReason.LENGTH
+                delta.error = error
                 delta.stop_token = output[-1] if stops else None
                 delta = self._last(delta, reason, len(request.prompt), len(output))
                 self._tasks.pop(request.request_id)
@@ -135,16 +141,6 @@ class ScriptedDecoder:
                     self.hold_after = None
                     self.gate.clear()
             await asyncio.sleep(0)
-
-    def _give_up(self, request_id: str, error: RuntimeError) -> None:
-        """As the engine does: the error comes with the last tokens, if there are any."""
-        output = error.output if isinstance(error, FailsAfter) else []
-        *before, last = [output[at : at + self._burst] for at in range(0, len(output), self._burst)] or [[]]
-        for tokens in before:
-            self._deliver(Delta(request_id, list(tokens), [False] * len(tokens)))
-        self._tasks.pop(request_id)
-        ended = Delta(request_id, list(last), [False] * len(last), finish_reason=FinishReason.ERROR, error=str(error))
-        self._deliver(ended)
 
     def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
         delta.finish_reason = reason
@@ -179,6 +175,11 @@ class RunningTarget:
     server: GrpcServer
     servicer: TargetServicer
 
+    @property
+    def linked(self) -> bool:
+        """Whether a gateway has a link to it."""
+        return bool(self.servicer._links)
+
     async def die(self) -> None:
         """As after SIGKILL: every stream breaks, in whatever state it is."""
         await self.server.stop(0.0)
@@ -206,6 +207,11 @@ class Stack:
     def decoder(self) -> ScriptedDecoder:
         return self.targets[0].decoder
 
+    @property
+    def served(self) -> list[int]:
+        """How many requests each target got."""
+        return [len(target.decoder.requests) for target in self.targets]
+
     async def add_target(
         self,
         script: Script,
@@ -223,9 +229,83 @@ class Stack:
         self.targets.append(target)
         await self.store.registry.register(target.record)
         fleet = self.models.model(model).fleet
-        while all(worker_id != known.record.worker_id for known in fleet.targets.values()):
-            await asyncio.sleep(0.01)
+        await until(lambda: worker_id in [known.record.worker_id for known in fleet.targets.values()])
         return target
+
+    async def complete(
+        self, prompt: Any = "x", headers: Mapping[str, str] | None = None, **fields: Any
+    ) -> httpx.Response:
+        """Post a completion."""
+        return await self.http.post("/v1/completions", json={"prompt": prompt, **fields}, headers=headers)
+
+    async def text(self, prompt: Any = "x", headers: Mapping[str, str] | None = None, **fields: Any) -> str:
+        """The text of a completion, which has to succeed."""
+        answer = await self.complete(prompt, headers, **fields)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    async def begin(self, prompt: Any = "x", **fields: Any) -> asyncio.Task[httpx.Response]:
+        """Post a completion, and return when its choices have reached targets."""
+        wanted = sum(self.served) + fields.get("n", 1)
+        asking = asyncio.create_task(self.complete(prompt, **fields))
+        await until(lambda: asking.done() or sum(self.served) >= wanted)
+        return asking
+
+    async def events(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """All events of a stream, parsed. The last must be [DONE], and is left out."""
+        async with self.http.stream("POST", path, json=body | {"stream": True}) as response:
+            assert response.status_code == 200
+            assert response.headers["content-type"].startswith("text/event-stream")
+            raw = (await response.aread()).decode()
+        assert raw.endswith("\n\n")
+        parts = raw.removesuffix("\n\n").split("\n\n")
+        assert all(part.startswith("data: ") for part in parts)
+        assert parts.pop() == "data: [DONE]"
+        return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+    @asynccontextmanager
+    async def streaming(self, **fields: Any) -> AsyncIterator[AsyncIterator[Any]]:
+        """The events of a completion's stream as they come."""
+        body = {"prompt": "x", "stream": True, **fields}
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async with aclosing(response.aiter_lines()) as lines:
+                yield (json.loads(line.removeprefix("data: ")) async for line in lines if line.startswith("data: {"))
+
+    @asynccontextmanager
+    async def connection(self) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+        """A TCP connection to the HTTP port."""
+        host, port = self.addresses.http.rsplit(":", 1)
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            yield reader, writer
+        finally:
+            writer.close()
+
+    @asynccontextmanager
+    async def inference(self, options: Sequence[tuple[str, int]] = ()) -> AsyncIterator[Any]:
+        """A stub of `InferenceService`."""
+        async with grpc.aio.insecure_channel(self.addresses.grpc, options=options) as channel:
+            yield inference_pb2_grpc.InferenceServiceStub(channel)
+
+    async def metrics(self) -> str:
+        return (await self.http.get("/metrics")).text
+
+    async def idle(self) -> None:
+        """Wait until no completion is under way."""
+        await until(lambda: not (self.model.queue.in_flight or self.model.fleet.in_flight))
+
+
+async def generated(stub: Any, request: Any, headers: Mapping[str, str] | None = None) -> list[Any]:
+    """All responses to a call of `Generate`."""
+    return [response async for response in stub.Generate(request, metadata=tuple((headers or {}).items()))]
+
+
+async def refusal(stub: Any, request: Any, headers: Mapping[str, str] | None = None) -> grpc.aio.AioRpcError:
+    """The error of a call of `Generate`, which has to fail."""
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await generated(stub, request, headers)
+    return error.value
 
 
 async def start_target(
@@ -274,17 +354,21 @@ async def open_stack(
         limits=limits or AdmissionLimits(resume_s=5.0),
         **settings_,
     )
-    async with open_store(redis_url, ttl_s=3600.0) as store, running(settings, store) as (models, addresses):
+    async with open_store(redis_url, ttl_s=3600.0) as store, AsyncExitStack() as service:
+        targets = [await start_target(script, burst, f"target-{index}") for index, script in enumerate(scripts)]
+        for target in targets:
+            await store.registry.register(target.record)
+        models, addresses = await service.enter_async_context(running(settings, store))
         url = f"{'https' if settings.edge_tls else 'http'}://{addresses.http}"
         async with (
             AsyncExitStack() as exits,
             httpx.AsyncClient(base_url=url, timeout=20.0, verify=False) as http,
             openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=None) as client,
         ):
-            stack = Stack(store, models, addresses, http, client, _exits=exits)
-            for script in scripts:
-                await stack.add_target(script, burst=burst)
-            yield stack
+            for target in targets:
+                exits.push_async_callback(target.die)
+            await until(lambda: len(models.first.fleet.targets) == len(targets))
+            yield Stack(store, models, addresses, http, client, targets, exits)
 
 
 def text_script(text: str) -> Script:

@@ -10,8 +10,6 @@ import pytest
 
 from paceline.model.parallel.host_port import HostPort
 
-LOOPBACK = "127.0.0.1"
-
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":1", "host:port", "host:0", "host:65536"])
 def test_text_without_host_or_port_is_refused(text: str) -> None:
@@ -27,24 +25,20 @@ def test_addresses_of_all_kinds(text: str) -> None:
     assert address.loopback == (text == "[::1]:70")
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
-def test_it_listens_at_an_address_of_this_machine_alone(host: str) -> None:
-    with listening(host) as listener:
-        assert ipaddress.ip_address(listener.getsockname()[0]).is_loopback
-
-
-@pytest.mark.parametrize("host", ["192.0.2.1", "a-name.invalid"])
-def test_it_listens_everywhere_if_the_address_is_not_this_machine_s(host: str) -> None:
-    with listening(host) as listener:
-        assert ipaddress.ip_address(listener.getsockname()[0]).is_unspecified
-        with socket.create_connection((LOOPBACK, listener.getsockname()[1])):
-            pass
-
-
-def listening(host: str) -> socket.socket:
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("localhost", True), ("::1", True), ("192.0.2.1", False), ("a-name.invalid", False)],
+)
+def test_it_listens_everywhere_only_if_the_address_is_not_this_machine_s(host: str, loopback: bool) -> None:
     try:
-        return HostPort(host, 0).listen()
+        listener = HostPort(host, 0).listen()
     except OSError as error:
         if ":" in host and error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
             pytest.skip("no IPv6 here")
         raise
+    with listener:
+        name, port, *_ = listener.getsockname()
+        address = ipaddress.ip_address(name)
+        assert (address.is_loopback, address.is_unspecified) == (loopback, not loopback)
+        with socket.create_connection((name if loopback else "127.0.0.1", port)):
+            pass

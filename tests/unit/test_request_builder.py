@@ -66,13 +66,17 @@ def test_any_body_is_refused_by_field_or_can_be_sent(body: dict[str, Any], with_
         assert len(request.prompt) + request.sampling.max_tokens <= MODEL.max_model_len
 
 
-@pytest.mark.parametrize("wanted", [{"prompt": [1] * 60}, {"prompt": [1] * 60, "min_tokens": 4}])
-def test_the_default_length_is_cut_to_the_context(wanted: dict[str, Any]) -> None:
-    assert build(wanted)[0].sampling.max_tokens == 4
-
-
-def test_a_minimum_lifts_the_default_length() -> None:
-    assert build({"prompt": "1", "min_tokens": 20})[0].sampling.max_tokens == 20
+@pytest.mark.parametrize(
+    ("wanted", "max_tokens"),
+    [
+        ({"prompt": [1] * 60}, 4),
+        ({"prompt": [1] * 60, "min_tokens": 4}, 4),
+        ({"prompt": "1", "min_tokens": 20}, 20),
+    ],
+    ids=["cut to the context", "cut to a minimum that fits", "lifted by a minimum"],
+)
+def test_the_default_length(wanted: dict[str, Any], max_tokens: int) -> None:
+    assert build(wanted)[0].sampling.max_tokens == max_tokens
 
 
 def test_a_bad_word_without_tokens_is_refused() -> None:

@@ -39,33 +39,20 @@ def common(a: Sequence[int], b: Sequence[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
+SALTS = st.sampled_from(["", "a"])
+
+
 @settings(deadline=None)
-@given(sent=st.lists(TOKENS, max_size=4), cut=st.integers(0, 3 * BLOCK), ends=TOKENS, which=st.integers(0, 3))
-def test_the_longest_beginning_that_was_sent_is_known(
-    sent: list[list[int]], cut: int, ends: list[int], which: int
+@given(sent=st.lists(st.tuples(TOKENS, SALTS), max_size=4), cut=st.integers(0, 3 * BLOCK), ends=TOKENS, salt=SALTS)
+def test_the_longest_beginning_that_was_sent_with_the_same_salt_is_known(
+    sent: list[tuple[list[int], str]], cut: int, ends: list[int], salt: str
 ) -> None:
     prefixes = PrefixIndex(10_000)
-    for each in sent:
-        prefixes.add(block_hashes(each))
-    prompt = (sent[which][:cut] if which < len(sent) else []) + ends
-    longest = max((common(each, prompt) // BLOCK * BLOCK for each in sent), default=0)
-    assert prefixes.cached_tokens(block_hashes(prompt)) == longest
-
-
-@settings(deadline=None)
-@given(tokens=TOKENS, cut=st.integers(0, 3 * BLOCK))
-def test_a_chain_can_be_continued(tokens: list[int], cut: int) -> None:
-    assert block_hashes(tokens, block_hashes(tokens[:cut])) == block_hashes(tokens)
-
-
-@settings(deadline=None)
-@given(tokens=TOKENS, cut=st.integers(0, 3 * BLOCK), salts=st.lists(st.sampled_from(["", "a", "b"]), min_size=2))
-def test_texts_with_different_salts_share_nothing(tokens: list[int], cut: int, salts: list[str]) -> None:
-    sent, asked = salts[:2]
-    prefixes = PrefixIndex(10_000)
-    prefixes.add(block_hashes(tokens, block_hashes(tokens[:cut], salt=sent), sent))
-    known = len(tokens) // BLOCK * BLOCK if asked == sent else 0
-    assert prefixes.cached_tokens(block_hashes(tokens, salt=asked)) == known
+    for tokens, each in sent:
+        prefixes.add(block_hashes(tokens, block_hashes(tokens[:cut], salt=each), each))
+    prompt = (sent[0][0][:cut] if sent else []) + ends
+    longest = max((common(tokens, prompt) // BLOCK * BLOCK for tokens, each in sent if each == salt), default=0)
+    assert prefixes.cached_tokens(block_hashes(prompt, salt=salt)) == longest
 
 
 def test_the_same_block_after_another_beginning_is_another_one() -> None:
@@ -228,6 +215,7 @@ def test_failures_open_only_in_a_row(breaker: Breaker) -> None:
 
 
 def test_one_request_probes_while_others_wait(breaker: Breaker, clock: Clock) -> None:
+    """An answer that ends badly opens again for longer, and a good end forgives."""
     opened(breaker)
     clock.now += FIRST_PAUSE_S
     assert (breaker.state, breaker.allows) == (BreakerState.HALF_OPEN, True)
@@ -238,26 +226,6 @@ def test_one_request_probes_while_others_wait(breaker: Breaker, clock: Clock) ->
     breaker.on_sent()
     breaker.on_first_token()
     assert (breaker.state, breaker.allows) == (BreakerState.CLOSED, True)
-
-
-def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clock: Clock) -> None:
-    opened(breaker)
-    pauses = []
-    for _ in range(9):
-        pauses.append(breaker.opens_in_s)
-        clock.now += breaker.opens_in_s
-        breaker.on_sent()
-        breaker.on_failure()
-    assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(9)]
-
-
-def test_an_answer_that_ends_badly_opens_again_for_longer_and_a_good_end_forgives(
-    breaker: Breaker, clock: Clock
-) -> None:
-    opened(breaker)
-    clock.now += FIRST_PAUSE_S
-    breaker.on_sent()
-    breaker.on_first_token()
     breaker.on_failure()
     assert breaker.opens_in_s == 2 * FIRST_PAUSE_S
     clock.now += 2 * FIRST_PAUSE_S
@@ -269,23 +237,30 @@ def test_an_answer_that_ends_badly_opens_again_for_longer_and_a_good_end_forgive
     assert opened(breaker).opens_in_s == FIRST_PAUSE_S
 
 
-def test_failures_while_open_do_not_prolong_the_pause(breaker: Breaker, clock: Clock) -> None:
+def test_each_failed_probe_doubles_the_pause_up_to_a_limit(breaker: Breaker, clock: Clock) -> None:
+    """Failures during a pause do not prolong it."""
     opened(breaker)
-    clock.now += FIRST_PAUSE_S / 2
-    breaker.on_failure()
-    assert breaker.opens_in_s == FIRST_PAUSE_S / 2
+    pauses = []
+    for _ in range(9):
+        pauses.append(breaker.opens_in_s)
+        clock.now += breaker.opens_in_s / 2
+        breaker.on_failure()
+        assert breaker.opens_in_s == pauses[-1] / 2
+        clock.now += breaker.opens_in_s
+        breaker.on_sent()
+        breaker.on_failure()
+    assert pauses == [min(FIRST_PAUSE_S * 2**n, LONGEST_PAUSE_S) for n in range(9)]
 
 
-def drafts(recorded: list[tuple[str, AcceptanceCounts]] | None = None, model: str = "small") -> DraftWorkers:
+def drafts(recorded: list[tuple[str, AcceptanceCounts]] | None = None) -> DraftWorkers:
     """Three workers: two of one kind, and a lookup."""
-    names = {"one": ("draft_model", model), "two": ("draft_model", model), "lookup": ("ngram", "")}
-    pool = DraftWorkers(lambda kind, acceptance: (recorded if recorded is not None else []).append((kind, acceptance)))
-    pool.update_workers(
-        [
-            RegisteredWorker(WorkerRecord("draft", name, f"{name}:1", model_, method, "", 0.0), {"requests": 0.0})
-            for name, (method, model_) in names.items()
-        ]
-    )
+    pool = DraftWorkers(lambda *acceptance: None if recorded is None else recorded.append(acceptance))
+    records = [
+        WorkerRecord("draft", "one", "one:1", "small", "draft_model", "", 0.0),
+        WorkerRecord("draft", "two", "two:1", "small", "draft_model", "", 0.0),
+        WorkerRecord("draft", "lookup", "lookup:1", "", "ngram", "", 0.0),
+    ]
+    pool.update_workers([RegisteredWorker(record, {"requests": 0.0}) for record in records])
     return pool
 
 
@@ -309,30 +284,29 @@ def test_the_acceptance_of_a_kind_decides_the_order() -> None:
     assert "lookup:1" in {pool.order(greedy=False)[0] for _ in range(4)}  # of sampled requests nothing is known
 
 
+def states(pool: DraftWorkers) -> list[BreakerState]:
+    return [pool.breakers[address].state for address in ("one:1", "two:1", "lookup:1")]
+
+
 def test_a_request_with_several_drafts_counts_for_no_kind_but_shows_which_failed() -> None:
     recorded: list[tuple[str, AcceptanceCounts]] = []
     pool = drafts(recorded)
     for _ in range(FAILURES):
         pool.record_request(["one:1", "two:1"], stats("one", "two"), greedy=True)
     assert recorded == []
-    assert pool.breakers["one:1"].state == BreakerState.OPEN
-    assert pool.breakers["two:1"].state == BreakerState.CLOSED
+    assert states(pool) == [BreakerState.OPEN, BreakerState.CLOSED, BreakerState.CLOSED]
     assert all(pool.order(greedy=True)[-1] == "one:1" for _ in range(20))
 
 
 def test_a_draft_that_targets_pass_over_has_failed() -> None:
-    pool = drafts()
-    for _ in range(FAILURES):
-        pool.record_request(["one:1", "two:1", "lookup:1"], stats("two"), greedy=True)
-    states = {address: breaker.state for address, breaker in pool.breakers.items()}
-    assert states == {"one:1": BreakerState.OPEN, "two:1": BreakerState.CLOSED, "lookup:1": BreakerState.CLOSED}
-
-
-def test_requests_without_drafts_or_statistics_blame_no_draft() -> None:
+    """Requests without drafts or statistics blame no draft."""
     pool = drafts()
     for _ in range(FAILURES):
         pool.record_request(pool.order(greedy=True), None, greedy=True)
         pool.record_request(pool.order(greedy=True), stats(), greedy=True)
         pool.record_request([], stats("local"), greedy=True)
         pool.record_request(["gone:1"], stats("gone"), greedy=True)
-    assert all(breaker.state == BreakerState.CLOSED for breaker in pool.breakers.values())
+    assert set(states(pool)) == {BreakerState.CLOSED}
+    for _ in range(FAILURES):
+        pool.record_request(["one:1", "two:1", "lookup:1"], stats("two"), greedy=True)
+    assert states(pool) == [BreakerState.OPEN, BreakerState.CLOSED, BreakerState.CLOSED]

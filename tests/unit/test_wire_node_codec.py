@@ -68,8 +68,8 @@ def bits(*fields: str) -> bytes:
 
 def test_the_layout_of_a_growth() -> None:
     """Two children of the committed token, a child of the first, every step from there, the committed token again."""
-    tokens, distances = [5, 2, 7, 1, 6, 0, 4], [0, 0, 2, 2, 3, 2, 0]
     log_probs = [EVEN, CERTAIN, log_probability(LOG_ODDS[0]), EVEN, EVEN, EVEN, EVEN]
+    nodes = PackedNodes([5, 2, 7, 1, 6, 0, 4], [0, 0, 2, 2, 3, 2, 0], log_probs)
     data = bytes([3, 2]) + bits(
         "101 01101 111 00",
         "010 11111 10",
@@ -80,14 +80,10 @@ def test_the_layout_of_a_growth() -> None:
         "100 01101 111 00",
     )
     assert data == bytes.fromhex("03 02 ad e2 fd c1 e2 d6 6c 1b a3 78")
-    assert pack_nodes(PackedNodes(tokens, distances, log_probs)) == data
-    assert unpack_nodes(data, 7) == PackedNodes(tokens, distances, log_probs)
-
-
-def test_the_layout_of_wide_fields() -> None:
-    """Certainty is code 31 and impossibility 0."""
-    nodes = PackedNodes([300, 5], [2, 5], [0.0, -math.inf])
-    assert pack_nodes(nodes) == bytes([9, 3]) + bits("100101100 11111 111 010", "000000101 00000 111 101")
+    assert pack_nodes(nodes) == data
+    assert unpack_nodes(data, 7) == nodes
+    wide = PackedNodes([300, 5], [2, 5], [0.0, -math.inf])  # certainty and impossibility
+    assert pack_nodes(wide) == bytes([9, 3]) + bits("100101100 11111 111 010", "000000101 00000 111 101")
 
 
 def test_log_odds_codes() -> None:
@@ -99,38 +95,29 @@ def test_log_odds_codes() -> None:
     assert math.exp(log_probs[-1]) > 0.9998
 
 
-@pytest.mark.parametrize(
-    ("tokens", "distances", "size"),
-    [
-        ([], [], 2),
-        ([0], [0], 2 + 2),
-        ([1] * 8, [0] * 8, 2 + 11),
-        ([7, 1], [0, 1], 2 + 3),
-        ([1] * 10, list(range(1, 11)), 2 + 13),
-        ([2**17 - 1] * 3, [0] * 3, 2 + 10),
-        ([2**32 - 1], [2**32 - 1], 2 + 9),
-        (list(range(MAX_NODES)), [0, *[1] * (MAX_NODES - 1)], 2 + MAX_NODES * 18 // 8 + 1),
-        ([2**32 - 1] * MAX_NODES, [2**32 - 1, 1] * (MAX_NODES // 2), 2 + MAX_NODES * 72 // 8),
-    ],
-    ids=["none", "one", "roots", "small", "siblings", "large tokens", "largest", "a chain of most", "most and largest"],
-)
+IN_ORDER = [id_ - parent for id_, parent in enumerate([1, 1, 2, 3, 5, 5, 6, 7, 7, 7, 8], start=9)]
+SIZES = {
+    "none": ([], [], 2),
+    "one": ([0], [0], 2 + 2),
+    "roots": ([1] * 8, [0] * 8, 2 + 11),
+    "small": ([7, 1], [0, 1], 2 + 3),
+    "siblings": ([1] * 10, list(range(1, 11)), 2 + 13),
+    "large tokens": ([2**17 - 1] * 3, [0] * 3, 2 + 10),
+    "largest": ([2**32 - 1], [2**32 - 1], 2 + 9),
+    # 6 bits per token, 5 per probability, 7 for the first parent, then 2 for a sibling, 1 for the next parent and 3
+    # for the one after a node without children: 23 for all parents, and no bit is left over
+    "in the order of their parents": ([63] * 11, IN_ORDER, 2 + (11 * (6 + 5) + 23) // 8),
+    "a chain of most": (list(range(MAX_NODES)), [0, *[1] * (MAX_NODES - 1)], 2 + MAX_NODES * 18 // 8 + 1),
+    "most and largest": ([2**32 - 1] * MAX_NODES, [2**32 - 1, 1] * (MAX_NODES // 2), 2 + MAX_NODES * 72 // 8),
+}
+
+
+@pytest.mark.parametrize(("tokens", "distances", "size"), SIZES.values(), ids=SIZES)
 def test_sizes(tokens: Sequence[int], distances: Sequence[int], size: int) -> None:
     nodes = PackedNodes(tokens, distances, [CERTAIN] * len(tokens))
     data = pack_nodes(nodes)
     assert len(data) == size
     assert unpack_nodes(data, MAX_NODES) == nodes
-
-
-def test_the_size_of_nodes_in_the_order_of_their_parents() -> None:
-    """6 bits for a token and 5 for a probability, 7 for the first parent, then 2 for a sibling, 1 for the next parent
-    and 3 for the one after a node without children: 23 for 11 of them, and no bit is left over."""
-    parents = [1, 1, 2, 3, 5, 5, 6, 7, 7, 7, 8]
-    distances = [id_ - parent for id_, parent in enumerate(parents, start=9)]
-    nodes = PackedNodes([63] * 11, distances, [CERTAIN] * 11)
-    data = pack_nodes(nodes)
-    assert 11 * (6 + 5) + 7 + 2 + 1 + 1 + 3 + 2 + 1 + 1 + 2 + 2 + 1 == 8 * 18
-    assert len(data) == 2 + 18
-    assert unpack_nodes(data, 11) == nodes
 
 
 @given(st.integers(3, 32), st.integers(1, 32), st.lists(st.sampled_from(["0", "10", "111"]), max_size=64))
@@ -180,9 +167,8 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("bad", BAD)
-def test_invalid_bits_are_refused(bad: str) -> None:
-    data, complaint = BAD[bad]
+@pytest.mark.parametrize(("data", "complaint"), BAD.values(), ids=BAD)
+def test_invalid_bits_are_refused(data: bytes, complaint: str) -> None:
     with pytest.raises(WireError, match=f"^nodes: .*{complaint}"):
         unpack_nodes(data, MAX_NODES)
 
@@ -225,15 +211,7 @@ def test_too_many_nodes_are_refused_before_they_are_decoded() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize(
-    "nodes",
-    [
-        PackedNodes([-1], [0], [-1.0]),
-        PackedNodes([5], [-1], [-1.0]),
-        PackedNodes([5, 5], [0, -1], [-1.0, -1.0]),
-        PackedNodes([5, 5], [1, -1], [-1.0, -1.0]),
-    ],
-)
-def test_negative_values_are_not_packed(nodes: PackedNodes) -> None:
+@pytest.mark.parametrize(("tokens", "distances"), [([-1], [0]), ([5], [-1]), ([5, 5], [0, -1]), ([5, 5], [1, -1])])
+def test_negative_values_are_not_packed(tokens: list[int], distances: list[int]) -> None:
     with pytest.raises(ValueError, match="invalid literal"):
-        pack_nodes(nodes)
+        pack_nodes(PackedNodes(tokens, distances, [-1.0] * len(tokens)))

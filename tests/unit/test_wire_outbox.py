@@ -23,38 +23,20 @@ def names(frame: Frame) -> list[str]:
 
 
 async def test_waiting_frames_are_merged_in_order() -> None:
-    outbox = Outbox(Frame, 1000)
-    outbox.put(frame("a"))
-    outbox.put(frame("b"))
-    assert names(await anext(outbox)) == ["a", "b"]
-    outbox.put(frame("c"))
-    assert names(await anext(outbox)) == ["c"]
-
-
-async def test_a_newer_message_replaces_an_older_one() -> None:
-    """Also its zeros, which MergeFrom ignores."""
-    outbox = Outbox(Frame, 1000)
-    outbox.put(frame("a", running=7, waiting=2))
-    outbox.put(frame("b", running=0, waiting=3))
-    merged = await anext(outbox)
-    assert (merged.load.running, merged.load.waiting) == (0, 3)
-
-
-async def test_put_does_not_change_its_argument() -> None:
-    outbox = Outbox(Frame, 1000)
-    first = frame("a")
-    outbox.put(first)
-    outbox.put(frame("b"))
-    assert names(first) == ["a"]
-
-
-async def test_iteration_waits_for_a_frame() -> None:
+    """A newer load replaces an older one, also by its zeros, which MergeFrom ignores. Arguments stay as they are."""
     outbox = Outbox(Frame, 1000)
     waiting = asyncio.ensure_future(anext(outbox))
     await asyncio.sleep(0)
     assert not waiting.done()
-    outbox.put(frame("a"))
-    assert names(await waiting) == ["a"]
+    first = frame("a", running=7, waiting=2)
+    outbox.put(first)
+    outbox.put(frame("b", running=0, waiting=3))
+    merged = await waiting
+    assert names(merged) == ["a", "b"]
+    assert (merged.load.running, merged.load.waiting) == (0, 3)
+    assert names(first) == ["a"]
+    outbox.put(frame("c"))
+    assert names(await anext(outbox)) == ["c"]
 
 
 async def test_a_peer_that_does_not_read_congests_the_link() -> None:
@@ -81,7 +63,8 @@ async def test_an_error_discards_the_waiting_frame() -> None:
         await anext(outbox)
 
 
-async def test_wait_for_capacity() -> None:
+@pytest.mark.parametrize("closed", [False, True], ids=["read", "closed"])
+async def test_an_outbox_has_capacity_again(closed: bool) -> None:
     outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
     outbox.put(frame("a" * 20))
     await outbox.wait_for_capacity()
@@ -89,18 +72,11 @@ async def test_wait_for_capacity() -> None:
     waiting = [asyncio.create_task(outbox.wait_for_capacity()) for _ in range(2)]
     await asyncio.sleep(0)
     assert not any(task.done() for task in waiting)
-    await anext(outbox)
-    await asyncio.gather(*waiting)
-
-
-async def test_a_closed_outbox_has_capacity() -> None:
-    outbox = Outbox(Frame, 50 * RESUME_DIVISOR)
-    outbox.put(frame("a" * 60))
-    waiting = asyncio.create_task(outbox.wait_for_capacity())
-    await asyncio.sleep(0)
-    outbox.close()
-    await waiting
-    await outbox.wait_for_capacity()
+    if closed:
+        outbox.close()
+    else:
+        await anext(outbox)
+    await asyncio.gather(*waiting, outbox.wait_for_capacity())
 
 
 async def test_replaced_messages_do_not_count() -> None:
