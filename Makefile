@@ -66,14 +66,15 @@ types: setup  ## mypy, strict
 layers: setup  ## import-linter: who may import whom
 	@$(BIN)/lint-imports --no-logo
 
-# Two processes share the tests; those marked `alone` run after them, one by one. Where PYTEST_ARGS names a few tests,
-# either call may find none, which pytest tells by exit code 5.
+# Two processes share the tests. Those marked `alone` start several processes each and run after them, a file at a time
+# in each of the two. Where PYTEST_ARGS names a few tests, either call may find none, which pytest tells by exit code 5.
 TOGETHER := -n 2 --dist loadscope
+ALONE := -n 2 --dist loadfile
 MAYBE_NONE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
 pytest: setup  ## the tests of every day, without lint and types
 	@$(BIN)/pytest -m "not alone and not slow" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
-	@$(BIN)/pytest -m "alone and not slow" $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not slow" $(ALONE) $(PYTEST_ARGS) $(MAYBE_NONE)
 
 pytest-all: setup
 	@$(BIN)/pytest -m "not alone" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)

@@ -1,10 +1,11 @@
-"""Starting programs that end with their parent process, and the exit code of a program that cannot start."""
+"""Starting programs: exit code of one that cannot start, wait before the next start, end with the parent process."""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 COULD_NOT_START = 2
 """Exit code of a service that cannot start with its configuration: starting it again does not help."""
@@ -12,6 +13,22 @@ COULD_NOT_START = 2
 
 class StartError(Exception):
     """A program cannot start; the text says what to do."""
+
+
+@dataclass(slots=True)
+class Backoff:
+    """The wait before a program is started again. It doubles until the program has stayed up for `healthy_s`."""
+
+    shortest_s: float = 0.2
+    longest_s: float = 10.0
+    healthy_s: float = 30.0
+    _next_s: float = 0.0
+
+    def after(self, lived_s: float) -> float:
+        """Seconds to wait after the program ran for `lived_s` seconds."""
+        wait_s = self.shortest_s if lived_s >= self.healthy_s else max(self._next_s, self.shortest_s)
+        self._next_s = min(2 * wait_s, self.longest_s)
+        return wait_s
 
 
 # Linux only: the kernel kills the program with its parent. Set between fork and exec in a fresh interpreter, since code

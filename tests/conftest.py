@@ -8,6 +8,6 @@ for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYO
     os.environ[name] = "1"  # test processes and the services they start share two cores; threads would fight over them
 os.environ["HF_HUB_OFFLINE"] = "1"  # no test downloads anything
 
-settings.register_profile("fast", max_examples=25)
-settings.register_profile("thorough", max_examples=500)
+settings.register_profile("fast", max_examples=25, deadline=None)  # other tests share the cores
+settings.register_profile("thorough", max_examples=500, deadline=None)
 settings.load_profile("fast")  # `make test-all` asks for the other one

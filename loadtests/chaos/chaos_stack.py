@@ -18,8 +18,9 @@ from loadtests.chaos.faults import REDIS, Fault, ProcessNames, ProcessPart
 from paceline.cli.deployment import LOOPBACK, Deployment, DeploymentOptions, free_ports, plan_deployment
 from paceline.cli.local_stack import RedisSupervisor
 from paceline.cli.process_tree import process_and_descendants
-from paceline.cli.supervised_process import Backoff, Program, SupervisedProcess
+from paceline.cli.supervised_process import Program, SupervisedProcess
 from paceline.cli.supervisor import Supervisor
+from paceline.launcher import Backoff
 from paceline.state import StateStore, StateUnavailableError, open_store
 from paceline.state.embedded_redis import EmbeddedRedis
 

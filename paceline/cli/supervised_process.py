@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paceline.launcher import COULD_NOT_START, StartError, die_with_parent
+from paceline.launcher import COULD_NOT_START, Backoff, StartError, die_with_parent
 
 log = logging.getLogger(__name__)
 
@@ -27,22 +27,6 @@ class Program:
     name: str
     argv: Sequence[str]
     stop_s: float = 10.0
-
-
-@dataclass(slots=True)
-class Backoff:
-    """The wait before a program is started again. It doubles until the program has stayed up for `healthy_s`."""
-
-    shortest_s: float = 0.2
-    longest_s: float = 10.0
-    healthy_s: float = 30.0
-    _next_s: float = 0.0
-
-    def after(self, lived_s: float) -> float:
-        """Seconds to wait after the program ran for `lived_s` seconds."""
-        wait_s = self.shortest_s if lived_s >= self.healthy_s else max(self._next_s, self.shortest_s)
-        self._next_s = min(2 * wait_s, self.longest_s)
-        return wait_s
 
 
 class SupervisedProcess:

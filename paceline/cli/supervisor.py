@@ -7,7 +7,8 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Self, TypeVar
 
-from paceline.cli.supervised_process import Backoff, Program, SupervisedProcess
+from paceline.cli.supervised_process import Program, SupervisedProcess
+from paceline.launcher import Backoff
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from paceline.cli.supervised_process import Backoff
-from paceline.launcher import COULD_NOT_START, StartError
+from paceline.launcher import COULD_NOT_START, Backoff, StartError
 from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool.rank_actor import RankActor
 

@@ -78,7 +78,7 @@ class GatewayMetrics:
         self._responses.labels(endpoint, str(status)).inc()
 
     def rejected(self, model: str, reason: str) -> None:
-        """`reason`: `in_flight`, `queue`, `bodies`, `grammars`, `no_target`, `breaker`, `closing` or `connections`."""
+        """`reason`: one of those in docs/metrics.md, such as `queue`."""
         self._rejections.labels(model, reason).inc()
 
     def set_sources(

@@ -24,7 +24,7 @@ ANSWER_S = 600.0
 
 
 class PeerError(Exception):
-    """An engine did not start, did not response, or refused a request."""
+    """An engine did not start, did not respond, or refused a request."""
 
 
 class PeerProcess:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.supervised_process import Backoff, Program
+from paceline.cli.supervised_process import Program
 from paceline.cli.supervisor import Supervisor
-from paceline.launcher import StartError
+from paceline.launcher import Backoff, StartError
 from tests.helpers.workers import until
 
 AT_ONCE = lambda: Backoff(shortest_s=0.01, longest_s=0.05)  # noqa: E731

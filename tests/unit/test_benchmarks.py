@@ -27,7 +27,7 @@ from paceline_lab.bench import method_comparison, scaling, step_profile
 from paceline_lab.bench.bench_measurement import PLAIN
 from paceline_lab.bench.method_comparison import LIMITS, MAX_TOKENS, REPETITIONS, ComparedMethod, measure, methods, row
 from paceline_lab.bench.step_profile import PARTS, HardwareFloor, ProfileCase, Stopwatch, blocks, read
-from paceline_lab.bench.svg_chart import BAR, COLOURS, LABELS, NOTES, WIDTH, Bar, BarPart, Panel, draw_chart
+from paceline_lab.bench.svg_chart import BAR, COLOURS, LABELS, NOTES, TEXT, WIDTH, Bar, BarPart, Panel, draw_chart
 from paceline_lab.bench.workloads import Workload, repetitive_workloads, workloads
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.simulation.scaling_model import FULL, Costs, CpuPerToken, OutOfReachError, process_counts
@@ -333,6 +333,25 @@ PANELS = [
     Panel("one", [Bar("x", [BarPart("a", 10.0), BarPart("b", 30.0)], "40 <ms>"), Bar("y", [BarPart("a", 20.0)], "20")]),
     Panel("two", [Bar("z", [BarPart("b", 0.5)], "0.5")]),
 ]
+
+
+def contrast(colour: str, page: tuple[int, int, int]) -> float:
+    """By the formula of the WCAG."""
+
+    def luminance(rgb: tuple[int, ...]) -> float:
+        parts = [value / 255 for value in rgb]
+        linear = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    own = luminance(tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5)))
+    lighter, darker = sorted((own, luminance(page)), reverse=True)
+    return (lighter + 0.05) / (darker + 0.05)
+
+
+@pytest.mark.parametrize("page", [(255, 255, 255), (13, 17, 23)], ids=["white", "dark"])
+def test_colours_stand_out_on_every_page(page: tuple[int, int, int]) -> None:
+    """3 is what the WCAG asks of graphics and of large text."""
+    assert min(contrast(colour, page) for colour in (TEXT, *COLOURS)) > 3
 
 
 def test_bars_are_as_long_as_their_values_and_lie_within_the_picture() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.supervised_process import Backoff
-from paceline.launcher import COULD_NOT_START, StartError
+from paceline.launcher import COULD_NOT_START, Backoff, StartError
 from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool import target_replica as replicas
 from paceline.ray_pool.target_replica import ReplicaSpec, TargetReplica
