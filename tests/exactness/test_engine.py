@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -68,7 +68,7 @@ class Liar(Speculator):
         return grown
 
 
-def drafting(method: str, dtype: torch.dtype, width: int, depth: int) -> DraftClient:
+def drafting(method: str, dtype: torch.dtype, width: int) -> DraftClient:
     speculators = {
         "draft_model": lambda: DraftModelSpeculator(llama(dtype, noise=0.02), width),
         "perfect": lambda: DraftModelSpeculator(llama(dtype), width),
@@ -157,8 +157,8 @@ def accepted(target: Engine, source: int) -> float:
 def test_several_drafts_of_one_tree_change_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, lookups: Sequence[str]
 ) -> None:
-    others = [drafting(name, dtype, 2, 6) for name in lookups]
-    target = engine(llama(dtype), drafting(method, dtype, 3, 6), lookups=others, depth=6, nodes=24)
+    others = [drafting(name, dtype, 2) for name in lookups]
+    target = engine(llama(dtype), drafting(method, dtype, 3), lookups=others, depth=6, nodes=24)
     assert same(run(target, submissions()), plain)
     sources = range(OWN_DRAFT_SOURCE + 1, OWN_DRAFT_SOURCE + 1 + len(lookups))
     assert all(sum(target.calibrations[source, True].drafted) > 0 for source in sources), "each finds something first"
@@ -168,8 +168,8 @@ def test_several_drafts_of_one_tree_change_no_token(
 
 def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
     """The acceptance rates of a bad and a good draft are learned apart."""
-    others = [drafting(name, dtype, 2, 6) for name in ("liar", "perfect")]
-    target = engine(llama(dtype), drafting("ngram", dtype, 2, 6), lookups=others, depth=6, nodes=24)
+    others = [drafting(name, dtype, 2) for name in ("liar", "perfect")]
+    target = engine(llama(dtype), drafting("ngram", dtype, 2), lookups=others, depth=6, nodes=24)
     run(target, submissions())
 
     def share(source: int) -> float:
@@ -180,7 +180,7 @@ def test_each_draft_has_its_own_calibration(dtype: torch.dtype) -> None:
 
 
 def test_a_repeated_request_is_drafted_from_its_first_output(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    others = [drafting(name, dtype, 2, 6) for name in ("ngram", "suffix")]
+    others = [drafting(name, dtype, 2) for name in ("ngram", "suffix")]
     target = engine(llama(dtype), NoDraftClient(), lookups=others, depth=6, nodes=24)
     run(target, submissions())
     first = accepted(target, OWN_DRAFT_SOURCE + 2)
@@ -193,7 +193,7 @@ def test_a_repeated_request_is_drafted_from_its_first_output(plain: dict[str, De
 def test_speculation_changes_no_token(
     plain: dict[str, Delta], dtype: torch.dtype, method: str, depth: int, nodes: int, width: int
 ) -> None:
-    source = drafting(method, dtype, width, depth)
+    source = drafting(method, dtype, width)
     assert same(run(engine(llama(dtype), source, depth=depth, nodes=nodes), submissions()), plain)
 
 
@@ -203,49 +203,31 @@ def test_guesses_of_one_pass_change_no_token(
 ) -> None:
     """Prompts come in chunks; and twice, so that prefixes come from the cache."""
     source = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path))
-    target = engine(llama(dtype), source, depth=4, nodes=24, max_num_batched_rows=17)
+    target = engine(llama(dtype), source, nodes=24, max_num_batched_rows=17)
     steps: list[StepStats] = []
-    assert same(run(target, submissions(), steps=steps), plain)
-    assert same(run(target, submissions(), steps=steps), plain)
+    for _ in range(2):
+        assert same(run(target, submissions(), steps=steps), plain)
     assert sum(step.speculation.accepted_tokens for step in steps) > (300 if method == "pard" else 20)
 
 
-@pytest.mark.parametrize("method", ["dflash", "peagle"])
-def test_preemption_amid_guesses_of_one_pass_changes_no_token(
-    plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("method", ["draft_model", "dflash", "peagle"])
+def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, method: str, tmp_path: Path) -> None:
     steps: list[StepStats] = []
-    model = llama(dtype, slots=256)
-    source = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path))
-    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
-    target = Engine(model, EngineConfig(slots=256), speculation, source, FREE)
+    in_one_pass = LocalDraftClient(drafting_for(llama(dtype), method, tmp_path)) if method != "draft_model" else None
+    target = engine(llama(dtype, slots=256), in_one_pass or drafting(method, dtype, 2), nodes=8)
     assert same(run(target, submissions(), steps=steps), plain)
     assert sum(step.preemptions for step in steps) > 3
-
-
-def test_other_requests_change_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    assert same(run(engine(llama(dtype), NoDraftClient()), submissions(), together=5), plain)
 
 
 @pytest.mark.parametrize("rows", [8, 17, 64])
 def test_chunked_prefill_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, rows: int) -> None:
-    source = drafting("perfect", dtype, 2, 4)
+    source = drafting("perfect", dtype, 2)
     assert same(run(engine(llama(dtype), source, max_num_batched_rows=rows), submissions()), plain)
 
 
-def test_preemption_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    steps: list[StepStats] = []
-    config = EngineConfig(slots=256)
-    speculation = SpeculativeConfig(method="ngram", num_speculative_tokens=4, max_tree_nodes=8)
-    source = drafting("draft_model", dtype, 2, 4)
-    target = Engine(llama(dtype, slots=256), config, speculation, source, FREE)
-    assert same(run(target, submissions(), steps=steps), plain)
-    assert sum(step.preemptions for step in steps) > 3
-
-
-def test_prefix_cache_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
+def test_other_requests_and_the_prefix_cache_change_no_token(plain: dict[str, Delta], dtype: torch.dtype) -> None:
     target = engine(llama(dtype), NoDraftClient())
-    assert same(run(target, submissions(), together=1), plain)
+    assert same(run(target, submissions(), together=5), plain)
     again = run(target, submissions(), together=3)
     assert same(again, plain)
     assert sum(a.usage.cached_tokens for a in again.values() if a.usage) > 300
@@ -254,39 +236,32 @@ def test_prefix_cache_changes_no_token(plain: dict[str, Delta], dtype: torch.dty
 @pytest.mark.parametrize("split", [1, 7, 33])
 def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], dtype: torch.dtype, split: int) -> None:
     resumed = [
-        GenerationRequest(s.request_id, s.prompt, s.sampling, committed=plain[s.request_id].tokens[:split])
-        for s in submissions()
-        if len(plain[s.request_id].tokens) > split
+        replace(each, committed=plain[each.request_id].tokens[:split])
+        for each in submissions()
+        if len(plain[each.request_id].tokens) > split
     ]
-    results = run(engine(llama(dtype), drafting("perfect", dtype, 2, 4)), resumed)
+    results = run(engine(llama(dtype), drafting("perfect", dtype, 2)), resumed)
     for s in resumed:
         assert [*s.committed, *results[s.request_id].tokens] == plain[s.request_id].tokens
 
 
 def test_good_drafts_are_accepted(dtype: torch.dtype) -> None:
-    requests = [
-        GenerationRequest(s.request_id, s.prompt, s.sampling, SpeculativeOptions(report=True)) for s in submissions()
-    ]
-    target = engine(llama(dtype), drafting("perfect", dtype, 2, 6), depth=6, nodes=12)
-    finals = []
+    requests = [replace(each, speculative=SpeculativeOptions(report=True)) for each in submissions()]
+    target = engine(llama(dtype), drafting("perfect", dtype, 2), depth=6, nodes=12)
     for request in requests:
         target.submit(request)
     while target.busy:
-        finals += [d for d in target.step() if d.finish_reason]
-    for delta in finals:
-        assert delta.speculation is not None
-        assert delta.speculation.acceptance_length > 0.8, delta.request_id
-        assert delta.speculation.drafts == ["local"]
+        for delta in target.step():
+            if delta.finish_reason:
+                assert delta.speculation is not None
+                assert delta.speculation.acceptance_length > 0.8, delta.request_id
+                assert delta.speculation.drafts == ["local"]
 
 
 def test_a_request_may_lower_the_limits(plain: dict[str, Delta], dtype: torch.dtype) -> None:
-    target = engine(llama(dtype), drafting("perfect", dtype, 2, 6))
-    options = itertools.cycle(
-        [SpeculativeOptions(enabled=False), SpeculativeOptions(num_speculative_tokens=1), SpeculativeOptions()]
-    )
-    requests = [
-        GenerationRequest(s.request_id, s.prompt, s.sampling, o) for s, o in zip(submissions(), options, strict=False)
-    ]
+    target = engine(llama(dtype), drafting("perfect", dtype, 2))
+    options = (SpeculativeOptions(enabled=False), SpeculativeOptions(num_speculative_tokens=1), SpeculativeOptions())
+    requests = [replace(each, speculative=options[i % 3]) for i, each in enumerate(submissions())]
     assert same(run(target, requests), plain)
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
+from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions, StrategyName
 from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
@@ -54,6 +54,12 @@ def draft_model(width: int, *, knows: bool, noise: float = 0.02) -> DraftClient:
     return LocalDraftClient(speculator)
 
 
+def drafting(drafter: str, width: int) -> DraftClient:
+    if drafter in ("ngram", "liar"):
+        return LocalDraftClient(NGramSpeculator(1, 3, width) if drafter == "ngram" else Liar())
+    return draft_model(width, knows=drafter != "does not know", noise=0.0 if drafter == "perfect" else 0.02)
+
+
 def engine(drafting: DraftClient, known: GrammarCompiler | None = None, **keys: object) -> Engine:
     model = llama(torch.float32)
     speculation = {"method": "ngram", "num_speculative_tokens": 5, "max_tree_nodes": 20, **keys}
@@ -79,18 +85,25 @@ def outside(output: Delta, grammar: str) -> bool:
 
 
 def test_plain_outputs_fit_their_grammars(plain: dict[str, Delta]) -> None:
+    """A text's last token ends a request that has no stop token, too."""
     ended = 0
     for request in submissions():
         output = plain[request.request_id]
         assert not outside(output, request.sampling.grammar), request.request_id
+        assert END not in output.tokens[:-1]
+        assert output.usage is not None
+        assert output.usage.completion_tokens == len(output.tokens)
         if output.finish_reason is FinishReason.STOP:
             ended += 1
             if "schema" in request.request_id:
                 rows = json.loads(text_of(output.tokens))
                 assert 1 <= len(rows) <= 3
                 assert all(0 <= row["a"] <= 120 and len(row["b"]) <= 6 for row in rows)
+            if "choice" in request.request_id:
+                assert text_of(output.tokens) in ("abc", "abcabc", "de", "true", "[10, 10]")
         else:
             assert output.finish_reason is FinishReason.LENGTH
+            assert "choice" not in request.request_id
     assert ended > len(plain) / 2
 
 
@@ -99,14 +112,7 @@ def test_plain_outputs_fit_their_grammars(plain: dict[str, Delta]) -> None:
     [("knows", 1), ("knows", 3), ("does not know", 3), ("perfect", 1), ("ngram", 2), ("liar", 1)],
 )
 def test_speculation_changes_no_token(plain: dict[str, Delta], drafter: str, width: int) -> None:
-    drafting = {
-        "knows": lambda: draft_model(width, knows=True),
-        "does not know": lambda: draft_model(width, knows=False),
-        "perfect": lambda: draft_model(width, knows=True, noise=0.0),
-        "ngram": lambda: LocalDraftClient(NGramSpeculator(1, 3, width)),
-        "liar": lambda: LocalDraftClient(Liar()),
-    }[drafter]()
-    target = engine(drafting)
+    target = engine(drafting(drafter, width))
     assert outcome(run(target, submissions())) == outcome(plain)
     drafted = sum(sum(each.drafted) for each in target.calibrations.values())
     accepted = sum(sum(each.accepted) for each in target.calibrations.values())
@@ -138,11 +144,8 @@ def test_resuming_elsewhere_changes_no_token(plain: dict[str, Delta], split: int
 
 
 STRATEGIES: list[dict[str, object]] = [
-    {"rejection_sampling_strategy": "greedy"},
-    {"rejection_sampling_strategy": "residual"},
+    *({"rejection_sampling_strategy": name} for name in get_args(StrategyName) if name != "coupled"),
     {"rejection_sampling_strategy": "residual", "block_verification": True},
-    {"rejection_sampling_strategy": "typical-acceptance"},
-    {"rejection_sampling_strategy": "logit-comparison"},
     {"synthetic_acceptance_rate": 0.9},
     {
         "use_relaxed_acceptance_for_thinking": True,
@@ -157,35 +160,19 @@ STRATEGIES: list[dict[str, object]] = [
 @pytest.mark.parametrize("keys", STRATEGIES, ids=str)
 @pytest.mark.parametrize("drafter", ["does not know", "liar"])
 def test_no_strategy_commits_a_token_outside_the_grammar(keys: dict[str, object], drafter: str) -> None:
-    drafting = LocalDraftClient(Liar()) if drafter == "liar" else draft_model(2, knows=False)
-    outputs = run(engine(drafting, **keys), submissions(FEW))
+    outputs = run(engine(drafting(drafter, 2), **keys), submissions(FEW))
     for request in submissions(FEW):
         output = outputs[request.request_id]
         assert output.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), output.error
         assert not outside(output, request.sampling.grammar), request.request_id
 
 
-def root_mask(self: GrammarState, path: Sequence[int]) -> Mask | None:
-    return ALLOWED(self, ())
-
-
-def mask_one_token_late(self: GrammarState, path: Sequence[int]) -> Mask | None:
-    return ALLOWED(self, path[:-1])
-
-
-def never_advanced(self: GrammarState, tokens: Sequence[int]) -> None: ...
-
-
-def no_mask(self: GrammarState, path: Sequence[int]) -> Mask | None:
-    return None
-
-
 ALLOWED = GrammarState.allowed
-MUTANTS = {
-    "the root's mask at every node": ("allowed", root_mask),
-    "one token late": ("allowed", mask_one_token_late),
-    "not advanced by commits": ("extend", never_advanced),
-    "no mask": ("allowed", no_mask),
+MUTANTS: dict[str, tuple[str, Callable[[GrammarState, Sequence[int]], Mask | None]]] = {
+    "the root's mask at every node": ("allowed", lambda self, path: ALLOWED(self, ())),
+    "one token late": ("allowed", lambda self, path: ALLOWED(self, path[:-1])),
+    "not advanced by commits": ("extend", lambda self, tokens: None),
+    "no mask": ("allowed", lambda self, path: None),
 }
 
 
@@ -196,40 +183,26 @@ def test_mutants_are_caught(plain: dict[str, Delta], name: str, mutant: object) 
     assert outcome(outputs) != {key: each for key, each in outcome(plain).items() if key in outputs}
 
 
-def test_the_last_token_of_a_text_ends_the_request_without_a_stop_token(plain: dict[str, Delta]) -> None:
-    for sampling in SAMPLING:
-        output = plain[f"choice, {sampling}"]
-        assert output.finish_reason is FinishReason.STOP
-        assert END not in output.tokens[:-1]
-        assert output.usage is not None
-        assert output.usage.completion_tokens == len(output.tokens)
-        assert text_of(output.tokens) in ("abc", "abcabc", "de", "true", "[10, 10]")
+UNUSABLE: dict[str, tuple[str, list[int]]] = {
+    "nowhere": ("start: nowhere", []),
+    "continue": ('start: "z" | "zz"', []),
+    "nothing": ('start: ""', []),
+    "outside": (GRAMMARS["choice"], [2]),
+}
+"""By a part of the error: a grammar and committed tokens."""
 
 
 def test_an_unusable_grammar_ends_only_its_request() -> None:
     params = SamplingParams(max_tokens=9, seed=1)
-    bad = {
-        "unknown": "start: nowhere",
-        "unsayable": 'start: "z" | "zz"',
-        "empty": 'start: ""',
-        "committed": GRAMMARS["choice"],
-    }
-    committed = {"committed": [2]}
     requests = [
-        GenerationRequest(key, PROMPT, params.model_copy(update={"grammar": grammar}), committed=committed.get(key, []))
-        for key, grammar in bad.items()
+        GenerationRequest(part, PROMPT, params.model_copy(update={"grammar": grammar}), committed=committed)
+        for part, (grammar, committed) in UNUSABLE.items()
     ]
     good = GenerationRequest("good", PROMPT, params, SpeculativeOptions(enabled=False))
     outputs = run(engine(NoDraftClient()), [*requests, good])
     assert len(outputs.pop("good").tokens) == 9
     assert all(output.finish_reason is FinishReason.ERROR and not output.tokens for output in outputs.values())
-    parts = {
-        "unknown": "nowhere",
-        "unsayable": "continue",
-        "empty": "nothing",
-        "committed": "outside",
-    }
-    assert [key for key, output in outputs.items() if parts[key] not in output.error] == [], outputs
+    assert [part for part, output in outputs.items() if part not in output.error] == [], outputs
 
 
 def test_cancelling_while_a_grammar_is_compiled_frees_everything() -> None:

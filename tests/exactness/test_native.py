@@ -12,6 +12,7 @@ import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -129,23 +130,14 @@ class Weights:
         sinks = torch.randn(s.query_heads, generator=self._generator) * 3 if s.sinks else None
         return DecoderLayerWeights(**tensors, sinks=sinks, window=s.windows[n])
 
-    def network(self, kind: type = native.NativeNetwork) -> native.NativeNetwork:
+    def network(self, kind: type = native.NativeNetwork, **options: Any) -> native.NativeNetwork:
         s = self.shape
         width = native.head_width(s.heads) if kind is native.NativeNetwork else None
         cache = KVCache(2, SLOTS, s.heads, self.dtype, torch.device("cpu"), width)
+        options |= {"embedding": self.embedding, "norm": self.norm, "head": self.head, "fusion": self.fusion}
+        options |= {"softcap": s.softcap} if s.softcap else {}
         made: native.NativeNetwork = kind(
-            self.layers,
-            s.heads,
-            cache,
-            self.rotary,
-            hidden=s.hidden,
-            eps=EPS,
-            scale=s.head_size**-0.5,
-            embedding=self.embedding,
-            norm=self.norm,
-            head=self.head,
-            fusion=self.fusion,
-            **({"softcap": s.softcap} if s.softcap else {}),
+            self.layers, s.heads, cache, self.rotary, hidden=s.hidden, eps=EPS, scale=s.head_size**-0.5, **options
         )
         return made
 
@@ -223,12 +215,9 @@ def tokens(count: int) -> list[int]:
 
 
 def one_by_one(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
-    table, logits = SlotTable(), []
-    for i, token in enumerate(sequence):
-        table.slots.append(SLOTS - 1 - i)
-        state = None if given is None else given[i : i + 1]
-        logits.append(network.run([table.row(token, i)], [0], states=state)[0])
-    return torch.cat(logits)
+    table = SlotTable(range(SLOTS - 1, SLOTS - 1 - len(sequence), -1))
+    states = [None if given is None else given[i : i + 1] for i in range(len(sequence))]
+    return torch.cat([network.run([table.row(t, i)], [0], states=states[i])[0] for i, t in enumerate(sequence)])
 
 
 def in_trees(network: native.NativeNetwork, sequence: list[int], given: Tensor | None = None) -> Tensor:
@@ -258,19 +247,13 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_logits_are_the_formula_s(shape: str, dtype: torch.dtype) -> None:
+def test_logits_are_the_formula_s_and_rows_do_not_depend_on_other_rows(shape: str, dtype: torch.dtype) -> None:
     weights, sequence = Weights(SHAPES[shape], dtype), tokens(140)
     expected, _ = weights.formula(sequence)
-    got = one_by_one(weights.network(), sequence, weights.given(len(sequence)))
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
-    assert (got - expected).abs().max() < tolerance * expected.abs().max()
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_rows_do_not_depend_on_other_rows(shape: str, dtype: torch.dtype) -> None:
-    weights, sequence = Weights(SHAPES[shape], dtype), tokens(140)
     given = weights.given(len(sequence))
     alone = one_by_one(weights.network(), sequence, given)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    assert (alone - expected).abs().max() < tolerance * expected.abs().max()
     assert torch.equal(in_trees(weights.network(), sequence, given), alone)
 
 
@@ -340,19 +323,11 @@ def test_a_product_is_the_formula_s(out: int, into: int, dtype: torch.dtype, thr
 
 
 def test_a_sum_over_ranks_that_fails_ends_the_pass_with_its_error() -> None:
-    weights = Weights(Shape(), torch.float32)
-
     def lost(partial: Tensor) -> Tensor:
         raise ConnectionError("a rank is gone")
 
-    s = weights.shape
-    cache = KVCache(2, SLOTS, s.heads, torch.float32, torch.device("cpu"))
-    network = native.NativeNetwork(
-        weights.layers, s.heads, cache, weights.rotary, hidden=64, eps=EPS, scale=1.0, embedding=weights.embedding,
-        norm=weights.norm, head=weights.head, sums=lost,
-    )  # fmt: skip
     with pytest.raises(ConnectionError, match="a rank is gone"):
-        network.run([SlotTable([1]).row(5, 0)], [0])
+        Weights(Shape(), torch.float32).network(sums=lost).run([SlotTable([1]).row(5, 0)], [0])
 
 
 def test_memory_comes_back_when_a_network_is_dropped() -> None:

@@ -9,7 +9,7 @@ import string
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
 from paceline.config import EngineConfig
 from paceline.model import SlotTable, load
@@ -19,22 +19,13 @@ from paceline.text import Tokenizer
 pytestmark = pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
 
 PASSAGES, LENGTH = 12, 200
-"""2,400 positions of docstrings, which this model was trained on."""
 
 
-def passages() -> list[list[int]]:
-    text = "\n\n".join(
-        inspect.getdoc(each) or ""
-        for module in (json, os, string, inspect)
-        for _, each in sorted(vars(module).items())
-        if callable(each)
-    )
-    ids = Tokenizer.load("pydoc").encode(text)
-    return [ids[n * LENGTH : (n + 1) * LENGTH] for n in range(PASSAGES)]
-
-
-def transformers_model(dtype: torch.dtype) -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(resolve_model("pydoc"), dtype=dtype).eval()
+def passages() -> torch.Tensor:
+    """2,400 positions of docstrings, which this model was trained on."""
+    members = [vars(module)[name] for module in (json, os, string, inspect) for name in sorted(vars(module))]
+    text = "\n\n".join(inspect.getdoc(each) or "" for each in members if callable(each))
+    return torch.tensor(Tokenizer.load("pydoc").encode(text)[: PASSAGES * LENGTH]).view(PASSAGES, LENGTH)
 
 
 @pytest.mark.slow
@@ -42,16 +33,15 @@ def transformers_model(dtype: torch.dtype) -> PreTrainedModel:
 def test_logits_are_those_of_transformers(dtype: str, largest: float, agreement: float) -> None:
     """Both are compared with transformers in float32. Measured: 2.7e-5 and 100 %, 0.13 and 99.67 %; transformers' own
     bfloat16: 0.31 and 97.9 %."""
-    exact, native = transformers_model(torch.float32), load("pydoc", EngineConfig(dtype=dtype, slots=256))
-    table = SlotTable(range(1, LENGTH + 1))
-    off, agreed = 0.0, 0
-    for passage in passages():
-        with torch.inference_mode():
-            expected = exact(torch.tensor([passage])).logits[0]
-        got = native.run([table.row(token, i) for i, token in enumerate(passage)], range(LENGTH)).logits
-        off = max(off, float((got - expected).abs().max()))
-        agreed += int((got.argmax(-1) == expected.argmax(-1)).sum())
-    share = agreed / (PASSAGES * LENGTH)
-    print(f"{dtype}: largest difference {off:.4g}, argmax agrees in {share:.4%} of {PASSAGES * LENGTH} positions")
-    assert off < largest
-    assert share >= agreement
+    exact = AutoModelForCausalLM.from_pretrained(resolve_model("pydoc"), dtype=torch.float32).eval()
+    native, table = load("pydoc", EngineConfig(dtype=dtype, slots=256)), SlotTable(range(1, LENGTH + 1))
+    with torch.inference_mode():
+        expected = exact(passages()).logits
+    got = torch.stack(
+        [
+            native.run([table.row(token, i) for i, token in enumerate(passage)], range(LENGTH)).logits
+            for passage in passages().tolist()
+        ]
+    )
+    assert (got - expected).abs().max() < largest
+    assert (got.argmax(-1) == expected.argmax(-1)).float().mean() >= agreement

@@ -10,19 +10,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from paceline.config import EngineConfig
 from paceline.model.loading import build
-from paceline.model.rows import SlotTable
+from tests.exactness.test_rows import one_by_one
 
 VOCABULARY, ORIGINAL, LONGEST = 96, 64, 256
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 1e4,
-    "short_factor": [1.0 + 0.1 * i for i in range(8)],
-    "long_factor": [2.0 + 0.5 * i for i in range(8)],
-    "original_max_position_embeddings": ORIGINAL,
-    "factor": 4.0,
+ROPES = {
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [1.0 + 0.1 * i for i in range(8)],
+        "long_factor": [2.0 + 0.5 * i for i in range(8)],
+        "original_max_position_embeddings": ORIGINAL,
+        "factor": 4.0,
+    },
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
 }
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
-ROPES = {"longrope": LONGROPE, "dynamic": DYNAMIC}
 
 
 def network(kind: str, rope: str) -> PreTrainedModel:
@@ -64,8 +65,5 @@ def test_logits_are_those_of_a_text_of_the_longest_length(
     with torch.inference_mode():
         theirs = network(kind, rope)(torch.tensor([tokens]), use_cache=False).logits[0]
     model = build(network(kind, rope), kind, EngineConfig(slots=256, max_model_len=max_model_len), "", [])
-    table, ours = SlotTable(), []
-    for position, token in enumerate(tokens):
-        table.slots.append(position + 1)
-        ours.append(model.run([table.row(token, position)], [0]).logits[0])
-    assert (torch.stack(ours) - theirs).abs().max() < 1e-4 * theirs.abs().max()
+    ours = torch.stack(one_by_one(model, tokens))
+    assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()

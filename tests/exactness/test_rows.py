@@ -102,11 +102,8 @@ def tokens(count: int, seed: int = 1) -> list[int]:
 
 
 def one_by_one(model: TransformersModel, sequence: list[int]) -> list[torch.Tensor]:
-    table, logits = SlotTable(), []
-    for position, token in enumerate(sequence):
-        table.slots.append(position + 1)
-        logits.append(model.run([table.row(token, position)], [0]).logits[0])
-    return logits
+    table = SlotTable(range(1, len(sequence) + 1))
+    return [model.run([table.row(token, position)], [0]).logits[0] for position, token in enumerate(sequence)]
 
 
 @cache
@@ -209,30 +206,28 @@ def test_nan_stays_within_its_request(family: str) -> None:
     assert_same(logits, one_by_one(model(family, torch.float32), sequence))
 
 
-def test_an_unknown_argument_of_attention_is_refused_by_name() -> None:
-    begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
-    query, key = torch.zeros(1, 4, 8, 32), torch.zeros(1, 2, 8, 32)
-    with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match="not known here: indices"):
-        attention_interface(torch.nn.Module(), query, key, key, None, indices=torch.zeros(1))
-
-
-@pytest.mark.parametrize("sizes", [(4, 1, 32), (2, 2, 32), (4, 2, 64)], ids=str)
-def test_heads_that_do_not_fit_the_cache_are_refused(sizes: tuple[int, int, int]) -> None:
-    """Native code would read beyond them, and torch would truncate them."""
-    queries, keys, size = sizes
+@pytest.mark.parametrize(
+    ("queries", "keys", "size", "arguments", "error"),
+    [
+        (4, 2, 32, {"indices": torch.zeros(1)}, "not known here: indices"),
+        # Native code would read beyond them, and torch would truncate them.
+        (4, 1, 32, {}, "layers differ in their attention heads"),
+        (2, 2, 32, {}, "layers differ in their attention heads"),
+        (4, 2, 64, {}, "layers differ in their attention heads"),
+    ],
+)
+def test_attention_that_rows_cannot_have_is_refused(
+    queries: int, keys: int, size: int, arguments: dict[str, torch.Tensor], error: str
+) -> None:
     begin, _ = make_attention(1, Heads(2, 2, 32), 16, torch.empty(0))
     query, key = torch.zeros(1, queries, 8, size), torch.zeros(1, keys, 8, size)
-    this = use_pass(begin([SlotTable([1]).row(5, 0)]))
-    with this, pytest.raises(ValueError, match="layers differ in their attention heads"):
-        attention_interface(torch.nn.Module(), query, key, key, None)
-
-
-def test_the_probe_accepts_invariant_rows() -> None:
-    assert is_row_invariant(model("llama", torch.float32))
+    with use_pass(begin([SlotTable([1]).row(5, 0)])), pytest.raises(ValueError, match=error):
+        attention_interface(torch.nn.Module(), query, key, key, None, **arguments)
 
 
 def test_the_probe_notices_a_row_that_depends_on_other_rows() -> None:
     broken = model("llama", torch.float32)
+    assert is_row_invariant(broken)
     run = broken.run
 
     @torch.inference_mode()
@@ -244,6 +239,18 @@ def test_the_probe_notices_a_row_that_depends_on_other_rows() -> None:
 
     broken.run = leaky  # type: ignore[method-assign, assignment]
     assert not is_row_invariant(broken)
+
+
+def shuffled(row: Row) -> Row:
+    """The row with the slots of its last tile, except its own, reversed."""
+    border = row.position // TILE * TILE
+    *tile, own = row.path(border)
+    return SlotTable([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
+
+
+def repositioned(row: Row, depth: int) -> Row:
+    """The row with a position that counts from the root within the last tile, and the same path."""
+    return row._replace(position=row.position // TILE * TILE + depth)
 
 
 MUTANTS: dict[str, Callable[[SlotTable, int, list[int]], Row]] = {
@@ -261,18 +268,6 @@ MUTANTS: dict[str, Callable[[SlotTable, int, list[int]], Row]] = {
 def test_mutants_are_caught(family: str, mutant: str) -> None:
     mutated = random_trees(model(family, torch.float32), tokens(LONGEST), MUTANTS[mutant])
     assert any(not torch.equal(a, b) for a, b in zip(reference(family, torch.float32), mutated, strict=True))
-
-
-def shuffled(row: Row) -> Row:
-    """The row with the slots of its last tile, except its own, reversed."""
-    border = row.position // TILE * TILE
-    *tile, own = row.path(border)
-    return SlotTable([*row.path()[:border], *tile[::-1], own]).row(row.token, row.position)
-
-
-def repositioned(row: Row, depth: int) -> Row:
-    """The row with a position that counts from the root within the last tile, and the same path."""
-    return row._replace(position=row.position // TILE * TILE + depth)
 
 
 def random_trees(

@@ -7,7 +7,6 @@ import os
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -123,144 +122,117 @@ def params(request: pytest.FixtureRequest) -> SamplingParams:
     return SamplingParams(seed=11, **request.param)
 
 
+def random_logits(seed: int, rows: int = 1, spread: float = 1.0, size: int = VOCABULARY) -> Tensor:
+    return torch.randn(rows, size, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def row_after(history: Sequence[int] = (), position: int = 5, **settings: object) -> SamplingRow:
+    params = SamplingParams(**settings)
+    return SamplingRow(params, position, History(params, [], history, VOCABULARY))
+
+
 @pytest.mark.parametrize("seed", range(8))
-class TestDistribution:
-    def logits(self, seed: int) -> list[float]:
-        rng = random.Random(seed)
-        return torch.tensor([rng.gauss(0, 2.5) for _ in range(VOCABULARY)]).tolist()
-
-    def test_it_is_the_references(self, params: SamplingParams, seed: int) -> None:
-        logits = self.logits(seed)
-        row = SamplingRow(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
-        expected = reference_distribution(reference_logits(logits, params, PROMPT, OUTPUT + PATH), params)
-        probs = distribution_behind(torch.tensor(logits), row).tolist()
-        assert probs == pytest.approx(expected, rel=2e-4, abs=1e-9)
-        assert [p > 0 for p in probs] == [p > 0 for p in expected]
-
-    def test_at_temperature_zero_the_largest_logit_wins(self, params: SamplingParams, seed: int) -> None:
-        greedy = params.model_copy(update={"temperature": 0.0})
-        logits = self.logits(seed)
-        row = SamplingRow(greedy, 12, History(greedy, PROMPT, OUTPUT, VOCABULARY), PATH)
-        expected = reference_logits(logits, greedy, PROMPT, OUTPUT + PATH)
-        assert scores(torch.tensor([logits]), [row])[0].tolist() == pytest.approx(expected, rel=1e-5)
-        assert draw(torch.tensor([logits]), [row]).tolist() == [expected.index(max(expected))]
+def test_the_distribution_is_the_formula_s(params: SamplingParams, seed: int) -> None:
+    """At temperature 0 the largest logit wins."""
+    logits = random_logits(seed, spread=2.5)
+    row = SamplingRow(params, 12, History(params, PROMPT, OUTPUT, VOCABULARY), PATH)
+    ruled = reference_logits(logits[0].tolist(), params, PROMPT, OUTPUT + PATH)
+    expected = reference_distribution(ruled, params)
+    probs = distribution_behind(logits[0], row).tolist()
+    assert probs == pytest.approx(expected, rel=2e-4, abs=1e-9)
+    assert [p > 0 for p in probs] == [p > 0 for p in expected]
+    greedy = row._replace(params=params.model_copy(update={"temperature": 0.0}))
+    assert scores(logits, [greedy])[0].tolist() == pytest.approx(ruled, rel=1e-5)
+    assert draw(logits, [greedy]).tolist() == [ruled.index(max(ruled))]
 
 
-class TestHistory:
-    def test_a_path_counts_like_output(self, params: SamplingParams) -> None:
-        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
-        history = History(params, PROMPT, OUTPUT, VOCABULARY)
-        guessed = history.apply_logits_rules(logits, PATH)
-        assert torch.equal(guessed, History(params, PROMPT, OUTPUT + PATH, VOCABULARY).apply_logits_rules(logits, []))
-
-    def test_paths_leave_no_trace(self, params: SamplingParams) -> None:
-        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
-        history = History(params, PROMPT, OUTPUT, VOCABULARY)
-        before, given = history.apply_logits_rules(logits, []), logits.clone()
-        history.apply_logits_rules(logits, PATH)
-        assert torch.equal(history.apply_logits_rules(logits, []), before)
-        assert torch.equal(logits, given)
-
-    def test_it_may_be_extended_in_pieces(self, params: SamplingParams) -> None:
-        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(1))
-        history = History(params, PROMPT, [], VOCABULARY)
-        for tokens in (OUTPUT[:1], [], OUTPUT[1:4], OUTPUT[4:]):
-            history.extend(tokens)
-        assert history.output_tokens == len(OUTPUT)
-        assert torch.equal(
-            history.apply_logits_rules(logits, PATH),
-            History(params, PROMPT, OUTPUT, VOCABULARY).apply_logits_rules(logits, PATH),
-        )
-
-    def test_ids_outside_the_vocabulary_are_ignored(self) -> None:
-        params = SamplingParams(
-            logit_bias={99: 5.0},
-            bad_words=((99,), (1, 99)),
-            stop_token_ids=(99,),
-            min_tokens=5,
-            repetition_penalty=1.5,
-        )
-        history = History(params, [99, 3], [99, 1], VOCABULARY)
-        inside = History(SamplingParams(repetition_penalty=1.5), [3], [1], VOCABULARY)
-        logits = torch.ones(VOCABULARY)
-        assert torch.equal(history.apply_logits_rules(logits, [99]), inside.apply_logits_rules(logits, []))
+def test_a_path_counts_like_output_and_leaves_no_trace(params: SamplingParams) -> None:
+    """Whether output comes at once or in pieces."""
+    [logits] = random_logits(1)
+    given, history = logits.clone(), History(params, PROMPT, [], VOCABULARY)
+    for tokens in (OUTPUT[:1], [], OUTPUT[1:4], OUTPUT[4:]):
+        history.extend(tokens)
+    assert history.output_tokens == len(OUTPUT)
+    for path in ([], PATH, []):
+        expected = History(params, PROMPT, OUTPUT + path, VOCABULARY).apply_logits_rules(logits, [])
+        assert torch.equal(history.apply_logits_rules(logits, path), expected)
+        draw(logits[None], [SamplingRow(params, 3, history, path)])
+        draw(logits[None], [row_after(temperature=0.0)])
+    assert torch.equal(logits, given)
 
 
-class TestDraw:
-    def row(self, history: Sequence[int] = (), position: int = 5, **settings: object) -> SamplingRow:
-        params = SamplingParams(**settings)
-        return SamplingRow(params, position, History(params, [], history, VOCABULARY))
+def test_ids_outside_the_vocabulary_are_ignored() -> None:
+    masks = {"bad_words": ((99,), (1, 99)), "stop_token_ids": (99,), "min_tokens": 5}
+    params = SamplingParams(logit_bias={99: 5.0}, repetition_penalty=1.5, **masks)
+    history = History(params, [99, 3], [99, 1], VOCABULARY)
+    inside = History(SamplingParams(repetition_penalty=1.5), [3], [1], VOCABULARY)
+    logits = torch.ones(VOCABULARY)
+    assert torch.equal(history.apply_logits_rules(logits, [99]), inside.apply_logits_rules(logits, []))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 1}])
-    def test_the_lowest_id_wins_among_equals(self, dtype: torch.dtype, settings: dict[str, object]) -> None:
-        logits = torch.zeros(3, VOCABULARY, dtype=dtype)
-        logits[1, [4, 20]] = 1.0
-        logits[2, [23, 7, 11]] = 2.0
-        assert draw(logits, [self.row(**settings)] * 3).tolist() == [0, 4, 7]
 
-    def test_a_draw_is_the_largest_of_logits_and_noise(self) -> None:
-        logits = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(3))
-        row = self.row(temperature=0.7, seed=8, position=77)
-        noise = gumbel(noise_bits([8], [77], torch.arange(VOCABULARY)))
-        expected = (logits - logits.max()) / torch.tensor(0.7) + noise
-        assert torch.equal(scores(logits[None], [row]), expected)
-        assert draw(logits[None], [row]).item() == expected.argmax()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"temperature": 0.0, "min_tokens": 1}])
+def test_the_lowest_id_wins_among_equal_logits(dtype: torch.dtype, settings: dict[str, object]) -> None:
+    logits = torch.zeros(3, VOCABULARY, dtype=dtype)
+    logits[1, [4, 20]] = 1.0
+    logits[2, [23, 7, 11]] = 2.0
+    assert draw(logits, [row_after(**settings)] * 3).tolist() == [0, 4, 7]
 
-    @pytest.mark.parametrize(
-        "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": 1e-9}]
-    )
-    def test_masked_tokens_are_never_drawn(self, settings: dict[str, object]) -> None:
-        logits = torch.full((1, VOCABULARY), -3.0)
-        logits[0, 5], logits[0, 6] = 30.0, 10.0
-        masks = {"bad_words": ((9, 5),), "stop_token_ids": (6,), "min_tokens": 3}
-        for position in range(50):
-            free = [self.row([9], position, **settings)]
-            assert draw(logits, free).tolist() == [5]
-            assert draw(logits, [self.row([9], position, **masks, **settings)]).item() not in (5, 6)
 
-    def test_only_one_token_left_is_drawn_whatever_its_noise(self) -> None:
-        logits = torch.full((200, VOCABULARY), -math.inf)
-        logits[:, 13] = -1e30
-        assert draw(logits, [self.row(position=i) for i in range(200)]).tolist() == [13] * 200
+def test_a_draw_is_the_largest_of_logits_and_noise() -> None:
+    logits, row = random_logits(3), row_after(temperature=0.7, seed=8, position=77)
+    noise = gumbel(noise_bits([8], [77], torch.arange(VOCABULARY)))
+    expected = (logits - logits.max()) / torch.tensor(0.7) + noise
+    assert torch.equal(scores(logits, [row]), expected)
+    assert draw(logits, [row]).item() == expected.argmax()
 
-    def test_equal_logits_are_kept_or_dropped_together(self) -> None:
-        logits = torch.zeros(VOCABULARY)
-        logits[[2, 3, 4]] = 1.0
-        for settings in ({"top_k": 1}, {"top_k": 2}, {"top_p": 0.01}):
-            probs = distribution_behind(logits, self.row(**settings))
-            assert probs[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
 
-    @pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
-    @pytest.mark.parametrize("top_p", [0.1, 0.6, 0.95, 0.999])
-    def test_top_p_keeps_just_enough_of_a_large_vocabulary(self, spread: float, top_p: float) -> None:
-        logits = torch.randn(3000, generator=torch.Generator().manual_seed(5)) * spread
-        params = SamplingParams(top_p=top_p)
-        kept = distribution_behind(logits, SamplingRow(params, 5, History(params, [], [], 3000))) > 0
-        probs = logits.double().softmax(-1)
-        assert probs[kept].min() > probs[~kept].max()
-        assert probs[kept].sum() >= top_p > probs[kept].sum() - probs[kept].min()
+@pytest.mark.parametrize(
+    "settings", [{"top_k": 1}, {"top_p": 1e-9}, {"min_p": 1.0}, {"temperature": 0.0}, {"temperature": 1e-9}]
+)
+def test_masked_tokens_are_never_drawn(settings: dict[str, object]) -> None:
+    logits = torch.full((1, VOCABULARY), -3.0)
+    logits[0, 5], logits[0, 6] = 30.0, 10.0
+    masks = {"bad_words": ((9, 5),), "stop_token_ids": (6,), "min_tokens": 3}
+    for position in range(50):
+        assert draw(logits, [row_after([9], position, **settings)]).tolist() == [5]
+        assert draw(logits, [row_after([9], position, **masks, **settings)]).item() not in (5, 6)
 
-    def test_very_low_temperatures_are_raised(self) -> None:
-        logits = torch.randn(1, VOCABULARY) * 1e4
-        raised = scores(logits, [self.row(temperature=1e-30)])
-        assert torch.equal(raised, scores(logits, [self.row(temperature=LOWEST_TEMPERATURE)]))
-        assert raised.isfinite().all()
 
-    def test_logits_are_not_modified(self, params: SamplingParams) -> None:
-        logits = torch.randn(2, VOCABULARY)
-        given = logits.clone()
-        history = History(params, PROMPT, OUTPUT, VOCABULARY)
-        greedy = self.row(temperature=0.0)
-        draw(logits, [SamplingRow(params, 3, history, PATH), greedy])
-        draw(logits, [greedy, greedy])
-        assert torch.equal(logits, given)
+def test_the_only_token_left_is_drawn_whatever_its_noise() -> None:
+    logits = torch.full((200, VOCABULARY), -math.inf)
+    logits[:, 13] = -1e30
+    assert draw(logits, [row_after(position=i) for i in range(200)]).tolist() == [13] * 200
 
-    def test_a_draw_depends_on_seed_and_position(self) -> None:
-        logits = torch.zeros(400, VOCABULARY)
-        by_position = draw(logits, [self.row(position=i) for i in range(400)])
-        by_seed = draw(logits, [self.row(seed=i) for i in range(400)])
-        assert len(by_position.unique()) == len(by_seed.unique()) == VOCABULARY
+
+def test_equal_logits_are_kept_or_dropped_together() -> None:
+    logits = torch.zeros(VOCABULARY)
+    logits[[2, 3, 4]] = 1.0
+    for settings in ({"top_k": 1}, {"top_k": 2}, {"top_p": 0.01}):
+        assert distribution_behind(logits, row_after(**settings))[[2, 3, 4]].tolist() == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("spread", [0.3, 2.0, 6.0])
+@pytest.mark.parametrize("top_p", [0.1, 0.6, 0.95, 0.999])
+def test_top_p_keeps_just_enough_of_a_large_vocabulary(spread: float, top_p: float) -> None:
+    [logits] = random_logits(5, spread=spread, size=3000)
+    params = SamplingParams(top_p=top_p)
+    kept = distribution_behind(logits, SamplingRow(params, 5, History(params, [], [], 3000))) > 0
+    probs = logits.double().softmax(-1)
+    assert probs[kept].min() > probs[~kept].max()
+    assert probs[kept].sum() >= top_p > probs[kept].sum() - probs[kept].min()
+
+
+def test_very_low_temperatures_are_raised() -> None:
+    logits = random_logits(1, spread=1e4)
+    raised = scores(logits, [row_after(temperature=1e-30)])
+    assert torch.equal(raised, scores(logits, [row_after(temperature=LOWEST_TEMPERATURE)]))
+    assert raised.isfinite().all()
+
+
+def test_no_rows_draw_nothing() -> None:
+    assert scores(torch.zeros(0, VOCABULARY), []).shape == (0, VOCABULARY)
+    assert draw(torch.zeros(0, VOCABULARY), []).shape == (0,)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +252,7 @@ def test_a_row_does_not_depend_on_other_rows(
     every = [SamplingParams(seed=seed, **RULES[rule]) for seed, rule in enumerate(rules)]
     every += [every[-1], SamplingParams(temperature=0.0), every[0], SamplingParams(top_p=0.4)]
     rows = [SamplingRow(p, 90 + i, History(p, PROMPT, OUTPUT, vocabulary), PATH) for i, p in enumerate(every)]
-    logits = (torch.randn(len(rows), vocabulary, generator=torch.Generator().manual_seed(2)) * 3).to(device, dtype)
+    logits = random_logits(2, len(rows), 3.0, vocabulary).to(device, dtype)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -295,76 +267,82 @@ def test_a_row_does_not_depend_on_other_rows(
         torch.set_num_threads(before)
 
 
-class TestCandidates:
-    """On CPUs a draw looks only at tokens whose integers are below a limit."""
-
-    def drawn_and_scored(self, spread: float, count: int = 2000, **settings: object) -> tuple[Tensor, Tensor]:
-        """Draws, and where the scores of the same rows are largest."""
-        params = SamplingParams(seed=17, **settings)
-        history = History(params, [], [], 60)
-        rows = [SamplingRow(params, position, history) for position in range(count)]
-        logits = torch.randn(count, 60, generator=torch.Generator().manual_seed(7)) * spread
-        return draw(logits, rows), scores(logits, rows).argmax(-1)
-
-    @pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 9.0])
-    @pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.9}])
-    def test_no_winner_is_left_out(self, spread: float, settings: dict[str, object]) -> None:
-        drawn, largest = self.drawn_and_scored(spread, **settings)
-        assert torch.equal(drawn, largest)
-
-    @pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
-    def test_a_limit_that_is_too_low_is_detected(self, leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sampling, "ROUNDING_MARGIN", leniency)
-        drawn, largest = self.drawn_and_scored(0.3, 20_000)
-        assert not torch.equal(drawn, largest)
-
-    def test_of_equal_scores_the_lowest_id_wins(self) -> None:
-        """To the last bit: token 3 has a smaller logit than 7, and with its noise the same score."""
-        ties = 0
-        for position in range(300):
-            noise = gumbel(noise_bits([0], [position], torch.arange(VOCABULARY)))[0]
-            logits = torch.full((1, VOCABULARY), -60.0)
-            logits[0, 7], logits[0, 3] = 0.0, noise[7] - noise[3]
-            if logits[0, 3] < 0 and logits[0, 3] + noise[3] == noise[7]:
-                assert draw(logits, [self.row(position)]).tolist() == [3]
-                ties += 1
-        assert ties > 50
-
-    def row(self, position: int) -> SamplingRow:
-        params = SamplingParams()
-        return SamplingRow(params, position, History(params, [], [], VOCABULARY))
+@pytest.fixture(params=["native", "numpy"])
+def finder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CPUs a draw looks only at tokens whose integers are below a limit: native code finds them, or numpy does."""
+    if request.param == "native" and os.environ.get("PACELINE_NATIVE") == "0":
+        pytest.skip("native code is switched off")
+    found = [draw_candidates] if request.param == "native" else []
+    monkeypatch.setattr(sampling, "CANDIDATE_FINDERS", found)
 
 
-class TestLogProbs:
-    def test_they_are_the_models_own(self) -> None:
-        logits = torch.randn(3, VOCABULARY, generator=torch.Generator().manual_seed(4)).bfloat16()
-        probs = logits.double().log_softmax(-1)
-        for row, (found, token) in enumerate(zip(log_probs(logits, [5, 0, 23], 4), [5, 0, 23], strict=True)):
-            assert found.log_prob == pytest.approx(probs[row, token].item(), abs=1e-5)
-            assert len(found.top) == 4
-            best = probs[row].sort(descending=True, stable=True)
-            assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
-            assert all(probs[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+def drawn_and_scored(spread: float, count: int, vocabulary: int, **settings: object) -> tuple[Tensor, Tensor]:
+    """Draws, and where the scores of the same rows are largest."""
+    params = SamplingParams(seed=17, **settings)
+    history = History(params, [], [], vocabulary)
+    rows = [SamplingRow(params, position, history) for position in range(count)]
+    logits = random_logits(7, count, spread, vocabulary)
+    return draw(logits, rows), scores(logits, rows).argmax(-1)
 
-    def test_among_equals_the_lowest_ids_come_first(self) -> None:
-        """Logits in bfloat16 often are equal, and the result must not depend on other rows."""
-        logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
-        logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
-        for found in log_probs(logits, [0, 0], 20):
-            assert [token for token, _ in found.top] == [*range(4091, 4096), *range(100, 115)]
 
-    @pytest.mark.parametrize("device", DEVICES)
-    @pytest.mark.parametrize("vocabulary", [97, 4096, 50_257])
-    def test_a_row_does_not_depend_on_other_rows(self, vocabulary: int, device: str) -> None:
-        logits = torch.randn(9, vocabulary, generator=torch.Generator().manual_seed(6)).to(device, torch.bfloat16)
-        together = log_probs(logits, [*range(9)], 5)
-        for first, end in ((0, 1), (1, 2), (3, 9), (8, 9)):
-            assert log_probs(logits[first:end], [*range(first, end)], 5) == together[first:end]
+@pytest.mark.usefixtures("finder")
+@pytest.mark.parametrize("vocabulary", [3, 16, 61, 4096])
+@pytest.mark.parametrize("spread", [0.0, 0.3, 2.0, 9.0])
+@pytest.mark.parametrize("settings", [{"temperature": 0.8}, {"temperature": 3.0}, {"top_k": 3}, {"top_p": 0.9}])
+def test_no_winner_is_left_out(spread: float, vocabulary: int, settings: dict[str, object]) -> None:
+    drawn, largest = drawn_and_scored(spread, 100 if vocabulary > 1000 else 1500, vocabulary, **settings)
+    assert torch.equal(drawn, largest)
 
-    def test_top_0_is_empty(self) -> None:
-        (found,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
-        assert found.log_prob == pytest.approx(-math.log(VOCABULARY))
-        assert list(found.top) == []
+
+@pytest.mark.usefixtures("finder")
+@pytest.mark.parametrize("leniency", [0.0, 0.5, 0.9, 0.99])
+def test_a_limit_that_is_too_low_is_detected(leniency: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "ROUNDING_MARGIN", leniency)
+    drawn, largest = drawn_and_scored(0.3, 20_000, 60)
+    assert not torch.equal(drawn, largest)
+
+
+@pytest.mark.usefixtures("finder")
+def test_of_equal_scores_the_lowest_id_wins() -> None:
+    """To the last bit: token 3 has a smaller logit than 7, and with its noise the same score."""
+    ties = 0
+    for position in range(300):
+        noise = gumbel(noise_bits([0], [position], torch.arange(VOCABULARY)))[0]
+        logits = torch.full((1, VOCABULARY), -60.0)
+        logits[0, 7], logits[0, 3] = 0.0, noise[7] - noise[3]
+        if logits[0, 3] < 0 and logits[0, 3] + noise[3] == noise[7]:
+            assert draw(logits, [row_after(position=position)]).tolist() == [3]
+            ties += 1
+    assert ties > 50
+
+
+def test_log_probabilities_are_the_model_s_own() -> None:
+    logits = random_logits(4, 3).bfloat16()
+    probs = logits.double().log_softmax(-1)
+    for row, (found, token) in enumerate(zip(log_probs(logits, [5, 0, 23], 4), [5, 0, 23], strict=True)):
+        assert found.log_prob == pytest.approx(probs[row, token].item(), abs=1e-5)
+        best = probs[row].sort(descending=True, stable=True)
+        assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
+        assert all(probs[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+    (alone,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
+    assert (alone.log_prob, list(alone.top)) == (pytest.approx(-math.log(VOCABULARY)), [])
+
+
+def test_among_equal_log_probabilities_the_lowest_ids_come_first() -> None:
+    """Logits in bfloat16 often are equal, and the result must not depend on other rows."""
+    logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
+    for found in log_probs(logits, [0, 0], 20):
+        assert [token for token, _ in found.top] == [*range(4091, 4096), *range(100, 115)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocabulary", [97, 4096, 50_257])
+def test_log_probabilities_do_not_depend_on_other_rows(vocabulary: int, device: str) -> None:
+    logits = random_logits(6, 9, size=vocabulary).to(device, torch.bfloat16)
+    together = log_probs(logits, [*range(9)], 5)
+    for first, end in ((0, 1), (1, 2), (3, 9), (8, 9)):
+        assert log_probs(logits[first:end], [*range(first, end)], 5) == together[first:end]
 
 
 @pytest.mark.parametrize("count", [1, 5, VOCABULARY, 100])
@@ -379,35 +357,9 @@ def test_a_shortlist_has_the_scores_of_the_whole(count: int) -> None:
     rows = [
         SamplingRow(each, 9 + i, History(each, [1, 2], [3], VOCABULARY), [5]) for i, each in enumerate(every_params)
     ]
-    logits = torch.randn(len(rows), VOCABULARY, generator=torch.Generator().manual_seed(1))
-    whole = scores(logits, rows)
+    logits = random_logits(1, len(rows))
     tokens, listed = top_scores(logits, rows, count)
-    assert torch.equal(listed, whole.gather(-1, tokens))
+    assert torch.equal(listed, scores(logits, rows).gather(-1, tokens))
     assert tokens.shape[-1] == min(count, VOCABULARY)
     if count >= VOCABULARY:
         assert torch.equal(tokens.gather(-1, listed.argmax(-1, keepdim=True))[:, 0], draw(logits, rows))
-
-
-def test_no_rows_draw_nothing() -> None:
-    assert scores(torch.zeros(0, VOCABULARY), []).shape == (0, VOCABULARY)
-    assert draw(torch.zeros(0, VOCABULARY), []).shape == (0,)
-
-
-@pytest.mark.skipif(os.environ.get("PACELINE_NATIVE") == "0", reason="native code is switched off")
-@pytest.mark.parametrize("vocabulary", [3, 16, 61, 4096])
-def test_native_code_and_numpy_find_the_same_candidates(vocabulary: int) -> None:
-    """Up to rounding at the limit, which is lenient: both have the winner, and no token that is far from winning."""
-    generator = torch.Generator().manual_seed(vocabulary)
-    for spread in (0.0, 0.5, 3.0, 30.0):
-        x = (spread * torch.randn(9, vocabulary, generator=generator)).numpy()
-        x[:, 1] = -math.inf
-        largest = x.argmax(-1)
-        x -= x.max(-1, keepdims=True)
-        keys = np.random.default_rng(vocabulary).integers(2**32, size=(9, 2), dtype=np.uint32)
-        found = draw_candidates(x, keys, largest, sampling.ROUNDING_MARGIN)
-        assert found is not None
-        native = dict(zip(*(each.tolist() for each in found), strict=True))
-        indices, integers = sampling._candidates(x, keys, largest)
-        expected = dict(zip(indices.tolist(), integers.tolist(), strict=True))
-        assert len(native.keys() ^ expected.keys()) <= 1
-        assert all(native[index] == expected[index] for index in native.keys() & expected.keys())

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
 from paceline.config import EngineConfig, SamplingParams, SpeculativeConfig, SpeculativeOptions
 from paceline.core.growth import Growth, GrowthBatch
-from paceline.core.messages import GenerationRequest
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.core.tree import ROOT, TokenTree
 from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.methods.ngram import NGramSpeculator
@@ -27,46 +29,45 @@ from tests.exactness.test_sampling import reference_distribution
 
 SIZE = 16
 LENGTH = 3
+TABLE = TableModel(SIZE, 1024, 1024)
 
 
-def _favourites(begin: Sequence[int], count: int) -> list[int]:
-    tokens = list(begin)
-    for _ in range(count):
-        logits = _logits(TableModel(SIZE, 64, 64), tokens)
-        tokens.append(logits.index(max(logits)))
-    return tokens[len(begin) :]
-
-
-def _logits(model: Model, tokens: Sequence[int]) -> list[float]:
-    slot_table = SlotTable()
-    slot_table.slots.extend(range(1, len(tokens) + 1))
+def logits_after(model: Model, tokens: Sequence[int]) -> list[float]:
+    slot_table = SlotTable(range(1, len(tokens) + 1))
     rows = [slot_table.row(token, i) for i, token in enumerate(tokens)]
     return model.run(rows, [len(rows) - 1]).logits[0].float().tolist()  # type: ignore[no-any-return]
 
 
-PROMPT = [1, 2, 3, *_favourites([1, 2, 3], 4), 1, 2, 3]
+def favourites(begin: Sequence[int], count: int) -> list[int]:
+    tokens = list(begin)
+    for _ in range(count):
+        logits = logits_after(TABLE, tokens)
+        tokens.append(logits.index(max(logits)))
+    return tokens[len(begin) :]
+
+
+PROMPT = [1, 2, 3, *favourites([1, 2, 3], 4), 1, 2, 3]
 """Its end occurs earlier, followed by the target's most probable tokens: n-grams find a match."""
 
 
-def table(disagreement: float = 0.0) -> TableModel:
-    return TableModel(SIZE, 1024, 1024, disagreement)
+def draft_model(disagreement: float = 0.5, kind: type[DraftModelSpeculator] = DraftModelSpeculator) -> DraftClient:
+    return LocalDraftClient(kind(TableModel(SIZE, 1024, 1024, disagreement), 1))
 
 
-def engine(model: Model, drafting: DraftClient, keys: dict[str, object], lookups: Sequence[DraftClient] = ()) -> Engine:
+def engine(drafting: DraftClient, lookups: Sequence[DraftClient] = (), model: Model = TABLE, **keys: object) -> Engine:
     speculation = SpeculativeConfig.model_validate({"method": "ngram", "num_speculative_tokens": 4, **keys})
     return Engine(model, EngineConfig(slots=model.slots), speculation, drafting, FREE, lookups=lookups)
 
 
-def submissions(count: int, length: int = LENGTH, **settings: float) -> list[GenerationRequest]:
-    return [
-        GenerationRequest(
-            str(seed),
-            PROMPT,
-            SamplingParams(seed=seed, max_tokens=length, **settings),
-            SpeculativeOptions(report=True),
-        )
-        for seed in range(count)
-    ]
+def submissions(count: int, length: int = LENGTH, **settings: object) -> list[GenerationRequest]:
+    """Requests that differ in their seeds."""
+    params = [SamplingParams(seed=seed, max_tokens=length, **settings) for seed in range(count)]
+    report = SpeculativeOptions(report=True)
+    return [GenerationRequest(str(seed), PROMPT, each, report) for seed, each in enumerate(params)]
+
+
+def tokens_of(results: Mapping[str, Delta]) -> list[list[int]]:
+    return [result.tokens for result in results.values()]
 
 
 def distribution_after(model: Model, params: SamplingParams, length: int) -> dict[tuple[int, ...], float]:
@@ -76,7 +77,7 @@ def distribution_after(model: Model, params: SamplingParams, length: int) -> dic
         distribution = {
             (*path, token): weight * p
             for path, weight in distribution.items()
-            for token, p in enumerate(reference_distribution(_logits(model, [*PROMPT, *path]), params))
+            for token, p in enumerate(reference_distribution(logits_after(model, [*PROMPT, *path]), params))
             if weight * p > 1e-5
         }
     return distribution
@@ -91,91 +92,58 @@ def tail(results: Sequence[Sequence[int]], distribution: dict[tuple[int, ...], f
     )
 
 
-RESIDUAL = {"rejection_sampling_strategy": "residual"}
+RESIDUAL: dict[str, object] = {"rejection_sampling_strategy": "residual"}
 BLOCK = {**RESIDUAL, "block_verification": True}
+RULES = {"one by one": RESIDUAL, "as a block": BLOCK}
+FILTERED: dict[str, object] = {"temperature": 0.7, "top_k": 2}
+QUICK = (("draft_model", "one by one", {}), ("both", "as a block", FILTERED))
 
 
-FILTERED = {"temperature": 0.7, "top_k": 2}
-METHODS = [
-    pytest.param(
-        *case,
-        marks=[] if case in (("draft_model", RESIDUAL, {}), ("both", BLOCK, FILTERED)) else pytest.mark.slow,
-        id=f"{case[0]} {'as a block' if case[1] is BLOCK else 'one by one'} {'filtered' if case[2] else 'plain'}",
-    )
-    for case in itertools.product(("draft_model", "ngram", "both"), (RESIDUAL, BLOCK), ({}, FILTERED))
-]
-
-
-@pytest.mark.parametrize(("method", "keys", "settings"), METHODS)
-def test_residual_has_the_targets_distribution(
-    method: str, keys: dict[str, object], settings: dict[str, float]
-) -> None:
-    drafts = {
-        "draft_model": DraftModelSpeculator(table(0.5), 1),
-        "ngram": NGramSpeculator(1, 3, 1),
-        "both": DraftModelSpeculator(table(0.5), 1),
-    }
-    lookups = [LocalDraftClient(NGramSpeculator(1, 3, 1))] if method == "both" else []
-    target = engine(table(), LocalDraftClient(drafts[method]), keys, lookups)
-    results = run(target, submissions(800, **settings), together=40)
-    distribution = distribution_after(table(), SamplingParams(**settings), LENGTH)
-    assert tail([result.tokens for result in results.values()], distribution) > SIGNIFICANCE
-    accepted = sum(sum(result.accepted) for result in results.values())
-    assert accepted > 100
+@pytest.mark.parametrize(
+    ("method", "rule", "settings"),
+    [
+        pytest.param(*each, marks=() if each in QUICK else pytest.mark.slow)
+        for each in itertools.product(("draft_model", "ngram", "both"), RULES, ({}, FILTERED))
+    ],
+)
+def test_residual_has_the_targets_distribution(method: str, rule: str, settings: dict[str, object]) -> None:
+    ngram = LocalDraftClient(NGramSpeculator(1, 3, 1))
+    drafting, lookups = ngram if method == "ngram" else draft_model(), [ngram] if method == "both" else []
+    results = run(engine(drafting, lookups, **RULES[rule]), submissions(800, **settings), together=40)
+    distribution = distribution_after(TABLE, SamplingParams(**settings), LENGTH)
+    assert tail(tokens_of(results), distribution) > SIGNIFICANCE
+    assert sum(sum(result.accepted) for result in results.values()) > 100
 
 
 @pytest.mark.slow
 def test_residual_has_a_transformers_distribution() -> None:
-    target = engine(
-        llama(torch.float32), LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1)), RESIDUAL
-    )
-    results = run(target, submissions(400, 2), together=50)
+    draft = LocalDraftClient(DraftModelSpeculator(llama(torch.float32, noise=0.02), 1))
+    results = run(engine(draft, model=llama(torch.float32), **RESIDUAL), submissions(400, 2), together=50)
     distribution = distribution_after(llama(torch.float32), SamplingParams(), 2)
-    assert tail([result.tokens for result in results.values()], distribution) > SIGNIFICANCE
+    assert tail(tokens_of(results), distribution) > SIGNIFICANCE
+
+
+class FalseDistributions(DraftModelSpeculator):
+    """Sends other distributions than those that it samples from."""
+
+    def grow(self) -> dict[int, Growth]:
+        return {
+            key: replace(growth, distributions=[{token: 1, (token + 1) % SIZE: 3} for token in growth.tokens])
+            for key, growth in super().grow().items()
+        }
 
 
 def test_a_false_draft_distribution_is_detected() -> None:
     """The tests above can fail."""
-
-    class FalseDistributions(DraftModelSpeculator):
-        def grow(self) -> dict[int, Growth]:
-            return {
-                key: Growth(
-                    g.base_position,
-                    g.first_id,
-                    g.parent_ids,
-                    g.tokens,
-                    g.log_probs,
-                    [{token: 1, (token + 1) % SIZE: 3} for token in g.tokens],
-                )
-                for key, g in super().grow().items()
-            }
-
-    target = engine(table(), LocalDraftClient(FalseDistributions(table(0.5), 1)), RESIDUAL)
-    results = run(target, submissions(800), together=40)
-    assert (
-        tail([a.tokens for a in results.values()], distribution_after(table(), SamplingParams(), LENGTH)) < SIGNIFICANCE
-    )
-
-
-@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK], ids=["one by one", "as a block"])
-def test_residual_at_temperature_0_is_greedy_decoding(keys: dict[str, object]) -> None:
-    plain = run(engine(table(), NoDraftClient(), {}), submissions(2, 60, temperature=0.0))
-    ours = run(
-        engine(table(), LocalDraftClient(DraftModelSpeculator(table(0.3), 1)), keys),
-        submissions(2, 60, temperature=0.0),
-    )
-    assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
+    results = run(engine(draft_model(kind=FalseDistributions), **RESIDUAL), submissions(800), together=40)
+    assert tail(tokens_of(results), distribution_after(TABLE, SamplingParams(), LENGTH)) < SIGNIFICANCE
 
 
 def test_the_same_drafting_gives_the_same_tokens() -> None:
     """Noise is keyed, so a run can be repeated."""
     steady = {**RESIDUAL, "draft_schedule": "lockstep", "row_budget": False}  # drafting does not depend on the clock
-    first, second = (
-        run(engine(table(), LocalDraftClient(DraftModelSpeculator(table(0.5), 1)), steady), submissions(10, 40))
-        for _ in range(2)
-    )
-    assert [a.tokens for a in first.values()] == [a.tokens for a in second.values()]
+    first, second = (tokens_of(run(engine(draft_model(), **steady), submissions(10, 40))) for _ in range(2))
+    assert first == second
 
 
 class LyingDistributions(Liar):
@@ -193,103 +161,106 @@ class LyingDistributions(Liar):
             else {}
             for token in tokens
         ]
-        return Growth(growth.base_position, growth.first_id, growth.parent_ids, tokens, growth.log_probs, distributions)
+        return replace(growth, tokens=tokens, distributions=distributions)
+
+
+STRATEGIES: dict[str, tuple[dict[str, object], tuple[str, bool, bool], str]] = {
+    "coupled": ({}, ("coupled", False, True), ""),
+    "greedy": ({"rejection_sampling_strategy": "greedy"}, ("greedy", True, True), "lossy"),
+    "residual": (RESIDUAL, ("residual", False, False), "not drafter-invariant"),
+    "as a block": (BLOCK, ("residual", False, False), "not drafter-invariant"),
+    "typical": (
+        {"rejection_sampling_strategy": "typical-acceptance"},
+        ("typical-acceptance", True, False),
+        "lossy",
+    ),
+    "logits": ({"rejection_sampling_strategy": "logit-comparison"}, ("logit-comparison", True, False), "lossy"),
+    "relaxed": (
+        {
+            "use_relaxed_acceptance_for_thinking": True,
+            "begin_thinking_phase_token": 1,
+            "end_thinking_phase_token": 2,
+        },
+        ("relaxed-thinking", True, False),
+        "lossy",
+    ),
+    "synthetic": ({"synthetic_acceptance_rate": 0.5}, ("synthetic", True, False), "lossy"),
+    "synthetic, never": ({"synthetic_acceptance_rate": 0.0}, ("synthetic", True, False), "lossy"),
+}
+"""Configuration; name, lossy and drafter-invariant as statistics tell them; what the log warns of."""
+
+
+@pytest.mark.parametrize(("keys", "promises", "warning"), STRATEGIES.values(), ids=STRATEGIES)
+def test_log_and_statistics_tell_what_a_strategy_costs(
+    keys: dict[str, object], promises: tuple[str, bool, bool], warning: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        target = engine(draft_model(0.0), **keys)
+    level = logging.WARNING if warning == "lossy" else logging.INFO
+    logged = [(record.levelno, record.message) for record in caplog.records if promises[0] in record.message]
+    assert [number for number, _ in logged] == ([level] if warning else [])
+    assert all(warning in message for _, message in logged)
+    target.submit(submissions(1)[0])
+    [stats] = [delta.speculation for _ in range(20) for delta in target.step() if delta.finish_reason]
+    assert stats is not None
+    assert (stats.strategy, stats.lossy, stats.drafter_invariant) == promises
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize(
-    "keys",
-    [
-        RESIDUAL,
-        BLOCK,
-        {"rejection_sampling_strategy": "typical-acceptance"},
-        {"rejection_sampling_strategy": "logit-comparison"},
-        {"synthetic_acceptance_rate": 0.5},
-    ],
-    ids=str,
-)
-def test_a_lying_draft_breaks_nothing(keys: dict[str, object], temperature: float) -> None:
+@pytest.mark.parametrize("name", ["coupled", "greedy", "residual", "as a block", "typical", "logits", "synthetic"])
+def test_a_lying_draft_breaks_nothing(name: str, temperature: float) -> None:
+    """Greedy requests stay exact, where the strategy is exact for them, and all, where it is drafter-invariant."""
+    keys, (_, _, drafter_invariant), _ = STRATEGIES[name]
     requests = submissions(6, 50, temperature=temperature)
-    results = run(engine(table(), LocalDraftClient(LyingDistributions()), keys), requests)
-    assert all(len(result.tokens) == 50 for result in results.values())
+    ours = tokens_of(run(engine(LocalDraftClient(LyingDistributions()), **keys), requests))
+    assert [len(tokens) for tokens in ours] == [50] * 6
+    if drafter_invariant or (temperature == 0 and name not in ("typical", "synthetic")):
+        alone = submissions(6, 50, temperature=0.0 if name == "greedy" else temperature)
+        assert ours == tokens_of(run(engine(NoDraftClient()), alone))
 
 
-@pytest.mark.parametrize("keys", [RESIDUAL, BLOCK, {"rejection_sampling_strategy": "logit-comparison"}], ids=str)
-def test_greedy_requests_are_exact_with_false_distributions(keys: dict[str, object]) -> None:
-    plain = run(engine(table(), NoDraftClient(), {}), submissions(3, 40, temperature=0.0))
-    ours = run(engine(table(), LocalDraftClient(LyingDistributions()), keys), submissions(3, 40, temperature=0.0))
-    assert [a.tokens for a in ours.values()] == [a.tokens for a in plain.values()]
+@pytest.mark.parametrize("rule", RULES)
+def test_residual_at_temperature_0_is_greedy_decoding(rule: str) -> None:
+    requests = submissions(2, 60, temperature=0.0)
+    plain = tokens_of(run(engine(NoDraftClient()), requests))
+    assert tokens_of(run(engine(draft_model(0.3), **RULES[rule]), requests)) == plain
 
 
 def test_synthetic_acceptance_rate() -> None:
-    target = engine(
-        table(),
-        LocalDraftClient(DraftModelSpeculator(table(0.9), 3, least_path_probability=0.0)),
-        {
-            "synthetic_acceptance_rate": 0.6,
-            "num_speculative_tokens": 3,
-            "row_budget": False,
-            "draft_schedule": "lockstep",
-        },
-    )
-    drafted, accepted = [0] * 3, [0] * 3
+    """The mean of the joint rates over depths is the one that was asked for."""
+    steady = {"num_speculative_tokens": 3, "row_budget": False, "draft_schedule": "lockstep"}
+    draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
+    target = engine(LocalDraftClient(draft), synthetic_acceptance_rate=0.6, **steady)
     for submission in submissions(30, 80):
         target.submit(submission)
+    ends = []
     while target.busy:
-        for delta in target.step():
-            if delta.finish_reason and delta.speculation:
-                for depth in range(3):
-                    drafted[depth] += delta.speculation.drafted_by_depth[depth]
-                    accepted[depth] += delta.speculation.accepted_by_depth[depth]
+        ends += [delta.speculation for delta in target.step() if delta.finish_reason and delta.speculation]
+    drafted, accepted = (
+        [sum(each[depth] for each in counts) for depth in range(3)]
+        for counts in ([each.drafted_by_depth for each in ends], [each.accepted_by_depth for each in ends])
+    )
     assert min(drafted) > 300
-    joint = [a / d for a, d in zip(accepted, drafted, strict=True)]
-    assert sum(joint) / 3 == pytest.approx(0.6, abs=0.06)
+    assert sum(a / d for a, d in zip(accepted, drafted, strict=True)) / 3 == pytest.approx(0.6, abs=0.06)
 
 
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({}, ("coupled", False, True)),
-        ({"rejection_sampling_strategy": "greedy"}, ("greedy", True, True)),
-        (RESIDUAL, ("residual", False, False)),
-        ({"rejection_sampling_strategy": "typical-acceptance"}, ("typical-acceptance", True, False)),
-        ({"synthetic_acceptance_rate": 0.5}, ("synthetic", True, False)),
-    ],
-    ids=str,
-)
-def test_statistics_name_the_strategy(keys: dict[str, object], expected: tuple[str, bool, bool]) -> None:
-    target = engine(table(), LocalDraftClient(DraftModelSpeculator(table(), 1)), keys)
-    target.submit(submissions(1)[0])
-    last = [delta for _ in range(20) for delta in target.step() if delta.finish_reason]
-    stats = last[0].speculation
-    assert stats is not None
-    assert (stats.strategy, stats.lossy, stats.drafter_invariant) == expected
+def test_the_first_guess_at_a_place_of_a_chain_stays_the_only_one() -> None:
+    tree = TokenTree(0, 0, chain=True)
+    assert tree.graft(Growth(0, 1, [0, 0, 2], [5, 6, 7], [-0.1] * 3, [{5: 1, 6: 2}, {6: 1}, {7: 1}]), 10) == 1
+    assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
+    assert (tree.tokens, tree.parents) == ([0, 5, 8], [-1, ROOT, 1])
+    assert tree.distributions == {1: {5: 1, 6: 2}, 2: {8: 1}}
 
 
-class TestChain:
-    """A tree that is a chain: the first guess at a place stays the only one."""
+def test_growth_keeps_distributions_with_their_nodes() -> None:
+    tree = TokenTree(0, 0)
+    first = tree.add(ROOT, 5, -0.1, {5: 2})
+    [(_, growth)] = GrowthBatch.of([(1, tree.growth([first])), (1, tree.growth([tree.add(first, 6, -0.1)]))])
+    assert growth.distributions == [{5: 2}, {}]
+    assert tree.growth([tree.add(first, 7, -0.1)]).distributions == ()
 
-    def test_a_second_child_is_dropped_and_its_descendants(self) -> None:
-        tree = TokenTree(0, 0, chain=True)
-        assert tree.graft(Growth(0, 1, [0, 0, 2], [5, 6, 7], [-0.1] * 3), 10) == 1
-        assert tree.tokens == [0, 5]
 
-    def test_a_second_drafts_node_keeps_the_first_distribution(self) -> None:
-        tree = TokenTree(0, 0, chain=True)
-        tree.graft(Growth(0, 1, [0], [5], [-0.1], [{5: 1, 6: 2}]), 10)
-        assert tree.graft(Growth(0, 1, [0, 1], [5, 8], [-0.1] * 2, [{5: 7}, {8: 1}]), 10, source=1) == 1
-        assert tree.distributions[1] == {5: 1, 6: 2}
-        assert (tree.tokens, tree.parents) == ([0, 5, 8], [-1, ROOT, 1])
-
-    def test_growth_keeps_distributions_with_their_nodes(self) -> None:
-        tree = TokenTree(0, 0)
-        first = tree.add(ROOT, 5, -0.1, {5: 2})
-        both = [(1, tree.growth([first])), (1, tree.growth([tree.add(first, 6, -0.1)]))]
-        [(_, growth)] = GrowthBatch.of(both)
-        assert growth.distributions == [{5: 2}, {}]
-        assert (tree.growth([tree.add(first, 7, -0.1)])).distributions == ()
-
-    @pytest.mark.parametrize("distribution", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
-    def test_a_distribution_without_the_token_is_rejected(self, distribution: dict[int, int]) -> None:
-        with pytest.raises(ValueError, match="cannot have been drawn"):
-            Growth(0, 1, [0], [5], [-0.1], [distribution]).check()
+@pytest.mark.parametrize("distribution", [{6: 1}, {5: 0}, {5: 1, 6: -1}])
+def test_a_distribution_without_the_token_is_rejected(distribution: dict[int, int]) -> None:
+    with pytest.raises(ValueError, match="cannot have been drawn"):
+        Growth(0, 1, [0], [5], [-0.1], [distribution]).check()

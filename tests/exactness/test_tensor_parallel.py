@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from paceline.config import EngineConfig, SpeculativeConfig
-from paceline.drafting import build_speculator as build_speculator
+from paceline.drafting import build_speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
 from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.loading import load
@@ -115,7 +115,7 @@ def test_speculation_changes_no_token_of_a_shared_model(ranks: RankProcesses, dt
     with ranks.load(folder, 2, dtype) as model:
         plain = run(engine(model, NoDraftClient()), requests, together=1)
         for method in ("draft_model", "liar"):
-            assert same(run(engine(model, drafting(method, DTYPES[dtype], 3, 4)), requests), plain)
+            assert same(run(engine(model, drafting(method, DTYPES[dtype], 3)), requests), plain)
 
 
 def test_a_draft_of_several_processes_drafts_for_a_target_of_one(ranks: RankProcesses, tmp_path: Path) -> None:

@@ -1,15 +1,15 @@
-"""The walk, case by case; that it is exact is shown by `test_enumeration`."""
+"""The walk, case by case, and what strategies draw with; that they are exact is shown by `test_enumeration`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import get_args
 
 import pytest
 
-from paceline import config
-from paceline.config import SamplingParams
+from paceline.config import SamplingParams, StrategyName
 from paceline.core.tree import ROOT, TokenTree
-from paceline.core.verify import STRATEGIES, strategy_of, walk
+from paceline.core.verify import STRATEGIES, walk
 
 
 @pytest.fixture
@@ -28,74 +28,39 @@ def tree() -> TokenTree:
     return tree
 
 
-def at(tree: TokenTree, *path: int) -> int:
-    nodes = tree.match(path)
-    assert len(nodes) == len(path)
-    return nodes[-1]
+ONE, FIVE = [(1,), (1, 2), (1, 2, 3)], [(5,), (1,), (1, 4), (1, 2)]
+WALKS: dict[str, tuple[Sequence[Sequence[int]], Sequence[int], Sequence[int]]] = {
+    "plain decoding commits the draw": ([], [7], [7]),
+    "an unverified node ends the walk": ([], [1], [1]),
+    "an unverified node ends the walk further down": ([(1,)], [1, 2], [1, 2]),
+    "the bonus comes after the last accepted token": (ONE, [1, 2, 3, 8], [1, 2, 3, 8]),
+    "another draw ends the walk": (ONE, [1, 2, 9, 8], [1, 2, 9]),
+    "another draw after the root ends the walk": (ONE, [9, 2, 3, 8], [9]),
+    "the first branch": (FIVE, [5, 50, 2, 40, 20], [5, 50]),
+    "the second branch's first child": (FIVE, [1, 50, 2, 40, 20], [1, 2, 20]),
+    "the second branch's second child": (FIVE, [1, 50, 4, 40, 20], [1, 4, 40]),
+    "a node without its parent is not reached": ([(1, 2)], [1, 3], [1]),
+}
+"""Paths to the verified nodes, draws, and what is committed."""
 
 
-def test_plain_decoding_commits_the_draw(tree: TokenTree) -> None:
-    assert walk(tree, [], [7]) == [7]
-
-
-def test_an_unverified_node_ends_the_walk(tree: TokenTree) -> None:
-    assert walk(tree, [], [1]) == [1]
-    assert walk(tree, [at(tree, 1)], [1, 2]) == [1, 2]
-
-
-def test_accepted_tokens_then_the_bonus(tree: TokenTree) -> None:
-    verified = [at(tree, 1), at(tree, 1, 2), at(tree, 1, 2, 3)]
-    assert walk(tree, verified, [1, 2, 3, 8]) == [1, 2, 3, 8]
-    assert walk(tree, verified, [1, 2, 9, 8]) == [1, 2, 9]
-    assert walk(tree, verified, [9, 2, 3, 8]) == [9]
-
-
-def test_branches_are_distinguished(tree: TokenTree) -> None:
-    verified = [at(tree, 5), at(tree, 1), at(tree, 1, 4), at(tree, 1, 2)]
-    assert walk(tree, verified, [1, 50, 4, 40, 20]) == [1, 4, 40]
-    assert walk(tree, verified, [1, 50, 2, 40, 20]) == [1, 2, 20]
-    assert walk(tree, verified, [5, 50, 2, 40, 20]) == [5, 50]
-
-
-def test_a_node_without_its_parent_is_not_reached(tree: TokenTree) -> None:
-    assert walk(tree, [at(tree, 1, 2)], [1, 3]) == [1]
+@pytest.mark.parametrize(("verified", "draws", "committed"), WALKS.values(), ids=WALKS)
+def test_the_walk_follows_the_draws(
+    tree: TokenTree, verified: Sequence[Sequence[int]], draws: Sequence[int], committed: Sequence[int]
+) -> None:
+    assert walk(tree, [tree.match(path)[-1] for path in verified], draws) == committed
 
 
 @pytest.mark.parametrize("draws", [[], [1], [1, 2, 3]])
-def test_one_draw_for_the_root_and_each_verified_node(tree: TokenTree, draws: list[int]) -> None:
+def test_the_root_and_each_verified_node_have_one_draw(tree: TokenTree, draws: list[int]) -> None:
     with pytest.raises(ValueError, match="zip"):
-        walk(tree, [at(tree, 1)], draws)
+        walk(tree, tree.match([1]), draws)
 
 
-def test_every_configurable_strategy_exists() -> None:
-    assert set(STRATEGIES) == set(get_args(config.StrategyName))
-
-
-def test_promises_of_strategies() -> None:
+def test_every_configurable_strategy_keeps_the_request_s_parameters_but_greedy() -> None:
     asked = SamplingParams(temperature=0.7, top_k=5, presence_penalty=0.5, seed=3)
-    assert STRATEGIES["coupled"].effective_params(asked) == asked
-    assert STRATEGIES["greedy"].effective_params(asked) == asked.model_copy(update={"temperature": 0.0})
-    assert [name for name, strategy in STRATEGIES.items() if strategy.exact] == ["coupled", "residual"]
-    assert [name for name, strategy in STRATEGIES.items() if strategy.drafter_invariant] == ["coupled", "greedy"]
-    assert [name for name, strategy in STRATEGIES.items() if strategy.sampled_drafts] == [
-        "residual",
-        "logit-comparison",
-    ]
-
-
-def test_warnings() -> None:
-    warnings = {name: strategy.warning for name, strategy in STRATEGIES.items()}
-    assert warnings.pop("coupled") == ""
-    assert "not drafter-invariant" in warnings.pop("residual")
-    assert all("lossy" in caveat for caveat in warnings.values())
-
-
-def test_keys_that_modify_a_strategy() -> None:
-    thinking = {"begin_thinking_phase_token": 1, "end_thinking_phase_token": 2}
-    for keys, name in (
-        ({"synthetic_acceptance_rate": 0.0}, "synthetic"),
-        ({"use_relaxed_acceptance_for_thinking": True, **thinking}, "relaxed-thinking"),
-    ):
-        strategy = strategy_of(config.SpeculativeConfig(method="ngram", **keys))
-        assert (strategy.name, strategy.exact, strategy.drafter_invariant) == (name, False, False)
-    assert strategy_of(config.SpeculativeConfig()) == STRATEGIES["coupled"]
+    effective = {name: strategy.effective_params(asked) for name, strategy in STRATEGIES.items()}
+    assert effective.pop("greedy") == asked.model_copy(update={"temperature": 0.0})
+    assert effective == dict.fromkeys(set(get_args(StrategyName)) - {"greedy"}, asked)
+    sampled = {name for name, strategy in STRATEGIES.items() if strategy.sampled_drafts}
+    assert sampled == {"residual", "logit-comparison"}

@@ -43,6 +43,7 @@ TABLE_VOCABULARY = 24  # small, so that outputs repeat and n-grams match
 SLOTS = 2048
 TEMPERATURES = [pytest.param(0.0, marks=pytest.mark.slow), 0.8]
 """One case per method; `test_engine.py` has all cases, in one process."""
+NO_GAP = "a draft drops a request with a gap in its hidden states"
 
 
 def table(disagreement: float = 0.0) -> Model:
@@ -95,8 +96,13 @@ async def served(
         yield link, addresses
 
 
-def config(method: str | Sequence[str], depth: int, width: int) -> SpeculativeConfig:
-    return SpeculativeConfig(method=method, model="-", num_speculative_tokens=depth, tree_width=width)  # type: ignore[arg-type]
+def config(method: str | Sequence[str], depth: int, width: int, **keys: object) -> SpeculativeConfig:
+    named = {"method": method, "model": "-", "num_speculative_tokens": depth, "tree_width": width}
+    return SpeculativeConfig.model_validate(named | keys)
+
+
+WAITING: dict[str, object] = {"draft_schedule": "lockstep", "row_budget": False}
+"""The target waits for draft tokens, so that there are some."""
 
 
 def speculator(method: str, width: int) -> Speculator:
@@ -105,36 +111,30 @@ def speculator(method: str, width: int) -> Speculator:
     return NGramSpeculator(1, 4, width) if method == "ngram" else SuffixSpeculator(config("suffix", 4, width))
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize(
-    ("depth", "width"), [pytest.param(1, 1, marks=pytest.mark.slow), pytest.param(4, 1, marks=pytest.mark.slow), (5, 3)]
-)
-@pytest.mark.parametrize("method", ["draft_model", "ngram", "suffix"])
-async def test_speculation_changes_nothing(method: str, depth: int, width: int, temperature: float) -> None:
-    """Plain and speculative requests in one batch give the tokens that each gives alone."""
-    async with served(table(), config(method, depth, width), speculator(method, width)) as (link, drafts):
-        stats = await same_tokens(link, temperature, drafts)
-        assert sum(each.drafted_tokens for each in stats) > 0
-        if method == "draft_model":
-            assert sum(each.accepted_tokens for each in stats) > 0
+METHODS = (["draft_model"], ["ngram"], ["suffix"])
+STACKS = (["suffix", "draft_model"], ["ngram", "draft_model"], ["ngram", "suffix"], ["ngram", "draft_model", "suffix"])
+QUICK = (*METHODS, *STACKS[2:])
 
 
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize(
-    "methods",
+    ("methods", "depth", "width"),
     [
-        pytest.param(["suffix", "draft_model"], marks=pytest.mark.slow),
-        pytest.param(["ngram", "draft_model"], marks=pytest.mark.slow),
-        ["ngram", "suffix"],
-        ["ngram", "draft_model", "suffix"],
+        pytest.param(methods, *sizes, marks=() if methods in QUICK and sizes == (5, 3) else pytest.mark.slow)
+        for methods in (*METHODS, *STACKS)
+        for sizes in (((1, 1), (4, 1), (5, 3)) if methods in METHODS else ((5, 3),))
     ],
 )
-async def test_several_speculators_change_nothing(methods: Sequence[str], temperature: float) -> None:
-    """Model-free methods run in the target and add to the same trees as the worker."""
-    stack = config(methods, 5, 3)
-    async with served(table(), stack, speculator(stack.method, 3)) as (link, drafts):
+async def test_speculation_changes_nothing(methods: Sequence[str], depth: int, width: int, temperature: float) -> None:
+    """Plain and speculative requests in one batch give the tokens that each gives alone.
+
+    Model-free methods of a stack run in the target and add to the same trees as the worker.
+    """
+    stack = config(methods, depth, width)
+    async with served(table(), stack, speculator(stack.method, width)) as (link, drafts):
         stats = await same_tokens(link, temperature, drafts)
-        assert sum(each.accepted_tokens for each in stats) > 0
+        assert sum(each.drafted_tokens for each in stats) > 0
+        assert methods in METHODS[1:] or sum(each.accepted_tokens for each in stats) > 0
 
 
 async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> None:
@@ -146,54 +146,73 @@ async def test_model_free_methods_draft_for_requests_that_have_no_draft() -> Non
         assert not any(each.drafts for each in stats)
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-async def test_speculation_changes_nothing_in_a_transformer(dtype: torch.dtype, temperature: float) -> None:
-    draft = DraftModelSpeculator(llama(dtype, noise=0.01), tree_width=3)
-    async with served(llama(dtype), config("draft_model", 5, 3), draft) as (link, drafts):
-        stats = await same_tokens(link, temperature, drafts)
-        assert sum(each.accepted_tokens for each in stats) > 0
+Drafted = tuple[Model, SpeculativeConfig, Speculator]
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("method", ["pard", "dflash", "peagle"])
-async def test_guesses_of_one_pass_change_nothing(method: str, temperature: float, tmp_path: Path) -> None:
-    """Some methods need the target's hidden states. The target waits for draft tokens, so that there are some."""
-    draft = drafting_for(llama(torch.float32), method, tmp_path, width=1)
-    waiting = config("draft_model", 4, 1).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
-    async with served(llama(torch.float32), waiting, draft) as (link, drafts):
-        stats = await same_tokens(link, temperature, drafts)
-        assert sum(each.drafted_tokens for each in stats) > 0
-        assert method != "pard" or sum(each.accepted_tokens for each in stats) > 0
+def eagle(folder: Path) -> Drafted:
+    """It drafts once it has all hidden states, and well: the target's next token depends mostly on the last."""
+    network = target_network()
+    with torch.no_grad():
+        for layer in network.model.layers:
+            layer.self_attn.o_proj.weight *= 0.05
+            layer.mlp.down_proj.weight *= 0.05
+    tensors = eagle_tensors()
+    tensors["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
+    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
+        tensors[f"layers.0.{name}"].zero_()
+    model = target_model(network, slots=SLOTS)
+    head = EagleNetwork(Checkpoint(save_head(folder, tensors, llama_config())), model.target_weights(), SLOTS)
+    draft = HeadSpeculator("eagle", head, "", model.vocabulary_size, 3)
+    return model, config("eagle", 5, 3, **WAITING), draft
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("method", ["medusa", "mlp_speculator"])
-async def test_speculation_from_one_hidden_state_changes_nothing(
-    method: str, temperature: float, tmp_path: Path
-) -> None:
-    """The worker loads the head and parts of the target's checkpoint; hidden states come with the target's frames."""
-    target = str(save_markov(tmp_path / "target"))
-    head = save_seeing(method, tmp_path / "head", temperature)
-    speculation = config(method, 3, 3).model_copy(update={"model": str(head)})
+def from_one_state(method: str, folder: Path, temperature: float) -> Drafted:
+    """The worker loads the head and parts of the target's checkpoint."""
+    target = str(save_markov(folder / "target"))
+    speculation = config(method, 3, 3, model=str(save_seeing(method, folder / "head", temperature)))
     settings = EngineConfig(slots=SLOTS)
     speculator = build_speculator(speculation, settings, lambda: load_target_weights(target, None, "cpu"))
-    async with served(load(target, settings), speculation, speculator) as (link, drafts):
+    return load(target, settings), speculation, speculator
+
+
+def transformer(name: str, folder: Path, temperature: float) -> Drafted:
+    if name == "eagle":
+        return eagle(folder)
+    if name in ("medusa", "mlp_speculator"):
+        return from_one_state(name, folder, temperature)
+    if name in ("float32", "bfloat16"):
+        dtype = getattr(torch, name)
+        return llama(dtype), config("draft_model", 5, 3), DraftModelSpeculator(llama(dtype, noise=0.01), tree_width=3)
+    draft = drafting_for(llama(torch.float32), name, folder, width=1)
+    return llama(torch.float32), config("draft_model", 4, 1, **WAITING), draft
+
+
+LEAST_ACCEPTED = {
+    **dict.fromkeys(("float32", "bfloat16", "eagle", "pard"), 1),
+    **dict.fromkeys(("dflash", "peagle"), 0),
+    **dict.fromkeys(("medusa", "mlp_speculator"), 21),
+}
+
+
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("name", LEAST_ACCEPTED)
+async def test_speculation_changes_nothing_in_a_transformer(name: str, temperature: float, tmp_path: Path) -> None:
+    """Hidden states come to the draft with the target's frames."""
+    model, speculation, draft = transformer(name, tmp_path, temperature)
+    async with served(model, speculation, draft) as (link, drafts):
         stats = await same_tokens(link, temperature, drafts)
-        assert all(each.drafts == ["draft 0"] for each in stats), (
-            "a draft drops a request with a gap in its hidden states"
-        )
-        assert sum(each.accepted_tokens for each in stats) > 20
+        assert sum(each.drafted_tokens for each in stats) > 0
+        assert sum(each.accepted_tokens for each in stats) >= LEAST_ACCEPTED[name]
+        assert all(each.drafts == ["draft 0"] for each in stats), NO_GAP
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [{}, {"block_verification": True}], ids=["one by one", "as a block"])
 async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: dict[str, object]) -> None:
-    """The target waits for draft tokens, since requests have three tokens; the statistics are over many requests."""
-    waiting = {"draft_schedule": "lockstep", "row_budget": False}
-    speculation = {"method": "draft_model", "model": "-", "rejection_sampling_strategy": "residual", **waiting, **keys}
-    model, draft = TableModel(SIZE, SLOTS, 512), DraftModelSpeculator(TableModel(SIZE, SLOTS, 512, 0.5), 1)
-    async with served(model, SpeculativeConfig.model_validate(speculation), draft) as (link, drafts):
+    """The statistics are over many requests, of three tokens each."""
+    speculation = config("draft_model", 4, 1, rejection_sampling_strategy="residual", **WAITING, **keys)
+    draft = DraftModelSpeculator(TableModel(SIZE, SLOTS, 512, 0.5), 1)
+    async with served(TableModel(SIZE, SLOTS, 512), speculation, draft) as (link, drafts):
         results, stats = [], []
         for start in range(0, 400, 20):
             some = [replace(each, drafts=drafts) for each in submissions(start + 20)[start:]]
@@ -206,39 +225,15 @@ async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: d
 
 
 async def test_residual_over_the_wire_at_temperature_0_changes_nothing() -> None:
-    speculation = config("draft_model", 4, 1).model_copy(update={"rejection_sampling_strategy": "residual"})
+    speculation = config("draft_model", 4, 1, rejection_sampling_strategy="residual")
     async with served(table(), speculation, DraftModelSpeculator(table(0.3), 1)) as (link, drafts):
         stats = await same_tokens(link, 0.0, drafts)
         assert sum(each.accepted_tokens for each in stats) > 0
 
 
-@pytest.mark.parametrize("temperature", TEMPERATURES)
-async def test_a_head_with_hidden_states_over_the_wire_changes_nothing(temperature: float, tmp_path: Path) -> None:
-    """The head drafts once it has all hidden states, and well: the target's next token depends mostly on the last."""
-    network = target_network()
-    with torch.no_grad():
-        for layer in network.model.layers:
-            layer.self_attn.o_proj.weight *= 0.05
-            layer.mlp.down_proj.weight *= 0.05
-    tensors = eagle_tensors()
-    tensors["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
-    for name in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
-        tensors[f"layers.0.{name}"].zero_()
-    model = target_model(network, slots=SLOTS)
-    head = EagleNetwork(Checkpoint(save_head(tmp_path, tensors, llama_config())), model.target_weights(), SLOTS)
-    speculator = HeadSpeculator("eagle", head, "", model.vocabulary_size, 3)
-    waiting = config("eagle", 5, 3).model_copy(update={"draft_schedule": "lockstep", "row_budget": False})
-    async with served(model, waiting, speculator) as (link, drafts):
-        stats = await same_tokens(link, temperature, drafts)
-        assert all(each.drafts == ["draft 0"] for each in stats), (
-            "a draft drops a request with a gap in its hidden states"
-        )
-        assert sum(each.accepted_tokens for each in stats) > 0
-
-
 async def test_a_draft_killed_halfway_changes_nothing() -> None:
     """SIGKILL to a real process; its requests continue on the next draft."""
-    speculation = config("draft_model", 5, 3).model_copy(update={"model": f"table:{TABLE_VOCABULARY}:0.3"})
+    speculation = config("draft_model", 5, 3, model=f"table:{TABLE_VOCABULARY}:0.3")
     arguments = ("--worker-id", "killed", "--speculative-config", speculation.model_dump_json())
     with service_process("draft", *arguments) as killed:
         spare = DraftModelSpeculator(table(0.3), 3)
@@ -256,15 +251,13 @@ async def test_a_draft_killed_halfway_changes_nothing() -> None:
 async def test_hidden_states_of_every_position_reach_the_draft() -> None:
     """Of the whole prompt and of every committed token, in their places."""
     recording = RecordingSpeculator(TABLE_VOCABULARY)
-    steady = config("draft_model", 4, 1).model_copy(update={"row_budget": False})  # a paused draft gets no commits
+    steady = config("draft_model", 4, 1, row_budget=False)  # a paused draft gets no commits
     async with served(table(), steady, recording) as (link, drafts):
         alone, _ = await run(link, requests(0.8, plain=True))
         submitted = requests(0.8, plain=False, drafts=drafts)
         results, stats = await run(link, submitted)
         assert results == alone
-        assert all(each.drafts == ["draft 0"] for each in stats), (
-            "a draft drops a request with a gap in its hidden states"
-        )
+        assert all(each.drafts == ["draft 0"] for each in stats), NO_GAP
         histories = [[*each.prompt, *each.committed, *tokens] for each, tokens in zip(submitted, results, strict=True)]
         computed = sorted(history[:-1] for history in histories)  # the last token is no pass's input
         lengths = sorted(map(len, computed))

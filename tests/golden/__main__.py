@@ -15,7 +15,7 @@ def main() -> None:
         traces |= {f"{name}: {each}": call.run(llm) for each, call in calls.items()}
     traces |= http.recorded()
     traces = json.loads(json.dumps(traces))
-    changed = differences(read(), traces) if PATH.exists() else []
+    changed = list(differences(read(), traces)) if PATH.exists() else []
     write(traces)
     requests = sum(len(trace) if isinstance(trace, list) else 1 for trace in traces.values())
     print(*changed, sep="\n")

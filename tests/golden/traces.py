@@ -23,23 +23,18 @@ def write(traces: Mapping[str, Any]) -> None:
     PATH.write_bytes(gzip.compress(text.encode(), mtime=0))
 
 
-def differences(before: Any, now: Any, where: str = "") -> list[str]:
+def differences(before: Any, now: Any, where: str = "") -> Iterator[str]:
     """Every place where two traces say something else; numbers with a fraction are log-probabilities."""
-    return list(_differences(before, now, where))
-
-
-def _differences(before: Any, now: Any, where: str) -> Iterator[str]:
-    if isinstance(before, float) and isinstance(now, float):
-        if abs(before - now) > TOLERANCE:
-            yield f"{where}: {before} was recorded, now it is {now}"
-    elif isinstance(before, dict) and isinstance(now, dict):
+    if isinstance(before, float) and isinstance(now, float) and abs(before - now) <= TOLERANCE:
+        return
+    if isinstance(before, dict) and isinstance(now, dict):
         for key in sorted({*before, *now}):
             if key not in before or key not in now:
                 yield f"{where}/{key}: {'new' if key in now else 'gone'}"
             else:
-                yield from _differences(before[key], now[key], f"{where}/{key}")
+                yield from differences(before[key], now[key], f"{where}/{key}")
     elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
         for i, (one, other) in enumerate(zip(before, now, strict=True)):
-            yield from _differences(one, other, f"{where}/{i}")
+            yield from differences(one, other, f"{where}/{i}")
     elif before != now:
         yield f"{where}: {str(before)[:200]} was recorded, now it is {str(now)[:200]}"

@@ -20,8 +20,8 @@ class Mutant:
     tests: tuple[str, ...]
 
 
-TREE = ("unit/test_tree.py", "exactness/test_identity.py", "exactness/test_strategies_engine.py")
-VERIFY = ("exactness/test_verify.py", "exactness/test_identity.py", "exactness/test_invariance.py")
+TREE = ("unit/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
+VERIFY = ("exactness/test_verify.py", "exactness/test_enumeration.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")

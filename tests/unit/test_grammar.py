@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-import gc
 import itertools
 import json
 import random
-import re
 import threading
-import weakref
-from contextlib import suppress
-from typing import Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Required, Union
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter
+from typing_extensions import TypedDict
 
-from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.grammar import (
     GrammarError,
     grammar_from_choices,
@@ -28,17 +24,9 @@ from paceline.grammar import (
     grammar_from_text,
 )
 from paceline.grammar.grammar_checker import complaint
-from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
+from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.text import Tokenizer
-from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.openai.bodies import CompletionBody
-from paceline_services.gateway.structured_output import (
-    MAX_WAITING_GRAMMARS,
-    GrammarChecks,
-    ResponseFormat,
-    StructuredOutputs,
-    compile_grammar_text,
-)
+from paceline_services.gateway.structured_output import StructuredOutputs, compile_grammar_text
 from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
 from tests.helpers.llamas import VOCABULARY
 
@@ -46,9 +34,6 @@ ALL = grammars()
 SHIPPED = Tokenizer.load("pydoc")
 LARGE = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces) + 7)
 """Padded, as models are."""
-
-
-TOO_LONG = {"enum": ["x" * MAX_GRAMMAR_LENGTH]}
 
 
 def started(grammar: str, *output: int, vocabulary: GrammarCompiler = ALL) -> GrammarState:
@@ -62,17 +47,26 @@ def wandered(state: GrammarState, rng: random.Random, most: int = 80) -> list[in
     """Tokens of a random walk; it ends the text as soon as that is possible, half of the time."""
     path: list[int] = []
     while len(path) < most and not state.finished(path):
-        allowed = state.allowed(path)
-        assert allowed is not None
+        allowed = allowed_after(state, path)
         if allowed[END] and rng.random() < 0.5:
             break
         path.append(int(rng.choice([token for token in np.flatnonzero(allowed) if token != END])))
     return path
 
 
+def allowed_after(state: GrammarState, path: Sequence[int] = ()) -> Mask:
+    allowed = state.allowed(path)
+    assert allowed is not None
+    return allowed
+
+
 def mask_of(state: GrammarState, path: list[int]) -> bytes:
     allowed = state.allowed(path)
     return b"" if allowed is None else allowed.tobytes()
+
+
+def shipped_text(tokens: Sequence[int]) -> str:
+    return b"".join(SHIPPED.pieces[token] for token in tokens).decode()
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS.values(), ids=GRAMMARS)
@@ -99,8 +93,7 @@ def test_a_mask_follows_from_grammar_and_tokens_alone(grammar: str) -> None:
 def test_a_mask_has_exactly_the_tokens_that_can_follow(grammar: str, seed: int) -> None:
     state, path = started(grammar), list[int]()
     for token in wandered(started(grammar), random.Random(seed)):
-        allowed = state.allowed(path)
-        assert allowed is not None
+        allowed = allowed_after(state, path)
         tried = started(grammar, *path[:-1])  # it has no mask after the last token
         assert allowed.tolist() == [tried.permits(path[-1:], other) for other in range(VOCABULARY)]
         assert allowed.tolist() == [state.permits(path, other) for other in range(VOCABULARY)]
@@ -116,9 +109,7 @@ def test_a_request_is_finished_where_only_the_end_can_follow() -> None:
     state = started(grammar_from_choices(["abc", "abcabc"]))
     abc = PIECES.index("abc")
     assert not state.finished([abc])
-    allowed = state.allowed([abc])
-    assert allowed is not None
-    assert allowed[END]
+    assert allowed_after(state, [abc])[END]
     assert state.finished([abc, abc])
     assert state.allowed([abc, abc]) is None
     assert state.permits([abc], END)
@@ -155,8 +146,7 @@ def test_a_lexer_exhausted_by_others_is_replaced() -> None:
         for _, state in itertools.product(range(30), used):
             while not state.ready:
                 state.wait(30.0)
-            allowed = state.allowed([])
-            assert allowed is not None
+            allowed = allowed_after(state)
             assert mask_of(state, []) == mask_of(started(MEMORY, *state._output, vocabulary=grammars()), [])
             state.extend([int(rng.choice([token for token in np.flatnonzero(allowed) if token != END]))])
         assert sum(state._replayed is not None for state in used) > 1, "several requests were replayed"
@@ -165,8 +155,7 @@ def test_a_lexer_exhausted_by_others_is_replaced() -> None:
 
 def test_tokens_without_text_are_never_allowed() -> None:
     state = started(grammar_from_regex("(.|\n)*"), vocabulary=LARGE)
-    allowed = state.allowed([])
-    assert allowed is not None
+    allowed = allowed_after(state)
     empty = {i for i, piece in enumerate(SHIPPED.pieces) if not piece or i in SHIPPED.special_ids} - {END}
     assert not allowed[[*empty, *range(len(SHIPPED.pieces), LARGE.vocabulary_size)]].any()
     assert allowed.sum() > 4000
@@ -196,81 +185,53 @@ def test_a_draft_that_cannot_compile_has_no_mask() -> None:
     assert "cannot follow grammars" in state.error()
 
 
-leaves = st.sampled_from(
-    [
-        {"type": "integer", "minimum": -5, "maximum": 200},
-        {"type": "boolean"},
-        {"type": "null"},
-        {"type": "string", "maxLength": 8},
-        {"enum": ["red", "green", 3, None]},
-        {"const": {"a": [1, 2]}},
-        {"type": "string", "pattern": "^[a-z]{1,3}-[0-9]{2}$"},
-    ]
-)
+LEAVES: list[Any] = [
+    Annotated[int, Field(ge=-5, le=200)],
+    bool,
+    None,
+    Annotated[str, Field(max_length=8)],
+    Annotated[str, Field(pattern="^[a-z]{1,3}-[0-9]{2}$")],
+    Literal["red", "green", 3, None],
+    Literal["one"],
+]
 
 
-def objects(children: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
-    names = st.sampled_from(["a", "long name", 'quote"d', "ä"])
-    return st.dictionaries(names, children, min_size=1, max_size=3).map(
-        lambda properties: {
-            "type": "object",
-            "properties": properties,
-            "required": list(properties)[:1],
-            "additionalProperties": False,
-        }
-    )
+def record(fields: dict[str, Any]) -> Any:
+    """An object of the first of these fields, and maybe others of them."""
+    first = next(iter(fields))
+    kind = TypedDict("kind", {first: Required[fields[first]], **fields}, total=False)  # type: ignore[misc]
+    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+    return kind
 
 
-schemas = st.recursive(
-    leaves,
+NAMES = st.sampled_from(["a", "long name", 'quote"d', "ä"])
+types = st.recursive(
+    st.sampled_from(LEAVES),
     lambda children: st.one_of(
-        objects(children),
-        children.map(lambda items: {"type": "array", "items": items, "maxItems": 2}),
-        st.lists(children, min_size=2, max_size=2).map(lambda each: {"anyOf": each}),
+        st.dictionaries(NAMES, children, min_size=1, max_size=3).map(record),
+        children.map(lambda item: Annotated[list[item], Field(max_length=2)]),  # type: ignore[valid-type]
+        st.tuples(children, children).map(lambda each: Union[each]),  # noqa: UP007
     ),
     max_leaves=5,
 )
 
 
-def fits(value: Any, schema: dict[str, Any]) -> bool:
-    """JSON Schema, as far as it occurs here."""
-    if "anyOf" in schema:
-        return any(fits(value, each) for each in schema["anyOf"])
-    if "enum" in schema or "const" in schema:
-        return any(value == each for each in schema.get("enum", [schema.get("const")]))
-    match schema["type"]:
-        case "integer":
-            return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
-        case "boolean":
-            return isinstance(value, bool)
-        case "null":
-            return value is None
-        case "string":
-            matches = re.search(schema.get("pattern", ""), value) if isinstance(value, str) else None
-            return matches is not None and len(value) <= schema.get("maxLength", 100)
-        case "array":
-            return isinstance(value, list) and len(value) <= 2 and all(fits(each, schema["items"]) for each in value)
-    properties = schema["properties"]
-    known = isinstance(value, dict) and set(schema["required"]) <= value.keys() <= properties.keys()
-    return known and all(fits(each, properties[name]) for name, each in value.items())
-
-
 @settings(deadline=None)
-@given(schema=schemas, seed=st.integers(0, 999), compact=st.booleans())
-def test_text_drawn_within_a_schema_fits_it(schema: dict[str, Any], seed: int, compact: bool) -> None:
-    """With random tokens of the shipped vocabulary."""
+@given(kind=types, seed=st.integers(0, 999), compact=st.booleans())
+def test_text_drawn_within_a_schema_fits_it(kind: Any, seed: int, compact: bool) -> None:
+    """With random tokens of the shipped vocabulary; pydantic makes the schema and checks the text."""
+    adapter = TypeAdapter(kind)
+    schema = adapter.json_schema()
     grammar = grammar_from_schema(schema, None) if compact else grammar_from_schema(schema)
     assert complaint(grammar) == ""
     rng, state, path = random.Random(seed), started(grammar, vocabulary=LARGE), list[int]()
     while not state.finished(path):
-        allowed = state.allowed(path)
-        assert allowed is not None
-        path.append(int(rng.choice(np.flatnonzero(allowed))))
-        if path[-1] == END:
-            path.pop()
+        token = int(rng.choice(np.flatnonzero(allowed_after(state, path))))
+        if token == END:
             break
-    text = b"".join(SHIPPED.pieces[token] for token in path).decode()
-    assert fits(json.loads(text), schema), text
+        path.append(token)
+    text = shipped_text(path)
+    adapter.validate_python(json.loads(text), strict=True)
     assert not compact or text == text.strip()
 
 
@@ -311,63 +272,7 @@ def test_users_cannot_set_options_of_llguidance() -> None:
 def test_a_choice_may_hold_any_text() -> None:
     choices = ['"', "\\n", "a|b", "ä\n", "start: x"]
     state = started(grammar_from_choices(choices), vocabulary=LARGE)
-    texts = set()
-    for seed in range(60):
-        tokens = wandered(state, random.Random(seed))
-        texts.add(b"".join(SHIPPED.pieces[token] for token in tokens).decode())
-    assert texts == set(choices)
-
-
-def body_with(regex: str) -> CompletionBody:
-    return CompletionBody.model_validate({"prompt": "x", "structured_outputs": {"regex": regex}})
-
-
-async def test_grammars_that_wait_to_be_checked_are_limited() -> None:
-    """Hostile grammars delay only requests with new grammars."""
-    checks, gate = GrammarChecks(), threading.Event()
-    known = await checks.grammar_of(body_with("known"))
-    checks._thread.submit(gate.wait)
-    waiting = [asyncio.create_task(checks.grammar_of(body_with("a" * n))) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    again = asyncio.create_task(checks.grammar_of(body_with("a")))
-    await asyncio.sleep(0)
-    with pytest.raises(OverloadedError):
-        await checks.grammar_of(body_with("b"))
-    assert await checks.grammar_of(body_with("known")) == known
-    again.cancel()
-    gate.set()
-    assert [await task for task in waiting] == [grammar_from_regex("a" * n) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    assert await checks.grammar_of(body_with("b")) == grammar_from_regex("b")
-    for _ in range(2):
-        with pytest.raises(InvalidRequestError, match="regex"):
-            await checks.grammar_of(body_with("("))
-    await checks.close()
-
-
-@pytest.mark.parametrize(
-    ("kind", "fields", "param"),
-    [
-        (ResponseFormat, {"type": "json_schema", "json_schema": {"schema": TOO_LONG}}, "json_schema.schema"),
-        (StructuredOutputs, {"json": TOO_LONG}, "json"),
-        (StructuredOutputs, {"json": json.dumps(TOO_LONG)}, "json"),
-        (StructuredOutputs, {"choice": ["x" * 100] * (MAX_GRAMMAR_LENGTH // 100)}, "choice"),
-    ],
-)
-def test_a_value_too_long_for_a_grammar_is_refused_before_translation(
-    kind: type[ResponseFormat | StructuredOutputs], fields: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(ValidationError) as refused:
-        kind.model_validate(fields)
-    error = InvalidRequestError.of(refused.value)
-    assert error.param == param
-    assert f"{MAX_GRAMMAR_LENGTH} are the most" in error.message
-
-
-def test_a_grammar_has_a_length_limit() -> None:
-    """The translation may be longer than the value."""
-    schema = {"enum": ["ä" * (MAX_GRAMMAR_LENGTH // 2)]}
-    asked = ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
-    with pytest.raises(GrammarError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
-        compile_grammar_text(asked)
+    assert {shipped_text(wandered(state, random.Random(seed))) for seed in range(60)} == set(choices)
 
 
 def test_many_choices_are_one_lexeme() -> None:
@@ -375,35 +280,6 @@ def test_many_choices_are_one_lexeme() -> None:
     choices = [f"choice {n}" for n in range(2000)]
     assert complaint(grammar_from_choices(choices)) == ""
     assert started(grammar_from_choices(choices), vocabulary=LARGE).allowed([]) is not None
-
-
-async def test_little_is_kept_of_checked_grammars() -> None:
-    """The key was once the whole body, up to 8 MB, of 256 requests."""
-    checks = GrammarChecks()
-    schema = {"type": "integer"}
-    for name in ("a" * 100_000, "b" * 100_000):
-        named = {"name": name, "description": name, "schema": schema}
-        body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
-        assert await checks.grammar_of(CompletionBody.model_validate(body)) == grammar_from_schema(schema)
-    with pytest.raises(InvalidRequestError):
-        await checks.grammar_of(body_with("(" * 10_000))
-    assert [len(key) <= 64 for key in checks._tasks] == [True, True], "a schema's name is not part of its grammar"
-    await checks.close()
-
-
-async def test_a_refused_body_is_not_kept() -> None:
-    """The stored error was once raised itself, and its traceback kept every body."""
-    checks = GrammarChecks()
-    bodies = []
-    for _ in range(3):
-        body = body_with("(")
-        bodies.append(weakref.ref(body))
-        with suppress(InvalidRequestError):
-            await checks.grammar_of(body)
-        del body
-    gc.collect()
-    assert [kept() for kept in bodies] == [None] * 3
-    await checks.close()
 
 
 def test_fields_of_vllm_become_grammars() -> None:
