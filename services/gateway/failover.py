@@ -100,7 +100,7 @@ class FailoverRequest:
         while (
             chosen := choose(request, blocks, exclude, self._numerics) or choose(request, blocks, (), self._numerics)
         ) is None:
-            if not await self._fleet.wait_for_target(request.target_labels, self._resume_s):
+            if not await self._fleet.wait_for_target(self._resume_s, request.target_labels):
                 raise UnavailableError(f"the target was lost and no other came within {self._resume_s:g} s")
         target, candidate = chosen
         self._metrics.routed(candidate.cached, session=candidate.has_session)

@@ -85,7 +85,7 @@ async def target_worker(
         lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
         engine = Engine(model, config, speculation, drafting, FREE, lookups=lookups)
         requests = RequestLog()
-        options = argparse.Namespace(worker_id="t", served_model_name="tested")
+        options = argparse.Namespace(worker_id="t", served_model_name="tested", labels=[])
         description = target_description(model_facts(engine, speculation), options)
         servicer = TargetServicer(description, requests, connection.send)
         connection.on(StepResult, lambda step: servicer.send_deltas(step.deltas, step.load))

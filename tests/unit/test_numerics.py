@@ -90,7 +90,7 @@ def test_the_line_has_the_quantisation_and_its_parameters() -> None:
 def test_the_line_reaches_gateways_and_the_registry(folder: Path) -> None:
     model, speculation = load(str(folder), CONFIG), SpeculativeConfig()
     engine = Engine(model, CONFIG, speculation, NoDraftClient(), FREE)
-    options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name)
+    options = argparse.Namespace(worker_id="t", served_model_name=None, model=model.name, labels=[])
     description = target_description(model_facts(engine, speculation), options)
     wire = encode_target_description(description).SerializeToString()
     decoded = decode_target_description(target_pb2.TargetServiceDescribeResponse.FromString(wire))

@@ -127,7 +127,7 @@ class Fleet:
         """Whether a request for a target with these labels could be sent elsewhere now."""
         return any(each is not target for each in self._usable(labels).values())
 
-    async def wait_for_target(self, labels: frozenset[str], timeout_s: float) -> bool:
+    async def wait_for_target(self, timeout_s: float, labels: frozenset[str] = frozenset()) -> bool:
         """Wait until a request for a target with these labels can be sent; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
