@@ -32,18 +32,17 @@ class RMSNorm:
 
 
 class Linear:
-    """One product for several projections of the same input; native code where there is some.
+    """One product for several projections of the same input. A row's result does not depend on the number of rows.
 
-    A row's result does not depend on the number of rows.
+    On a CPU it is native code, or else oneDNN's product by a weight that is laid out once: MKL, which `F.linear` calls
+    for float32, sums in an order that depends on the number of rows.
     """
 
     def __init__(self, *weights: Tensor, biases: Sequence[Tensor] = ()) -> None:
         """Weights [out, in] are stacked. `biases` [out]: one for each weight, or none."""
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]  # a single weight is not copied
         bias = torch.cat(list(biases)) if biases else None
-        self._product = _native_product(weight, bias) or partial(
-            chunked_product, lambda rows: F.linear(rows, weight, bias)
-        )
+        self._product = _native_product(weight, bias) or _torch_product(weight, bias)
 
     @classmethod
     def of_parts(cls, *products: tuple[Tensor, Tensor | None]) -> Linear:
@@ -64,6 +63,18 @@ def _native_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], T
     except NativeUnavailableError:
         return None
     return lambda x: product(x).to(x.dtype)
+
+
+def _torch_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return lambda x: F.linear(x, weight, bias)
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, GROUP)
+
+    def product(x: Tensor) -> Tensor:
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+        return y
+
+    return partial(chunked_product, product)
 
 
 class RotaryEmbedding:

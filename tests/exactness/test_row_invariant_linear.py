@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.config import EngineConfig
+from paceline.model import layers
 from paceline.model.layers import Linear
 from paceline.model.loading import build
+from paceline.model.native.build import NativeUnavailableError
 from paceline.model.row_invariant_linear import chunked_product, use_chunked_linear
 from paceline.model.row_probe import is_row_invariant
 from tests.exactness.test_rows import network
@@ -34,6 +38,19 @@ def test_rows_do_not_depend_on_how_many_there_are(weight: Tensor, dtype: torch.d
     for product in (Linear(weight), lambda some: chunked_product(lambda piece: F.linear(piece, weight), some), module):
         alone = torch.cat([product(some) for some in x.split(8)])
         assert torch.equal(product(x[:rows]), alone[:rows])
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_few_rows_are_as_many(dtype: torch.dtype, native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heads read hidden states a few rows at a time, without padding."""
+    if not native:
+        monkeypatch.setattr(layers, "NativeProduct", Mock(side_effect=NativeUnavailableError("switched off")))
+    generator = torch.Generator().manual_seed(1)
+    product = Linear(torch.randn(192, 64, generator=generator).to(dtype), biases=[torch.zeros(192, dtype=dtype)])
+    x = torch.randn(64, 64, generator=generator).to(dtype)
+    for rows in range(1, 10):
+        assert torch.equal(product(x[:rows]), product(x)[:rows])
 
 
 @pytest.mark.parametrize("rows", [40, 0], ids=["some rows", "an expert without rows"])

@@ -267,6 +267,13 @@ MUTANTS = (
         ROWS,
     ),
     Mutant(
+        "without native code a product sums by its number of rows",
+        "paceline/model/layers.py",
+        "return partial(chunked_product, product)",
+        "return lambda x: F.linear(x, weight, bias)",
+        ("exactness/test_row_invariant_linear.py",),
+    ),
+    Mutant(
         "a window in the last tile is one position too long",
         "paceline/model/attention.py",
         "seen &= columns > reach - window",
