@@ -79,11 +79,11 @@ class PeerProcess:
                 raise PeerError(f"{self.name} gave no answer in {most_s:.0f} s")
             response = json.loads(responses.readline() or b"null")
         except OSError as error:
-            raise PeerError(f"{self.name} is gone: see {self._log}") from error
+            raise PeerError(f"{self.name} is gone: see {os.path.relpath(self._log)}") from error
         finally:
             self._signal(signal.SIGSTOP)
         if response is None:
-            raise PeerError(f"{self.name} is gone: see {self._log}")
+            raise PeerError(f"{self.name} is gone: see {os.path.relpath(self._log)}")
         if "error" in response:
             raise PeerError(f"{self.name}: {response['error']}")
         return dict(response)
