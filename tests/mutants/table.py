@@ -267,6 +267,13 @@ MUTANTS = (
         ROWS,
     ),
     Mutant(
+        "a request runs on a target without its labels",
+        "services/gateway/routing/fleet.py",
+        "if target.usable and labels.issubset(target.link.description.labels)",
+        "if target.usable",
+        ("contract/test_target_labels.py",),
+    ),
+    Mutant(
         "without native code a product sums by its number of rows",
         "paceline/model/layers.py",
         "return partial(chunked_product, product)",

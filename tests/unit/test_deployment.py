@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 
 from paceline.cli.cpu_affinity import available, cores_by_target
-from paceline.cli.deployment import Deployment, DeploymentOptions, plan_deployment
+from paceline.cli.deployment import (
+    LISTENING_PORTS,
+    LOOPBACK,
+    Deployment,
+    DeploymentOptions,
+    free_ports,
+    plan_deployment,
+)
 from paceline.cli.supervised_process import Program
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.launcher import StartError
@@ -187,3 +194,9 @@ def test_only_targets_of_real_models_are_bound() -> None:
     _, [target], [draft] = groups(deployment)
     assert (target["engine-config"]["cpus"], draft["engine-config"]["cpus"]) == ([1], [])
     assert deployment.target_cores == [1]
+
+
+def test_chosen_ports_are_none_that_outgoing_connections_get() -> None:
+    port, others = free_ports(LOOPBACK, 0, 9)
+    assert len({port, *others}) == 10
+    assert all(each in LISTENING_PORTS for each in (port, *others))
