@@ -68,8 +68,8 @@ class DraftWorkers:
     def record_request(self, offered: Sequence[str], stats: SpeculationStats | None, *, greedy: bool) -> None:
         """A request that was offered these drafts has ended, with these statistics if there are any.
 
-        The drafts that lost it have failed, and so have those that its target passed over; its last draft has not. The
-        acceptance of a request counts for a kind only if a single draft served it.
+        A draft worker that lost the request has failed, and so has one that its target passed over; the worker that
+        served it last has not. The acceptance of a request counts for a kind only if a single draft worker served it.
         """
         addresses = {worker.record.worker_id: address for address, worker in self._workers.items()}
         served = [addresses[name] for name in stats.drafts if name in addresses] if stats else []
