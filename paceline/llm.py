@@ -84,9 +84,9 @@ class LLM:
 
     def _create_engine(self, speculation: SpeculativeConfig) -> None:
         drafting = self._drafting(speculation, self.config)
-        model_free = [LocalDraftClient(each) for each in build_lookups(speculation)]
+        lookups = [LocalDraftClient(each) for each in build_lookups(speculation)]
         self.speculation = speculation
-        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, lookups=model_free)
+        self._engine = Engine(self.model, self.config, speculation, drafting, self.cost, lookups=lookups)
 
     def generate(
         self,

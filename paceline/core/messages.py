@@ -34,8 +34,8 @@ class GenerationRequest:
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
     committed: Sequence[int] = ()
     """Output that another target produced before it was lost."""
-    drafts: Sequence[str] = ()
-    """Addresses of draft workers, in the order in which the target tries them."""
+    draft_addresses: Sequence[str] = ()
+    """In the order in which the target tries them."""
     cache_salt: str = ""
     """Requests share cached prefixes and learned statistics only with requests of the same salt; "" is a salt, too."""
     client: str = ""

@@ -68,7 +68,7 @@ class DraftManager:
         for request in seeking:
             request.tree.forget_ids()
             request.hidden_states_sent = 0
-            request.draft = self._drafting.open(self._opening(request), request.submission.drafts)
+            request.draft = self._drafting.open(self._opening(request), request.submission.draft_addresses)
             request.retry_draft_at = now + DRAFT_RETRY_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)

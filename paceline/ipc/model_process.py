@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
@@ -20,7 +21,12 @@ EXIT_TIMEOUT_S = 3.0
 
 
 class ModelProcessDiedError(Exception):
-    """The model process ended by itself."""
+    """The model process ended unexpectedly."""
+
+    def __init__(self, exit_code: int) -> None:
+        super().__init__(f"the model process ended with exit code {exit_code}")
+        self.killed = exit_code == -signal.SIGKILL
+        """By an operator, or by the kernel for lack of memory: a process that fails has other exit codes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +102,11 @@ class ModelProcess:
     """Raises, once the process has exited or its pipe has closed: `ModelProcessDiedError`, or the exception of a
     message handler."""
 
+    def abort(self) -> None:
+        """End a process that hangs, with SIGABRT: SIGKILL means that others ended it."""
+        for number in (signal.SIGABRT, signal.SIGCONT):  # a stopped process takes a signal when it continues
+            self.process.send_signal(number)
+
 
 @asynccontextmanager
 async def model_process(module: str, options: object) -> AsyncIterator[ModelProcess]:
@@ -136,7 +147,7 @@ async def _wait_for_exit(
     if not exit_code.done():
         log.warning("process %d does not exit by itself and is killed", process.pid)
         _kill(process)
-    error = ModelProcessDiedError(f"the model process ended with exit code {await exit_code}")
+    error = ModelProcessDiedError(await exit_code)
     _fail(ready, connection.lost.exception() or error)
     await connection.lost
     raise error

@@ -98,7 +98,7 @@ class TargetMetrics:
         for position, accepted in enumerate(stats.accepted_by_depth):
             self._per_position.labels(self._model, str(position)).inc(accepted)
 
-    # Traffic of the draft links (`paceline.wire.draft_session`).
+    # Traffic of the draft links (`paceline.wire.draft_stream`).
 
     def sent(self, size: int) -> None:
         self._link_sent.inc(size)

@@ -2,7 +2,7 @@
 
 Targets and drafts do not trust each other. Decoders check every rule that the proto files state and raise `WireError`,
 so decoded growth is safe to graft and decoded events are safe to draft from. Rules about the state of a link, such as
-which requests are open, are checked by `draft_session` and by the draft's servicer.
+which requests are open, are checked by `draft_stream` and by the draft's servicer.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
         opening,
         request_id=wire_id,
         token_ids=opening.tokens,
+        least_path_probability=opening.min_path_probability,
         sampling=encode_sampling(opening.sampling),
     )
 
@@ -98,7 +99,7 @@ def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
         request_id=wire_id,
         max_depth=limit.max_depth,
         max_nodes=limit.max_nodes,
-        least_path_probability=limit.least_path_probability,
+        least_path_probability=limit.min_path_probability,
     )
 
 
@@ -243,6 +244,7 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         Opening,
         message,
         tokens=list(message.token_ids),
+        min_path_probability=message.least_path_probability,
         sampling=decode_sampling(message.sampling),
         cache_salt=decode_salt(message.cache_salt),
     )

@@ -1,6 +1,6 @@
 """A target's links to its draft workers, on the event loop: one per address, connected again whenever it breaks.
 
-The engine runs in another process and knows links by the ids of their sessions; see `session_messages`, and
+The engine runs in another process and knows links by the ids of their streams; see `draft_stream_messages`, and
 `remote_drafting` for the engine's end.
 """
 
@@ -20,9 +20,9 @@ from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import GROWTH_FRAME_BYTES, open_channel
 from paceline.wire.credentials import DRAFT
 from paceline.wire.draft_codec import DraftDescription, decode_draft_description
-from paceline.wire.draft_session import DraftLinkConfig, DraftSession
+from paceline.wire.draft_stream import DraftLinkConfig, DraftStream
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamDown, StreamEventHandler, StreamUp
 from paceline.wire.link_errors import LinkError
-from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, SessionDown, SessionEventHandler, SessionUp
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +32,10 @@ class IncompatibleWorkerError(LinkError):
 
 
 class DraftPool:
-    """`on_event` gets the events of all sessions; `metrics` counts their traffic."""
+    """`on_event` gets the events of all streams; `metrics` counts their traffic."""
 
     def __init__(
-        self, config: DraftLinkConfig, on_event: SessionEventHandler, layers: int, metrics: TargetMetrics
+        self, config: DraftLinkConfig, on_event: StreamEventHandler, layers: int, metrics: TargetMetrics
     ) -> None:
         """`layers`: the number of layers of the target."""
         self._config = config
@@ -44,8 +44,8 @@ class DraftPool:
         self._metrics = metrics
         self._links: dict[str, asyncio.Task[None]] = {}
         """By address, for as long as the pool tries to reach it."""
-        self._sessions: dict[int, DraftSession] = {}
-        self._session_ids = itertools.count(1)
+        self._streams: dict[int, DraftStream] = {}
+        self._stream_ids = itertools.count(1)
 
     def connect(self, request: ConnectDrafts) -> None:
         """Start to connect to these addresses, so that the workers are up when a request names them."""
@@ -58,12 +58,12 @@ class DraftPool:
     @property
     def connected(self) -> list[str]:
         """Addresses of the workers that are up. Any thread."""
-        return [session.up.address for session in list(self._sessions.values())]
+        return [stream.up.address for stream in list(self._streams.values())]
 
     def send(self, message: SendDraftFrame) -> None:
-        """Send a frame on its session, or discard it if the session has ended."""
-        if session := self._sessions.get(message.session_id):
-            session.send(message.frame)
+        """Send a frame on its stream, or discard it if the stream has ended."""
+        if stream := self._streams.get(message.stream_id):
+            stream.send(message.frame)
 
     async def stop(self) -> None:
         """End every link. The workers close their requests."""
@@ -73,7 +73,7 @@ class DraftPool:
         await asyncio.gather(*links, return_exceptions=True)
 
     async def _keep_connected(self, address: str) -> None:
-        """Connect again and again, with exponential backoff. Returns after `forget_after_s` without a session."""
+        """Connect again and again, with exponential backoff. Returns after `forget_after_s` without a stream."""
         config = self._config
         clock = asyncio.get_running_loop().time
         last_up_at, last_error, backoff_s = clock(), "", config.min_backoff_s
@@ -92,7 +92,7 @@ class DraftPool:
         log.info("draft %s: given up after %g s", address, config.forget_after_s)
 
     async def _run_link(self, address: str) -> tuple[bool, str]:
-        """Connect once and run the session. Returns whether there was one, and why the link ended."""
+        """Connect once and run the stream. Returns whether there was one, and why the link ended."""
         was_up, reason = False, "it ended the link"
         channel = open_channel(address, receive_bytes=GROWTH_FRAME_BYTES, tls=self._config.tls, peer=DRAFT)
         try:
@@ -102,29 +102,29 @@ class DraftPool:
                 worker = decode_draft_description(await stub.Describe(request, timeout=self._config.connect_timeout_s))
                 self._check(worker)
                 was_up = True
-                await self._run_session(address, worker, stub)
+                await self._run_stream(address, worker, stub)
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except LinkError as error:
             reason = str(error)
         return was_up, reason
 
-    async def _run_session(self, address: str, worker: DraftDescription, stub: draft_pb2_grpc.DraftServiceStub) -> None:
+    async def _run_stream(self, address: str, worker: DraftDescription, stub: draft_pb2_grpc.DraftServiceStub) -> None:
         log.info("draft %s at %s is up: %s %s", worker.worker_id, address, worker.method, worker.model)
-        up = SessionUp(next(self._session_ids), address, worker.worker_id, worker.hidden_state_layers)
-        session = self._sessions[up.session_id] = DraftSession(up, self._config, self._on_event, self._metrics)
+        up = StreamUp(next(self._stream_ids), address, worker.worker_id, worker.hidden_state_layers)
+        stream = self._streams[up.stream_id] = DraftStream(up, self._config, self._on_event, self._metrics)
         self._on_event(up)
         try:
-            await session.run(stub)
+            await stream.run(stub)
         finally:
-            del self._sessions[up.session_id]
-            self._on_event(SessionDown(up.session_id))
+            del self._streams[up.stream_id]
+            self._on_event(StreamDown(up.stream_id))
 
     def _check(self, worker: DraftDescription) -> None:
         """Raises `IncompatibleWorkerError`.
 
-        The target computes one set of hidden states for all workers: the layers that the first session asks for, until
-        no session that needs hidden states is left.
+        The target computes one set of hidden states for all workers: the layers that the first stream asks for, until
+        no stream that needs hidden states is left.
         """
         expected = self._config.vocabulary_fingerprint
         if worker.vocabulary_fingerprint not in ("", expected):
@@ -136,7 +136,7 @@ class DraftPool:
         last = self._layers + 1  # the output of the final norm
         if len(set(layers)) < len(layers) or max(layers, default=0) > last:
             raise IncompatibleWorkerError(f"it asks for hidden states of layers {layers}, this target has 0 to {last}")
-        for up in [session.up for session in self._sessions.values()]:
+        for up in [stream.up for stream in self._streams.values()]:
             if layers and up.hidden_state_layers and up.hidden_state_layers != layers:
                 raise IncompatibleWorkerError(
                     f"it asks for hidden states of layers {layers}, and draft {up.address} for those of "

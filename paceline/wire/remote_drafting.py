@@ -16,12 +16,12 @@ from paceline.engine.draft_client import DraftClient, DraftUpdates
 from paceline.ipc.pipe import Pipe
 from paceline.v1 import draft_pb2 as pb
 from paceline.wire.draft_codec import encode_commit, encode_context, encode_limit, encode_opening
-from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, SessionDown, SessionUp, SessionUpdate
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamDown, StreamUp, StreamUpdate
 
 
 @dataclass(slots=True)
-class _Session:
-    up: SessionUp
+class _DraftStream:
+    up: StreamUp
     requests: dict[int, int] = field(default_factory=dict)
     """The engine's request ids by those on the link."""
     frame: pb.DraftFrame | None = None
@@ -35,9 +35,9 @@ class _Session:
 
 @dataclass(frozen=True, slots=True)
 class _DraftAssignment:
-    """The session that drafts for a request, and the request's id on that link."""
+    """The stream that drafts for a request, and the request's id on that link."""
 
-    session: _Session
+    stream: _DraftStream
     wire_id: int
 
 
@@ -51,53 +51,53 @@ class RemoteDrafting(DraftClient):
         """Layers whose hidden states the workers need; `DraftPool` ensures that they agree."""
         self._pipe = pipe
         self._clock = clock
-        self._sessions: dict[int, _Session] = {}
+        self._streams: dict[int, _DraftStream] = {}
         self._next_id = 1
         self._assignments: dict[int, _DraftAssignment] = {}
         self._dropped_by: defaultdict[int, set[str]] = defaultdict(set)
         """Addresses of the workers that dropped a request, by request."""
         self._updates = DraftUpdates()
-        pipe.on(SessionUp, self._on_session_up)
-        pipe.on(SessionUpdate, self._on_session_update)
-        pipe.on(SessionDown, self._on_session_down)
+        pipe.on(StreamUp, self._on_stream_up)
+        pipe.on(StreamUpdate, self._on_stream_update)
+        pipe.on(StreamDown, self._on_stream_down)
 
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         """See `DraftClient.open`. Skips workers that dropped this request before."""
         self._close_draft(opening.request_id, pb.DraftFrame.CLOSE_REASON_MOVED)
-        session = self._pick(drafts, self._dropped_by.get(opening.request_id, ()))
-        if session is None:
+        stream = self._pick(drafts, self._dropped_by.get(opening.request_id, ()))
+        if stream is None:
             return None
         wire_id = self._next_id
         self._next_id += 1
-        self._assignments[opening.request_id] = _DraftAssignment(session, wire_id)
-        session.requests[wire_id] = opening.request_id
-        session.next_frame().opens.append(encode_opening(opening, wire_id))
-        return session.up.worker_id
+        self._assignments[opening.request_id] = _DraftAssignment(stream, wire_id)
+        stream.requests[wire_id] = opening.request_id
+        stream.next_frame().opens.append(encode_opening(opening, wire_id))
+        return stream.up.worker_id
 
     def context(self, context: Context) -> None:
         draft = self._assignments.get(context.request_id)
-        if draft and draft.session.up.hidden_state_layers:
-            draft.session.next_frame().contexts.append(encode_context(context, draft.wire_id))
+        if draft and draft.stream.up.hidden_state_layers:
+            draft.stream.next_frame().contexts.append(encode_context(context, draft.wire_id))
 
     def commit(self, commit: Commit) -> None:
         if draft := self._assignments.get(commit.request_id):
-            if commit.hidden_states is not None and not draft.session.up.hidden_state_layers:
+            if commit.hidden_states is not None and not draft.stream.up.hidden_state_layers:
                 commit = replace(commit, hidden_states=None)
-            draft.session.next_frame().commits.append(encode_commit(commit, draft.wire_id))
+            draft.stream.next_frame().commits.append(encode_commit(commit, draft.wire_id))
 
     def limit(self, limit: Limit) -> None:
         if draft := self._assignments.get(limit.request_id):
-            draft.session.next_frame().limits.append(encode_limit(limit, draft.wire_id))
+            draft.stream.next_frame().limits.append(encode_limit(limit, draft.wire_id))
 
     def close(self, request_id: int) -> None:
         self._close_draft(request_id, pb.DraftFrame.CLOSE_REASON_FINISHED)
         self._dropped_by.pop(request_id, None)
 
     def flush(self) -> None:
-        for session_id, session in self._sessions.items():
-            if session.frame is not None:
-                self._pipe.send(SendDraftFrame(session_id, session.frame))
-                session.frame = None
+        for stream_id, stream in self._streams.items():
+            if stream.frame is not None:
+                self._pipe.send(SendDraftFrame(stream_id, stream.frame))
+                stream.frame = None
 
     def poll(self, timeout_s: float) -> DraftUpdates:
         """Raises `PipeClosedError`."""
@@ -110,38 +110,38 @@ class RemoteDrafting(DraftClient):
 
     # Messages from the pipe. Growth and drops of requests that have been closed or moved are late and ignored.
 
-    def _on_session_up(self, up: SessionUp) -> None:
-        self._sessions[up.session_id] = _Session(up)
+    def _on_stream_up(self, up: StreamUp) -> None:
+        self._streams[up.stream_id] = _DraftStream(up)
         self.hidden_state_layers = up.hidden_state_layers or self.hidden_state_layers
 
-    def _on_session_update(self, message: SessionUpdate) -> None:
-        session = self._sessions[message.session_id]
+    def _on_stream_update(self, message: StreamUpdate) -> None:
+        stream = self._streams[message.stream_id]
         for wire_id, growth in message.update.growths:
-            if (request_id := session.requests.get(wire_id)) is not None:
+            if (request_id := stream.requests.get(wire_id)) is not None:
                 self._updates.growths.append((request_id, growth))
         for wire_id in message.update.dropped:
-            if (request_id := session.requests.get(wire_id)) is not None:
-                self._dropped_by[request_id].add(session.up.address)
-                self._lose(session, wire_id)
+            if (request_id := stream.requests.get(wire_id)) is not None:
+                self._dropped_by[request_id].add(stream.up.address)
+                self._lose(stream, wire_id)
 
-    def _on_session_down(self, down: SessionDown) -> None:
-        session = self._sessions.pop(down.session_id)
-        for wire_id in list(session.requests):
-            self._lose(session, wire_id)
+    def _on_stream_down(self, down: StreamDown) -> None:
+        stream = self._streams.pop(down.stream_id)
+        for wire_id in list(stream.requests):
+            self._lose(stream, wire_id)
 
-    def _lose(self, session: _Session, wire_id: int) -> None:
-        request_id = session.requests.pop(wire_id)
+    def _lose(self, stream: _DraftStream, wire_id: int) -> None:
+        request_id = stream.requests.pop(wire_id)
         del self._assignments[request_id]
         self._updates.lost.append(request_id)
 
-    def _pick(self, drafts: Sequence[str], excluded: Collection[str]) -> _Session | None:
-        up = {session.up.address: session for session in self._sessions.values()}
+    def _pick(self, drafts: Sequence[str], excluded: Collection[str]) -> _DraftStream | None:
+        up = {stream.up.address: stream for stream in self._streams.values()}
         if not up.keys() >= set(drafts):
             self._pipe.send(ConnectDrafts(drafts))
         return next((up[address] for address in drafts if address in up and address not in excluded), None)
 
     def _close_draft(self, request_id: int, reason: pb.DraftFrame.CloseReason) -> None:
         if draft := self._assignments.pop(request_id, None):
-            del draft.session.requests[draft.wire_id]
+            del draft.stream.requests[draft.wire_id]
             close = pb.DraftFrame.Close(request_id=draft.wire_id, reason=reason)
-            draft.session.next_frame().closes.append(close)
+            draft.stream.next_frame().closes.append(close)

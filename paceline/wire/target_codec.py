@@ -36,6 +36,7 @@ def encode_submission(submission: GenerationRequest) -> pb.SubmitFrame.Submit:
             submission,
             prompt_token_ids=submission.prompt,
             committed_token_ids=submission.committed,
+            drafts=submission.draft_addresses,
             sampling=encode_sampling(submission.sampling),
             speculative=encode_fields(common_pb2.SpeculativeOptions, submission.speculative),
         )
@@ -53,6 +54,7 @@ def decode_submission(message: pb.SubmitFrame.Submit) -> GenerationRequest:
         message,
         prompt=list(message.prompt_token_ids),
         committed=list(message.committed_token_ids),
+        draft_addresses=list(message.drafts),
         sampling=decode_sampling(message.sampling),
         speculative=decode_fields(SpeculativeOptions, message.speculative),
         cache_salt=decode_salt(message.cache_salt),

@@ -63,8 +63,8 @@ from paceline.model.checkpoint import Checkpoint
 from paceline.model_names import resolve_model
 from paceline.telemetry.step_stats import StepStats
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
+from paceline.wire.draft_stream_messages import SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_drafting import RemoteDrafting
-from paceline.wire.session_messages import SendDraftFrame, SessionUp, SessionUpdate
 from paceline.wire.target_codec import encode_delta
 from paceline_lab.bench.bench_measurement import PLAIN, check_names
 from paceline_lab.bench.method_comparison import LIMITS, methods, prompts_of
@@ -159,7 +159,7 @@ class Loopback(MessageDispatcher):
 
     def connect(self, speculator: Speculator) -> None:
         """Announce the draft to the engine."""
-        self.dispatch(SessionUp(LINK, ADDRESS, ADDRESS, tuple(speculator.hidden_state_layers)))
+        self.dispatch(StreamUp(LINK, ADDRESS, ADDRESS, tuple(speculator.hidden_state_layers)))
 
     def send(self, message: object) -> None:
         with self._stopwatch.part("pipe"):
@@ -189,7 +189,7 @@ class Loopback(MessageDispatcher):
             frame = encode_growth_frame(DraftUpdate(growths)).SerializeToString()
             update = parse_growth_frame(frame, self._vocabulary_size)
         with self._stopwatch.part("pipe"):
-            message = piped(SessionUpdate(LINK, update))
+            message = piped(StreamUpdate(LINK, update))
         self.dispatch(message)
 
     def _grow(self) -> GrowthBatch:
@@ -316,7 +316,7 @@ def measure(
     for number in range(case.requests):
         prompt = prompts[number % len(prompts)][-PROMPT:]
         sampling = SamplingParams(temperature=0.0, max_tokens=llm.model.max_model_len - PROMPT)
-        engine.submit(GenerationRequest(f"r{number}", prompt, sampling, drafts=[ADDRESS]))
+        engine.submit(GenerationRequest(f"r{number}", prompt, sampling, draft_addresses=[ADDRESS]))
     steps: list[dict[str, float]] = []
     stats: list[StepStats] = []
     rounds = 0

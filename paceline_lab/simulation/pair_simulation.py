@@ -26,8 +26,8 @@ from paceline.ipc.pipe import MessageDispatcher
 from paceline.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.wire.draft_codec import encode_growth_frame, parse_draft_frame, parse_growth_frame
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame, StreamUp, StreamUpdate
 from paceline.wire.remote_drafting import RemoteDrafting
-from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame, SessionUp, SessionUpdate
 from paceline_lab.fake_models.timed_config import TimedModelConfig
 from paceline_lab.fake_models.timed_model import TimedModel
 from paceline_lab.simulation.virtual_time import DelayedLink, VirtualTime
@@ -127,7 +127,7 @@ class _Run:
         self._engine_pipe = _Pipe(self._time, self._receive_from_engine)
         self._draft_pipes: list[_Pipe] = []
         for number, (when, submission) in enumerate(submissions):
-            drafted = replace(submission, drafts=[f"{ADDRESS}-{number % pair.drafts}"])
+            drafted = replace(submission, draft_addresses=[f"{ADDRESS}-{number % pair.drafts}"])
             self._time.after(when, partial(self._engine_pipe.put, drafted))
         drafting: DraftClient = NoDraftClient()
         if pair.draft is not None:
@@ -141,13 +141,13 @@ class _Run:
 
     def _start_draft(self, spec: TimedModelConfig, link: int) -> None:
         address = f"{ADDRESS}-{link}"
-        self._engine_pipe.put(SessionUp(link, address, address, hidden_state_layers=()))
+        self._engine_pipe.put(StreamUp(link, address, address, hidden_state_layers=()))
         pipe = _Pipe(self._time, partial(self._receive_from_draft, link))
         self._draft_pipes.append(pipe)
         model, cost = self._model(spec, MAX_ROWS)
         speculation = self._pair.speculation
         draft = DraftModelSpeculator(
-            model, speculation.tree_width, cost, speculation.least_path_probability, self._time.now
+            model, speculation.tree_width, cost, speculation.min_path_probability, self._time.now
         )
         self._time.start(DraftLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
 
@@ -196,4 +196,4 @@ class _Run:
 
     def _deliver_to_engine(self, link: int, data: bytes) -> None:
         grown = parse_growth_frame(data, self._pair.target.vocabulary)
-        self._engine_pipe.put(SessionUpdate(link, grown))
+        self._engine_pipe.put(StreamUpdate(link, grown))

@@ -13,7 +13,7 @@ from paceline.wire.link_errors import HandedOver, TargetEngineDied, TargetLost, 
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
-from paceline_services.gateway.routing.target_worker import InFlightRequest, Target
+from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +47,9 @@ class FailoverRequest:
         self._metrics = metrics
         self._committed: list[int] = list(request.committed)
         self._numerics: str | None = None  # of the target that drew the latest token
-        self._target: Target | None = None
+        self._target: TargetConnection | None = None
         self._in_flight: InFlightRequest | None = None
-        self._refused_by: Target | None = None
+        self._refused_by: TargetConnection | None = None
         self._engine_deaths = 0  # since the latest token
         self._cancelled = False
 
@@ -93,7 +93,7 @@ class FailoverRequest:
         if self._target is not None:
             self._target.link.cancel(self._request.request_id)
 
-    async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> Target:
+    async def _next_target(self, request: GenerationRequest, blocks: Sequence[int]) -> TargetConnection:
         """Wait for a target. One that refused the request is chosen only if there is no other."""
         exclude = (self._refused_by,) if self._refused_by else ()
         choose = self._fleet.choose
@@ -119,7 +119,9 @@ class FailoverRequest:
         first, self._refused_by = self._refused_by, self._target
         return first is None and self._fleet.has_other_than(self._target, self._request.target_labels)
 
-    async def _run_on(self, target: Target, request: GenerationRequest, blocks: Sequence[int]) -> AsyncGenerator[Delta]:
+    async def _run_on(
+        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
+    ) -> AsyncGenerator[Delta]:
         """The request's deltas from one target, which starts after the committed tokens."""
         greedy = request.sampling.greedy
         drafts = self._fleet.drafts.order(greedy=greedy) if request.speculative.enabled is not False else []
@@ -129,7 +131,7 @@ class FailoverRequest:
                 async with (
                     AsyncExitStack() as quarantine,
                     # Submits at the first iteration, so after the quarantine was entered.
-                    aclosing(target.link.submit(replace(request, drafts=drafts))) as deltas,
+                    aclosing(target.link.submit(replace(request, draft_addresses=drafts))) as deltas,
                 ):
                     if self._engine_deaths:
                         await quarantine.enter_async_context(target.quarantine)
@@ -151,7 +153,7 @@ class FailoverRequest:
         finally:
             self._fleet.drafts.record_request(drafts, stats, greedy=greedy)
 
-    def _confirm_refusal(self, target: Target) -> None:
+    def _confirm_refusal(self, target: TargetConnection) -> None:
         """This target serves the request that another one refused: the other one has failed."""
         if self._refused_by is not None and self._refused_by is not target:
             self._fleet.record_failure(self._refused_by)

@@ -30,8 +30,8 @@ from paceline.v1.target_pb2_grpc import add_TargetServiceServicer_to_server
 from paceline.wire.channels import SUBMIT_FRAME_BYTES
 from paceline.wire.credentials import GATEWAY
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.draft_session import DraftLinkConfig
-from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame
+from paceline.wire.draft_stream import DraftLinkConfig
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 from paceline_services.service_entrypoint import (
     Worker,
     parse_with_config_file,
@@ -93,7 +93,7 @@ async def target_worker(
         recorder = await stack.enter_async_context(store.recorder())
         stats = await stack.enter_async_context(StatLogger(description, recorder, metrics))
         servicer = TargetServicer(description, stats, engine.send)
-        watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.process.kill)
+        watchdog = EngineWatchdog(options.hang_s, lambda: servicer.busy, process.abort)
         await stack.enter_async_context(watchdog)
 
         def on_step(step: StepResult) -> None:

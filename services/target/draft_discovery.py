@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 from paceline.state import RegisteredWorker, StateStore, WorkerWatcher
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.session_messages import ConnectDrafts
+from paceline.wire.draft_stream_messages import ConnectDrafts
 
 
 @asynccontextmanager

@@ -19,6 +19,7 @@ import grpc
 
 from paceline.core.messages import Delta, EngineLoad, FinishReason, GenerationRequest, TargetDescription
 from paceline.engine.engine_messages import CancelRequest
+from paceline.ipc.model_process import ModelProcessDiedError
 from paceline.v1 import common_pb2, target_pb2_grpc
 from paceline.v1 import target_pb2 as pb
 from paceline.wire.bidi_stream import serve_bidi_stream
@@ -119,7 +120,8 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
     async def drain(self, timeout_s: float, engine_exited: asyncio.Future[None]) -> None:
         """Let running requests finish for up to `timeout_s` seconds, hand over the rest, and end the links.
 
-        If the engine dies, every link ends at once with `EngineDeadError`.
+        If the engine dies, every link ends at once: with `EngineDeadError` unless the engine was killed, which is not
+        a request's fault.
         """
         if not (self._draining or engine_exited.done()):
             self.stop_accepting()
@@ -128,8 +130,10 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
         idle.cancel()
         if engine_exited.done():
             self._draining = True
+            error = engine_exited.exception()
+            was_killed = isinstance(error, ModelProcessDiedError) and error.killed
             for link in self._links:
-                link.outbox.close(EngineDeadError("the engine has died"))
+                link.outbox.close(None if was_killed else EngineDeadError("the engine has died"))
             return
         if self._owners:
             log.warning("%d requests are handed over", len(self._owners))

@@ -8,7 +8,7 @@ import torch
 
 from paceline.drafting.speculator import Commit, Context, Limit
 from paceline.engine.draft_client import DraftUpdates
-from paceline.wire.session_messages import ConnectDrafts
+from paceline.wire.draft_stream_messages import ConnectDrafts
 from tests.helpers.workers import Counting, RecordingSpeculator, draft_worker, nodes, opening, target, until
 
 

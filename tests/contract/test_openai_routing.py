@@ -285,7 +285,7 @@ async def test_drafts_take_turns_until_the_acceptance_at_all_gateways_decides() 
 
         async def offered() -> Sequence[str]:
             await completed(stack, "x")
-            return stack.decoder.requests[-1].drafts
+            return stack.decoder.requests[-1].draft_addresses
 
         assert sorted([await offered(), await offered()]) == [["d:1", "e:1"], ["e:1", "d:1"]]
         first, second = (draft_kind(drafts[name], greedy=False) for name in "de")

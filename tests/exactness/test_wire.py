@@ -26,7 +26,7 @@ from paceline.model import Model, load
 from paceline.model.checkpoint import Checkpoint
 from paceline.model.loading import build
 from paceline.model.target_weights import load_target_weights
-from paceline.wire.session_messages import ConnectDrafts
+from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.fake_models.table_model import TableModel
 from tests.exactness.test_draw_distribution import SIGNIFICANCE

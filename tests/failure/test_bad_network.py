@@ -20,7 +20,7 @@ from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
-from paceline.wire.session_messages import ConnectDrafts
+from paceline.wire.draft_stream_messages import ConnectDrafts
 from paceline.wire.target_link import TargetLink
 from paceline_lab.bench.impairment_proxy import Impairment, ImpairmentProxy
 from paceline_lab.fake_models.table_model import TableModel

@@ -184,7 +184,7 @@ async def test_a_flood_of_large_frames_costs_neither_memory_nor_tokens(size: int
             async with asyncio.timeout(PATIENCE_S):
                 while flood.frames * size < all_mb * 10**6 or not flood.ended.is_set():
                     number += 1
-                    tokens, _ = await collect(link, submission(str(number), max_tokens=1500, drafts=[draft]))
+                    tokens, _ = await collect(link, submission(str(number), max_tokens=1500, draft_addresses=[draft]))
                     assert tokens == expected
             grown = [now - then for then, now in zip(before, peaks_mb(running.process.pid), strict=True)]
             assert max(grown) < 150, "a few frames in flight, and decoding them"

@@ -30,7 +30,7 @@ from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1.inference_pb2_grpc import InferenceServiceStub
 from paceline.wire.channels import SUBMIT_FRAME_BYTES, server_options
-from paceline.wire.link_errors import TargetEngineDied
+from paceline.wire.link_errors import TargetEngineDied, TargetLost
 from paceline_services import model_entrypoint
 from paceline_services.draft import __main__ as draft
 from paceline_services.draft import speculator_process
@@ -190,7 +190,7 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
             assert registered.load["draining"] == 0.0
             assert registered.load["rows_per_s"] > 0.0
             assert (await http.get(health)).status_code == 200
-            deltas = link.submit(submission(max_tokens=2000, drafts=[drafting.address]))
+            deltas = link.submit(submission(max_tokens=2000, draft_addresses=[drafting.address]))
             first = await anext(deltas)
             for service in (decoding, drafting):
                 service.process.send_signal(signal.SIGTERM)
@@ -207,8 +207,14 @@ async def test_sigterm_lets_a_running_request_finish() -> None:
             assert await store.registry.workers("target") == []
 
 
-async def test_requests_are_lost_with_the_engine(caplog: pytest.LogCaptureFixture) -> None:
-    """At once, not after --drain-s. The service fails too, so that it is restarted; gateways replay the requests."""
+@pytest.mark.parametrize(("number", "lost"), [(signal.SIGABRT, TargetEngineDied), (signal.SIGKILL, TargetLost)])
+async def test_requests_are_lost_with_the_engine(
+    number: signal.Signals, lost: type[TargetLost], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, not after --drain-s. The service fails too, so that it is restarted; gateways replay the requests.
+
+    An engine that was killed did not die of a request.
+    """
     stop = asyncio.Event()
     options = target.parse_options([*TABLE, "--drain-s", "3600"])
     async with served(target.serve(options, stop), caplog) as (service, address), link_to(address) as link:
@@ -218,11 +224,13 @@ async def test_requests_are_lost_with_the_engine(caplog: pytest.LogCaptureFixtur
         os.kill(engine, signal.SIGSTOP)
         stop.set()
         await until(lambda: link.draining)
-        os.kill(engine, signal.SIGKILL)
-        with pytest.raises(TargetEngineDied):
+        os.kill(engine, number)
+        os.kill(engine, signal.SIGCONT)
+        with pytest.raises(TargetLost) as error:
             async for _ in deltas:
                 pass
-        with pytest.raises(ModelProcessDiedError, match="ended with exit code -9"):
+        assert error.type is lost
+        with pytest.raises(ModelProcessDiedError, match=f"ended with exit code {-number}"):
             await service
 
 
@@ -308,9 +316,9 @@ async def test_a_speculator_that_asks_for_hidden_states_gets_them(
     ):
         assert await answer_to_a_large_frame(draft_address) is grpc.StatusCode.INVALID_ARGUMENT
         plain, _ = await collect(link, submission("plain", plain=True, max_tokens=LONG))
-        await collect(link, submission("connects to the draft", drafts=[draft_address]))
+        await collect(link, submission("connects to the draft", draft_addresses=[draft_address]))
         await until(lambda: f"at {draft_address} is up" in caplog.text)
-        tokens, last = await collect(link, submission("drafted", drafts=[draft_address], max_tokens=LONG))
+        tokens, last = await collect(link, submission("drafted", draft_addresses=[draft_address], max_tokens=LONG))
         assert tokens == plain
         assert last.speculation is not None
         assert len(last.speculation.drafts) == 1, "the draft drops a request with a gap in its hidden states"

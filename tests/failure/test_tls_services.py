@@ -36,7 +36,7 @@ async def test_a_request_is_drafted_through_mutual_tls(tmp_path: Path) -> None:
                 await TargetLink(target.address, tls).connect()
         async with link_to(target.address, authority.issue(GATEWAY)) as link:
             for number in range(100):
-                _, last = await collect(link, submission(f"{number}", max_tokens=40, drafts=[draft.address]))
+                _, last = await collect(link, submission(f"{number}", max_tokens=40, draft_addresses=[draft.address]))
                 assert last.speculation is not None
                 if last.speculation.accepted_tokens:
                     break

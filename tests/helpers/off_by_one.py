@@ -10,13 +10,13 @@ from dataclasses import replace
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.__main__ import main
 from paceline_services.gateway.failover import FailoverRequest
-from paceline_services.gateway.routing.target_worker import Target
+from paceline_services.gateway.routing.target_connection import TargetConnection
 
 right = FailoverRequest._run_on
 
 
 async def wrong(
-    self: FailoverRequest, target: Target, request: GenerationRequest, blocks: Sequence[int]
+    self: FailoverRequest, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int]
 ) -> AsyncGenerator[Delta]:
     if request.committed:
         sampling = request.sampling

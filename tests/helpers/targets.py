@@ -20,7 +20,7 @@ from paceline.model import Model
 from paceline.tls import Certificates
 from paceline.v1 import target_pb2, target_pb2_grpc
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.draft_session import DraftLinkConfig
+from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline.wire.target_link import TargetLink

@@ -25,10 +25,10 @@ from paceline.tls import Certificates
 from paceline.v1 import draft_pb2, draft_pb2_grpc
 from paceline.wire.credentials import TARGET
 from paceline.wire.draft_pool import DraftPool
-from paceline.wire.draft_session import DraftLinkConfig
+from paceline.wire.draft_stream import DraftLinkConfig
+from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.remote_drafting import RemoteDrafting
-from paceline.wire.session_messages import ConnectDrafts, SendDraftFrame
 from paceline_services.draft.draft_servicer import DraftServicer
 from tests.helpers.pipes import computing, joined
 

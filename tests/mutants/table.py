@@ -627,7 +627,7 @@ MUTANTS = (
     ),
     Mutant(
         "a draft may send any number of nodes",
-        "paceline/wire/draft_session.py",
+        "paceline/wire/draft_stream.py",
         "if self.nodes_left < 0:",
         "if self.nodes_left < -(2**40):",
         ("failure/test_draft_links.py",),

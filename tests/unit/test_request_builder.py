@@ -62,7 +62,9 @@ def test_any_body_is_refused_by_field_or_can_be_sent(body: dict[str, Any], with_
         param = (error.param or "no field").split(".")[0].split("[")[0]
     assert param is None or param in {*body, "prompt"}
     for request in requests:
-        assert decode_submission(encode_submission(request)) == replace(request, committed=[], drafts=[], choice=0)
+        assert decode_submission(encode_submission(request)) == replace(
+            request, committed=[], draft_addresses=[], choice=0
+        )
         assert len(request.prompt) + request.sampling.max_tokens <= MODEL.max_model_len
 
 

@@ -28,8 +28,8 @@ from paceline_services.gateway.routing.cost_model import (
 )
 from paceline_services.gateway.routing.draft_workers import MIN_VERIFICATIONS, DraftWorkers
 from paceline_services.gateway.routing.prefix_index import BLOCK, PrefixIndex, block_hashes
+from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
 from paceline_services.gateway.routing.target_load import DELTA_PRECEDENCE_S, LOAD_TTL_S, TargetLoad
-from paceline_services.gateway.routing.target_worker import InFlightRequest, Target
 
 TOKENS = st.lists(st.integers(0, 3), max_size=3 * BLOCK)
 
@@ -106,7 +106,7 @@ def test_retry_after_is_whole_seconds_and_at_least_one_request_s_rows(
 
 @dataclass
 class Link:
-    """The attributes of a link that `Target` reads."""
+    """The attributes of a link that `TargetConnection` reads."""
 
     description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024))
     load: EngineLoad | None = None
@@ -126,12 +126,14 @@ def clock() -> Clock:
     return Clock()
 
 
-def linked_target(link: Link, clock: Clock, **heartbeat: float) -> Target:
+def linked_target(link: Link, clock: Clock, **heartbeat: float) -> TargetConnection:
     record = WorkerRecord("target", "t", "h:1", "m", "", "", 0.0)
-    return Target(record, link, heartbeat=heartbeat, load=TargetLoad(clock))  # type: ignore[arg-type]
+    return TargetConnection(record, link, heartbeat=heartbeat, load=TargetLoad(clock))  # type: ignore[arg-type]
 
 
-def in_flight(target: Target, costs: RequestCostModel, prompt: int = 2, max_tokens: int = 10) -> InFlightRequest:
+def in_flight(
+    target: TargetConnection, costs: RequestCostModel, prompt: int = 2, max_tokens: int = 10
+) -> InFlightRequest:
     request = GenerationRequest("r", [1] * prompt, SamplingParams(max_tokens=max_tokens))
     return InFlightRequest(target, request, [], costs)
 

@@ -24,7 +24,7 @@ CHAINS = (4, 6, 8)
 
 
 def lockstep(k: int, rtt_s: float, draft: TimedModelConfig = DRAFT) -> SimulatedPair:
-    settings = {"num_speculative_tokens": k, "tree_width": 1, "draft_schedule": "lockstep", "least_path_probability": 0}
+    settings = {"num_speculative_tokens": k, "tree_width": 1, "draft_schedule": "lockstep", "min_path_probability": 0}
     speculation = SpeculativeConfig.model_validate({"method": "draft_model", "model": "draft", **settings})
     return SimulatedPair(TARGET, draft, rtt_s, speculation=speculation)
 
@@ -32,7 +32,7 @@ def lockstep(k: int, rtt_s: float, draft: TimedModelConfig = DRAFT) -> Simulated
 def served(pair: SimulatedPair, requests: int = 1, tokens: int = 200) -> SimulationResult:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens)
     prompts = [[i + 1, 2, 3] for i in range(requests)]
-    return simulate(pair, [(0.0, GenerationRequest(str(p), p, sampling, drafts=["draft"])) for p in prompts])
+    return simulate(pair, [(0.0, GenerationRequest(str(p), p, sampling, draft_addresses=["draft"])) for p in prompts])
 
 
 @pytest.fixture(scope="module")

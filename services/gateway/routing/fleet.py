@@ -24,7 +24,7 @@ from paceline.wire.target_link import TargetLink
 from paceline_services.gateway.routing.circuit_breaker import Breaker
 from paceline_services.gateway.routing.cost_model import RequestCostModel
 from paceline_services.gateway.routing.draft_workers import DraftAcceptanceRefresh, DraftWorkers
-from paceline_services.gateway.routing.target_worker import Target
+from paceline_services.gateway.routing.target_connection import TargetConnection
 from paceline_services.gateway.routing.worker_selection import TargetCandidate, best_target, session_home
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Fleet:
         self._fingerprint = fingerprint
         self._other_models = others
         self._tls = tls
-        self.targets: dict[str, Target] = {}
+        self.targets: dict[str, TargetConnection] = {}
         """Connected targets, by worker id and address."""
         self.drafts = drafts or DraftWorkers()
         self.request_cost = RequestCostModel()
@@ -106,9 +106,9 @@ class Fleet:
         self,
         request: GenerationRequest,
         blocks: Sequence[int],
-        exclude: Collection[Target] = (),
+        exclude: Collection[TargetConnection] = (),
         numerics: str | None = None,
-    ) -> tuple[Target, TargetCandidate] | None:
+    ) -> tuple[TargetConnection, TargetCandidate] | None:
         """The target for a request, and what was known of it; None if there is none to choose from now.
 
         `blocks`: the block hashes of the request's tokens. `numerics`: of the target that drew its latest token: any
@@ -123,7 +123,7 @@ class Fleet:
         best = best_target(candidates, request.tokens, request.cache_salt)
         return None if best is None else (usable[best], candidates[best])
 
-    def has_other_than(self, target: Target | None, labels: frozenset[str]) -> bool:
+    def has_other_than(self, target: TargetConnection | None, labels: frozenset[str]) -> bool:
         """Whether a request for a target with these labels could be sent elsewhere now."""
         return any(each is not target for each in self._usable(labels).values())
 
@@ -165,10 +165,10 @@ class Fleet:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _up(self) -> list[Target]:
+    def _up(self) -> list[TargetConnection]:
         return [target for target in self.targets.values() if target.up]
 
-    def _usable(self, labels: frozenset[str]) -> dict[str, Target]:
+    def _usable(self, labels: frozenset[str]) -> dict[str, TargetConnection]:
         return {
             key: target
             for key, target in self.targets.items()
@@ -202,7 +202,7 @@ class Fleet:
     async def _offer(self, record: WorkerRecord, link: TargetLink) -> None:
         """Use a connected target until its link is lost."""
         key = _key(record)
-        target = Target(record, link, self._breakers[key], heartbeat=self._heartbeats.get(key, {}))
+        target = TargetConnection(record, link, self._breakers[key], heartbeat=self._heartbeats.get(key, {}))
         log.info("target %s is up", key)
         async with self._changed:
             self.targets[key] = target
@@ -214,7 +214,7 @@ class Fleet:
         finally:
             del self.targets[key]
 
-    def record_failure(self, target: Target) -> None:
+    def record_failure(self, target: TargetConnection) -> None:
         """The target has failed, and no request is to blame."""
         if target.breaker.on_failure():
             log.warning(

@@ -22,7 +22,7 @@ MAX_INDEXED_TOKENS = 2**21
 
 
 @dataclass(slots=True, eq=False)
-class Target:
+class TargetConnection:
     record: WorkerRecord
     link: TargetLink
     breaker: Breaker = field(default_factory=Breaker)
@@ -88,7 +88,7 @@ class InFlightRequest:
     """`with InFlightRequest(...) as in_flight`: counts one request at its target for as long as it is there."""
 
     def __init__(
-        self, target: Target, request: GenerationRequest, blocks: Sequence[int], costs: RequestCostModel
+        self, target: TargetConnection, request: GenerationRequest, blocks: Sequence[int], costs: RequestCostModel
     ) -> None:
         """`blocks`: the block hashes of the request's tokens."""
         self._target = target

@@ -19,37 +19,37 @@ class ConnectDrafts:
 
 @dataclass(frozen=True, slots=True)
 class SendDraftFrame:
-    """To the event loop: send one step's frame on a session."""
+    """To the event loop: send one step's frame on a stream."""
 
-    session_id: int
+    stream_id: int
     frame: pb.DraftFrame
 
 
 @dataclass(frozen=True, slots=True)
-class SessionUp:
-    """To the engine: a draft worker is connected. `session_id` is never reused."""
+class StreamUp:
+    """To the engine: a draft worker is connected. `stream_id` is never reused."""
 
-    session_id: int
+    stream_id: int
     address: str
     worker_id: str
     hidden_state_layers: Sequence[int]
-    """Layers whose hidden states it needs: empty, or the same as for all other open sessions that need any."""
+    """Layers whose hidden states it needs: empty, or the same as for all other open streams that need any."""
 
 
 @dataclass(frozen=True, slots=True)
-class SessionUpdate:
+class StreamUpdate:
     """To the engine: a frame of a draft worker, decoded and checked. Its request ids are those on the link."""
 
-    session_id: int
+    stream_id: int
     update: DraftUpdate
 
 
 @dataclass(frozen=True, slots=True)
-class SessionDown:
-    """To the engine: the session has ended, and with it all its requests."""
+class StreamDown:
+    """To the engine: the stream has ended, and with it all its requests."""
 
-    session_id: int
+    stream_id: int
 
 
-SessionEvent: TypeAlias = SessionUp | SessionUpdate | SessionDown
-SessionEventHandler: TypeAlias = Callable[[SessionEvent], None]
+StreamEvent: TypeAlias = StreamUp | StreamUpdate | StreamDown
+StreamEventHandler: TypeAlias = Callable[[StreamEvent], None]

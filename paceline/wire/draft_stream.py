@@ -19,9 +19,9 @@ from paceline.v1 import draft_pb2 as pb
 from paceline.v1 import draft_pb2_grpc
 from paceline.wire.channels import draft_frame_bytes
 from paceline.wire.draft_codec import decode_growth_frame
+from paceline.wire.draft_stream_messages import StreamEventHandler, StreamUp, StreamUpdate
 from paceline.wire.link_errors import Congested, LinkError, WireError
 from paceline.wire.outbox import Outbox
-from paceline.wire.session_messages import SessionEventHandler, SessionUp, SessionUpdate
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class DraftLinkConfig:
     min_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
     forget_after_s: float = 60.0
-    """The pool gives an address up after this time without a session, until a request names it again."""
+    """The pool gives an address up after this time without a stream, until a request names it again."""
     tls: Certificates | None = None
     """For mutual TLS. None: links are not encrypted."""
 
@@ -71,11 +71,11 @@ class GrowthQuota:
             raise WireError(f"growths: {self.nodes_received} nodes, where a tree has {self.max_nodes}")
 
 
-class DraftSession:
+class DraftStream:
     """One stream to a draft worker."""
 
     def __init__(
-        self, up: SessionUp, config: DraftLinkConfig, on_event: SessionEventHandler, metrics: TargetMetrics
+        self, up: StreamUp, config: DraftLinkConfig, on_event: StreamEventHandler, metrics: TargetMetrics
     ) -> None:
         self.up = up
         self._config = config
@@ -142,7 +142,7 @@ class DraftSession:
         growths = update.growths if all(is_open) else GrowthBatch.of(compress(update.growths, is_open))
         dropped = {wire_id: reason for wire_id, reason in update.dropped.items() if self._drop(wire_id, reason)}
         if growths or dropped:
-            self._on_event(SessionUpdate(self.up.session_id, DraftUpdate(growths, dropped)))
+            self._on_event(StreamUpdate(self.up.stream_id, DraftUpdate(growths, dropped)))
 
     def _note_sent(self, frame: pb.DraftFrame) -> None:
         self._metrics.sent(frame.ByteSize())
