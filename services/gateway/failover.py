@@ -18,7 +18,7 @@ from paceline_services.gateway.routing.target_connection import InFlightRequest,
 log = logging.getLogger(__name__)
 
 MAX_TARGET_LOSSES = 4
-"""A request ends with an error after more losses of its target than these."""
+"""A request ends with an error after more losses of its target than these without a token."""
 MAX_ENGINE_DEATHS = 1
 """A request ends with an error after more engine deaths than these without a token: it may be what kills engines."""
 UNKNOWN = "an unknown worker version"
@@ -50,13 +50,13 @@ class FailoverRequest:
         self._target: TargetConnection | None = None
         self._in_flight: InFlightRequest | None = None
         self._refused_by: TargetConnection | None = None
-        self._engine_deaths = 0  # since the latest token
+        self._losses = 0  # since the latest token
+        self._engine_deaths = 0  # those of them that are the engine's
         self._cancelled = False
 
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
-        losses = 0
-        while losses <= MAX_TARGET_LOSSES:
+        while self._losses <= MAX_TARGET_LOSSES:
             request = replace(self._request, committed=tuple(self._committed))
             blocks = block_hashes(request.tokens, salt=request.cache_salt)
             try:
@@ -71,7 +71,7 @@ class FailoverRequest:
                     raise GenerationError(str(error)) from error
                 continue
             except TargetLost as error:
-                losses += not isinstance(error, HandedOver)  # a long request may outlive many planned restarts
+                self._losses += not isinstance(error, HandedOver)
                 self._engine_deaths += isinstance(error, TargetEngineDied)
                 log.warning("request %s moves to another target: %s", request.request_id, error)
             if self._engine_deaths > MAX_ENGINE_DEATHS:
@@ -83,7 +83,7 @@ class FailoverRequest:
             if self._cancelled:
                 return
             self._metrics.replayed()
-        raise GenerationError(f"{losses} targets were lost while they served this request")
+        raise GenerationError(f"{self._losses} targets were lost while they served this request")
 
     def finish_early(self) -> None:
         """End the request, successfully, at a stop string. Its last delta still follows, with its statistics."""
@@ -145,7 +145,7 @@ class FailoverRequest:
                         if delta.finish_reason is not None:
                             self._in_flight.succeed()
                         if delta.tokens:
-                            self._engine_deaths = 0
+                            self._losses = self._engine_deaths = 0
                             await quarantine.aclose()
                             self._numerics = target.numerics
                             self._confirm_refusal(target)

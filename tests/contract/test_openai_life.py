@@ -126,6 +126,24 @@ async def test_a_request_with_tokens_goes_on_with_other_numerics_if_there_is_no_
             assert line.endswith("drawn by (avx512) so far, by (an unknown worker version) from now on")
 
 
+async def test_a_request_that_goes_on_may_lose_any_number_of_targets() -> None:
+    """A past bug: a long request that drew tokens at each of them ended with an error at the fifth loss."""
+    async with open_stack(counts, burst=1) as stack:
+        expected = await stack.text(**LONG)
+        stack.decoder.hold_after = 1
+        async with stack.streaming(**LONG) as events:
+            received = []
+            for number in range(MAX_TARGET_LOSSES + 2):
+                received.append(await anext(events))
+                following = await stack.add_target(counts, burst=1, worker_id=f"following-{number}")
+                following.decoder.hold_after = 1
+                await stack.targets[-2].die()
+            following.decoder.hold_after = None
+            following.decoder.gate.set()
+            received += [event async for event in events]
+        assert text_of(received) == expected
+
+
 @pytest.mark.parametrize("lost", [False, True], ids=["handed over", "lost"])
 async def test_a_request_is_handed_over_any_number_of_times_but_not_lost_with_too_many_targets(lost: bool) -> None:
     """It may be what kills them. A past bug: one that was handed over five times ended with an error, too."""
