@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from paceline.engine.request import Request
+from paceline.engine.drafted_request import DraftedRequest
 
 
 class DraftGate:
@@ -29,23 +29,23 @@ class DraftGate:
     MIN_PAUSE_STEPS = 32
     MAX_PAUSE_STEPS = 4096
 
-    def __init__(self, on_change: Callable[[Request], None], pause_below: float | None = None) -> None:
+    def __init__(self, on_change: Callable[[DraftedRequest], None], pause_below: float | None = None) -> None:
         """`on_change` is called after a request was paused or resumed. `pause_below`: default `PAUSE_BELOW`."""
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, DraftedRequest] = {}
         self._on_change = on_change
         self._pause_below = self.PAUSE_BELOW if pause_below is None else pause_below
         self._paused = self._probing = False
         self._average = self.PRIOR_ACCEPTED
         self._pause_steps = self.MIN_PAUSE_STEPS
         self._pause_left = 0
-        self._probe: Request | None = None
-        self._accepted: list[tuple[Request, int]] = []
+        self._probe: DraftedRequest | None = None
+        self._accepted: list[tuple[DraftedRequest, int]] = []
 
     @property
     def pays(self) -> bool:
         return not (self._paused or self._probing)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: DraftedRequest) -> None:
         """The draft has been opened for this request, unpaused. A paused draft pauses it; it is the next probe."""
         self.requests[request.key] = request
         request.paused = request.draft_started = False
@@ -55,7 +55,7 @@ class DraftGate:
     def remove(self, key: int) -> None:
         self.requests.pop(key, None)
 
-    def record_accepted(self, request: Request, accepted: int) -> None:
+    def record_accepted(self, request: DraftedRequest, accepted: int) -> None:
         """The step accepted this many of the draft's tokens for one request."""
         self._accepted.append((request, accepted))
 
@@ -97,7 +97,7 @@ class DraftGate:
             paused = (request for request in self.requests.values() if request.paused)
             self._probe = max(paused, key=lambda request: request.accepted_average, default=None)
 
-    def _update_pause(self, request: Request) -> None:
+    def _update_pause(self, request: DraftedRequest) -> None:
         exempt = request.accepted_average > self._pause_below
         paused = not (self.pays or exempt or request is self._probe)
         if request.paused is not paused:

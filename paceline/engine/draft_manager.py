@@ -11,7 +11,7 @@ from paceline.drafting.speculator import Commit, Context, Opening
 from paceline.engine.draft_client import DraftClient, DraftUpdates
 from paceline.engine.draft_gate import DraftGate
 from paceline.engine.draft_schedule import Clock, DraftSchedule
-from paceline.engine.request import OWN_DRAFT_SOURCE, Request
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE, DraftedRequest
 
 DRAFT_RETRY_S = 0.5
 """How often a request without a draft looks for one."""
@@ -56,7 +56,7 @@ class DraftManager:
         self._gate_of: dict[int, DraftGate] = {}
         """By request with a gated draft."""
 
-    def find_drafts(self, requests: Iterable[Request]) -> None:
+    def find_drafts(self, requests: Iterable[DraftedRequest]) -> None:
         """Open a draft for each request that has none and has not looked for one lately."""
         now = self._clock()
         for request in requests:
@@ -68,7 +68,7 @@ class DraftManager:
         for request in seeking:
             request.tree.forget_ids()
             request.hidden_states_sent = 0
-            request.draft = self._drafting.open(self._opening(request), request.submission.draft_addresses)
+            request.draft = self._drafting.open(self._opening(request), request.draft_addresses)
             request.retry_draft_at = now + DRAFT_RETRY_S
             if request.draft is not None:
                 request.stats.drafts.append(request.draft)
@@ -96,7 +96,7 @@ class DraftManager:
         """Send all queued messages."""
         self._drafting.flush()
 
-    def record_accepted(self, request: Request, accepted: int) -> None:
+    def record_accepted(self, request: DraftedRequest, accepted: int) -> None:
         """The step accepted this many tokens of a request's draft."""
         if gate := self._gate_of.get(request.key):
             gate.record_accepted(request, accepted)
@@ -114,7 +114,7 @@ class DraftManager:
                 for request in gate.requests.values():
                     self._send_limit(request)
 
-    def receive_growth(self, requests: Mapping[int, Request], drawing: Sequence[Request]) -> None:
+    def receive_growth(self, requests: Mapping[int, DraftedRequest], drawing: Sequence[DraftedRequest]) -> None:
         """Graft growth that has arrived, poll the lookup drafts once, then wait while the schedule says so.
 
         `drawing`: the requests of the next step if all of them only draw; empty if it computes prompts, which does not
@@ -133,7 +133,7 @@ class DraftManager:
         if any(request.drafted and request.depth_allowed() > 0 for request in drawing):
             self._schedule.wait(drawing, receive)
 
-    def _graft_updates(self, updates: DraftUpdates, requests: Mapping[int, Request], source: int) -> None:
+    def _graft_updates(self, updates: DraftUpdates, requests: Mapping[int, DraftedRequest], source: int) -> None:
         for key, growth in updates.growths:
             self.received += len(growth)
             request = requests.get(key)
@@ -157,10 +157,10 @@ class DraftManager:
         tokens = [*growth.tokens, *chain.from_iterable(growth.distributions)] if growth.distributions else growth.tokens
         return min(tokens, default=0) >= 0 and max(tokens, default=0) < self._vocabulary_size
 
-    def _opening(self, request: Request) -> Opening:
+    def _opening(self, request: DraftedRequest) -> Opening:
         return request.opening(self._strategy, self._schedule.depth_factor, self._schedule.min_path_probability)
 
-    def _send_limit(self, request: Request) -> None:
+    def _send_limit(self, request: DraftedRequest) -> None:
         self._drafting.limit(request.limit(self._schedule.depth_factor, self._schedule.min_path_probability))
 
     def _gate_for(self, draft: str) -> DraftGate:

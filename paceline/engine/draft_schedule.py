@@ -14,7 +14,7 @@ from paceline.core.policy.min_path_probability import MinPathProbability
 from paceline.core.policy.step_cost import StepCost, nodes_to_verify
 from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.core.tree import ROOT
-from paceline.engine.request import OWN_DRAFT_SOURCE, Request
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE, DraftedRequest
 
 Clock = Callable[[], float]
 """Seconds since some fixed time."""
@@ -32,7 +32,7 @@ class DraftSchedule(Protocol):
     def min_path_probability(self) -> float:
         """The least path probability of nodes that drafts should send."""
 
-    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         """Receive updates while waiting pays. `drawing`: the requests of the step; at least one has a draft."""
 
     def observe_unverified(self, path_probability: float) -> bool:
@@ -50,7 +50,7 @@ class LockstepSchedule:
     def __init__(self, clock: Clock = time.perf_counter) -> None:
         self._clock = clock
 
-    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         deadline = self._clock() + self.TIMEOUT_S  # of all rounds: a draft may send useless growth forever
         while any(self._is_short(request) for request in drawing):
             left_s = deadline - self._clock()
@@ -60,7 +60,7 @@ class LockstepSchedule:
     def observe_unverified(self, path_probability: float) -> bool:
         return False
 
-    def _is_short(self, request: Request) -> bool:
+    def _is_short(self, request: DraftedRequest) -> bool:
         return request.drafted and request.tree.height(request.candidate_nodes()) < request.depth_allowed()
 
 
@@ -89,7 +89,7 @@ class StreamedSchedule(CostAwareSchedule):
         super().__init__(cost, clock)
         self._wait_policy = WaitPolicy()
 
-    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         waited_s = 0.0
         now = forecast_step(drawing, self._cost)
         while wait_s := self._wait_policy.wait_s(now.height, now.tokens, now.seconds + waited_s):
@@ -114,7 +114,7 @@ class InlineSchedule(CostAwareSchedule):
         super().__init__(cost, clock)
         self._round_policy = InlineRoundPolicy()
 
-    def wait(self, drawing: Sequence[Request], receive: ReceiveUpdates) -> None:
+    def wait(self, drawing: Sequence[DraftedRequest], receive: ReceiveUpdates) -> None:
         drafting_s = 0.0
         now = draft_frontier(drawing)
         while not (started := all(r.draft_started for r in drawing if r.drafted)) or self._round_pays(
@@ -130,7 +130,7 @@ class InlineSchedule(CostAwareSchedule):
             if not received or now.own <= before.own:
                 return
 
-    def _round_pays(self, now: DraftFrontier, drawing: Sequence[Request], drafting_s: float) -> bool:
+    def _round_pays(self, now: DraftFrontier, drawing: Sequence[DraftedRequest], drafting_s: float) -> bool:
         """A round costs its own time, and that of one more row for each request."""
         step = forecast_step(drawing, self._cost)
         nodes = step.nodes + len(drawing)
@@ -160,7 +160,7 @@ class StepForecast:
     seconds: float
 
 
-def forecast_step(drawing: Sequence[Request], cost: StepCost) -> StepForecast:
+def forecast_step(drawing: Sequence[DraftedRequest], cost: StepCost) -> StepForecast:
     """The forecast of a step that runs these requests, all of which draw a token."""
     paths: list[float] = []
     heights, drafted = 0, 0
@@ -194,7 +194,7 @@ class DraftFrontier:
     """From lookup nodes right below the drafts' deepest nodes."""
 
 
-def draft_frontier(drawing: Sequence[Request]) -> DraftFrontier:
+def draft_frontier(drawing: Sequence[DraftedRequest]) -> DraftFrontier:
     """The frontier of the drafted requests among these."""
     own, deepest, covered = 0.0, 0.0, 0.0
     for request in filter(lambda each: each.drafted, drawing):

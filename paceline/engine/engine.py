@@ -35,8 +35,9 @@ from paceline.drafting.speculator import Commit, Context
 from paceline.engine.draft_client import DraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.hidden_states import HiddenStates
-from paceline.engine.request import OWN_DRAFT_SOURCE, Request
+from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
 from paceline.grammar.grammar_state import GrammarCompiler

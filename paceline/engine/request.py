@@ -10,17 +10,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, SpeculationStats, Usage
+from paceline.core.messages import GRAMMAR_ERROR, FinishReason, GenerationRequest, Usage
 from paceline.core.policy.calibration import Calibration
 from paceline.core.sampling import History
 from paceline.core.tree import TokenTree
-from paceline.drafting.speculator import Limit, Opening
+from paceline.engine.drafted_request import DraftedRequest
 from paceline.engine.slot_pool import BLOCK_SIZE, Block, SlotPool
 from paceline.grammar.grammar_state import GrammarState
 from paceline.model.rows import SlotTable
-
-OWN_DRAFT_SOURCE = 0
-"""The source, in trees, of nodes from a request's own draft. Lookup drafts in this process have the next numbers."""
 
 
 @dataclass(slots=True)
@@ -32,7 +29,7 @@ class RequestTimes:
     compute_s: float = 0.0
 
 
-class Request:
+class Request(DraftedRequest):
     """State of one submission."""
 
     def __init__(
@@ -47,38 +44,17 @@ class Request:
         calibrations: Mapping[int, Calibration],
         arrived: float,
     ) -> None:
-        """`key`: the request's id towards drafts. `history`: after the committed output, with the effective parameters.
-        `max_tokens`: most output tokens. `limits`: greatest depth and most nodes verified; (0, 0) is plain decoding.
-        `calibrations`: by source of the nodes."""
-        self.key = key
+        """See `DraftedRequest`. `history`: after the committed output, with the effective parameters."""
+        super().__init__(key, submission, tree, max_tokens=max_tokens, limits=limits, calibrations=calibrations)
         self.id = submission.request_id
-        self.submission = submission
         self.effective_params = history.params
-        self.max_tokens = max_tokens
-        self.max_depth, self.max_nodes = limits
-        self.tokens = [*submission.prompt, *submission.committed]
         self.history = history
-        self.tree = tree
-        self.calibrations = calibrations
         self.slot_table = SlotTable()
         self.shared_blocks: list[Block] = []
         self.cached_tokens = 0
         self.prefilled = 0
         """Prompt tokens that were ever computed or found in the cache. Preemption does not reset it."""
-        self.stats = SpeculationStats()
         self.times = RequestTimes(arrived)
-        self.draft: str | None = None
-        self.hidden_states_sent = 0
-        """Positions whose hidden states the draft has."""
-        self.lookups_opened = False
-        """Whether the lookup drafts know the request."""
-        self.paused = False
-        """Whether the draft is limited to 0 nodes, and growth it sends anyway is dropped."""
-        self.draft_started = False
-        """Whether the draft has sent growth since it was opened or resumed."""
-        self.accepted_average = 0.0
-        """Moving average of accepted draft tokens per step, less what drafting costs."""
-        self.retry_draft_at = 0.0
 
     @property
     def client(self) -> str:
@@ -90,14 +66,6 @@ class Request:
         return self.client, self.submission.group or self.id
 
     @property
-    def prompt_tokens(self) -> int:
-        return len(self.submission.prompt)
-
-    @property
-    def output_tokens(self) -> int:
-        return len(self.tokens) - self.prompt_tokens
-
-    @property
     def uncomputed_tokens(self) -> int:
         """Tokens without keys and values, at least the root. If it is the only one, the next step draws."""
         return len(self.tokens) - len(self.slot_table)
@@ -105,50 +73,6 @@ class Request:
     @property
     def grammar(self) -> GrammarState | None:
         return self.history.grammar
-
-    # Speculation.
-
-    @property
-    def speculative(self) -> bool:
-        return self.max_depth > 0
-
-    @property
-    def drafted(self) -> bool:
-        """Whether draft tokens may be on their way."""
-        return self.draft is not None and not self.paused
-
-    def depth_allowed(self) -> int:
-        """Greatest depth worth verifying: `max_tokens` must leave room for the bonus token."""
-        return min(self.max_depth, self.max_tokens - self.output_tokens - 1)
-
-    @property
-    def max_tree_nodes(self) -> int:
-        """Most nodes in the tree. One step verifies fewer, but the draft grows while the target is busy."""
-        return 4 * self.max_nodes
-
-    def candidate_nodes(self) -> Sequence[int]:
-        """The nodes that one step may verify, best first."""
-        depth = self.depth_allowed()
-        return self.tree.best(self.max_nodes, depth) if depth > 0 else []
-
-    def limit(self, depth_factor: int, min_path_probability: float) -> Limit:
-        """How far the draft may grow the tree now; see `opening`."""
-        nodes = 0 if self.paused else self.max_tree_nodes
-        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, min_path_probability)
-
-    def opening(self, strategy: str, depth_factor: int, min_path_probability: float) -> Opening:
-        """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
-        return Opening(
-            self.key,
-            list(self.tokens),
-            self.output_tokens,
-            self.submission.sampling,
-            depth_factor * self.max_depth,
-            self.max_tree_nodes,
-            strategy,
-            min_path_probability,
-            cache_salt=self.submission.cache_salt,
-        )
 
     # Slots.
 

@@ -133,6 +133,11 @@ class DraftPool:
                 f"start it with a draft model that shares the target's tokenizer, {MAPPING_HINT}"
             )
         layers = worker.hidden_state_layers
+        if layers and not self._config.hidden_states:
+            raise IncompatibleWorkerError(
+                f"its method {worker.method} reads hidden states, which this target does not send: "
+                "start it with a draft model"
+            )
         last = self._layers + 1  # the output of the final norm
         if len(set(layers)) < len(layers) or max(layers, default=0) > last:
             raise IncompatibleWorkerError(f"it asks for hidden states of layers {layers}, this target has 0 to {last}")

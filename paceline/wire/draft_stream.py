@@ -41,6 +41,8 @@ class DraftLinkConfig:
     """The pool gives an address up after this time without a stream, until a request names it again."""
     tls: Certificates | None = None
     """For mutual TLS. None: links are not encrypted."""
+    hidden_states: bool = True
+    """Whether the target can send hidden states."""
 
 
 class WorkerHungError(LinkError):

@@ -61,6 +61,10 @@ class RemoteDrafting(DraftClient):
         pipe.on(StreamUpdate, self._on_stream_update)
         pipe.on(StreamDown, self._on_stream_down)
 
+    def connected(self) -> list[str]:
+        """Addresses of the workers that are up, the one with the fewest requests first."""
+        return [each.up.address for each in sorted(self._streams.values(), key=lambda each: len(each.requests))]
+
     def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
         """See `DraftClient.open`. Skips workers that dropped this request before."""
         self._close_draft(opening.request_id, pb.DraftFrame.CLOSE_REASON_MOVED)

@@ -20,8 +20,8 @@ from paceline.drafting.methods.ngram import NGramSpeculator
 from paceline.drafting.methods.suffix import SuffixSpeculator
 from paceline.drafting.speculator import Commit, Opening, Speculator
 from paceline.engine.draft_client import DraftClient, LocalDraftClient, NoDraftClient
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import Engine
-from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.loading import build
 from paceline.model.model import Model
 from paceline.telemetry.step_stats import StepStats

@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.drafting import build_speculator
 from paceline.engine.draft_client import LocalDraftClient, NoDraftClient
-from paceline.engine.request import OWN_DRAFT_SOURCE
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.model.loading import load
 from paceline.model.parallel.sharding import tp_plan_for
 from paceline.model.rows import TILE, SlotTable

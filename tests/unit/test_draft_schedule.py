@@ -15,7 +15,8 @@ from paceline.core.policy.wait_policy import WaitPolicy
 from paceline.engine.draft_client import DraftUpdates, NoDraftClient
 from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import LockstepSchedule, ReceiveUpdates, make_draft_schedule
-from paceline.engine.request import OWN_DRAFT_SOURCE, Request
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
+from paceline.engine.request import Request
 from tests.helpers.bare_request import bare_request
 
 DELAY_S = 1e-3

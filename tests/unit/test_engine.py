@@ -19,8 +19,8 @@ from paceline.drafting.methods.draft_model import DraftModelSpeculator
 from paceline.drafting.speculator import Commit, Context, Limit, Opening
 from paceline.engine.draft_client import DraftClient, DraftUpdates, LocalDraftClient, NoDraftClient
 from paceline.engine.draft_gate import DraftGate
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.engine import NOT_FINITE_ERROR, Engine
-from paceline.engine.request import OWN_DRAFT_SOURCE
 from paceline.model.model import ModelOutput
 from paceline.model.rows import Row
 from paceline.telemetry.step_stats import StepStats

@@ -1,0 +1,105 @@
+"""A request as its drafts see it: its tokens, its token tree, and how far the tree may grow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from paceline.core.messages import GenerationRequest, SpeculationStats
+from paceline.core.policy.calibration import Calibration
+from paceline.core.tree import TokenTree
+from paceline.drafting.speculator import Limit, Opening
+
+OWN_DRAFT_SOURCE = 0
+"""The source, in trees, of nodes from a request's own draft. Lookup drafts in this process have the next numbers."""
+
+
+class DraftedRequest:
+    """What `DraftManager` needs of a request. Its last token is the root of its tree."""
+
+    def __init__(
+        self,
+        key: int,
+        submission: GenerationRequest,
+        tree: TokenTree,
+        *,
+        max_tokens: int,
+        limits: tuple[int, int],
+        calibrations: Mapping[int, Calibration],
+    ) -> None:
+        """`key`: the request's id towards drafts. `max_tokens`: most output tokens. `limits`: greatest depth and most
+        nodes verified; (0, 0) is plain decoding. `calibrations`: by source of the nodes."""
+        self.key = key
+        self.submission = submission
+        self.max_tokens = max_tokens
+        self.max_depth, self.max_nodes = limits
+        self.tokens = [*submission.prompt, *submission.committed]
+        self.tree = tree
+        self.calibrations = calibrations
+        self.stats = SpeculationStats()
+        self.draft: str | None = None
+        self.hidden_states_sent = 0
+        """Positions whose hidden states the draft has."""
+        self.lookups_opened = False
+        """Whether the lookup drafts know the request."""
+        self.paused = False
+        """Whether the draft is limited to 0 nodes, and growth it sends anyway is dropped."""
+        self.draft_started = False
+        """Whether the draft has sent growth since it was opened or resumed."""
+        self.accepted_average = 0.0
+        """Moving average of accepted draft tokens per step, less what drafting costs."""
+        self.retry_draft_at = 0.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.submission.prompt)
+
+    @property
+    def output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_tokens
+
+    @property
+    def draft_addresses(self) -> Sequence[str]:
+        """Of draft workers, best first."""
+        return self.submission.draft_addresses
+
+    @property
+    def speculative(self) -> bool:
+        return self.max_depth > 0
+
+    @property
+    def drafted(self) -> bool:
+        """Whether draft tokens may be on their way."""
+        return self.draft is not None and not self.paused
+
+    def depth_allowed(self) -> int:
+        """Greatest depth worth verifying: `max_tokens` must leave room for the bonus token."""
+        return min(self.max_depth, self.max_tokens - self.output_tokens - 1)
+
+    @property
+    def max_tree_nodes(self) -> int:
+        """Most nodes in the tree. One step verifies fewer, but the draft grows while the target is busy."""
+        return 4 * self.max_nodes
+
+    def candidate_nodes(self) -> Sequence[int]:
+        """The nodes that one step may verify, best first."""
+        depth = self.depth_allowed()
+        return self.tree.best(self.max_nodes, depth) if depth > 0 else []
+
+    def limit(self, depth_factor: int, min_path_probability: float) -> Limit:
+        """How far the draft may grow the tree now; see `opening`."""
+        nodes = 0 if self.paused else self.max_tree_nodes
+        return Limit(self.key, depth_factor * self.max_depth if nodes else 0, nodes, min_path_probability)
+
+    def opening(self, strategy: str, depth_factor: int, min_path_probability: float) -> Opening:
+        """The first message to a draft, which starts unpaused. It grows `depth_factor` times the depth of one step."""
+        return Opening(
+            self.key,
+            list(self.tokens),
+            self.output_tokens,
+            self.submission.sampling,
+            depth_factor * self.max_depth,
+            self.max_tree_nodes,
+            strategy,
+            min_path_probability,
+            cache_salt=self.submission.cache_salt,
+        )

@@ -1,0 +1,105 @@
+"""Which request is in which row of vLLM's batch.
+
+A proposer is not told: it sees rows of token ids, which vLLM moves, ends and replaces as it likes. So a row is
+recognised by how many tokens it has and by its last ones. Two requests that agree in these can be taken for one
+another, which costs no more than worse guesses until they differ.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from paceline.engine.drafted_request import DraftedRequest
+
+TokenIds: TypeAlias = npt.NDArray[np.int32]
+
+COMPARED_TOKENS = 64
+"""The last tokens of a row, by which it is recognised."""
+MAX_ABSENT_STEPS = 50
+"""A request without a row is forgotten after so many steps: it was preempted or waits, or it has ended."""
+
+
+class ChainRequest(DraftedRequest):
+    """A request of which a step verifies one path: vLLM has no trees."""
+
+    def __init__(self, *arguments: Any, addresses: Callable[[], Sequence[str]], **others: Any) -> None:
+        """As `DraftedRequest`; `addresses`: of draft workers, best first, asked whenever it needs one."""
+        super().__init__(*arguments, **others)
+        self.row = -1
+        """Its last row."""
+        self.absent_steps = 0
+        self._addresses = addresses
+
+    @property
+    def draft_addresses(self) -> Sequence[str]:
+        return self._addresses()
+
+    def candidate_nodes(self) -> Sequence[int]:
+        """The likeliest path, from the root down."""
+        depth, tree = self.depth_allowed(), self.tree
+        chain: list[int] = []
+        last = 0
+        for node in tree.best(tree.size, depth) if depth > 0 else ():
+            if tree.parents[node] == last:  # best first: the likeliest child comes before its siblings
+                chain.append(node)
+                last = node
+        return chain
+
+
+class Batch:
+    """The requests that have rows, and those that had one lately."""
+
+    def __init__(self, open_request: Callable[[int, TokenIds], ChainRequest]) -> None:
+        """`open_request` makes the request of a row, by its number and tokens, that no known request can have."""
+        self.requests: dict[int, ChainRequest] = {}
+        """By key."""
+        self._open_request = open_request
+
+    def update(
+        self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds
+    ) -> tuple[list[tuple[ChainRequest, bool]], list[ChainRequest]]:
+        """The request of each row and whether it was known before, and the requests that are forgotten.
+
+        `sampled`: the tokens that the last step drew for each row. `lengths`: tokens of each row, these included.
+        `token_ids`: [rows or more, positions].
+        """
+        known: defaultdict[tuple[int, int], list[ChainRequest]] = defaultdict(list)
+        for request in self.requests.values():
+            known[len(request.tokens), request.tokens[-1]].append(request)
+        rows = []
+        for row, drawn in enumerate(sampled):
+            length = int(lengths[row])
+            tokens = token_ids[row, :length]
+            before = tokens[: length - len(drawn)]
+            found = self._take(known, row, before) if len(before) else None
+            request = found or self._open_request(row, tokens)
+            self.requests[request.key] = request
+            request.row, request.absent_steps = row, 0
+            rows.append((request, found is not None))
+        return rows, self._forget_absent([request for each in known.values() for request in each])
+
+    def _take(
+        self, known: dict[tuple[int, int], list[ChainRequest]], row: int, tokens: TokenIds
+    ) -> ChainRequest | None:
+        """The request with these tokens, by preference the one that had this row."""
+        last = tokens[-COMPARED_TOKENS:].tolist()
+        candidates = known.get((len(tokens), last[-1]), [])
+        same = [request for request in candidates if request.tokens[-COMPARED_TOKENS:] == last]
+        if not same:
+            return None
+        request = min(same, key=lambda each: each.row != row)
+        candidates.remove(request)
+        return request
+
+    def _forget_absent(self, absent: Sequence[ChainRequest]) -> list[ChainRequest]:
+        for request in absent:
+            request.absent_steps += 1
+        forgotten = [request for request in absent if request.absent_steps > MAX_ABSENT_STEPS]
+        for request in forgotten:
+            del self.requests[request.key]
+        return forgotten

@@ -1,0 +1,47 @@
+"""A vLLM worker's way to its draft workers: a process with the links, and the client at the other end of its pipe."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+
+from paceline.engine.draft_client import DraftClient, NoDraftClient
+from paceline.ipc.pipe import Pipe
+from paceline.launcher import die_with_parent
+from paceline.vllm.settings import LinkOptions
+from paceline.wire.remote_drafting import RemoteDrafting
+
+MODULE = "paceline.vllm.link_process"
+
+
+class PoolLinks:
+    """See `DraftLinks`. Without addresses and registry there is no process: lookups alone draft."""
+
+    def __init__(self, options: LinkOptions) -> None:
+        self._options = options
+        self._drafting: RemoteDrafting | None = None
+        self._pipe: Pipe | None = None
+
+    def open(self) -> DraftClient:
+        if not (self._options.addresses or self._options.redis_url):
+            return NoDraftClient()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = die_with_parent([sys.executable, "-m", MODULE, str(theirs.fileno())])
+            subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        self._pipe = Pipe(ours)
+        self._pipe.send(self._options)
+        self._drafting = RemoteDrafting(self._pipe)
+        return self._drafting
+
+    def close(self) -> None:
+        """The process ends with its pipe."""
+        if self._pipe is not None:
+            self._pipe.close()
+        self._pipe = self._drafting = None
+
+    def addresses(self) -> Sequence[str]:
+        """Connected workers, the least busy one first. Without any, all that are named: the links then try them."""
+        return (self._drafting.connected() if self._drafting else ()) or self._options.addresses

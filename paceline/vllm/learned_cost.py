@@ -1,0 +1,42 @@
+"""What a step of vLLM costs by its rows, learned while it serves: nothing can be measured before its first step."""
+
+from __future__ import annotations
+
+from paceline.core.policy.step_cost import FREE_ROWS, RowCost
+
+MAX_ROWS = 2**20
+FINE_ROWS = 16
+"""Up to here each number of rows has a mean of its own; beyond, numbers that differ by an eighth share one."""
+
+
+class LearnedRowCost:
+    """Moving averages of step times, by number of rows.
+
+    More rows than were ever seen are taken to cost as much as the most that were: so a step tries them.
+    """
+
+    LEARNING_RATE = 0.1
+    OUTLIER = 2.0
+    """A step counts for at most this many times the mean: machines stall, and prompts join."""
+    REFRESH_STEPS = 8
+
+    def __init__(self) -> None:
+        self.cost = FREE_ROWS
+        self._mean_s: dict[int, float] = {}
+        self._steps = 0
+
+    def observe(self, rows: int, seconds: float) -> bool:
+        """A step of this many rows took `seconds`. Returns whether `cost` changed."""
+        bucket = rows if rows <= FINE_ROWS else 1 << (rows.bit_length() - 4)
+        bucket = rows if rows <= FINE_ROWS else rows // bucket * bucket
+        known = self._mean_s.get(bucket)
+        if known is None:
+            self._mean_s[bucket] = seconds
+        else:
+            self._mean_s[bucket] += self.LEARNING_RATE * (min(seconds, self.OUTLIER * known) - known)
+        self._steps += 1
+        if known is not None and self._steps % self.REFRESH_STEPS:
+            return False
+        points = sorted(self._mean_s.items())
+        self.cost = RowCost([*(rows for rows, _ in points), MAX_ROWS], [*(s for _, s in points), points[-1][1]])
+        return True

@@ -1,0 +1,200 @@
+"""Draft tokens for the rows of a batch, from a pool of draft workers. Knows nothing of vLLM but what `propose` gets.
+
+It uses the parts of Paceline's own engine: `DraftManager` with its gate and waits, calibration, and the choice of nodes
+by what a row costs. A fault of any of them is logged, and then there are no drafts for a while.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Protocol
+
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.core.messages import GenerationRequest
+from paceline.core.policy.calibration import Calibration
+from paceline.core.policy.step_cost import StepCost, nodes_to_verify
+from paceline.core.tree import TokenTree
+from paceline.drafting import build_lookups
+from paceline.drafting.speculator import Commit
+from paceline.engine.draft_client import DraftClient, LocalDraftClient
+from paceline.engine.draft_manager import DraftManager
+from paceline.engine.draft_schedule import make_draft_schedule
+from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
+from paceline.ipc.pipe import PipeClosedError
+from paceline.launcher import Backoff
+from paceline.vllm.batch import Batch, ChainRequest, TokenIds
+from paceline.vllm.learned_cost import LearnedRowCost
+
+log = logging.getLogger(__name__)
+
+NODES_PER_DEPTH = 4
+"""A tree has room for so many nodes per draft token of a step: one of the alternatives may turn out right."""
+
+
+DescribeRow = Callable[[int], tuple[SamplingParams, int | None]]
+"""The sampling parameters of a row's request, and the number of its prompt's tokens if it is known."""
+
+
+def likeliest_tokens(row: int) -> tuple[SamplingParams, int | None]:
+    """For draws with noise that drafts cannot predict."""
+    return SamplingParams(temperature=0.0), None
+
+
+class DraftLinks(Protocol):
+    """The way to the draft workers."""
+
+    def open(self) -> DraftClient:
+        """A new client, without requests."""
+
+    def close(self) -> None:
+        """End the client's requests and links."""
+
+    def addresses(self) -> Sequence[str]:
+        """Of draft workers for one more request, best first."""
+
+
+class PooledDrafts:
+    """Proposes draft tokens. Called from one thread."""
+
+    def __init__(
+        self,
+        links: DraftLinks,
+        config: SpeculativeConfig,
+        vocabulary_size: int,
+        max_model_len: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`links` are opened again after each fault. `config`: lookups, and most draft tokens of a step."""
+        self._links = links
+        self._config = config
+        self._vocabulary_size = vocabulary_size
+        self._max_model_len = max_model_len
+        self._describe: DescribeRow = likeliest_tokens
+        self._strategy = "greedy"
+        self._clock = clock
+        self._keys = count(1)
+        self._backoff = Backoff()
+        self._connected_at = 0.0
+        self._retry_at: float | None = 0.0
+        """When the links are opened; None: they are open."""
+        self._learned = LearnedRowCost()
+        self._cost = StepCost(self._learned.cost)
+        sources = range(OWN_DRAFT_SOURCE, OWN_DRAFT_SOURCE + 1 + len(config.beside))
+        self._calibrations = {source: Calibration() for source in sources}
+
+    def predict_draws(self, describe: DescribeRow) -> None:
+        """Let drafts predict draws with noise instead of the likeliest tokens. Before `start`."""
+        self._describe, self._strategy = describe, "coupled"
+
+    def propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
+        """The draft tokens of each row; arguments as in `RemoteDrafts.propose`."""
+        if self._retry_at is not None and self._clock() >= self._retry_at:
+            self.start()
+        if self._retry_at is None:
+            try:
+                return self._propose(sampled, lengths, token_ids)
+            except PipeClosedError:
+                log.warning("the process of the links to draft workers has ended")
+                self._stop()
+            except Exception:
+                log.exception("no drafts for a while")
+                self._stop()
+        return [[] for _ in sampled]
+
+    def start(self) -> None:
+        """Open the links, so that drafts are connected before the first request."""
+        self._retry_at, self._connected_at = None, self._clock()
+        self._batch = Batch(self._open)
+        self._proposed: list[ChainRequest] | None = None
+        self._proposed_rows = 0
+        self._called_at = self._returned_at = self._best_unverified = 0.0
+        self._manager = DraftManager(
+            self._links.open(),
+            [LocalDraftClient(each) for each in build_lookups(self._config)],
+            self._strategy,
+            make_draft_schedule(concurrent=True, lockstep=False, cost=self._cost, clock=self._clock),
+            self._vocabulary_size,
+            self._clock,
+            gated=True,
+        )
+
+    def _stop(self) -> None:
+        """Give up all requests, and the client; try again after a while."""
+        self._links.close()
+        now = self._clock()
+        self._retry_at = now + self._backoff.after(now - self._connected_at)
+
+    def _propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
+        called_at = self._clock()
+        rows, forgotten = self._batch.update(sampled, lengths, token_ids)
+        for request in forgotten:
+            self._manager.close(request.key)
+        for (request, is_known), drawn in zip(rows, sampled, strict=True):
+            if is_known and drawn:
+                self._commit(request, drawn)
+        requests = [request for request, _ in rows]
+        drawing = [request for request, drawn in zip(requests, sampled, strict=True) if drawn]
+        self._observe_step(requests, len(drawing) == len(requests), called_at)
+        self._manager.find_drafts(requests)
+        self._manager.flush()
+        self._manager.receive_growth(self._batch.requests, drawing)
+        chosen = self._choose(drawing)
+        self._proposed, self._proposed_rows = requests, len(requests) + sum(map(len, chosen.values()))
+        self._called_at, self._returned_at = called_at, self._clock()
+        return [chosen.get(request.key, []) for request in requests]
+
+    def _open(self, row: int, tokens: TokenIds) -> ChainRequest:
+        """The request of a row that is new."""
+        known = tokens.tolist()
+        max_tokens = max(1, self._max_model_len - len(known))
+        params, prompt_tokens = self._describe(row)
+        prompt = known[:prompt_tokens]
+        key, depth = next(self._keys), self._config.num_speculative_tokens
+        return ChainRequest(
+            key,
+            GenerationRequest(str(key), prompt, params, committed=known[len(prompt) :]),
+            TokenTree(len(known) - 1, known[-1], {source: each.cache for source, each in self._calibrations.items()}),
+            max_tokens=max_tokens,
+            limits=(depth, NODES_PER_DEPTH * depth),
+            calibrations=self._calibrations,
+            addresses=self._links.addresses,
+        )
+
+    def _commit(self, request: ChainRequest, drawn: Sequence[int]) -> None:
+        """`drawn`: the accepted draft tokens and one more."""
+        base, accepted = len(request.tokens) - 1, len(drawn) - 1
+        path = request.tree.match(drawn)
+        for _, source, cell, hit in request.tree.outcomes(path, drawn):
+            self._calibrations[source].observe(cell, hit)
+        from_draft = [request.tree.sources[node] for node in path[:accepted]].count(OWN_DRAFT_SOURCE)
+        request.tokens += drawn
+        request.tree.commit(drawn)
+        self._manager.record_accepted(request, from_draft)
+        self._manager.commit(Commit(request.key, base, list(drawn), min(accepted, len(path))))
+
+    def _observe_step(self, requests: Sequence[ChainRequest], only_draws: bool, called_at: float) -> None:
+        """Judge the drafts. Learn what the last step cost, unless it computed prompts or had other requests."""
+        drafted, lost = sum(request.drafted for request in requests), 0.0
+        if only_draws and requests == self._proposed:
+            if self._learned.observe(self._proposed_rows, called_at - self._returned_at):
+                self._cost.passes = self._learned.cost
+            lost = self._cost.tokens_lost(len(requests), called_at - self._called_at)
+        self._manager.end_step(self._best_unverified, lost / drafted if drafted else 0.0)
+
+    def _choose(self, drawing: Sequence[ChainRequest]) -> dict[int, list[int]]:
+        """The draft tokens that are worth their rows, by request."""
+        chains = [(request, request.candidate_nodes()) for request in drawing]
+        paths = sorted((request.tree.path_log_probs[node] for request, nodes in chains for node in nodes), reverse=True)
+        probabilities = [math.exp(path) for path in paths]
+        count = nodes_to_verify(probabilities, len(drawing), len(drawing), len(paths), self._cost)
+        self._best_unverified = probabilities[count] if count < len(paths) else 0.0
+        least = paths[count - 1] if count else 0.0
+        chosen: dict[int, list[int]] = {}
+        for request, nodes in chains:
+            tree = request.tree
+            chosen[request.key] = [tree.tokens[node] for node in nodes if count and tree.path_log_probs[node] >= least]
+        return chosen
