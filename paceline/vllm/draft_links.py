@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from paceline.engine.draft_client import DraftClient, NoDraftClient
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import die_with_parent
-from paceline.vllm.settings import LinkOptions
+from paceline.vllm.remote_drafts_settings import LinkOptions
 from paceline.wire.remote_drafting import RemoteDrafting
 
 MODULE = "paceline.vllm.link_process"
@@ -23,6 +23,7 @@ class PoolLinks:
         self._options = options
         self._drafting: RemoteDrafting | None = None
         self._pipe: Pipe | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> DraftClient:
         if not (self._options.addresses or self._options.redis_url):
@@ -30,17 +31,22 @@ class PoolLinks:
         ours, theirs = socket.socketpair()
         with theirs:
             command = die_with_parent([sys.executable, "-m", MODULE, str(theirs.fileno())])
-            subprocess.Popen(command, pass_fds=[theirs.fileno()])
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
         self._pipe = Pipe(ours)
         self._pipe.send(self._options)
         self._drafting = RemoteDrafting(self._pipe)
         return self._drafting
 
     def close(self) -> None:
-        """The process ends with its pipe."""
-        if self._pipe is not None:
+        if self._pipe is not None and self._process is not None:
             self._pipe.close()
-        self._pipe = self._drafting = None
+            self._process.kill()
+            self._process.wait()
+        self._pipe = self._drafting = self._process = None
+
+    @property
+    def process_id(self) -> int | None:
+        return self._process.pid if self._process else None
 
     def addresses(self) -> Sequence[str]:
         """Connected workers, the least busy one first. Without any, all that are named: the links then try them."""

@@ -23,7 +23,7 @@ class LearnedRowCost:
     def __init__(self) -> None:
         self.cost = FREE_ROWS
         self._mean_s: dict[int, float] = {}
-        self._steps = 0
+        self.steps = 0
 
     def observe(self, rows: int, seconds: float) -> bool:
         """A step of this many rows took `seconds`. Returns whether `cost` changed."""
@@ -34,8 +34,8 @@ class LearnedRowCost:
             self._mean_s[bucket] = seconds
         else:
             self._mean_s[bucket] += self.LEARNING_RATE * (min(seconds, self.OUTLIER * known) - known)
-        self._steps += 1
-        if known is not None and self._steps % self.REFRESH_STEPS:
+        self.steps += 1
+        if known is not None and self.steps % self.REFRESH_STEPS:
             return False
         points = sorted(self._mean_s.items())
         self.cost = RowCost([*(rows for rows, _ in points), MAX_ROWS], [*(s for _, s in points), points[-1][1]])

@@ -21,7 +21,7 @@ from paceline.state import open_store
 from paceline.telemetry import logs
 from paceline.telemetry.target_metrics import TargetMetrics
 from paceline.tls import Certificates
-from paceline.vllm.settings import LinkOptions
+from paceline.vllm.remote_drafts_settings import LinkOptions
 from paceline.wire.draft_discovery import draft_discovery
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.draft_stream import DraftLinkConfig
@@ -36,23 +36,25 @@ OPTIONS_TIMEOUT_S = 60.0
 class _Links:
     """The pool of links, made anew when the proposer has been idle."""
 
-    def __init__(self, options: LinkOptions, connection: PipeConnection) -> None:
-        tls = Certificates(*map(Path, options.tls_files)) if options.tls_files else None
-        self._config = DraftLinkConfig(options.fingerprint, options.vocabulary_size, tls=tls, hidden_states=False)
-        self._options = options
+    def __init__(self, connection: PipeConnection) -> None:
+        self._options: asyncio.Future[LinkOptions] = asyncio.get_running_loop().create_future()
         self._connection = connection
-        self._metrics = TargetMetrics(CollectorRegistry(), "vllm", slots=0)
         self._pool: DraftPool | None = None
         self._used_at = 0.0
-        connection.on(SendDraftFrame, self._send)
+        connection.on(LinkOptions, self._options.set_result)
         connection.on(ConnectDrafts, self._connect)
+        connection.on(SendDraftFrame, self._send)
 
     async def run(self) -> None:
         """Return when the pipe is closed."""
-        async with open_store(self._options.redis_url) as store:
+        options = await asyncio.wait_for(self._options, OPTIONS_TIMEOUT_S)
+        tls = Certificates(*map(Path, options.tls_files)) if options.tls_files else None
+        config = DraftLinkConfig(options.fingerprint, options.vocabulary_size, tls=tls, hidden_states=False)
+        metrics = TargetMetrics(CollectorRegistry(), "vllm", slots=0)
+        async with open_store(options.redis_url) as store:
             while not self._connection.lost.done():
-                self._pool = DraftPool(self._config, self._connection.send, 0, self._metrics)
-                self._pool.connect(ConnectDrafts(self._options.addresses))
+                self._pool = DraftPool(config, self._connection.send, 0, metrics)
+                self._connect(ConnectDrafts(options.addresses))
                 async with draft_discovery(self._pool, store):
                     await self._idle_or_closed()
 
@@ -76,10 +78,8 @@ class _Links:
 
 async def _serve(end: socket.socket) -> None:
     connection = await PipeConnection.open(end)
-    first: asyncio.Future[LinkOptions] = asyncio.get_running_loop().create_future()
-    connection.on(LinkOptions, first.set_result)
-    options = await asyncio.wait_for(first, OPTIONS_TIMEOUT_S)
-    await _Links(options, connection).run()
+    await _Links(connection).run()
+    await connection.lost
 
 
 def main() -> None:

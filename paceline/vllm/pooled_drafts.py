@@ -44,6 +44,10 @@ def likeliest_tokens(row: int) -> tuple[SamplingParams, int | None]:
     return SamplingParams(temperature=0.0), None
 
 
+PLAIN_STEPS = 3
+"""The first steps have no draft tokens: they show what plain decoding costs."""
+
+
 class DraftLinks(Protocol):
     """The way to the draft workers."""
 
@@ -142,7 +146,7 @@ class PooledDrafts:
         self._manager.find_drafts(requests)
         self._manager.flush()
         self._manager.receive_growth(self._batch.requests, drawing)
-        chosen = self._choose(drawing)
+        chosen = self._choose(drawing) if self._learned.steps >= PLAIN_STEPS else {}
         self._proposed, self._proposed_rows = requests, len(requests) + sum(map(len, chosen.values()))
         self._called_at, self._returned_at = called_at, self._clock()
         return [chosen.get(request.key, []) for request in requests]

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from paceline.config import SpeculativeConfig
 from paceline.vllm.draft_links import PoolLinks
 from paceline.vllm.pooled_drafts import DescribeRow, PooledDrafts
-from paceline.vllm.settings import LinkOptions, RemoteDraftsSettings
+from paceline.vllm.remote_drafts_settings import LinkOptions, RemoteDraftsSettings
 from paceline.vllm.target_facts import TargetFacts, read_target_facts
 
 if TYPE_CHECKING:

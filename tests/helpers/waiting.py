@@ -1,7 +1,8 @@
 """Waiting for something that happens in the background."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -16,3 +17,11 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(20):
         while not condition():
             await asyncio.sleep(0.005)
+
+
+def within(seconds: float = 20.0) -> Iterator[None]:
+    """Let a loop try again until the time is over; then raise TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        yield
+    raise TimeoutError(f"not within {seconds:g} s")

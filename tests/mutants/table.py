@@ -639,4 +639,33 @@ MUTANTS = (
         "",
         ("contract/test_frames.py", "exactness/test_wire.py"),
     ),
+    # Inside vLLM.
+    Mutant(
+        "coupled draws accept drafts that were not drawn",
+        "paceline/vllm/coupled_draws.py",
+        "while accepted < len(draft) and tokens[start + accepted] == draft[accepted]:",
+        "while accepted < len(draft):",
+        ("unit/test_coupled_draws.py",),
+    ),
+    Mutant(
+        "coupled draws after a draft token have the noise of the position before",
+        "paceline/vllm/coupled_draws.py",
+        "SamplingRow(state.params, position + depth, state.history, draft[:depth])",
+        "SamplingRow(state.params, position, state.history, draft[:depth])",
+        ("unit/test_coupled_draws.py",),
+    ),
+    Mutant(
+        "coupled draws do not see the draft tokens before them",
+        "paceline/vllm/coupled_draws.py",
+        "SamplingRow(state.params, position + depth, state.history, draft[:depth])",
+        "SamplingRow(state.params, position + depth, state.history)",
+        ("unit/test_coupled_draws.py",),
+    ),
+    Mutant(
+        "a fault of the drafts ends vLLM",
+        "paceline/vllm/pooled_drafts.py",
+        "            except Exception:\n",
+        "            except ZeroDivisionError:\n",
+        ("unit/test_vllm_drafts.py",),
+    ),
 )

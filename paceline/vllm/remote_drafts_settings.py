@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from paceline.config import LookupMethod
 from paceline.config.settings import Settings
@@ -27,6 +27,13 @@ class RemoteDraftsSettings(Settings):
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None
+
+    @model_validator(mode="after")
+    def _all_or_none(self) -> RemoteDraftsSettings:
+        files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        if any(files.values()) and not all(files.values()):
+            raise ValueError(f"{' and '.join(name for name, file in files.items() if not file)} must be given, too")
+        return self
 
     @property
     def tls_files(self) -> tuple[str, str, str] | None:

@@ -1,0 +1,323 @@
+"""Drafts for a batch as vLLM shows it: rows of token ids that move, end and are replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from paceline.config import SamplingParams, SpeculativeConfig
+from paceline.core.growth import Growth
+from paceline.core.tree import TokenTree
+from paceline.drafting.speculator import Commit, Limit, Opening
+from paceline.engine.draft_client import DraftClient, DraftUpdates
+from paceline.ipc.pipe import PipeClosedError
+from paceline.vllm.batch import MAX_ABSENT_STEPS
+from paceline.vllm.draft_links import PoolLinks
+from paceline.vllm.learned_cost import LearnedRowCost
+from paceline.vllm.pooled_drafts import PLAIN_STEPS, PooledDrafts
+from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE, LinkOptions, RemoteDraftsSettings
+from tests.helpers.service_processes import service_process
+from tests.helpers.waiting import within
+
+VOCABULARY = 1000
+DEPTH = 4
+
+
+def following(token: int) -> int:
+    """What the target draws after `token`."""
+    return (7 * token + 3) % VOCABULARY
+
+
+class OracleClient(DraftClient):
+    """Drafts the next tokens at once: the right ones, or others by `error`."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.trees: dict[int, TokenTree] = {}
+        self.prompts: dict[int, Sequence[int]] = {}
+        self.limits: dict[int, Limit] = {}
+        self.fault: Exception | None = None
+        self._error = error
+
+    def open(self, opening: Opening, drafts: Sequence[str]) -> str | None:
+        self.trees[opening.request_id] = TokenTree(len(opening.tokens) - 1, opening.tokens[-1])
+        self.prompts[opening.request_id] = opening.tokens
+        return "oracle" if drafts else None
+
+    def commit(self, commit: Commit) -> None:
+        assert commit.base_position == self.trees[commit.request_id].position
+        self.trees[commit.request_id].commit(commit.tokens)
+
+    def limit(self, limit: Limit) -> None:
+        self.limits[limit.request_id] = limit
+
+    def close(self, request_id: int) -> None:
+        del self.trees[request_id], self.prompts[request_id]
+
+    def poll(self, timeout_s: float) -> DraftUpdates:
+        if self.fault is not None:
+            raise self.fault
+        wanted = [key for key in self.trees if key not in self.limits or self.limits[key].max_nodes]
+        return DraftUpdates([(key, self._chain(self.trees[key])) for key in wanted], may_continue=False)
+
+    def _chain(self, tree: TokenTree) -> Growth:
+        new = []
+        while tree.size < 2 * DEPTH:
+            new.append(tree.add(tree.size, (following(tree.tokens[-1]) + self._error) % VOCABULARY, -0.1))
+        return tree.growth(new)
+
+
+@dataclass
+class Links:
+    client: OracleClient
+    opened: int = 0
+    closed: int = 0
+
+    def open(self) -> DraftClient:
+        self.opened += 1
+        return self.client
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def addresses(self) -> Sequence[str]:
+        return ("oracle",)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakeVllm:
+    """Runs steps as vLLM does: it verifies the proposed tokens, and keeps its rows in arrays that it overwrites."""
+
+    drafts: PooledDrafts
+    clock: Clock
+    rows: list[list[int]] = field(default_factory=list)
+    proposed: list[list[int]] = field(default_factory=list)
+    accepted: int = 0
+
+    @classmethod
+    def warm(cls, client: OracleClient) -> tuple[FakeVllm, Links]:
+        """One that has made its first steps, which have no drafts."""
+        vllm, links = cls.cold(client)
+        vllm.rows = [[500]]
+        for _ in range(PLAIN_STEPS + 1):
+            vllm.step()
+        vllm.rows, vllm.proposed = [], []
+        return vllm, links
+
+    @classmethod
+    def cold(cls, client: OracleClient) -> tuple[FakeVllm, Links]:
+        links, clock = Links(client), Clock()
+        config = SpeculativeConfig(method="pool", num_speculative_tokens=DEPTH)
+        return cls(PooledDrafts(links, config, VOCABULARY, 512, clock), clock), links
+
+    def step(self, seconds: float = 0.01) -> list[list[int]]:
+        """All rows draw."""
+        self.clock.now += seconds
+        sampled = []
+        for row, draft in zip(self.rows, self.proposed or [[] for _ in self.rows], strict=True):
+            drawn = [following(row[-1])]
+            for token in draft:
+                if token != drawn[-1]:
+                    break
+                drawn.append(following(token))
+            self.accepted += len(drawn) - 1
+            row += drawn
+            sampled.append(drawn)
+        return self.propose(sampled)
+
+    def propose(self, sampled: Sequence[Sequence[int]]) -> list[list[int]]:
+        ids = np.full((8, 512), 77, dtype=np.int32)
+        for index, row in enumerate(self.rows):
+            ids[index, : len(row)] = row
+        lengths = np.array([*map(len, self.rows), *[0] * (8 - len(self.rows))], dtype=np.int32)
+        self.proposed = self.drafts.propose(sampled, lengths, ids)
+        assert len(self.proposed) == len(self.rows)
+        assert all(len(each) <= DEPTH for each in self.proposed)
+        return self.proposed
+
+
+def test_all_draft_tokens_of_a_good_draft_are_accepted() -> None:
+    vllm, _ = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [9] * 70, [5]]
+    for _ in range(12):
+        vllm.step()
+    assert vllm.accepted == 11 * 3 * DEPTH
+    for row in vllm.rows:
+        start = next(i for i in range(1, len(row)) if row[i] == following(row[i - 1]))
+        assert all(row[i] == following(row[i - 1]) for i in range(start, len(row)))
+
+
+def test_rows_that_move_end_and_are_replaced_keep_their_requests() -> None:
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [4, 5], [6]]
+    vllm.step()
+    vllm.rows.reverse()
+    vllm.proposed.reverse()
+    vllm.step()
+    assert len(links.client.trees) == 1 + 3
+    vllm.rows[1:2], vllm.proposed[1:2] = [], []
+    vllm.step()
+    vllm.rows.append([8, 8])
+    vllm.proposed.append([])
+    vllm.step()
+    assert len(links.client.trees) == 1 + 4  # the one without a row may come back
+    assert all(map(len, vllm.proposed))
+    for _ in range(MAX_ABSENT_STEPS + 1):
+        vllm.step()
+        vllm.rows = [row[-100:] if len(row) > 400 else row for row in vllm.rows]
+    assert [4, 5] not in [tokens[:2] for tokens in links.client.prompts.values()]
+
+
+def test_a_request_that_was_preempted_goes_on() -> None:
+    """vLLM computes it again in parts, which draw nothing, and shows all its tokens meanwhile."""
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3]]
+    vllm.step()
+    away, vllm.rows, vllm.proposed = vllm.rows, [[9, 9]], [[]]
+    vllm.step()
+    vllm.rows = [*vllm.rows, *away]
+    assert vllm.propose([[], []])[1] == []
+    vllm.proposed = [[], []]
+    vllm.step()
+    assert len(links.client.trees) == 1 + 2
+    assert all(len(each) == DEPTH for each in vllm.proposed)
+
+
+def test_the_same_prompt_twice_is_two_requests() -> None:
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [1, 2, 3]]
+    for _ in range(3):
+        vllm.step()
+    assert len(links.client.trees) == 1 + 2
+    assert vllm.accepted == 2 * 2 * DEPTH
+
+
+def test_a_wrong_draft_is_paused() -> None:
+    """Tokens without hits cost rows: vLLM's steps grow longer by them."""
+    vllm, links = FakeVllm.warm(OracleClient(error=1))
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(200):
+        vllm.step(0.01 + 0.005 * sum(map(len, vllm.proposed)))
+    assert vllm.proposed == [[]]
+    assert [*links.client.limits.values()][-1].max_nodes == 0
+
+
+def test_no_more_tokens_than_pay() -> None:
+    """Where every row costs as much as a step, guessing four tokens at once loses."""
+    vllm, _ = FakeVllm.cold(OracleClient(error=1))
+    vllm.rows = [[1, 2, 3]]
+    for _ in range(12):
+        vllm.step(0.01 * (1 + sum(map(len, vllm.proposed))))
+    assert sum(map(len, vllm.proposed)) < DEPTH
+
+
+@pytest.mark.parametrize("fault", [PipeClosedError(), KeyError("a bug")], ids=["links", "bug"])
+def test_a_fault_costs_drafts_for_a_while_and_nothing_else(fault: Exception) -> None:
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3]]
+    vllm.step()
+    links.client.fault = fault
+    assert vllm.step() == [[]]
+    assert links.closed == 1
+    links.client.fault = None
+    assert vllm.step() == [[]]
+    vllm.clock.now += 60.0
+    vllm.step()
+    assert links.opened == 2
+    assert len(vllm.proposed[0]) == DEPTH
+
+
+def test_costs_are_learned() -> None:
+    learned = LearnedRowCost()
+    for _ in range(50):
+        for rows in (1, 4, 40):
+            learned.observe(rows, 0.01 + 0.001 * rows)
+    learned.observe(4, 10.0)  # a stall
+    for _ in range(LearnedRowCost.REFRESH_STEPS):
+        learned.observe(1, 0.011)
+    assert learned.cost(1) == pytest.approx(0.011)
+    assert learned.cost(4) == pytest.approx(0.014, rel=0.15)
+    assert learned.cost(40) == pytest.approx(0.05)
+    assert learned.cost(80) == learned.cost(40), "what was never tried is tried"
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "drafts"),
+    [
+        ({DRAFTS_VARIABLE: "a:1, b:2,"}, {}, ("a:1", "b:2")),
+        ({}, {"paceline": {"drafts": ["c:3"]}}, ("c:3",)),
+        ({DRAFTS_VARIABLE: "a:1"}, {"paceline": {"drafts": "c:3"}, "others": 1}, ("c:3",)),
+        ({}, {"paceline": {"lookups": ["suffix"]}}, ()),
+    ],
+)
+def test_settings(
+    environment: Mapping[str, str],
+    given: Mapping[str, object],
+    drafts: Sequence[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert RemoteDraftsSettings.read(given).drafts == drafts
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "set PACELINE_DRAFTS=HOST:PORT"),
+        ({"paceline": {"draft": ["a:1"]}}, "draft"),
+        ({"paceline": {"drafts": ["a:1"], "tls_cert": "cert.pem"}}, "tls_key"),
+    ],
+)
+def test_wrong_settings(given: Mapping[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RemoteDraftsSettings.read(given)
+
+
+@pytest.fixture
+def pool() -> Iterator[PoolLinks]:
+    with service_process("draft", "--speculative-config", '{"method": "ngram", "prompt_lookup_min": 1}') as draft:
+        links = PoolLinks(LinkOptions((draft.address,), None, "any", VOCABULARY, None))
+        yield links
+        links.close()
+
+
+def test_a_real_draft_through_a_process_of_links(pool: PoolLinks) -> None:
+    """The process is killed; another one takes its place."""
+    params = SamplingParams(temperature=0.0)
+    for key in (1, 2):
+        client = pool.open()
+        grown: list[int] = []
+        for _ in within():
+            if not grown:
+                client.open(Opening(key, [5, 6, 7, 8, 5, 6], 0, params, DEPTH, 8), pool.addresses())
+                client.flush()
+            updates = client.poll(0.2)
+            grown += [token for number, growth in updates.growths if number == key for token in growth.tokens]
+            if grown:
+                break
+        assert grown[:2] == [7, 8]
+        assert pool.process_id is not None
+        os.kill(pool.process_id, signal.SIGKILL)
+        with pytest.raises(PipeClosedError):
+            client.poll(20.0)
+        pool.close()
+
+
+def test_importing_the_links_loads_no_torch() -> None:
+    code = "import sys, paceline.vllm.link_process; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

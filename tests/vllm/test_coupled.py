@@ -1,0 +1,36 @@
+"""The coupled worker in a real vLLM: tokens depend on seeds, not on drafts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import COUPLED, PROMPTS, draft, drafting, generate
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+RULES: list[dict[str, Any]] = [
+    {},
+    {"top_k": 20, "top_p": 0.9},
+    {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
+    {"min_tokens": 30, "stop_token_ids": [10, 11]},
+    {"extra_args": {"paceline": {"min_p": 0.05, "logit_bias": {"12": 2.0}}}},
+    {"allowed_token_ids": list(range(3, 400))},
+    {"bad_words": ["self", "return"]},
+    {"structured_outputs": {"regex": "[a-z ]{40,60}"}},
+]
+BATCH = [
+    (PROMPTS[index % len(PROMPTS)], {"temperature": 0.8, "max_tokens": 40, "seed": index, **RULES[index % len(RULES)]})
+    for index in range(64)
+]
+
+
+def test_sampled_tokens_do_not_depend_on_drafts() -> None:
+    plain, _ = generate(BATCH, **COUPLED)
+    with draft() as worker:
+        outputs, (accepted, _) = generate(BATCH, **COUPLED, **drafting(worker.address, lookups=["ngram"]))
+    different = [index for index, pair in enumerate(zip(plain, outputs, strict=True)) if pair[0] != pair[1]]
+    assert different == []
+    assert accepted > 100
+    assert len({tuple(tokens) for tokens in plain}) > 50
