@@ -164,7 +164,7 @@ class SpeculativeConfig(Settings):
         "worker", description="draft in a pool of draft workers, or inside the target's process"
     )
 
-    min_path_probability: float = Field(
+    least_path_probability: float = Field(
         0.0035,
         ge=0.0,
         lt=1.0,
@@ -173,7 +173,7 @@ class SpeculativeConfig(Settings):
     draft_schedule: Literal["streamed", "lockstep"] = Field(
         "streamed",
         description="lockstep: draft after each commit while the target waits for the whole depth, as other servers "
-        "do, whether it pays or not; for comparisons, with tree_width 1 and min_path_probability 0",
+        "do, whether it pays or not; for comparisons, with tree_width 1 and least_path_probability 0",
     )
 
     row_budget: bool = Field(

@@ -128,11 +128,11 @@ class BestFirstSpeculator(CachedSpeculator[D]):
         facts: NetworkFacts,
         tree_width: int,
         cost: RowCost | None = None,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`cost`: of the network's passes, if measured. The rest: see `PredictingSpeculator`."""
-        super().__init__(facts, tree_width, min_path_probability)
+        super().__init__(facts, tree_width, least_path_probability)
         self._cost = StepCost(cost or DEFAULT_ROW_COST)
         self._clock = clock
 

@@ -106,8 +106,8 @@ F = TypeVar("F", bound=CachedDraft)
 class CachedSpeculator(PredictingSpeculator[F], Generic[F]):
     """Gives committed tokens their slots, and computes them. A subclass adds the draft tokens."""
 
-    def __init__(self, facts: NetworkFacts, tree_width: int, min_path_probability: float) -> None:
-        super().__init__(facts, tree_width, min_path_probability)
+    def __init__(self, facts: NetworkFacts, tree_width: int, least_path_probability: float) -> None:
+        super().__init__(facts, tree_width, least_path_probability)
         self.slots = facts.slots
         self._free = list(range(facts.slots, 0, -1))
         self._next_link = 0

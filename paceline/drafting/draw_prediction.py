@@ -84,8 +84,8 @@ P = TypeVar("P", bound=PredictingDraft)
 class PredictingSpeculator(TreeSpeculator[P]):
     """Drafts with a network."""
 
-    def __init__(self, facts: NetworkFacts, tree_width: int, min_path_probability: float) -> None:
-        """`tree_width`: most children of a node. `min_path_probability`: only nodes on likelier paths are added; 0
+    def __init__(self, facts: NetworkFacts, tree_width: int, least_path_probability: float) -> None:
+        """`tree_width`: most children of a node. `least_path_probability`: only nodes on likelier paths are added; 0
         admits all."""
         super().__init__()
         self.model = facts.model
@@ -94,7 +94,7 @@ class PredictingSpeculator(TreeSpeculator[P]):
         self.position_limit = facts.position_limit
         self.hidden_state_layers = tuple(facts.hidden_state_layers)
         self._width = min(tree_width, facts.columns)
-        self._min_path_probability = min_path_probability
+        self._min_path_probability = least_path_probability
         self._computed = False
         """Whether the last round ran the network; if not, there was nothing to compute."""
 
@@ -114,7 +114,7 @@ class PredictingSpeculator(TreeSpeculator[P]):
         draft.floor = self._floor(draft.opening)
 
     def _floor(self, opening: Opening) -> float:
-        least = max(opening.min_path_probability, self._min_path_probability)
+        least = max(opening.least_path_probability, self._min_path_probability)
         return math.log(least) if least else -math.inf
 
 

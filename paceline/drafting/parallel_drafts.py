@@ -98,12 +98,12 @@ class ParallelSpeculator(CachedSpeculator[D]):
         facts: NetworkFacts,
         ahead: int,
         tree_width: int,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
         scratch_slots: int = 0,
     ) -> None:
         """`ahead`: most distributions of one pass. `scratch_slots`: free slots that a root's pass uses while it runs.
         The rest: see `PredictingSpeculator`."""
-        super().__init__(facts, tree_width, min_path_probability)
+        super().__init__(facts, tree_width, least_path_probability)
         self._tokens_per_pass, self._scratch_slots = ahead, scratch_slots
 
     @abstractmethod
@@ -158,11 +158,11 @@ class MaskTokenSpeculator(ParallelSpeculator[D]):
         mask_token: int,
         ahead: int,
         tree_width: int,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
     ) -> None:
         """The root's row gives the first distribution, so a pass has `ahead` - 1 masks. The rest: see
         `ParallelSpeculator`."""
-        super().__init__(facts, ahead, tree_width, min_path_probability, ahead - 1)
+        super().__init__(facts, ahead, tree_width, least_path_probability, ahead - 1)
         self._mask_token = mask_token
 
     def rows(self, context: ContextSpans[D], asked: RequestedPasses[D]) -> tuple[list[Row], list[int]]:

@@ -33,7 +33,7 @@ class Opening:
     max_depth: int
     max_nodes: int
     strategy: str = "coupled"
-    min_path_probability: float = 0.0
+    least_path_probability: float = 0.0
     """Nodes on less likely paths are not wanted."""
     link: int = 0
     """The link of the request, in a draft worker with several. The draft loop sets it; it is not sent."""
@@ -74,7 +74,7 @@ class Limit:
     request_id: int
     max_depth: int
     max_nodes: int
-    min_path_probability: float = 0.0
+    least_path_probability: float = 0.0
 
 
 class Speculator(ABC):

@@ -68,11 +68,11 @@ class StatelessDraft(PredictingDraft):
 class StatelessSpeculator(PredictingSpeculator[D], Generic[D]):
     """Keeps the latest state of each request. A subclass drafts from it."""
 
-    def __init__(self, model: str, target: TargetWeights, tree_width: int, min_path_probability: float = 0.0) -> None:
+    def __init__(self, model: str, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0) -> None:
         """`model`: the heads' name. The rest: see `PredictingSpeculator`."""
         size = target.vocabulary_size
         facts = NetworkFacts(model, target.fingerprint, size, size, hidden_state_layers=(target.final_layer,))
-        super().__init__(facts, tree_width, min_path_probability)
+        super().__init__(facts, tree_width, least_path_probability)
         self._target = target
 
     @abstractmethod

@@ -71,7 +71,7 @@ class TreeSpeculator(Speculator, Generic[D]):
                 draft.opening,
                 max_depth=limit.max_depth,
                 max_nodes=limit.max_nodes,
-                min_path_probability=limit.min_path_probability,
+                least_path_probability=limit.least_path_probability,
             )
             self.limits_changed(draft)
 

@@ -2,7 +2,7 @@
 
 A proposer is not told: it sees rows of token ids, which vLLM moves, ends and replaces as it likes. So a row is
 recognised by how many tokens it has and by its last ones. Two requests that agree in these can be taken for one
-another, which costs no more than worse guesses until they differ.
+another, which costs guesses and nothing else.
 """
 
 from __future__ import annotations
@@ -39,6 +39,13 @@ class ChainRequest(DraftedRequest):
     def draft_addresses(self) -> Sequence[str]:
         return self._addresses()
 
+    def begins(self, tokens: TokenIds) -> bool:
+        """Whether a row with these tokens goes on from the request's, by its last ones."""
+        count = len(self.tokens)
+        return count <= len(tokens) and (
+            tokens[max(0, count - COMPARED_TOKENS) : count].tolist() == self.tokens[-COMPARED_TOKENS:]
+        )
+
     def candidate_nodes(self) -> Sequence[int]:
         """The likeliest path, from the root down."""
         depth, tree = self.depth_allowed(), self.tree
@@ -62,8 +69,8 @@ class Batch:
 
     def update(
         self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds
-    ) -> tuple[list[tuple[ChainRequest, bool]], list[ChainRequest]]:
-        """The request of each row and whether it was known before, and the requests that are forgotten.
+    ) -> tuple[list[tuple[ChainRequest, list[int]]], list[ChainRequest]]:
+        """The request of each row with the tokens that it lacks, and the requests that are forgotten.
 
         `sampled`: the tokens that the last step drew for each row. `lengths`: tokens of each row, these included.
         `token_ids`: [rows or more, positions].
@@ -79,21 +86,21 @@ class Batch:
             found = self._take(known, row, before) if len(before) else None
             request = found or self._open_request(row, tokens)
             self.requests[request.key] = request
+            rows.append((request, tokens[len(request.tokens) :].tolist()))
             request.row, request.absent_steps = row, 0
-            rows.append((request, found is not None))
         return rows, self._forget_absent([request for each in known.values() for request in each])
 
     def _take(
         self, known: dict[tuple[int, int], list[ChainRequest]], row: int, tokens: TokenIds
     ) -> ChainRequest | None:
-        """The request with these tokens, by preference the one that had this row."""
-        last = tokens[-COMPARED_TOKENS:].tolist()
-        candidates = known.get((len(tokens), last[-1]), [])
-        same = [request for request in candidates if request.tokens[-COMPARED_TOKENS:] == last]
+        """The request with these tokens, by preference the one that had this row; else the one that had this row and
+        has only the first of them: vLLM asks for no drafts while any request is near its end."""
+        same = [each for each in known.get((len(tokens), int(tokens[-1])), ()) if each.begins(tokens)]
+        same = same or [each for group in known.values() for each in group if each.row == row and each.begins(tokens)]
         if not same:
             return None
         request = min(same, key=lambda each: each.row != row)
-        candidates.remove(request)
+        known[len(request.tokens), request.tokens[-1]].remove(request)
         return request
 
     def _forget_absent(self, absent: Sequence[ChainRequest]) -> list[ChainRequest]:

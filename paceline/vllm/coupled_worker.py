@@ -28,6 +28,10 @@ class CoupledWorker(Worker):  # type: ignore[misc]
             raise ValueError("the coupled worker needs to know each token: start vLLM with --no-async-scheduling")
         if not self.vllm_config.model_config.logprobs_mode.startswith("raw"):
             raise ValueError("the coupled worker reports raw log-probabilities only: leave out --logprobs-mode")
+        if self.vllm_config.model_config.logits_processors:
+            raise ValueError("the coupled worker has its own rules: leave out --logits-processors")
+        if getattr(self, "use_v2_model_runner", False):
+            raise ValueError("the coupled worker has the samplers of vLLM's V1: set VLLM_USE_V2_MODEL_RUNNER=0")
         runner = self.model_runner
         batch = _Batch(runner)
         runner.sampler = CoupledSampler(batch, runner.sampler)
@@ -47,11 +51,14 @@ class _Batch:
 
     @property
     def requests(self) -> list[VllmRequest]:
-        return [self._runner.requests[name] for name in self._runner.input_batch.req_ids]
+        known = self._runner.requests
+        if len(self.draws) > len(known):
+            self.draws.keep(known)
+        return [known[name] for name in self._runner.input_batch.req_ids]
 
     def describe(self, row: int) -> tuple[SamplingParams, int | None]:
         request = self._runner.requests[self._runner.input_batch.req_ids[row]]
-        return self.draws.params(request), len(request.prompt_token_ids)
+        return self.draws.params(request), request.num_prompt_tokens
 
 
 class CoupledSampler(Sampler):  # type: ignore[misc]
@@ -63,12 +70,16 @@ class CoupledSampler(Sampler):  # type: ignore[misc]
         self._drawn: torch.Tensor | None = None
 
     def forward(self, logits: torch.Tensor, *arguments: Any, **others: Any) -> Any:
-        self._drawn = self._batch.draws.draw(logits, self._batch.requests)  # first: the rules change logits in place
+        requests = self._batch.requests  # none while vLLM measures its memory
+        # Drawn first: vLLM's rules change logits in place.
+        self._drawn = self._batch.draws.draw(logits, requests) if requests else None
         return super().forward(logits, *arguments, **others)
 
-    def sample(self, logits: torch.Tensor, *arguments: Any, **others: Any) -> tuple[torch.Tensor, None]:
+    def sample(self, logits: torch.Tensor, *arguments: Any, **others: Any) -> tuple[torch.Tensor, Any]:
         """vLLM's samplers draw here. The tokens are drawn already."""
-        assert self._drawn is not None
+        if self._drawn is None:
+            sampled: tuple[torch.Tensor, Any] = super().sample(logits, *arguments, **others)
+            return sampled
         return self._drawn, None
 
 
@@ -82,9 +93,12 @@ class CoupledRejectionSampler(RejectionSampler):  # type: ignore[misc]
     def forward(self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any) -> Any:
         from vllm.v1.outputs import SamplerOutput
 
+        requests = self._batch.requests
+        if not requests:  # vLLM measures its memory
+            return super().forward(metadata, draft_probs, logits, sampling_metadata)
         flat = iter(metadata.draft_token_ids.tolist())
         drafts = [[next(flat) for _ in range(number)] for number in metadata.num_draft_tokens]
-        tokens = self._batch.draws.verify(logits, self._batch.requests, drafts)
+        tokens = self._batch.draws.verify(logits, requests, drafts)
         most = sampling_metadata.max_num_logprobs
         if most is None:
             return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=None)

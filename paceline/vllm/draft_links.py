@@ -13,6 +13,8 @@ from paceline.launcher import die_with_parent
 from paceline.vllm.remote_drafts_settings import LinkOptions
 from paceline.wire.remote_drafting import RemoteDrafting
 
+SEND_TIMEOUT_S = 2.0
+"""A process of links that reads nothing for so long counts as lost."""
 MODULE = "paceline.vllm.link_process"
 
 
@@ -32,14 +34,16 @@ class PoolLinks:
         with theirs:
             command = die_with_parent([sys.executable, "-m", MODULE, str(theirs.fileno())])
             self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        ours.settimeout(SEND_TIMEOUT_S)
         self._pipe = Pipe(ours)
         self._pipe.send(self._options)
         self._drafting = RemoteDrafting(self._pipe)
         return self._drafting
 
     def close(self) -> None:
-        if self._pipe is not None and self._process is not None:
+        if self._pipe is not None:
             self._pipe.close()
+        if self._process is not None:
             self._process.kill()
             self._process.wait()
         self._pipe = self._drafting = self._process = None
@@ -49,5 +53,6 @@ class PoolLinks:
         return self._process.pid if self._process else None
 
     def addresses(self) -> Sequence[str]:
-        """Connected workers, the least busy one first. Without any, all that are named: the links then try them."""
-        return (self._drafting.connected() if self._drafting else ()) or self._options.addresses
+        """Connected workers, the least busy one first, then all others that are named: the links try them again."""
+        connected = self._drafting.connected() if self._drafting else []
+        return [*connected, *(each for each in self._options.addresses if each not in connected)]

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import sys
+from itertools import count
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -50,10 +51,11 @@ class _Links:
         options = await asyncio.wait_for(self._options, OPTIONS_TIMEOUT_S)
         tls = Certificates(*map(Path, options.tls_files)) if options.tls_files else None
         config = DraftLinkConfig(options.fingerprint, options.vocabulary_size, tls=tls, hidden_states=False)
+        stream_ids = count(1)
         metrics = TargetMetrics(CollectorRegistry(), "vllm", slots=0)
         async with open_store(options.redis_url) as store:
             while not self._connection.lost.done():
-                self._pool = DraftPool(config, self._connection.send, 0, metrics)
+                self._pool = DraftPool(config, self._connection.send, 0, metrics, stream_ids)
                 self._connect(ConnectDrafts(options.addresses))
                 async with draft_discovery(self._pool, store):
                     await self._idle_or_closed()

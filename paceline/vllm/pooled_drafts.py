@@ -96,10 +96,10 @@ class PooledDrafts:
 
     def propose(self, sampled: Sequence[Sequence[int]], lengths: TokenIds, token_ids: TokenIds) -> list[list[int]]:
         """The draft tokens of each row; arguments as in `RemoteDrafts.propose`."""
-        if self._retry_at is not None and self._clock() >= self._retry_at:
-            self.start()
-        if self._retry_at is None:
+        if self._retry_at is None or self._clock() >= self._retry_at:
             try:
+                if self._retry_at is not None:
+                    self.start()
                 return self._propose(sampled, lengths, token_ids)
             except PipeClosedError:
                 log.warning("the process of the links to draft workers has ended")
@@ -137,26 +137,28 @@ class PooledDrafts:
         rows, forgotten = self._batch.update(sampled, lengths, token_ids)
         for request in forgotten:
             self._manager.close(request.key)
-        for (request, is_known), drawn in zip(rows, sampled, strict=True):
-            if is_known and drawn:
-                self._commit(request, drawn)
+        for request, missing in rows:
+            if missing:
+                self._commit(request, missing)
         requests = [request for request, _ in rows]
         drawing = [request for request, drawn in zip(requests, sampled, strict=True) if drawn]
         self._observe_step(requests, len(drawing) == len(requests), called_at)
         self._manager.find_drafts(requests)
         self._manager.flush()
-        self._manager.receive_growth(self._batch.requests, drawing)
-        chosen = self._choose(drawing) if self._learned.steps >= PLAIN_STEPS else {}
-        self._proposed, self._proposed_rows = requests, len(requests) + sum(map(len, chosen.values()))
+        warm = self._learned.steps >= PLAIN_STEPS
+        self._manager.receive_growth(self._batch.requests, drawing if warm else [])
+        chosen = self._choose(drawing) if warm else {}
+        self._proposed = requests if len(drawing) == len(requests) else None
+        self._proposed_rows = len(requests) + sum(map(len, chosen.values()))
         self._called_at, self._returned_at = called_at, self._clock()
         return [chosen.get(request.key, []) for request in requests]
 
     def _open(self, row: int, tokens: TokenIds) -> ChainRequest:
         """The request of a row that is new."""
         known = tokens.tolist()
-        max_tokens = max(1, self._max_model_len - len(known))
         params, prompt_tokens = self._describe(row)
         prompt = known[:prompt_tokens]
+        max_tokens = max(1, self._max_model_len - len(prompt))
         key, depth = next(self._keys), self._config.num_speculative_tokens
         return ChainRequest(
             key,

@@ -40,7 +40,8 @@ def _tokenizer_folder(model: ModelConfig) -> Path:
     """Where the tokenizer's files are: the model's own folder, or the cache of the model hub."""
     from transformers.utils.hub import cached_file
 
-    found = cached_file(model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision)
-    if found is None:
-        raise ModelNotFoundError(f"{model.tokenizer} has no tokenizer.json")
-    return Path(found).parent
+    try:
+        found = cached_file(model.tokenizer, "tokenizer.json", revision=model.tokenizer_revision)
+    except OSError as error:
+        raise ModelNotFoundError(f"{model.tokenizer} has no tokenizer.json: {error}") from error
+    return Path(str(found)).parent

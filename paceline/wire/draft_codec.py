@@ -71,7 +71,6 @@ def encode_opening(opening: Opening, wire_id: int) -> pb.DraftFrame.Open:
         opening,
         request_id=wire_id,
         token_ids=opening.tokens,
-        least_path_probability=opening.min_path_probability,
         sampling=encode_sampling(opening.sampling),
     )
 
@@ -99,7 +98,7 @@ def encode_limit(limit: Limit, wire_id: int) -> pb.DraftFrame.Limit:
         request_id=wire_id,
         max_depth=limit.max_depth,
         max_nodes=limit.max_nodes,
-        least_path_probability=limit.min_path_probability,
+        least_path_probability=limit.least_path_probability,
     )
 
 
@@ -244,7 +243,6 @@ def _decode_opening(message: pb.DraftFrame.Open) -> Opening:
         Opening,
         message,
         tokens=list(message.token_ids),
-        min_path_probability=message.least_path_probability,
         sampling=decode_sampling(message.sampling),
         cache_salt=decode_salt(message.cache_salt),
     )

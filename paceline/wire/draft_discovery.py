@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from paceline.state import RegisteredWorker, StateStore, WorkerWatcher
 from paceline.wire.draft_pool import DraftPool
 from paceline.wire.draft_stream_messages import ConnectDrafts
+
+RECONNECT_S = 5.0
+"""A registered worker that the pool has given up is tried again after this time."""
 
 
 @asynccontextmanager
@@ -30,5 +33,7 @@ async def _connect_registered(workers: WorkerWatcher, pool: DraftPool) -> None:
         return known != {worker.record.address for worker in registered}
 
     while True:
-        known = {worker.record.address for worker in await workers.wait_for(has_changed)}
+        with suppress(TimeoutError):
+            async with asyncio.timeout(RECONNECT_S):
+                known = {worker.record.address for worker in await workers.wait_for(has_changed)}
         pool.connect(ConnectDrafts(tuple(known)))

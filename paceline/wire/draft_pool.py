@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import random
+from collections.abc import Iterator
 
 import grpc
 
@@ -35,9 +36,14 @@ class DraftPool:
     """`on_event` gets the events of all streams; `metrics` counts their traffic."""
 
     def __init__(
-        self, config: DraftLinkConfig, on_event: StreamEventHandler, layers: int, metrics: TargetMetrics
+        self,
+        config: DraftLinkConfig,
+        on_event: StreamEventHandler,
+        layers: int,
+        metrics: TargetMetrics,
+        stream_ids: Iterator[int] | None = None,
     ) -> None:
-        """`layers`: the number of layers of the target."""
+        """`layers`: the number of layers of the target. `stream_ids`: shared by pools of one `on_event`."""
         self._config = config
         self._on_event = on_event
         self._layers = layers
@@ -45,7 +51,7 @@ class DraftPool:
         self._links: dict[str, asyncio.Task[None]] = {}
         """By address, for as long as the pool tries to reach it."""
         self._streams: dict[int, DraftStream] = {}
-        self._stream_ids = itertools.count(1)
+        self._stream_ids = stream_ids or itertools.count(1)
 
     def connect(self, request: ConnectDrafts) -> None:
         """Start to connect to these addresses, so that the workers are up when a request names them."""

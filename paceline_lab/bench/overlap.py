@@ -246,7 +246,7 @@ def run(console: Console) -> OverlapResult:
 
 async def _run(session: OverlapSession, result: OverlapResult, done: Callable[[], None]) -> None:
     async with session.bench() as streamed:
-        async with session.bench(draft_schedule="lockstep", tree_width=1, min_path_probability=0.0) as lockstep:
+        async with session.bench(draft_schedule="lockstep", tree_width=1, least_path_probability=0.0) as lockstep:
             for rtt_ms in ROUND_TRIPS_MS:
                 result.rtt.append(await _round_trip(rtt_ms, streamed, lockstep))
                 done()

@@ -147,7 +147,7 @@ class _Run:
         model, cost = self._model(spec, MAX_ROWS)
         speculation = self._pair.speculation
         draft = DraftModelSpeculator(
-            model, speculation.tree_width, cost, speculation.min_path_probability, self._time.now
+            model, speculation.tree_width, cost, speculation.least_path_probability, self._time.now
         )
         self._time.start(DraftLoop(draft, pipe, self._time.now).run)  # type: ignore[arg-type]
 

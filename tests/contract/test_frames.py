@@ -131,7 +131,7 @@ openings = st.builds(
     max_depth=counts,
     max_nodes=st.integers(0, draft_codec.MAX_NODES),
     strategy=texts,
-    min_path_probability=st.floats(0, 1, width=32),
+    least_path_probability=st.floats(0, 1, width=32),
 )
 
 
@@ -214,7 +214,7 @@ def test_opening_and_limit(opening: Opening, limit: Limit) -> None:
 @pytest.mark.parametrize("value", [-0.1, 1.1, math.nan, math.inf])
 def test_a_limit_must_be_a_probability(value: float) -> None:
     limited = draft_pb2.DraftFrame.Limit(request_id=1, least_path_probability=value)
-    opening = Opening(1, [1], 0, SamplingParams(), 1, 1, min_path_probability=value)
+    opening = Opening(1, [1], 0, SamplingParams(), 1, 1, least_path_probability=value)
     opened = draft_codec.encode_opening(opening, 1)
     for frame in (draft_pb2.DraftFrame(limits=[limited]), draft_pb2.DraftFrame(opens=[opened])):
         with pytest.raises(WireError, match="no probability"):

@@ -50,7 +50,7 @@ def head(method: str, folder: Path, target: Model, width: int = 3) -> Speculator
         model=str(folder),
         num_speculative_tokens=4,
         tree_width=width,
-        min_path_probability=0.0,
+        least_path_probability=0.0,
     )
     return build_speculator(config, EngineConfig(slots=2048), target.target_weights)
 

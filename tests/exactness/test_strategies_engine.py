@@ -229,7 +229,7 @@ def test_residual_at_temperature_0_is_greedy_decoding(rule: str) -> None:
 def test_synthetic_acceptance_rate() -> None:
     """The mean of the joint rates over depths is the one that was asked for."""
     steady = {"num_speculative_tokens": 3, "row_budget": False, "draft_schedule": "lockstep"}
-    draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, min_path_probability=0.0)
+    draft = DraftModelSpeculator(TableModel(SIZE, 1024, 1024, 0.9), 3, least_path_probability=0.0)
     target = engine(LocalDraftClient(draft), synthetic_acceptance_rate=0.6, **steady)
     for submission in submissions(30, 80):
         target.submit(submission)

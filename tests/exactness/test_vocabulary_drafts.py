@@ -48,7 +48,7 @@ def speculation(draft: str, mapping: str, width: int = 3) -> SpeculativeConfig:
             "model": draft,
             "vocabulary_mapping": mapping,
             "tree_width": width,
-            "min_path_probability": 0.0,
+            "least_path_probability": 0.0,
             "draft_schedule": "lockstep",  # so that no guess hangs on how fast this machine is
             "row_budget": False,
         }

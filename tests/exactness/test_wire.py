@@ -65,7 +65,7 @@ def requests(
             SamplingParams(temperature=temperature, max_tokens=tokens, seed=i),
             SpeculativeOptions(enabled=False if plain else None, report=True),
             committed=[3] * (i % 3),
-            drafts=drafts,
+            draft_addresses=drafts,
         )
         for i in range(5)
     ]
@@ -215,7 +215,7 @@ async def test_residual_has_the_distribution_of_the_target_over_the_wire(keys: d
     async with served(TableModel(SIZE, SLOTS, 512), speculation, draft) as (link, drafts):
         results, stats = [], []
         for start in range(0, 400, 20):
-            some = [replace(each, drafts=drafts) for each in submissions(start + 20)[start:]]
+            some = [replace(each, draft_addresses=drafts) for each in submissions(start + 20)[start:]]
             tokens, reports = await run(link, some)
             results += tokens
             stats += reports

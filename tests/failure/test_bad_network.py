@@ -89,7 +89,7 @@ class Scene:
         await plain.run(self.link, submission(max_tokens=TOKENS, plain=True))
         self.model.pause_s = pause_s
         responses = [Response() for _ in range(count)]
-        submissions = [submission(str(i), max_tokens=TOKENS, drafts=addresses) for i in range(count)]
+        submissions = [submission(str(i), max_tokens=TOKENS, draft_addresses=addresses) for i in range(count)]
         async with asyncio.TaskGroup() as tasks:
             for response, each in zip(responses, submissions, strict=True):
                 tasks.create_task(response.run(self.link, each))

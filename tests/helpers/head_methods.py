@@ -158,6 +158,6 @@ def build_head(
     folder: Path, method: str, target: TargetWeights | None = None, *, slots: int = 1024, **settings: Any
 ) -> Speculator:
     """As a service builds it, with every guess likely enough."""
-    options = {"num_speculative_tokens": AHEAD, "tree_width": 2, "min_path_probability": 0} | settings
+    options = {"num_speculative_tokens": AHEAD, "tree_width": 2, "least_path_probability": 0} | settings
     config = SpeculativeConfig(method=method, model=str(folder), **options)  # type: ignore[arg-type]
     return build_speculator(config, EngineConfig(slots=slots), lambda: target or target_weights())

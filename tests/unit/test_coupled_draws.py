@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -45,6 +45,10 @@ class Request:
     prompt_token_ids: list[int]
     sampling_params: Params
     output_token_ids: list[int] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 def logits_after(tokens: Sequence[int]) -> Tensor:
@@ -98,7 +102,7 @@ RULES: list[dict[str, Any]] = [
     {"allowed_token_ids": [4, 5, 6, 9, 11]},
     {"bad_words_token_ids": [[4], [5, 6]]},
     {"min_tokens": 20, "all_stop_token_ids": {3, 8}},
-    {"extra_args": {"paceline": {"min_p": 0.2, "logit_bias": {"3": 4.0}}}},
+    {"extra_args": {"paceline_min_p": 0.2, "paceline_logit_bias": '{"3": 4.0}'}},
 ]
 
 
@@ -142,7 +146,28 @@ def test_requests_without_a_seed_differ_and_each_is_repeatable() -> None:
     assert generate(Params(), never, at_random)[0] == [first, second]
 
 
-@pytest.mark.parametrize("given", [{"min_p": 2.0}, {"minp": 0.1}])
-def test_a_wrong_extra_argument_is_an_error(given: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="min"):
-        sampling_params(Params(extra_args={"paceline": given}), "r")  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"paceline_min_p": 2.0},
+        {"paceline_min_p": "much"},
+        {"paceline_logit_bias": "no JSON"},
+        {"paceline_logit_bias": {"3": 1}},
+    ],
+    ids=str,
+)
+def test_a_wrong_extra_argument_is_ignored(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    """An error here would end vLLM."""
+    params = Params(seed=3, extra_args=given, repetition_penalty=1e6, logit_bias={1: 1e6})
+    assert sampling_params(params, "r") == sampling_params(replace(params, extra_args=None), "r")  # type: ignore[arg-type]
+    assert "are ignored" in caplog.text
+
+
+def test_an_id_may_come_back_with_another_request() -> None:
+    draws, logits = CoupledDraws(VOCABULARY), logits_after([1])[None]
+    for seed in range(20):
+        request = Request("r", [1], Params(seed=seed))
+        expected = int(CoupledDraws(VOCABULARY).draw(logits, [request]))  # type: ignore[list-item]
+        assert int(draws.draw(logits, [request])) == expected  # type: ignore[list-item]
+    draws.keep(())
+    assert len(draws) == 0

@@ -169,7 +169,7 @@ class TestLimits:
         request = method.request(PROMPT)
         likely = {path: p for path, p in path_log_probs(request).items() if p > math.log(0.01)}
         again = Feeding(method.speculator, NETWORK, PROMPT, depth=9)
-        method.speculator.limit(Limit(1, DEPTH, 1000, min_path_probability=0.01))
+        method.speculator.limit(Limit(1, DEPTH, 1000, least_path_probability=0.01))
         again.tell()
         assert path_log_probs(again) == pytest.approx(likely, abs=1e-3)
         assert len(likely) < 14

@@ -189,7 +189,7 @@ class TestFairness:
 class TestLimits:
     def test_the_higher_of_both_least_path_probabilities_holds(self) -> None:
         """The draft's own, and the request's, which may change; nodes that are there get no more children."""
-        request = finished(draft := table(3, least=0.01), PROMPT, depth=50, min_path_probability=0.05)
+        request = finished(draft := table(3, least=0.01), PROMPT, depth=50, least_path_probability=0.05)
         generous = finished(table(3, least=0.01), PROMPT, depth=50)
         chances = [math.exp(log_prob) for log_prob in generous.path_log_probs()]
         assert 0.01 < min(chances) < 0.05

@@ -520,8 +520,8 @@ class TestDraftGate:
         for name in "ab":
             served(target, submission(name, output=LONG))
         assert any(limit.max_nodes == 0 for limit in script.of(Limit)) is gated
-        assert any(limit.min_path_probability > 0 for limit in script.of(Limit)) is gated
-        assert (script.of(Opening)[1].min_path_probability > 0) is gated
+        assert any(limit.least_path_probability > 0 for limit in script.of(Limit)) is gated
+        assert (script.of(Opening)[1].least_path_probability > 0) is gated
 
 
 class TestEnds:

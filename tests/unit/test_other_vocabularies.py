@@ -71,7 +71,7 @@ class Retokenizing:
 
     def __init__(self, target: Vocabulary, model: Reciter, draft: Vocabulary, width: int = 2) -> None:
         self.model = model
-        self.inner = DraftModelSpeculator(model, width, min_path_probability=0.02)
+        self.inner = DraftModelSpeculator(model, width, least_path_probability=0.02)
         self.draft = RetokenizedDraft(self.inner, VocabularyMapping.between(target, draft))
 
 

@@ -36,7 +36,7 @@ TOKENS = 64
 CHAIN = {
     "num_speculative_tokens": DEPTH,
     "tree_width": 1,
-    "min_path_probability": 0,
+    "least_path_probability": 0,
     "draft_placement": "target",
     "draft_schedule": "lockstep",
     "row_budget": False,

@@ -24,7 +24,7 @@ CHAINS = (4, 6, 8)
 
 
 def lockstep(k: int, rtt_s: float, draft: TimedModelConfig = DRAFT) -> SimulatedPair:
-    settings = {"num_speculative_tokens": k, "tree_width": 1, "draft_schedule": "lockstep", "min_path_probability": 0}
+    settings = {"num_speculative_tokens": k, "tree_width": 1, "draft_schedule": "lockstep", "least_path_probability": 0}
     speculation = SpeculativeConfig.model_validate({"method": "draft_model", "model": "draft", **settings})
     return SimulatedPair(TARGET, draft, rtt_s, speculation=speculation)
 

@@ -139,7 +139,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         {
             "method": request.param.split()[0],
             "num_speculative_tokens": 4,
-            "min_path_probability": 0.0,
+            "least_path_probability": 0.0,
             **recipe.config,
         }
     )

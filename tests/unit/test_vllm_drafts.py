@@ -197,6 +197,19 @@ def test_a_request_that_was_preempted_goes_on() -> None:
     assert all(len(each) == DEPTH for each in vllm.proposed)
 
 
+def test_steps_without_a_question_are_caught_up() -> None:
+    """vLLM asks for no drafts while one of its requests is about to end."""
+    vllm, links = FakeVllm.warm(OracleClient())
+    vllm.rows = [[1, 2, 3], [4, 5]]
+    vllm.step()
+    for row in vllm.rows:
+        row += [following(row[-1]), following(following(row[-1]))]
+    vllm.proposed = [[], []]
+    vllm.step()
+    assert len(links.client.trees) == 1 + 2
+    assert all(len(each) == DEPTH for each in vllm.proposed)
+
+
 def test_the_same_prompt_twice_is_two_requests() -> None:
     vllm, links = FakeVllm.warm(OracleClient())
     vllm.rows = [[1, 2, 3], [1, 2, 3]]

@@ -15,7 +15,7 @@ RULES: list[dict[str, Any]] = [
     {"top_k": 20, "top_p": 0.9},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"min_tokens": 30, "stop_token_ids": [10, 11]},
-    {"extra_args": {"paceline": {"min_p": 0.05, "logit_bias": {"12": 2.0}}}},
+    {"extra_args": {"paceline_min_p": 0.05, "paceline_logit_bias": '{"12": 2.0}'}},
     {"allowed_token_ids": list(range(3, 400))},
     {"bad_words": ["self", "return"]},
     {"structured_outputs": {"regex": "[a-z ]{40,60}"}},
@@ -24,6 +24,12 @@ BATCH = [
     (PROMPTS[index % len(PROMPTS)], {"temperature": 0.8, "max_tokens": 40, "seed": index, **RULES[index % len(RULES)]})
     for index in range(64)
 ]
+
+
+def test_it_starts_with_a_compiled_model() -> None:
+    """vLLM then runs its samplers without any request, to measure its memory."""
+    outputs, _ = generate(BATCH[:2], enforce_eager=False, **COUPLED, **drafting("127.0.0.1:1"))
+    assert len(outputs) == 2
 
 
 def test_sampled_tokens_do_not_depend_on_drafts() -> None:

@@ -67,12 +67,12 @@ class HeadSpeculator(BestFirstSpeculator[HeadDraft]):
         vocabulary_size: int,
         tree_width: int,
         cost: RowCost | None = None,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`fingerprint` and `vocabulary_size`: the target's. The other parameters: see `BestFirstSpeculator`."""
         facts = head_facts(network, fingerprint, vocabulary_size)
-        super().__init__(facts, tree_width, cost, min_path_probability, clock)
+        super().__init__(facts, tree_width, cost, least_path_probability, clock)
         self.method = method
         self._network = network
 
@@ -106,7 +106,7 @@ def build_head_speculator(inputs: MethodInputs, network: HeadNetwork) -> Specula
         target.vocabulary_size,
         config.tree_width,
         cost,
-        config.min_path_probability,
+        config.least_path_probability,
     )
 
 

@@ -45,7 +45,7 @@ class DFlashSpeculator(ParallelSpeculator[HiddenStateDraft]):
     method = "dflash"
 
     def __init__(
-        self, network: DFlashNetwork, target: TargetWeights, tree_width: int, min_path_probability: float = 0.0
+        self, network: DFlashNetwork, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `ParallelSpeculator`."""
         facts = NetworkFacts(
@@ -57,7 +57,7 @@ class DFlashSpeculator(ParallelSpeculator[HiddenStateDraft]):
             target.max_model_len,
             network.config.layers,
         )
-        super().__init__(facts, network.config.ahead, tree_width, min_path_probability)
+        super().__init__(facts, network.config.ahead, tree_width, least_path_probability)
         self._network = network
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> HiddenStateDraft:
@@ -183,7 +183,7 @@ class _DFlashLayer:
 def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
     network = DFlashNetwork(inputs.checkpoint, inputs.target, inputs.engine.slots, config.rope_theta)
-    return DFlashSpeculator(network, inputs.target, config.tree_width, config.min_path_probability)
+    return DFlashSpeculator(network, inputs.target, config.tree_width, config.least_path_probability)
 
 
 def target_layers(inputs: MethodInputs) -> Sequence[int]:

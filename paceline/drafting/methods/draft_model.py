@@ -31,10 +31,10 @@ class DraftModelSpeculator(BestFirstSpeculator[BestFirstDraft]):
         model: Model,
         tree_width: int,
         cost: RowCost | None = None,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        super().__init__(NetworkFacts.of_model(model), tree_width, cost, min_path_probability, clock)
+        super().__init__(NetworkFacts.of_model(model), tree_width, cost, least_path_probability, clock)
         self._model = model
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> BestFirstDraft:
@@ -52,7 +52,7 @@ def build(inputs: MethodInputs) -> Speculator:
     config = inputs.config
     model = inputs.load_model()
     cost = measure_row_cost(model, MAX_ROWS)
-    draft_model = DraftModelSpeculator(model, config.tree_width, cost, config.min_path_probability)
+    draft_model = DraftModelSpeculator(model, config.tree_width, cost, config.least_path_probability)
     if config.vocabulary_mapping == "none":
         return draft_model
     if inputs.target_model is None:
@@ -61,5 +61,5 @@ def build(inputs: MethodInputs) -> Speculator:
     if mapping.identical:
         return draft_model
     if config.vocabulary_mapping == "intersection":
-        return IntersectionDraft(model, mapping, config.tree_width, cost, config.min_path_probability)
+        return IntersectionDraft(model, mapping, config.tree_width, cost, config.least_path_probability)
     return RetokenizedDraft(draft_model, mapping)

@@ -56,10 +56,10 @@ class MedusaSpeculator(StatelessSpeculator[MedusaDraft]):
     method = "medusa"
 
     def __init__(
-        self, heads: MedusaHeads, target: TargetWeights, tree_width: int, min_path_probability: float = 0.0
+        self, heads: MedusaHeads, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `StatelessSpeculator`."""
-        super().__init__(heads.model, target, tree_width, min_path_probability)
+        super().__init__(heads.model, target, tree_width, least_path_probability)
         self._heads = heads
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MedusaDraft:
@@ -121,4 +121,4 @@ matches = is_medusa
 
 def build(inputs: MethodInputs) -> Speculator:
     heads, config = load_medusa(inputs.checkpoint, inputs.target), inputs.config
-    return MedusaSpeculator(heads, inputs.target, config.tree_width, config.min_path_probability)
+    return MedusaSpeculator(heads, inputs.target, config.tree_width, config.least_path_probability)

@@ -80,10 +80,10 @@ class MlpSpeculator(StatelessSpeculator[MlpDraft]):
     method = "mlp_speculator"
 
     def __init__(
-        self, network: MlpChainNetwork, target: TargetWeights, tree_width: int, min_path_probability: float = 0.0
+        self, network: MlpChainNetwork, target: TargetWeights, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `StatelessSpeculator`."""
-        super().__init__(network.model, target, tree_width, min_path_probability)
+        super().__init__(network.model, target, tree_width, least_path_probability)
         self._network = network
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> MlpDraft:
@@ -124,4 +124,4 @@ matches = is_mlp_speculator
 
 def build(inputs: MethodInputs) -> Speculator:
     network, config = load_mlp_speculator(inputs.checkpoint, inputs.target), inputs.config
-    return MlpSpeculator(network, inputs.target, config.tree_width, config.min_path_probability)
+    return MlpSpeculator(network, inputs.target, config.tree_width, config.least_path_probability)

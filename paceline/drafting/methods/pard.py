@@ -29,10 +29,10 @@ class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
     method = "pard"
 
     def __init__(
-        self, model: Model, mask_token: int, ahead: int, tree_width: int, min_path_probability: float = 0.0
+        self, model: Model, mask_token: int, ahead: int, tree_width: int, least_path_probability: float = 0.0
     ) -> None:
         """See `MaskTokenSpeculator`."""
-        super().__init__(NetworkFacts.of_model(model), mask_token, ahead, tree_width, min_path_probability)
+        super().__init__(NetworkFacts.of_model(model), mask_token, ahead, tree_width, least_path_probability)
         self._model = model
 
     def begin(self, opening: Opening, tree: TokenTree, history: History, floor: float) -> ParallelDraft:
@@ -46,7 +46,7 @@ class PardSpeculator(MaskTokenSpeculator[ParallelDraft]):
 
 def build(inputs: MethodInputs) -> Speculator:
     config, mask = inputs.config, mask_token_of(inputs.checkpoint)
-    depth, width, least = config.num_speculative_tokens, config.tree_width, config.min_path_probability
+    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
     return PardSpeculator(inputs.load_model(), mask, depth, width, least)
 
 

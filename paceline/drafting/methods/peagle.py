@@ -39,7 +39,7 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateDraft]):
         target: TargetWeights,
         ahead: int,
         tree_width: int,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
     ) -> None:
         """`network`: the EAGLE-3 head in `checkpoint`. The other parameters: see `MaskTokenSpeculator`.
 
@@ -49,7 +49,7 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateDraft]):
         rows = target.vocabulary_size if embedding is None else checkpoint.shape(embedding)[0]
         mask = mask_token(checkpoint, checkpoint.config, MASK_KEYS, rows)
         facts = head_facts(network, target.fingerprint, target.vocabulary_size)
-        super().__init__(facts, mask, ahead, tree_width, min_path_probability)
+        super().__init__(facts, mask, ahead, tree_width, least_path_probability)
         self._network = network
         with torch.inference_mode():
             self._mask = network.encode(_mask_hidden(checkpoint, target, len(self.hidden_state_layers)))
@@ -77,7 +77,7 @@ class PEagleSpeculator(MaskTokenSpeculator[HiddenStateDraft]):
 
 def build(inputs: MethodInputs) -> Speculator:
     network, config = load_eagle3(inputs), inputs.config
-    depth, width, least = config.num_speculative_tokens, config.tree_width, config.min_path_probability
+    depth, width, least = config.num_speculative_tokens, config.tree_width, config.least_path_probability
     return PEagleSpeculator(network, inputs.checkpoint, inputs.target, depth, width, least)
 
 

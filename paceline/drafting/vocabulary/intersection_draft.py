@@ -49,7 +49,7 @@ class IntersectionDraft(BestFirstSpeculator[TranslatedDraft]):
         mapping: VocabularyMapping,
         tree_width: int,
         cost: RowCost | None = None,
-        min_path_probability: float = 0.0,
+        least_path_probability: float = 0.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Raises ValueError if the vocabularies have too little in common."""
@@ -61,7 +61,7 @@ class IntersectionDraft(BestFirstSpeculator[TranslatedDraft]):
             vocabulary_size=mapping.target.size,
             columns=len(common),
         )
-        super().__init__(facts, tree_width, cost, min_path_probability, clock)
+        super().__init__(facts, tree_width, cost, least_path_probability, clock)
         self._model = model
         self._mapping = mapping
         self._columns = torch.tensor(common)

@@ -106,7 +106,7 @@ class RetokenizedDraft(TreeSpeculator[_RetokenizedRequest]):
         draft.fresh = True
         opening = draft.opening
         depth, nodes = _draft_limits(opening.max_depth, opening.max_nodes)
-        self._draft.limit(Limit(opening.request_id, depth, nodes, opening.min_path_probability))
+        self._draft.limit(Limit(opening.request_id, depth, nodes, opening.least_path_probability))
 
     def release(self, draft: _RetokenizedRequest) -> None:
         self._draft.close(draft.opening.request_id)
