@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -55,6 +57,7 @@ class VllmEngine:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,
         )
         self._tell(json.dumps({"engine": {"model": TARGET, **engine}, "batches": batches}))
 
@@ -76,7 +79,8 @@ class VllmEngine:
         )
 
     def close(self) -> None:
-        self._process.kill()
+        """vLLM's own processes outlive the first one if that is killed alone."""
+        os.killpg(self._process.pid, signal.SIGKILL)
         with self._process:  # closes its pipes
             pass
 

@@ -36,7 +36,7 @@ def test_a_rank_asks_for_all(plain: list[list[int]], monkeypatch: pytest.MonkeyP
     with draft() as worker:
         engine = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         alone, _ = generate(BATCH, **engine)
-        outputs, (accepted, _) = generate(BATCH, **engine, **drafting(worker.address))
+        outputs, (accepted, _) = generate(BATCH, **engine, **drafting(worker.address, lookups=["suffix"]))
     assert outputs == alone
     assert accepted > 30
 
@@ -52,7 +52,10 @@ def stopped(process: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("fault", ["killed", "hung"])
 def test_a_draft_that_fails_costs_no_token(fault: str, plain: list[list[int]]) -> None:
-    with draft() as worker, vllm_engine([BATCH[:8], BATCH[8:]], **drafting(worker.address)) as engine:
+    with (
+        draft() as worker,
+        vllm_engine([BATCH[:8], BATCH[8:]], **drafting(worker.address, lookups=["suffix"])) as engine,
+    ):
         outputs = engine.outputs()
         computing = model_process_of("draft", worker.process.pid)
         if fault == "killed":
