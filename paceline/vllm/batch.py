@@ -59,7 +59,7 @@ class ChainRequest(DraftedRequest):
 
 
 class Batch:
-    """The requests that have rows, and those that had one lately."""
+    """The requests of the current rows, and requests without a row since at most `MAX_ABSENT_STEPS` steps."""
 
     def __init__(self, open_request: Callable[[int, TokenIds], ChainRequest]) -> None:
         """`open_request` makes the request of a row, by its number and tokens, that no known request can have."""
