@@ -77,12 +77,13 @@ async def test_killed_workers_change_no_token(scene: Scene, half: ProcessPart) -
     """First the draft, then a target: its running requests go on at the other one, its waiting ones start there."""
     stack, http, known = scene
     url = stack.urls["gateway-1"]
-    await stack.wait_ready()
     replays = await stack.metric(url, REPLAYS)
-    async with streaming(http, known, url) as streams:
-        for workers, tokens in ((stack.deployment.drafts, 20), (stack.deployment.targets, 40)):
-            await until(lambda: any(len(stream.got.tokens) > tokens for stream in streams))  # noqa: B023
-            assert stack.send(next(iter(workers)), signal.SIGKILL, half)
-    for stream in streams:
-        stream.check()
-    assert await stack.metric(url, REPLAYS) > replays
+    async with asyncio.timeout(PATIENCE_S):
+        while await stack.metric(url, REPLAYS) == replays:  # on a busy machine the target may be done before its end
+            await stack.wait_ready()
+            async with streaming(http, known, url) as streams:
+                for workers, tokens in ((stack.deployment.drafts, 20), (stack.deployment.targets, 40)):
+                    await until(lambda: any(len(stream.got.tokens) > tokens for stream in streams))  # noqa: B023
+                    assert stack.send(next(iter(workers)), signal.SIGKILL, half)
+            for stream in streams:
+                stream.check()
