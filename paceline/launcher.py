@@ -10,6 +10,9 @@ from dataclasses import dataclass
 COULD_NOT_START = 2
 """Exit code of a service that cannot start with its configuration: starting it again does not help."""
 
+FAILED = 1
+"""Exit code of a service that failed while it served: starting it again may help."""
+
 
 class StartError(Exception):
     """A program cannot start; the text says what to do."""

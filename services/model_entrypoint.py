@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -16,11 +17,10 @@ from paceline.config import AUTO, DETECT, EngineConfig, SpeculativeConfig
 from paceline.drafting import Speculator, TargetPartsProvider, build_speculator
 from paceline.ipc.model_process import StartFailed
 from paceline.ipc.pipe import Pipe, PipeClosedError
-from paceline.launcher import StartError
+from paceline.launcher import FAILED, StartError
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model_names import ModelNotFoundError
 from paceline.telemetry import logs
-from paceline_services.service_entrypoint import FAILED
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,14 @@ def run_model_process(kind: str, serve: Callable[[Pipe, argparse.Namespace], Non
             log.critical("the model process failed", exc_info=True)
             return FAILED
         return 0
+
+
+def bind_cpus(cpus: Sequence[int]) -> None:
+    """Run this process on these cores only. If the system refuses, log a warning: it costs only speed."""
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, AttributeError) as error:  # AttributeError: not on this system
+        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error)
 
 
 def build_configured_speculator(

@@ -14,14 +14,13 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline.launcher import COULD_NOT_START
+from paceline.launcher import COULD_NOT_START, FAILED
 from paceline.model.loading import load_shard
 from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.parallel.rendezvous import join_rank_group
 from paceline.model.tensor_parallel_model import run_rank
 from paceline.model_names import ModelNotFoundError
 from paceline.telemetry import logs
-from paceline_services.service_entrypoint import FAILED
 
 log = logging.getLogger(__name__)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import signal
+import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.config_file import ConfigFileError, as_arguments, read
 from paceline.config.validation_messages import first_error
 from paceline.ipc.model_process import ModelProcess, model_process
-from paceline.launcher import COULD_NOT_START, StartError
+from paceline.launcher import COULD_NOT_START, FAILED, StartError
 from paceline.model_names import ModelNotFoundError
 from paceline.state import StateError, StateStore, WorkerRecord, WorkerRegistration, open_store
 from paceline.telemetry import logs
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 
 REDIS_URL_VARIABLE = "PACELINE_REDIS_URL"
 """Environment variable for a URL with a password: every user of the machine can read command lines."""
-FAILED = 1
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -71,15 +71,22 @@ BuildWorker: TypeAlias = Callable[
 
 
 async def serve_worker(
-    kind: str, module: str, build: BuildWorker, options: argparse.Namespace, stop: asyncio.Event
+    kind: str,
+    module: str,
+    build: BuildWorker,
+    options: argparse.Namespace,
+    stop: asyncio.Event,
+    python: str = sys.executable,
 ) -> None:
     """Start a worker's model process, `module`, and serve until `stop` is set or the process ends; then drain.
+
+    `python` runs the process.
 
     Raises `StartError`, `StateError`, `PortInUseError`, and `ModelProcessDiedError` if the model process ended.
     """
     tls = service_certificates(options)
     async with AsyncExitStack() as stack:
-        process = await stack.enter_async_context(model_process(module, options))
+        process = await stack.enter_async_context(model_process(module, options, python))
         store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((process.ready, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -145,8 +152,8 @@ def worker_parser(kind: str, description: str) -> argparse.ArgumentParser:
         help=f"registry and acceptance; or ${REDIS_URL_VARIABLE}; without either, memory of this process",
     )
     parser.add_argument("--worker-id", default=f"{kind}-{secrets.token_hex(3)}")
-    parser.add_argument("--speculative-config", default="{}", metavar="JSON", type=_json_option(SpeculativeConfig))
-    parser.add_argument("--engine-config", default="{}", metavar="JSON", type=_json_option(EngineConfig))
+    parser.add_argument("--speculative-config", default="{}", metavar="JSON", type=json_option(SpeculativeConfig))
+    parser.add_argument("--engine-config", default="{}", metavar="JSON", type=json_option(EngineConfig))
     parser.add_argument("--trust-remote-code", action="store_true", help="run code that comes with a model")
     parser.add_argument("--log-level", choices=logs.LEVELS, default="info", help="how much to log")
     parser.add_argument("--metrics-port", type=int, help="serve Prometheus metrics there; 0: any")
@@ -192,7 +199,9 @@ async def _serve_until_signal(serve: Callable[[asyncio.Event], Awaitable[None]])
     await serve(stop)
 
 
-def _json_option(settings: type[Settings]) -> Callable[[str], Settings]:
+def json_option(settings: type[Settings]) -> Callable[[str], Settings]:
+    """A parser for an option whose value is a JSON object with these settings."""
+
     def parse(text: str) -> Settings:
         try:
             return settings.model_validate_json(text)

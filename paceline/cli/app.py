@@ -11,8 +11,19 @@ import typer
 
 import paceline
 from paceline.cli.keys_command import keys
-from paceline.cli.options import PASS_ON, Config, Engine, Speculation, Speculations, become, start_errors
+from paceline.cli.options import (
+    PASS_ON,
+    Config,
+    Engine,
+    EngineName,
+    Speculation,
+    Speculations,
+    VllmSettings,
+    become,
+    start_errors,
+)
 from paceline.config import EngineConfig
+from paceline.config.vllm_options import VllmOptions
 
 main = typer.Typer(
     name="paceline",
@@ -49,6 +60,8 @@ def serve(
     served_model_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
     tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="Processes that share the target.")] = None,
     api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
+    engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
+    vllm_options: VllmSettings = None,
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
@@ -60,6 +73,8 @@ def serve(
     changes: dict[str, object] = {"trust_remote_code": True} if trust_remote_code else {}
     if tensor_parallel_size is not None:
         changes["tensor_parallel_size"] = tensor_parallel_size
+    if engine is not EngineName.VLLM and vllm_options is not None:
+        raise typer.BadParameter("--vllm-options is for --engine vllm")
     options = deployment.DeploymentOptions(
         model,
         speculative_config,
@@ -70,6 +85,7 @@ def serve(
         target_workers,
         served_model_name,
         api_keys,
+        (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

@@ -23,6 +23,7 @@ from paceline.config import (
     EngineConfig,
     SpeculativeConfig,
 )
+from paceline.config.vllm_options import VllmOptions
 from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
 
@@ -71,6 +72,8 @@ class Deployment:
     """File of API keys for the gateway; None: it asks for none."""
     grpc_port: int = 0
     """The gateway's gRPC port; 0: any."""
+    vllm: VllmOptions | None = None
+    """How vLLM computes for the targets; None: our own engine does."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -104,16 +107,20 @@ class Deployment:
         first = index * size  # plain `cuda`: each rank has a device of its own
         devices = [f"cuda:{first + rank}" if device == "cuda" and size > 1 else device for rank in range(size)]
         engine = self.engine.model_copy(update={"cpus": self.cores[worker_id]})
-        options = (*self._names, "--port", str(self.targets[worker_id]), "--drain-s", str(DRAIN_S))
+        options = [*self._names, "--port", str(self.targets[worker_id]), "--drain-s", str(DRAIN_S)]
+        if self.vllm is not None:
+            devices = [device]  # it starts its ranks itself
+            options += ["--engine", "vllm", "--vllm-options", self.vllm.model_dump_json()]
         return self._worker("target", worker_id, redis_url, devices, engine, *options, drain_s=DRAIN_S)
 
     def _draft(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
         # `max_model_len` limits the target; a draft has its own. A draft computes on the cores that targets leave.
-        changes: dict[str, object] = {"max_model_len": None, "cpus": ()}
+        size = self.speculation.draft_tensor_parallel_size
+        changes: dict[str, object] = {"max_model_len": None, "cpus": (), "tensor_parallel_size": size}
         if self.target_cores:
             left = len(set(cpu_affinity.available()) - set(self.target_cores))
             changes["threads"] = max(1, min(self.engine.threads, left))
-        named, size = self.speculation.draft_devices, self.speculation.draft_tensor_parallel_size
+        named = self.speculation.draft_devices
         devices = [named[(index * size + rank) % len(named)] if named else self.engine.device for rank in range(size)]
         engine = self.engine.model_copy(update=changes)
         advertised = ("--advertise", self.advertised[worker_id]) if worker_id in self.advertised else ()
@@ -136,14 +143,14 @@ class Deployment:
         """
         port = self.rendezvous_ports.get(worker_id)
         rendezvous = None if port is None else f"{LOOPBACK}:{port}"
-        ranks = {"tensor_parallel_size": len(devices), "rendezvous": rendezvous, "device": devices[0]}
+        rank_0_only = {"rendezvous": rendezvous, "device": devices[0]}
         rank_0 = _service(
             kind,
             worker_id,
             *("--host", LOOPBACK, "--metrics-port", str(self.metrics[worker_id])),
             *("--redis-url", redis_url, "--worker-id", worker_id),
             *("--speculative-config", self.speculation.model_dump_json()),
-            *("--engine-config", engine.model_copy(update=ranks).model_dump_json()),
+            *("--engine-config", engine.model_copy(update=rank_0_only).model_dump_json()),
             *options,
             drain_s=drain_s,
         )
@@ -172,6 +179,7 @@ class DeploymentOptions:
     target_workers: int = 1
     served_model_name: str | None = None
     api_keys: Path | None = None
+    vllm: VllmOptions | None = None
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -188,7 +196,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
     targets = _workers("target", free[: options.target_workers])
     drafts = _workers("draft", free[options.target_workers :][:draft_workers])
     workers = (*targets, *drafts)
-    shared = [*(targets if options.engine.tensor_parallel_size > 1 else ())]
+    shared = [*(targets if options.engine.tensor_parallel_size > 1 and options.vllm is None else ())]
     shared += drafts if speculation.draft_tensor_parallel_size > 1 else ()
     return Deployment(
         model=model,
@@ -203,6 +211,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         cores=dict(zip(targets, _cores(options.engine, options.target_workers, model), strict=True)),
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=options.api_keys,
+        vllm=options.vllm,
     )
 
 

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -15,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.config_file import ConfigFileError, as_text, read
 from paceline.config.validation_messages import first_error
+from paceline.config.vllm_options import VllmOptions
 from paceline.launcher import COULD_NOT_START, StartError
 
 SettingsT = TypeVar("SettingsT", bound=BaseModel)
@@ -82,6 +84,19 @@ Speculations = Annotated[
 Engine = Annotated[
     EngineConfig | None,
     typer.Option("--engine-config", parser=parsed_json(EngineConfig), metavar="JSON", help="dtype, device, slots, ..."),
+]
+
+
+class EngineName(StrEnum):
+    """What computes for a target."""
+
+    PACELINE = "paceline"
+    VLLM = "vllm"
+
+
+VllmSettings = Annotated[
+    VllmOptions | None,
+    typer.Option("--vllm-options", parser=parsed_json(VllmOptions), metavar="JSON", help="For --engine vllm."),
 ]
 
 

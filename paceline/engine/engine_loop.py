@@ -3,13 +3,42 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
+from typing import Protocol
 
-from paceline.core.messages import GenerationRequest
-from paceline.engine.engine import Engine
+from paceline.core.messages import Delta, EngineLoad, GenerationRequest
 from paceline.engine.engine_messages import CalibrationSeed, CancelRequest, StepResult
 from paceline.ipc.pipe import Pipe, PipeClosedError
 from paceline.telemetry.step_stats import StepStats
+
+
+class SteppedEngine(Protocol):
+    """What computes for a target worker: `paceline.engine.engine.Engine`, `paceline.vllm.vllm_engine.VllmEngine`."""
+
+    stats_due: bool
+    """Whether the last step's deltas carry statistics. Final deltas always do."""
+    last_step: StepStats
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+
+    @property
+    def load(self) -> EngineLoad:
+        """As of the last step."""
+
+    def submit(self, submission: GenerationRequest) -> None:
+        """Take in a request. If it cannot be served, the next step returns a delta with the error."""
+
+    def cancel(self, request_id: str) -> None:
+        """End a request; the next step returns its final delta. Unknown ids are ignored."""
+
+    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+        """Start from the calibration counts of other engines, by cell."""
+
+    def step(self) -> list[Delta]:
+        """Run one forward pass, if there is anything to run, and return the new deltas."""
 
 
 class EngineLoop:
@@ -19,7 +48,7 @@ class EngineLoop:
     and when the engine becomes idle.
     """
 
-    def __init__(self, engine: Engine, pipe: Pipe) -> None:
+    def __init__(self, engine: SteppedEngine, pipe: Pipe) -> None:
         self._engine = engine
         self._pipe = pipe
         # Messages are queued, not handled at once: the engine also reads the pipe, for growth, in the middle of a step.

@@ -109,8 +109,8 @@ class ModelProcess:
 
 
 @asynccontextmanager
-async def model_process(module: str, options: object) -> AsyncIterator[ModelProcess]:
-    """Run `python -m module FD` for as long as the context lasts.
+async def model_process(module: str, options: object, python: str = sys.executable) -> AsyncIterator[ModelProcess]:
+    """Run `python -m module FD` for as long as the context lasts; `python` is an absolute path.
 
     FD is the process's end of the pipe. It receives `options` first, answers with `Ready` or `StartFailed`, and exits
     when the pipe closes. On Linux the kernel kills it if this process ends first.
@@ -119,7 +119,7 @@ async def model_process(module: str, options: object) -> AsyncIterator[ModelProc
     connection = await PipeConnection.open(ours)
     with theirs:
         # While it loads a model, it may not read its pipe for minutes.
-        command = die_with_parent([sys.executable, "-m", module, str(theirs.fileno())])
+        command = die_with_parent([python, "-m", module, str(theirs.fileno())])
         process = await asyncio.create_subprocess_exec(*command, pass_fds=[theirs.fileno()])
     ready: asyncio.Future[object] = asyncio.get_running_loop().create_future()
     connection.on(Ready, lambda message: ready.set_result(message.facts))

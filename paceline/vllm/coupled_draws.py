@@ -7,7 +7,6 @@ the one drawn. All sampling rules apply at every draft position, each with its o
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core.sampling import MASKED, History, SamplingRow, draw
+from paceline.vllm.extra_arguments import ExtraArguments
+from paceline.vllm.row_description import RowDescription
 
 log = logging.getLogger(__name__)
 
 NO_TOKEN = -1
 """Fills the rows of `verify` after their last token, as in vLLM."""
-MIN_P_ARGUMENT, BIAS_ARGUMENT = "paceline_min_p", "paceline_logit_bias"
-"""Keys of vLLM's `extra_args` (`vllm_xargs` over HTTP): vLLM refuses `min_p` and `logit_bias` beside speculation. The
-bias is JSON, an object of biases by token."""
 MAX_BIAS = 100.0
 MAX_REPETITION_PENALTY = 100.0
 MAX_TEMPERATURE = 100.0
@@ -61,10 +59,10 @@ class VllmRequest(Protocol):
     sampling_params: VllmParams
 
 
-def sampling_params(params: VllmParams, request_id: str) -> SamplingParams:
-    """A request without a seed gets one from its id. Raises nothing: vLLM would end by it.
+def sampling_params(params: VllmParams, request_id: str, fields: Mapping[str, Any]) -> SamplingParams:
+    """With `fields` in place of vLLM's. A request without a seed gets one from its id. Raises nothing: vLLM would end.
 
-    Numbers beyond our ranges are clamped, an extra argument that makes no sense is ignored with a warning.
+    Numbers beyond our ranges are clamped. `fields` that make no sense are ignored with a warning.
     """
     seed = params.seed
     if seed is None:
@@ -85,21 +83,25 @@ def sampling_params(params: VllmParams, request_id: str) -> SamplingParams:
         seed=seed,
         stop_token_ids=tuple(sorted(params.all_stop_token_ids)),
     )
-    return _with_extra(known, params.extra_args or {})
-
-
-def _with_extra(params: SamplingParams, extra: Mapping[str, Any]) -> SamplingParams:
     try:
-        given: dict[str, Any] = {}
-        if MIN_P_ARGUMENT in extra:
-            given["min_p"] = extra[MIN_P_ARGUMENT]
-        if BIAS_ARGUMENT in extra:
-            given["logit_bias"] = json.loads(extra[BIAS_ARGUMENT])
-        checked = SamplingParams.model_validate(given)
+        return SamplingParams.model_validate({**known.model_dump(), **fields, "grammar": ""})  # vLLM has the grammar
+    except ValueError as error:
+        log.warning("sampling %s is ignored: %s", dict(fields), error)
+        return known
+
+
+def extra_arguments(params: VllmParams, prompt_tokens: int, vocabulary_size: int) -> ExtraArguments:
+    """Raises nothing: what makes no sense is ignored with a warning."""
+    try:
+        extra = ExtraArguments.read(params.extra_args)
+        if extra.committed >= prompt_tokens > 0:
+            raise ValueError(f"committed {extra.committed} leaves nothing of a prompt of {prompt_tokens} tokens")
+        if any(token >= vocabulary_size for token in extra.forced):
+            raise ValueError(f"forced: a token id is outside the vocabulary of {vocabulary_size}")
     except (TypeError, ValueError) as error:
-        log.warning("%s and %s are ignored: %s", MIN_P_ARGUMENT, BIAS_ARGUMENT, error)
-        return params
-    return params.model_copy(update={name: getattr(checked, name) for name in given})
+        log.warning("extra arguments are ignored: %s", error)
+        return ExtraArguments()
+    return extra
 
 
 @dataclass(slots=True)
@@ -110,9 +112,10 @@ class _Drawn:
     source: VllmParams
     prompt_tokens: int
     params: SamplingParams
+    extra: ExtraArguments
     history: History
     output_tokens: int
-    """How many the history has."""
+    """Of vLLM's output, how many the history has."""
     allowed: Tensor | None
     """Ids of the tokens that may be drawn; None: all."""
 
@@ -160,9 +163,11 @@ class CoupledDraws:
         """How many requests are known."""
         return len(self._requests)
 
-    def params(self, request: VllmRequest) -> SamplingParams:
-        """The parameters that its draws follow."""
-        return self._state(request).params
+    def describe(self, request: VllmRequest) -> RowDescription:
+        """How its tokens are drawn."""
+        state = self._state(request)
+        prompt_tokens = state.prompt_tokens - state.extra.committed
+        return RowDescription(state.params, prompt_tokens, state.extra.speculative)
 
     def _draw(
         self, logits: Tensor, requests: Sequence[VllmRequest], drafts: Sequence[Sequence[int]]
@@ -170,11 +175,13 @@ class CoupledDraws:
         """The draws of all rows, and where each request's rows start."""
         rows: list[SamplingRow] = []
         starts: list[int] = []
+        forced: dict[int, int] = {}
         limited: list[tuple[int, Tensor]] = []
         for request, draft in zip(requests, drafts, strict=True):
-            state = self._state(request)
-            position = request.num_prompt_tokens + len(request.output_token_ids)
+            state, output_tokens = self._state(request), len(request.output_token_ids)
+            position = request.num_prompt_tokens + output_tokens
             starts.append(len(rows))
+            forced.update(enumerate(state.extra.forced[output_tokens:][: len(draft) + 1], len(rows)))
             for depth in range(len(draft) + 1):
                 if state.allowed is not None:
                     limited.append((len(rows), state.allowed))
@@ -184,17 +191,23 @@ class CoupledDraws:
             for row, ids in limited:
                 allowed = ids.to(logits.device)
                 logits[row] = torch.full_like(logits[row], MASKED).index_copy_(0, allowed, logits[row][allowed])
-        return draw(logits, rows), starts
+        drawn = draw(logits, rows)
+        for row, token in forced.items():
+            drawn[row] = token
+        return drawn, starts
 
     def _state(self, request: VllmRequest) -> _Drawn:
         state, output = self._requests.get(request.req_id), request.output_token_ids
         if state is None or not state.continues(request):
-            params = sampling_params(request.sampling_params, request.req_id)
-            history = History(params, request.prompt_token_ids or (), output, self._vocabulary_size)
+            prompt = list(request.prompt_token_ids or ())
+            extra = extra_arguments(request.sampling_params, len(prompt), self._vocabulary_size)
+            params = sampling_params(request.sampling_params, request.req_id, extra.sampling)
+            start = len(prompt) - extra.committed
+            history = History(params, prompt[:start], [*prompt[start:], *output], self._vocabulary_size)
             allowed = request.sampling_params.allowed_token_ids
             ids = None if allowed is None else torch.tensor(sorted(set(allowed)))
             state = self._requests[request.req_id] = _Drawn(
-                request, request.sampling_params, request.num_prompt_tokens, params, history, len(output), ids
+                request, request.sampling_params, request.num_prompt_tokens, params, extra, history, len(output), ids
             )
         elif state.output_tokens < len(output):
             state.history.extend(output[state.output_tokens :])

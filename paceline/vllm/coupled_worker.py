@@ -9,9 +9,9 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 
-from paceline.config import SamplingParams
 from paceline.vllm.coupled_draws import CoupledDraws, VllmRequest
 from paceline.vllm.remote_drafts import RemoteDrafts
+from paceline.vllm.row_description import RowDescription
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as Worker
@@ -56,9 +56,8 @@ class _Batch:
             self.draws.keep(known)
         return [known[name] for name in self._runner.input_batch.req_ids]
 
-    def describe(self, row: int) -> tuple[SamplingParams, int | None]:
-        request = self._runner.requests[self._runner.input_batch.req_ids[row]]
-        return self.draws.params(request), request.num_prompt_tokens
+    def describe(self, row: int) -> RowDescription:
+        return self.draws.describe(self._runner.requests[self._runner.input_batch.req_ids[row]])
 
 
 class CoupledSampler(Sampler):  # type: ignore[misc]

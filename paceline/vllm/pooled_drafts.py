@@ -28,6 +28,7 @@ from paceline.ipc.pipe import PipeClosedError
 from paceline.launcher import Backoff
 from paceline.vllm.batch import Batch, ChainRequest, TokenIds
 from paceline.vllm.learned_cost import LearnedRowCost
+from paceline.vllm.row_description import RowDescription
 
 log = logging.getLogger(__name__)
 
@@ -35,13 +36,12 @@ NODES_PER_DEPTH = 4
 """A tree has room for so many nodes per draft token of a step: one of the alternatives may turn out right."""
 
 
-DescribeRow = Callable[[int], tuple[SamplingParams, int | None]]
-"""The sampling parameters of a row's request, and the number of its prompt's tokens if it is known."""
+DescribeRow = Callable[[int], RowDescription]
 
 
-def likeliest_tokens(row: int) -> tuple[SamplingParams, int | None]:
+def likeliest_tokens(row: int) -> RowDescription:
     """For draws with noise that drafts cannot predict."""
-    return SamplingParams(temperature=0.0), None
+    return RowDescription(SamplingParams(temperature=0.0))
 
 
 PLAIN_STEPS = 3
@@ -156,13 +156,13 @@ class PooledDrafts:
     def _open(self, row: int, tokens: TokenIds) -> ChainRequest:
         """The request of a row that is new."""
         known = tokens.tolist()
-        params, prompt_tokens = self._describe(row)
-        prompt = known[:prompt_tokens]
+        row_of = self._describe(row)
+        prompt = known[: row_of.prompt_tokens]
         max_tokens = max(1, self._max_model_len - len(prompt))
-        key, depth = next(self._keys), self._config.num_speculative_tokens
+        key, depth = next(self._keys), self._config.limits(row_of.speculative)[0]
         return ChainRequest(
             key,
-            GenerationRequest(str(key), prompt, params, committed=known[len(prompt) :]),
+            GenerationRequest(str(key), prompt, row_of.params, committed=known[len(prompt) :]),
             TokenTree(len(known) - 1, known[-1], {source: each.cache for source, each in self._calibrations.items()}),
             max_tokens=max_tokens,
             limits=(depth, NODES_PER_DEPTH * depth),

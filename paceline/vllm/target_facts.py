@@ -29,15 +29,18 @@ def read_target_facts(vllm_config: VllmConfig) -> TargetFacts:
 
     model = vllm_config.model_config
     return TargetFacts(
-        vocabulary_fingerprint(str(_tokenizer_folder(model))),
+        vocabulary_fingerprint(str(tokenizer_folder(model))),
         model.get_vocab_size(),
         model.max_model_len,
         get_tensor_model_parallel_rank() == 0,
     )
 
 
-def _tokenizer_folder(model: ModelConfig) -> Path:
-    """Where the tokenizer's files are: the model's own folder, or the cache of the model hub."""
+def tokenizer_folder(model: ModelConfig) -> Path:
+    """Where the tokenizer's files are: the model's own folder, or the cache of the model hub.
+
+    Raises `ModelNotFoundError` if the model has no tokenizer.json.
+    """
     from transformers.utils.hub import cached_file
 
     try:

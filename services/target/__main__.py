@@ -16,6 +16,7 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from paceline.config.vllm_options import VllmOptions
 from paceline.core.messages import TargetDescription
 from paceline.core.verify import strategy_of
 from paceline.engine.engine_messages import CalibrationSeed, EngineInfo, StepResult
@@ -35,6 +36,7 @@ from paceline.wire.draft_stream import DraftLinkConfig
 from paceline.wire.draft_stream_messages import ConnectDrafts, SendDraftFrame
 from paceline_services.service_entrypoint import (
     Worker,
+    json_option,
     parse_with_config_file,
     run_service,
     serve_worker,
@@ -44,6 +46,11 @@ from paceline_services.target.engine_watchdog import EngineWatchdog
 from paceline_services.target.stat_logger import StatLogger
 from paceline_services.target.target_servicer import TargetServicer
 
+ENGINES = {
+    "paceline": "paceline_services.target.engine_process",
+    "vllm": "paceline_services.target.vllm_process",
+}
+"""The model process of each engine."""
 TARGET_SERVICE = target_pb2.DESCRIPTOR.services_by_name["TargetService"]
 
 
@@ -64,7 +71,13 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--labels", action="append", default=[], metavar="KEY=VALUE,...", help="what requests may ask for; repeatable"
     )
+    parser.add_argument("--engine", choices=ENGINES, default="paceline", help="what computes")
+    parser.add_argument(
+        "--vllm-options", default="{}", metavar="JSON", type=json_option(VllmOptions), help="for --engine vllm"
+    )
     options = parse_with_config_file(parser, arguments)
+    if options.engine != "vllm" and options.vllm_options != VllmOptions():
+        parser.error("--vllm-options is for --engine vllm")
     try:
         options.labels = sorted(parse_labels(",".join(options.labels)))
     except ValueError as error:
@@ -73,7 +86,8 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    await serve_worker("target", "paceline_services.target.engine_process", target_worker, options, stop)
+    process, python = ENGINES[options.engine], options.vllm_options.python or sys.executable
+    await serve_worker("target", process, target_worker, options, stop, python)
 
 
 @asynccontextmanager
@@ -105,7 +119,7 @@ async def target_worker(
         engine.on(StepResult, on_step)
         known = await stored_acceptance(store, description)
         engine.send(CalibrationSeed(known.cell_drafted, known.cell_accepted))
-        if speculation.enabled and speculation.draft_placement == "worker":
+        if options.engine == "paceline" and speculation.enabled and speculation.draft_placement == "worker":
             config = DraftLinkConfig(info.fingerprint, info.vocabulary_size, tls=tls)
             pool = DraftPool(config, engine.send, info.layers, metrics)
             engine.on(ConnectDrafts, pool.connect)

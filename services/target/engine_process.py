@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 import time
-from collections.abc import Sequence
 
 from paceline.config import MAPPING_HINT, EngineConfig, SpeculativeConfig
 from paceline.drafting import build_lookups, complete_config
@@ -22,7 +20,12 @@ from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
 from paceline.wire.remote_drafting import RemoteDrafting
-from paceline_services.model_entrypoint import as_start_errors, build_configured_speculator, run_model_process
+from paceline_services.model_entrypoint import (
+    as_start_errors,
+    bind_cpus,
+    build_configured_speculator,
+    run_model_process,
+)
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +40,6 @@ def serve_engine(pipe: Pipe, options: argparse.Namespace) -> None:
     freeze_gc_heap()
     pipe.send(Ready(model_facts(engine, speculation)))
     EngineLoop(engine, pipe).run()
-
-
-def bind_cpus(cpus: Sequence[int]) -> None:
-    """Run this process on these cores only. If the system refuses, log a warning: it costs only speed."""
-    try:
-        os.sched_setaffinity(0, cpus)
-    except (OSError, AttributeError) as error:  # AttributeError: not on this system
-        log.warning("not bound to cores %s: %s", ", ".join(map(str, cpus)), error)
 
 
 def build_engine(pipe: Pipe, model_name: str, config: EngineConfig, speculation: SpeculativeConfig) -> Engine:

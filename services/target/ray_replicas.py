@@ -114,10 +114,12 @@ def replica_ranks(options: argparse.Namespace, rest: Sequence[str]) -> ReplicaSp
     ports = PortAllocator(options.target.port)
     metrics = None if options.target.metrics_port is None else PortAllocator(options.target.metrics_port)
 
+    alone = size == 1 or options.target.engine == "vllm"  # vLLM starts its ranks itself
+
     @contextmanager
     def rank0_command(rendezvous: HostPort) -> Iterator[list[str]]:
         shared = engine.model_copy(
-            update={"tensor_parallel_size": size, "rendezvous": str(rendezvous) if size > 1 else None}
+            update={"tensor_parallel_size": size, "rendezvous": None if alone else str(rendezvous)}
         )
         own = ["--host", rendezvous.host, "--engine-config", shared.model_dump_json()]
         with (
@@ -128,10 +130,12 @@ def replica_ranks(options: argparse.Namespace, rest: Sequence[str]) -> ReplicaSp
             own += [] if metrics_port is None else ["--metrics-port", str(metrics_port)]
             yield ["-m", "paceline_services.target", *rest, *own]
 
-    bundle = {"CPU": float(engine.threads)}
+    processes = 1 if alone else size
+    in_each = float(size // processes)
+    bundle = {"CPU": engine.threads * in_each}
     if engine.device.startswith("cuda"):
-        bundle["GPU"] = 1.0  # the rank sees only this one
-    return ReplicaSpec(size, bundle, options.placement, rank0_command, options.target.drain_s + STOP_GRACE_S)
+        bundle["GPU"] = in_each  # the process sees only these
+    return ReplicaSpec(processes, bundle, options.placement, rank0_command, options.target.drain_s + STOP_GRACE_S)
 
 
 if __name__ == "__main__":

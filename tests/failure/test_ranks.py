@@ -20,7 +20,7 @@ from torch import Tensor
 
 from paceline.cli.process_tree import process_and_descendants
 from paceline.config import EngineConfig
-from paceline.launcher import StartError
+from paceline.launcher import FAILED, StartError
 from paceline.model.loading import load, load_shard
 from paceline.model.parallel import rendezvous
 from paceline.model.parallel.host_port import HostPort
@@ -28,7 +28,6 @@ from paceline.model.parallel.rank_errors import RankLostError, RendezvousError
 from paceline.model.parallel.rendezvous import RankConfig, create_rank_group, join_rank_group
 from paceline.model.parallel.tensor_parallel_group import TensorParallelGroup
 from paceline.model.rows import SlotTable
-from paceline_services.service_entrypoint import FAILED
 from paceline_services.target.engine_process import load_model
 from tests.helpers.checkpoints import save_checkpoint
 from tests.helpers.ranks import LOOPBACK, RankProcesses, free_address

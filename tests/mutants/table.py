@@ -662,6 +662,20 @@ MUTANTS = (
         ("unit/test_coupled_draws.py",),
     ),
     Mutant(
+        "vLLM's draws count committed tokens as prompt",
+        "paceline/vllm/coupled_draws.py",
+        "start = len(prompt) - extra.committed",
+        "start = len(prompt)",
+        ("unit/test_coupled_draws.py",),
+    ),
+    Mutant(
+        "a forced token is one place late",
+        "paceline/vllm/coupled_draws.py",
+        "state.extra.forced[output_tokens:]",
+        "state.extra.forced[output_tokens + 1 :]",
+        ("unit/test_coupled_draws.py",),
+    ),
+    Mutant(
         "a fault of the drafts ends vLLM",
         "paceline/vllm/pooled_drafts.py",
         "            except Exception:\n",

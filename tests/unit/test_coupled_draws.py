@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +14,11 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core.sampling import History, SamplingRow, draw
-from paceline.vllm.coupled_draws import NO_TOKEN, CoupledDraws, sampling_params
+from paceline.vllm.coupled_draws import NO_TOKEN, CoupledDraws
 
 VOCABULARY = 40
 LENGTH = 24
+PROMPT = (1, 2, 3, 2)
 
 
 @dataclass
@@ -65,13 +67,15 @@ def at_random(tokens: Sequence[int]) -> list[int]:
     return random.Random(len(tokens)).choices(range(VOCABULARY), k=3)
 
 
-def generate(params: Params, *guesses: Callable[[Sequence[int]], list[int]]) -> tuple[list[list[int]], int]:
+def generate(
+    params: Params, *guesses: Callable[[Sequence[int]], list[int]], prompt: Sequence[int] = PROMPT
+) -> tuple[list[list[int]], int]:
     """The outputs of one request for each way to guess, all in one batch, and how many guesses were accepted.
 
     The seed is the same for all.
     """
     draws = CoupledDraws(VOCABULARY)
-    requests = [Request(f"r{index}", [1, 2, 3, 2], params) for index, _ in enumerate(guesses)]
+    requests = [Request(f"r{index}", list(prompt), params) for index, _ in enumerate(guesses)]
     accepted = 0
     while min(len(request.output_token_ids) for request in requests) < LENGTH:
         known = [[*request.prompt_token_ids, *request.output_token_ids] for request in requests]
@@ -102,11 +106,16 @@ RULES: list[dict[str, Any]] = [
     {"allowed_token_ids": [4, 5, 6, 9, 11]},
     {"bad_words_token_ids": [[4], [5, 6]]},
     {"min_tokens": 20, "all_stop_token_ids": {3, 8}},
-    {"extra_args": {"paceline_min_p": 0.2, "paceline_logit_bias": '{"3": 4.0}'}},
+    {"extra_args": {"paceline": '{"sampling": {"min_p": 0.2, "logit_bias": {"3": 4.0}}}'}},
+    {"extra_args": {"paceline": '{"forced": [1, 7, 7, 3, 9]}'}},
 ]
 
 
-@pytest.mark.parametrize("rules", RULES, ids=lambda rules: "-".join(rules) or "plain")
+def name_of(rules: dict[str, Any]) -> str:
+    return "forced" if "forced" in str(rules) else "-".join(rules) or "plain"
+
+
+@pytest.mark.parametrize("rules", RULES, ids=name_of)
 def test_drafts_change_no_token(rules: dict[str, Any]) -> None:
     params = Params(**{"seed": 11, **rules})
     [plain], _ = generate(params, never)
@@ -149,18 +158,39 @@ def test_requests_without_a_seed_differ_and_each_is_repeatable() -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"paceline_min_p": 2.0},
-        {"paceline_min_p": "much"},
-        {"paceline_logit_bias": "no JSON"},
-        {"paceline_logit_bias": {"3": 1}},
+        "no JSON",
+        {"sampling": {"min_p": 2.0}},
+        '{"sampling": {"min_p": 2.0}}',
+        '{"sampling": {"logit_bias": {"3": "much"}}}',
+        '{"sampling": {"unknown": 1}}',
+        '{"committed": 4}',
+        '{"committed": -1}',
+        '{"forced": [40]}',
+        '{"unknown": 1}',
     ],
     ids=str,
 )
-def test_a_wrong_extra_argument_is_ignored(given: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_extra_argument_is_ignored(given: Any, caplog: pytest.LogCaptureFixture) -> None:
     """An error here would end vLLM."""
-    params = Params(seed=3, extra_args=given, repetition_penalty=1e6, logit_bias={1: 1e6})
-    assert sampling_params(params, "r") == sampling_params(replace(params, extra_args=None), "r")  # type: ignore[arg-type]
-    assert "are ignored" in caplog.text
+    params = Params(seed=3, extra_args={"paceline": given}, repetition_penalty=1e6, logit_bias={1: 1e6})
+    assert generate(params, never) == generate(replace(params, extra_args=None), never)
+    assert "ignored" in caplog.text
+
+
+@pytest.mark.parametrize("guess", [never, at_random])
+@pytest.mark.parametrize("rules", RULES[:-1], ids=name_of)
+def test_a_request_goes_on_after_committed_tokens(
+    rules: dict[str, Any], guess: Callable[[Sequence[int]], list[int]]
+) -> None:
+    """Elsewhere it began; here they are the end of its prompt, or its first draws are forced."""
+    extra = json.loads(rules.get("extra_args", {}).get("paceline", "{}"))
+    params = Params(**{"seed": 11, **rules})
+    [plain], _ = generate(params, never)
+    here = replace(params, extra_args={"paceline": json.dumps({**extra, "committed": 10})})
+    [rest], _ = generate(here, guess, prompt=[*PROMPT, *plain[:10]])
+    assert rest[: LENGTH - 10] == plain[10:]
+    again = replace(params, extra_args={"paceline": json.dumps({**extra, "forced": plain[:10]})})
+    assert generate(again, guess)[0] == [plain]
 
 
 def test_an_id_may_come_back_with_another_request() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from paceline.config import EngineConfig
 from paceline.launcher import COULD_NOT_START, Backoff, StartError
 from paceline.model.parallel.host_port import HostPort
 from paceline.ray_pool import target_replica as replicas
@@ -168,6 +169,17 @@ def test_replicas_on_one_node_have_ports_of_their_own(
     assert [each.host for each in parsed] == ["a", "a", "b", "a"]
     assert [each.port for each in parsed] == ports
     assert [each.metrics_port for each in parsed] == metrics_ports
+
+
+@pytest.mark.parametrize(("device", "bundle"), [("cpu", {"CPU": 6.0}), ("cuda", {"CPU": 6.0, "GPU": 2.0})])
+def test_vllm_gets_the_resources_of_its_ranks_and_starts_them(device: str, bundle: dict[str, float]) -> None:
+    engine = EngineConfig(threads=3, device=device).model_dump_json()
+    given = ["--model", "m", "--engine", "vllm", "--engine-config", engine]
+    ranks = replica_ranks(*parse_pool_options(["--ray", "local", "--tensor-parallel-size", "2", *given]))
+    assert (ranks.size, ranks.bundle) == (1, bundle)
+    with ranks.rank_zero_command(HostPort("a", 1)) as command:
+        parsed = target_options(command[2:])
+    assert (parsed.engine_config.tensor_parallel_size, parsed.engine_config.rendezvous) == (2, None)
 
 
 @pytest.mark.parametrize("option", ["--worker-id", "--worker", "--advertise", "--host", "--ho"])

@@ -48,12 +48,12 @@ def draft(config: Mapping[str, Any] | None = None) -> Iterator[ServiceProcess]:
         yield running
 
 
-class VllmEngine:
+class VllmProcess:
     """A vLLM engine in a process of its own."""
 
     def __init__(self, batches: Sequence[Batch], **engine: Any) -> None:
         self._process = subprocess.Popen(
-            [PYTHON, Path(__file__).with_name("vllm_process.py")],
+            [PYTHON, Path(__file__).with_name("batch_process.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -98,8 +98,8 @@ class VllmEngine:
 
 
 @contextmanager
-def vllm_engine(batches: Sequence[Batch], **engine: Any) -> Iterator[VllmEngine]:
-    running = VllmEngine(batches, **engine)
+def vllm_engine(batches: Sequence[Batch], **engine: Any) -> Iterator[VllmProcess]:
+    running = VllmProcess(batches, **engine)
     try:
         yield running
     finally:

@@ -15,7 +15,7 @@ RULES: list[dict[str, Any]] = [
     {"top_k": 20, "top_p": 0.9},
     {"repetition_penalty": 1.2, "frequency_penalty": 0.3},
     {"min_tokens": 30, "stop_token_ids": [10, 11]},
-    {"extra_args": {"paceline_min_p": 0.05, "paceline_logit_bias": '{"12": 2.0}'}},
+    {"extra_args": {"paceline": '{"sampling": {"min_p": 0.05, "logit_bias": {"12": 2.0}}}'}},
     {"allowed_token_ids": list(range(3, 400))},
     {"bad_words": ["self", "return"]},
     {"structured_outputs": {"regex": "[a-z ]{40,60}"}},

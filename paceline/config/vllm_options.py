@@ -1,0 +1,30 @@
+"""How vLLM computes for a target worker."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pydantic import Field, field_validator
+
+from paceline.config.settings import Settings
+
+
+class VllmOptions(Settings):
+    """`--vllm-options` beside `--engine vllm`."""
+
+    python: str | None = Field(
+        None, description="the Python of an environment with vLLM and paceline; None: the one that runs the worker"
+    )
+    engine_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of vLLM's engine, by its names: quantization, enable_lora, ..."
+    )
+
+    @field_validator("python")
+    @classmethod
+    def _runs(cls, value: str | None) -> str | None:
+        """Absolute; a link stays one, since an environment's Python is a link to another one."""
+        if value is not None and not os.access(value, os.X_OK):
+            raise ValueError(f"{value} is not a program")
+        return None if value is None else str(Path(value).absolute())

@@ -1,0 +1,311 @@
+"""vLLM as the engine of a target worker: submissions in, deltas out, one step after another.
+
+Its tokens are drawn by `CoupledWorker`, so they follow all of our sampling rules and depend on no draft. A request that
+another target began goes on after its committed tokens: they join the prompt, and `CoupledDraws` counts them as output.
+Under a grammar vLLM has to follow the output from its start, so there they are drawn again, one forced token after
+another, and not reported.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from vllm import SamplingParams as VllmSamplingParams
+from vllm import __version__ as vllm_version
+from vllm import envs
+from vllm.config import ModelConfig, VllmConfig
+from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from paceline import __version__
+from paceline.core.messages import (
+    Delta,
+    EngineLoad,
+    FinishReason,
+    GenerationRequest,
+    LogProbs,
+    SpeculationStats,
+    Timings,
+    Usage,
+)
+from paceline.engine.engine_messages import EngineInfo
+from paceline.grammar.lark import PREAMBLE
+from paceline.telemetry.step_stats import StepStats
+from paceline.text import vocabulary_fingerprint
+from paceline.vllm.extra_arguments import ExtraArguments
+from paceline.vllm.target_facts import tokenizer_folder
+
+STATS_INTERVAL_S = 0.1
+"""How often deltas of running requests carry statistics."""
+FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
+
+
+class RecordingScheduler(Scheduler):  # type: ignore[misc]
+    """vLLM's scheduler, which keeps its last decision: what a step computes of each request."""
+
+    def __init__(self, *arguments: Any, **others: Any) -> None:
+        super().__init__(*arguments, **others)
+        self.preemptions = 0
+        self._rows: dict[str, int] = {}
+        self._drafts: dict[str, list[int]] = {}
+
+    def schedule(self, *arguments: Any, **others: Any) -> SchedulerOutput:
+        decision = super().schedule(*arguments, **others)
+        self._rows = dict(decision.num_scheduled_tokens)
+        self._drafts = dict(decision.scheduled_spec_decode_tokens)
+        self.preemptions += len(decision.preempted_req_ids or ())
+        return decision
+
+    def take_scheduled(self) -> tuple[Mapping[str, int], Mapping[str, Sequence[int]]]:
+        """By vLLM's id of a request: its rows in the last step, and its draft tokens. Empty when asked again."""
+        taken = self._rows, self._drafts
+        self._rows, self._drafts = {}, {}
+        return taken
+
+
+@dataclass(slots=True)
+class _Running:
+    """One request in vLLM."""
+
+    submission: GenerationRequest
+    id: str
+    """vLLM's own."""
+    arrived: float
+    replayed: int
+    """Committed tokens that vLLM still has to draw again."""
+    output_tokens: int
+    cached_tokens: int = 0
+    started: float | None = None
+    compute_s: float = 0.0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def usage(self) -> Usage:
+        return Usage(len(self.submission.prompt), self.output_tokens, self.cached_tokens)
+
+
+class VllmEngine:
+    """A `SteppedEngine` around vLLM's own engine in this process."""
+
+    def __init__(self, engine: LLMEngine, clock: Callable[[], float] = time.perf_counter) -> None:
+        """`engine` has a `RecordingScheduler` and, as workers, `CoupledWorker`s."""
+        self.stats_due = False
+        self._engine = engine
+        self._scheduler: RecordingScheduler = engine.engine_core.engine_core.scheduler
+        self._config: VllmConfig = engine.vllm_config
+        self._clock = clock
+        self._requests: dict[str, _Running] = {}
+        self._ended: list[Delta] = []
+        """Final deltas of requests that ended between steps."""
+        self._stats_sent_at = -STATS_INTERVAL_S
+        cache = self._config.cache_config
+        self.slots = cache.num_gpu_blocks * cache.block_size
+        """Positions that the KV cache holds."""
+        self.last_step = StepStats(0.0, 0, 0, 0, self.slots)
+
+    def info(self, method: str) -> EngineInfo:
+        """`method`: how drafts are made; empty without speculation. Raises `ModelNotFoundError`."""
+        model = self._config.model_config
+        return EngineInfo(
+            fingerprint=vocabulary_fingerprint(str(tokenizer_folder(model))),
+            vocabulary_size=model.get_vocab_size(),
+            max_model_len=min(model.max_model_len, self.slots),
+            slots=self.slots,
+            rows_invariant=envs.VLLM_BATCH_INVARIANT,
+            eos_token_ids=_eos_token_ids(model),
+            layers=model.hf_text_config.num_hidden_layers,
+            method=method,
+            numerics=_numerics(self._config),
+        )
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._requests or self._ended)
+
+    @property
+    def load(self) -> EngineLoad:
+        last = self.last_step
+        return EngineLoad(last.running, last.waiting, last.free_slots, last.rows, last.step_s)
+
+    def seed(self, drafted: Sequence[float], accepted: Sequence[float]) -> None:
+        """The proposer calibrates drafts by itself."""
+
+    def submit(self, submission: GenerationRequest) -> None:
+        try:
+            if submission.request_id in self._requests:
+                raise ValueError(f"request id {submission.request_id!r} is in use")
+            self._requests[submission.request_id] = self._add(submission)
+        except ValueError as error:
+            self._ended.append(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+
+    def cancel(self, request_id: str) -> None:
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._engine.abort_request([request_id])
+            delta = Delta(request_id, finish_reason=FinishReason.CANCELLED)
+            self._finish(request, delta)
+            self._ended.append(delta)
+
+    def step(self) -> list[Delta]:
+        start = self._clock()
+        self.stats_due = start - self._stats_sent_at >= STATS_INTERVAL_S
+        self._stats_sent_at = start if self.stats_due else self._stats_sent_at
+        deltas, self._ended = self._ended, []
+        outputs = self._engine.step() if self._engine.has_unfinished_requests() else []
+        seconds = self._clock() - start
+        rows, drafted = self._scheduler.take_scheduled()
+        for request in self._requests.values():
+            if request.id in rows:
+                request.started = start if request.started is None else request.started
+                request.compute_s += seconds
+        total, drawn = SpeculationStats(), 0
+        for output in outputs:
+            request = self._requests[output.request_id]
+            drafts = len(drafted.get(request.id, ()))
+            drawn += 1 + drafts if request.output_tokens > len(request.submission.committed) else drafts
+            deltas += self._delta(request, output, drafts, total)
+        self._record_step(seconds, sum(rows.values()), drawn, deltas, total)
+        return deltas
+
+    def _add(self, submission: GenerationRequest) -> _Running:
+        """Raises ValueError, with the reason, if the submission cannot be served."""
+        sampling, committed = submission.sampling, list(submission.committed)
+        if committed and (len(committed) >= sampling.max_tokens or committed[-1] in sampling.stop_token_ids):
+            raise ValueError(f"the request is over already: {len(committed)} tokens were committed")
+        again = committed if sampling.grammar else []
+        prompt = [*submission.prompt, *([] if again else committed)]
+        begun = len(prompt) - len(submission.prompt)
+        room = self._config.model_config.max_model_len - len(prompt)
+        if not submission.prompt or room < 1:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; there is room for 1 to {len(prompt) + room - 1}")
+        extra = ExtraArguments(
+            sampling=sampling.model_dump(mode="json", exclude={"grammar"}),
+            speculative=submission.speculative,
+            committed=begun,
+            forced=tuple(again),
+        )
+        params = VllmSamplingParams(
+            temperature=sampling.temperature,
+            max_tokens=min(sampling.max_tokens - begun, room),
+            min_tokens=max(0, sampling.min_tokens - begun),
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=True,  # the stop tokens include it
+            logprobs=sampling.logprobs,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            structured_outputs=StructuredOutputsParams(grammar=PREAMBLE + sampling.grammar)
+            if sampling.grammar
+            else None,
+            extra_args=extra.as_extra_args(),
+        )
+        salt = {"cache_salt": submission.cache_salt} if submission.cache_salt else {}
+        name = self._engine.add_request(submission.request_id, {"prompt_token_ids": prompt, **salt}, params)
+        return _Running(submission, name, self._clock(), len(again), len(committed))
+
+    def _delta(self, request: _Running, output: RequestOutput, drafts: int, total: SpeculationStats) -> list[Delta]:
+        """What a step drew for a request; nothing while it only draws committed tokens again."""
+        completion = output.outputs[0]
+        tokens, start = list(completion.token_ids), request.replayed
+        request.cached_tokens = max(request.cached_tokens, output.num_cached_tokens or 0)
+        if tokens:
+            accepted = min(drafts, len(tokens) - 1)
+            for stats in (request.stats, total):
+                stats.record(drafts, drafts, accepted)
+            request.replayed = max(0, start - len(tokens))
+        new = tokens[start:]
+        request.output_tokens += len(new)
+        reason = None if completion.finish_reason is None else FINISH_REASONS.get(completion.finish_reason)
+        if completion.finish_reason is not None and reason is None:
+            reason = FinishReason.ERROR
+        if not new and reason is None:
+            return []
+        delta = Delta(
+            request.submission.request_id,
+            new,
+            [place < len(tokens) - 1 for place in range(start, len(tokens))],
+            _log_probs(completion.logprobs, tokens, request.submission.sampling.logprobs)[start:],
+            reason,
+            error="vLLM ended the request" if reason is FinishReason.ERROR else "",
+            speculation=request.stats.snapshot() if self.stats_due else None,
+        )
+        if reason is not None:
+            delta.stop_token = new[-1] if reason is FinishReason.STOP and new else None
+            self._finish(request, delta)
+        return [delta]
+
+    def _finish(self, request: _Running, delta: Delta) -> None:
+        """Complete a final delta, and forget the request."""
+        now = self._clock()
+        delta.usage, delta.speculation = request.usage(), request.stats.snapshot()
+        queued = (now if request.started is None else request.started) - request.arrived
+        delta.timings = Timings(queued, request.compute_s, now - request.arrived)
+        del self._requests[request.submission.request_id]
+
+    def _record_step(
+        self,
+        seconds: float,
+        rows: int,
+        drawn: int,
+        deltas: Sequence[Delta],
+        speculation: SpeculationStats,
+    ) -> None:
+        """`drawn`: rows that computed no prompt."""
+        running, waiting = self._scheduler.get_request_counts()
+        free = round((1.0 - self._scheduler.kv_cache_manager.usage) * self.slots)
+        self.last_step = StepStats(
+            seconds,
+            rows=rows,
+            running=running,
+            waiting=waiting,
+            free_slots=free,
+            prompt_tokens=max(0, rows - drawn),
+            generation_tokens=sum(len(delta.tokens) for delta in deltas),
+            preemptions=self._scheduler.preemptions,
+            speculation=speculation,
+        )
+        self._scheduler.preemptions = 0
+
+
+def _grammar(grammar: str) -> StructuredOutputsParams | None:
+    return StructuredOutputsParams(grammar=PREAMBLE + grammar) if grammar else None
+
+
+def _eos_token_ids(model: ModelConfig) -> tuple[int, ...]:
+    """From generation_config.json, else from the model's configuration."""
+    found = model.try_get_generation_config().get("eos_token_id")
+    found = getattr(model.hf_text_config, "eos_token_id", None) if found is None else found
+    return tuple(found) if isinstance(found, list) else () if found is None else (found,)
+
+
+def _numerics(config: VllmConfig) -> str:
+    """What numbers depend on, apart from weights, rows and their order: one line."""
+    model, parallel = config.model_config, config.parallel_config
+    parts = [
+        f"vllm {vllm_version}",
+        f"{model.dtype}".removeprefix("torch.") + (f" {model.quantization}" if model.quantization else ""),
+        current_platform.get_device_name(),
+        f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks",
+        "eager" if model.enforce_eager else "compiled",
+        "batch invariant" if envs.VLLM_BATCH_INVARIANT else "",
+        f"torch {torch.__version__}",
+        f"paceline {__version__}",
+    ]
+    return "; ".join(filter(None, parts))
+
+
+def _log_probs(found: Any, tokens: Sequence[int], top: int | None) -> list[LogProbs]:
+    """`found`: vLLM's, by position a mapping from tokens to their log-probabilities."""
+    if top is None or found is None:
+        return []
+    result = []
+    for token, by_token in zip(tokens, found, strict=True):
+        best = sorted(((each, known.logprob) for each, known in by_token.items()), key=lambda pair: (-pair[1], pair[0]))
+        result.append(LogProbs(by_token[token].logprob, tuple(best[:top])))
+    return result

@@ -1,0 +1,75 @@
+"""python -m paceline_services.target.vllm_process FD: a target's model process that runs vLLM (`--engine vllm`).
+
+It runs in an environment with vLLM. vLLM's engine is in this process, so that nothing survives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+from paceline.engine.engine_loop import EngineLoop
+from paceline.ipc.gc_heap import freeze_gc_heap
+from paceline.ipc.model_process import Ready
+from paceline.ipc.pipe import Pipe
+from paceline.launcher import StartError
+from paceline.vllm.engine_arguments import engine_arguments
+from paceline_services.model_entrypoint import bind_cpus, run_model_process
+
+log = logging.getLogger(__name__)
+
+
+def serve_vllm(pipe: Pipe, options: argparse.Namespace) -> None:
+    """Load the model, and run vLLM until the pipe closes."""
+    set_environment(options)
+    if cpus := options.engine_config.cpus:
+        bind_cpus(cpus)
+    try:
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        from paceline.vllm.vllm_engine import VllmEngine
+    except ImportError as error:
+        raise StartError(f"vLLM cannot be imported by {sys.executable}: {error}; see docs/vllm.md") from error
+    started_at = time.perf_counter()
+    tls = (options.tls_cert, options.tls_key, options.tls_ca) if options.tls_cert else None
+    try:
+        arguments = engine_arguments(
+            options.model,
+            options.engine_config,
+            options.speculative_config,
+            options.vllm_options,
+            options.redis_url,
+            tls and [str(file) for file in tls],
+        )
+        engine = VllmEngine(LLMEngine.from_engine_args(EngineArgs(**arguments, disable_log_stats=True)))
+    except (ValueError, TypeError, OSError) as error:
+        raise StartError(f"vLLM cannot serve {options.model}: {error}") from error
+    log.info("model loaded", extra={"seconds": time.perf_counter() - started_at, "slots": engine.slots})
+    freeze_gc_heap()
+    speculation = options.speculative_config
+    pipe.send(Ready(engine.info(speculation.method if speculation.enabled else "")))
+    EngineLoop(engine, pipe).run()
+
+
+def set_environment(options: argparse.Namespace) -> None:
+    """Before vLLM is imported. What the user has set stays."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
+    if options.engine_config.cpus is not None:
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", cpu_binding(options.engine_config.cpus))
+        os.environ.setdefault("OMP_NUM_THREADS", str(options.engine_config.threads))
+
+
+def cpu_binding(cpus: Sequence[int]) -> str:
+    """As vLLM takes it."""
+    return ",".join(map(str, cpus)) or "nobind"
+
+
+if __name__ == "__main__":
+    sys.exit(run_model_process("target", serve_vllm))
