@@ -113,6 +113,28 @@ def peers(
 
 
 @bench.command()
+def vllm(
+    sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened")] = None,
+    workloads: Annotated[list[str] | None, typer.Option(help="code, code-0.8, questions, edits or json")] = None,
+    methods: Annotated[list[str] | None, typer.Option(help="as the table calls them; all by default")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repetitions of each prompt.")] = 3,
+    python: Annotated[Path, typer.Option(help="Of an environment with vLLM.")] = Path(".venv-vllm/bin/python"),
+    *,
+    eager: Annotated[bool, typer.Option("--eager", help="Do not compile the model.")] = False,
+) -> None:
+    """VLLM with our draft pool beside vLLM with its own speculation, on the CPU."""
+    from paceline_lab.bench import vllm_comparison
+
+    def measure(console: Console) -> dict[str, Any]:
+        given = {"sizes": sizes, "loads": workloads, "methods": methods}
+        chosen: dict[str, Any] = {name: names for name, names in given.items() if names}
+        options = vllm_comparison.VllmBenchOptions(python, **chosen, repeats=repeats, eager=eager)
+        return vllm_comparison.run(console, options)
+
+    _measured(measure)
+
+
+@bench.command()
 def profile(
     sizes: Annotated[list[str] | None, typer.Option(help="shipped or widened; both by default")] = None,
     requests: Annotated[list[int] | None, typer.Option(min=1, help="Requests at once; 1, 8, 32 and 100.")] = None,

@@ -276,7 +276,7 @@ def speculation(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     }
 
 
-def _environment(threads: int, folder: Path) -> dict[str, str]:
+def engine_environment(threads: int, folder: Path) -> dict[str, str]:
     cores = sorted(os.sched_getaffinity(0))[:threads]
     return {
         "OMP_NUM_THREADS": str(threads),
@@ -312,7 +312,7 @@ class _EngineStarter:
             threads: self._process(engine, python, threads, together)
             for threads in sorted({1, len(os.sched_getaffinity(0))})
         }
-        seconds = {threads: _plain_seconds(process, prompt) for threads, process in tried.items()}
+        seconds = {threads: plain_seconds(process, prompt) for threads, process in tried.items()}
         best = min(seconds, key=lambda threads: seconds[threads])
         for threads, process in tried.items():
             if threads != best:
@@ -332,7 +332,7 @@ class _EngineStarter:
         process = PeerProcess(
             f"{engine}, {self.size}",
             [str(python), str(peer_worker.__file__), engine],
-            _environment(threads, self.options.folder),
+            engine_environment(threads, self.options.folder),
             logs / f"{engine}-{self.size}-{methods[0]}-{threads}.log",
         )
         self.stack.callback(process.close)
@@ -341,12 +341,12 @@ class _EngineStarter:
         return process
 
 
-def _plain_seconds(process: PeerProcess, prompt: Sequence[int]) -> float:
+def plain_seconds(process: PeerProcess, prompt: Sequence[int]) -> float:
     """Time of plain decoding, at its second run."""
-    return [process.generate(_request(PLAIN, [prompt], 0.0))[1] for _ in range(2)][-1]
+    return [process.generate(request(PLAIN, [prompt], 0.0))[1] for _ in range(2)][-1]
 
 
-def _request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
+def request(method: str, prompts: Sequence[Sequence[int]], temperature: float) -> dict[str, Any]:
     sampling = {"temperature": temperature, "seed": SEED, "max_tokens": MAX_TOKENS}
     return {"method": method, "prompts": [list(prompt) for prompt in prompts], **sampling}
 
@@ -369,27 +369,27 @@ def _measure_size(size: str, options: PeerBenchOptions, pythons: Mapping[str, Pa
                 result.leave_out(str(error))
         with result.console.status("") as status:
             for batch in BATCHES:
-                able = _warmed_up(processes, first, batch, result)
+                able = warmed_up(processes, first, batch, result)
                 for load, prompts in loads.items():
-                    _measure_load((size, load, batch), able, prompts, options.repeats, result, status)
+                    measure_load((size, load, batch), able, prompts, options.repeats, result, status)
         for load in loads:
             _show(size, load, result)
 
 
-def _warmed_up(processes: Processes, prompt: Sequence[int], batch: int, result: PeerResult) -> Processes:
+def warmed_up(processes: Processes, prompt: Sequence[int], batch: int, result: PeerResult) -> Processes:
     """Decode once greedily and once sampled. Returns the processes that can decode such a batch."""
     able = {}
     for (engine, method), process in processes.items():
         try:
             for temperature in (0.0, 0.8):
-                process.generate(_request(method, [prompt] * batch, temperature))
+                process.generate(request(method, [prompt] * batch, temperature))
             able[engine, method] = process
         except PeerError as error:
             result.leave_out(f"{error} ({method}, batch {batch})")
     return able
 
 
-def _measure_load(
+def measure_load(
     cell: tuple[str, str, int],
     able: Processes,
     prompts: Sequence[Sequence[int]],
@@ -406,7 +406,7 @@ def _measure_load(
             status.update(f"{size}, {load}, batch {batch}, repetition {repeat + 1} of {repeats}, prompt {first + 1}")
             for (engine, method), process in list(running.items()):
                 try:
-                    tokens, seconds = process.generate(_request(method, group, LOADS[load][1]))
+                    tokens, seconds = process.generate(request(method, group, LOADS[load][1]))
                 except PeerError as error:
                     del running[engine, method]
                     result.leave_out(f"{error} ({method}, {load}, batch {batch})")

@@ -189,17 +189,17 @@ class LlamaCppBatches:
 
 
 def load_vllm(setup: Setup) -> dict[str, Generate]:
-    """One method: each needs an engine of its own."""
+    """One method: each needs an engine of its own. `engine_args` of the setup: more arguments of it."""
     from vllm import LLM, SamplingParams
 
     [method] = setup["methods"]
-    speculation: dict[str, dict[str, Any] | None] = {
-        "plain": None,
+    speculation: dict[str, dict[str, Any]] = {
         "ngram": {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4},
         "draft_model": {"method": "draft_model", "model": setup["draft"]},
         "eagle3": {"method": "eagle3", "model": setup["head"]},
+        "pool": {"method": "custom_class", "model": "paceline.vllm.RemoteDrafts"},
     }
-    config = speculation[method]
+    config = speculation.get(setup.get("speculation", method))
     llm = LLM(
         setup["target"],
         dtype="bfloat16",
@@ -207,6 +207,7 @@ def load_vllm(setup: Setup) -> dict[str, Generate]:
         max_num_seqs=MOST_AT_ONCE,
         enable_prefix_caching=False,
         speculative_config=config and {**config, "num_speculative_tokens": GUESSES},
+        **setup.get("engine_args", {}),
     )
 
     def generate(prompts: Sequence[Sequence[int]], temperature: float, seed: int, count: int) -> Tokens:
