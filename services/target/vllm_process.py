@@ -17,6 +17,7 @@ from paceline.ipc.gc_heap import freeze_gc_heap
 from paceline.ipc.model_process import Ready
 from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
+from paceline.model_names import resolve_model
 from paceline.vllm.engine_arguments import engine_arguments
 from paceline_services.model_entrypoint import bind_cpus, run_model_process
 
@@ -39,7 +40,7 @@ def serve_vllm(pipe: Pipe, options: argparse.Namespace) -> None:
     tls = (options.tls_cert, options.tls_key, options.tls_ca) if options.tls_cert else None
     try:
         arguments = engine_arguments(
-            options.model,
+            resolve_model(options.model),
             options.engine_config,
             options.speculative_config,
             options.vllm_options,
