@@ -19,6 +19,7 @@ from pydantic import AliasChoices
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
 from paceline.telemetry.logs import LEVELS
+from paceline.vllm.engine_arguments import OURS
 
 CHART = Path(__file__).parent / "paceline"
 SCHEMA = CHART / "values.schema.json"
@@ -62,6 +63,12 @@ def speculation() -> Schema:
 
 
 QUANTITIES: Schema = {"type": "object", "additionalProperties": {"type": ["string", "integer", "null"]}}
+JSON_TYPES = ["string", "number", "boolean", "array", "object", "null"]
+VLLM_ARGUMENTS: Schema = {
+    "type": "object",
+    "additionalProperties": {"type": JSON_TYPES},
+    "properties": dict.fromkeys(OURS, False),
+}
 TOLERATION = closed(
     {
         "key": TEXT,
@@ -77,12 +84,15 @@ SHAPES: dict[str, Schema] = {
     "engine": EngineConfig.model_json_schema(by_alias=False),
     "resources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
     "headResources": closed({"requests": QUANTITIES, "limits": QUANTITIES}),
+    "engineArgs": VLLM_ARGUMENTS,
     "tensorParallelSize": AT_LEAST_ONE,
     "ranksPerPod": AT_LEAST_ONE,
     "placement": one_of("pack", "spread"),
     "tolerations": {"type": "array", "items": TOLERATION},
     "nodeSelector": NAMED_TEXTS,
     "annotations": NAMED_TEXTS,
+    "podAnnotations": NAMED_TEXTS,
+    "env": NAMED_TEXTS,
     "labels": NAMED_TEXTS,
     "pullSecrets": TEXTS,
     "clientNamespaces": TEXTS,

@@ -22,8 +22,14 @@ GPU: Values = {
 }
 MONITORING: Values = {"monitoring": {"enabled": True, "labels": {"release": "prometheus"}}}
 RAY = {"enabled": True, "tensorParallelSize": 2, "tokenSecret": {"name": "ray"}}
+VLLM = {"enabled": True, "python": sys.executable, "engineArgs": {"quantization": "fp8"}}
+"""With a Python that this machine has: a target refuses another one."""
 CHOICES: dict[str, dict[str, Values]] = {
     "machines": {"cpu": ON_CPUS, "gpu": GPU},
+    "engine": {
+        "own": {},
+        "vllm": {"target": {"vllm": VLLM, "sharedMemory": "8Gi", "cacheClaimName": "compiled"}},
+    },
     "ray": {"off": {}, "on": {"target": {"replicas": 2, "ray": RAY}}},
     "drafts": {
         "workers": {},
@@ -51,13 +57,17 @@ CHOICES: dict[str, dict[str, Values]] = {
     "monitoring": {"off": {}, "on": MONITORING},
 }
 """Values by topic and choice."""
+REFUSED = {"engine": "vllm", "ray": "on"}
+"""Choices that the chart refuses together."""
 
 
 def combinations() -> Iterator[tuple[str, Values]]:
     """Name and values of each combination."""
-    for chosen in product(*(choices.items() for choices in CHOICES.values())):
-        name = " ".join(f"{what}={choice}" for what, (choice, _) in zip(CHOICES, chosen, strict=True))
-        yield name, merged(*(values for _, values in chosen))
+    for chosen in product(*CHOICES.values()):
+        named = dict(zip(CHOICES, chosen, strict=True))
+        if not REFUSED.items() <= named.items():
+            name = " ".join(f"{what}={choice}" for what, choice in named.items())
+            yield name, merged(*(CHOICES[what][choice] for what, choice in named.items()))
 
 
 def main() -> int:

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import subprocess
 import sys
 import time
@@ -17,10 +18,13 @@ from ray.scripts.scripts import start as ray_start
 
 import paceline
 from paceline.cli.deployment import GRACE_S
+from paceline.config import EngineConfig
+from paceline.config.vllm_options import VllmOptions
 from paceline.state.embedded_redis import EmbeddedRedis
+from paceline.vllm.engine_arguments import ALLOWED, engine_arguments
 from paceline_services.target import ray_replicas
 from tests.deploy import pods
-from tests.deploy.combinations import CHOICES, GPU
+from tests.deploy.combinations import CHOICES, GPU, REFUSED, VLLM
 from tests.deploy.helm import CHART, ON_CPUS, ROOT, Document, RefusedError, Values, documents, merged, render, the
 from tests.deploy.validation import check
 
@@ -198,6 +202,14 @@ def test_selectors_find_their_pods_alone_and_scaled_objects_have_no_replicas_of_
         ({}, {"speculation": {"method": "dice"}}, "/speculation/method"),
         (GPU, {"speculation": {"speculative_num_step": 3}}, "speculation"),
         ({}, {"gateway": {"httpPort": 0}}, "/gateway/httpPort"),
+        ({}, {"target": {"vllm": {"engineArgs": {"worker_cls": "mine"}}}}, "/target/vllm/engineArgs/worker_cls"),
+        ({}, {"draft": {"env": {"OMP_NUM_THREADS": 4}}}, "/draft/env/OMP_NUM_THREADS"),
+        (ON_CPUS, {"gateway": {"env": {"POD_NAME": "mine"}}}, "gateway.env: the chart itself sets POD_NAME"),
+        (
+            ON_CPUS,
+            merged(*(CHOICES[what][choice] for what, choice in REFUSED.items())),
+            "target.vllm.enabled: the chart does not run vLLM over several pods yet",
+        ),
         (ON_CPUS, {"redis": {"enabled": False}}, "redis.external.urlSecret.name"),
         (ON_CPUS, {"target": {"tlsSecret": "target"}}, "tlsSecret"),
         (ON_CPUS, {"autoscaling": {"kind": "keda"}}, "autoscaling.prometheusUrl"),
@@ -257,6 +269,113 @@ def test_a_full_redis_forgets_no_worker() -> None:
         info: Any = client.info()
         assert info["evicted_keys"] > 100
         assert missing == 0
+
+
+def vllm_arguments(documents: list[Document]) -> dict[str, Any]:
+    """What vLLM's engine is called with."""
+    parsed = options(documents, "target")
+    assert parsed.engine == "vllm"
+    return engine_arguments(
+        parsed.model, parsed.engine_config, parsed.speculative_config, parsed.vllm_options, parsed.redis_url, None
+    )
+
+
+def test_vllm_gets_the_values() -> None:
+    drawn = chart("engine=vllm")
+    assert options(drawn, "target").vllm_options == VllmOptions(
+        python=sys.executable, engine_args={"quantization": "fp8"}
+    )
+    assert vllm_arguments(drawn)["quantization"] == "fp8"
+    images = {name: container(drawn, name)["image"].partition(":")[0] for name in KINDS}
+    assert images == {"gateway": "paceline-gateway", "target": "paceline-target-vllm", "draft": "paceline-draft"}
+    own = options(chart("cpu"), "target")
+    assert (own.engine, own.vllm_options) == ("paceline", VllmOptions())
+
+
+def test_vllm_in_the_only_python_of_an_image() -> None:
+    drawn = render(merged(ON_CPUS, {"target": {"vllm": {"enabled": True, "python": ""}}}))
+    assert options(drawn, "target").vllm_options.python is None
+
+
+def test_the_documented_target_with_vllm_is_valid() -> None:
+    text = (CHART.parent / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```yaml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    drawn = render(merged(yaml.safe_load(example), {"target": {"vllm": {"python": sys.executable}}}))
+    assert sum(map(check, drawn)) == len(KINDS)
+    size = vllm_arguments(drawn)["tensor_parallel_size"]
+    assert container(drawn, "target")["resources"]["limits"]["nvidia.com/gpu"] == str(size)
+
+
+def test_the_engine_s_keys_for_vllm_are_those_that_it_takes() -> None:
+    every = EngineConfig(cpus=(0,), max_model_len=2048, rendezvous="host:1").model_dump(mode="json")
+    taken = {key: value for key, value in every.items() if key in ALLOWED}
+    assert taken.keys() == ALLOWED
+    with_vllm = merged(ON_CPUS, {"target": {"vllm": VLLM}})
+    vllm_arguments(render(merged(with_vllm, {"target": {"engine": taken}})))
+    assert every.keys() - ALLOWED >= {"slots"}
+    for key in every.keys() - ALLOWED:
+        with pytest.raises(RefusedError, match=rf"target\.engine: {key} means nothing to vLLM"):
+            render(merged(with_vllm, {"target": {"engine": {key: every[key]}}}))
+
+
+ON_RAY = CHOICES["ray"]["on"]
+CACHES = ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+def component_pods(documents: list[Document], name: str) -> list[Document]:
+    """The pod templates of a service: one, or those of its Ray cluster."""
+    return [each for owner, each in pods.pod_templates(documents) if owner.split("/")[1] == f"demo-{name}"]
+
+
+@pytest.mark.parametrize(("name", "base"), [*((name, {}) for name in KINDS), ("target", ON_RAY)])
+def test_pods_get_an_environment_annotations_and_classes(name: str, base: Values) -> None:
+    variables = {"NCCL_DEBUG": "INFO", "HOME": "/tmp/$(POD_NAME)", "OMP_NUM_THREADS": "4"}
+    given = {"env": variables, "podAnnotations": {"mesh/inject": "false"}}
+    classes = {"priorityClassName": "high", "runtimeClassName": "nvidia"}
+    drawn = render(merged(ON_CPUS, base, {name: {**given, **classes}}))
+    for document in drawn:
+        check(document)
+    for other in KINDS:
+        found = component_pods(drawn, other)
+        assert len(found) == (2 if base and other == "target" else 1)
+        for pod in found:
+            (one,) = pod["spec"]["containers"]
+            names = [each["name"] for each in one["env"]]
+            assert len({*names}) == len(names), "Kubernetes would take the last one, and Helm 4 none"
+            assert (pods.environment(one)["HOME"] == "/tmp/demo-0") == (other == name)
+            assert (pods.environment(one).get("NCCL_DEBUG") == "INFO") == (other == name)
+            assert pod["metadata"].get("annotations") == (given["podAnnotations"] if other == name else None)
+            assert (classes.items() <= pod["spec"].items()) == (other == name)
+
+
+@pytest.mark.parametrize(("name", "base"), [("target", {}), ("draft", {}), ("target", ON_RAY)])
+def test_workers_get_shared_memory_and_a_place_for_what_they_compile(name: str, base: Values) -> None:
+    drawn = render(merged(ON_CPUS, base, {name: {"sharedMemory": "8Gi", "cacheClaimName": "compiled"}}))
+    for document in drawn:
+        check(document)
+    for pod in component_pods(drawn, name):
+        (one,), volumes = pod["spec"]["containers"], {volume["name"]: volume for volume in pod["spec"]["volumes"]}
+        mounted = {mount["mountPath"]: mount for mount in one["volumeMounts"]}
+        shared = volumes[mounted["/dev/shm"]["name"]]
+        assert shared["emptyDir"] == {"medium": "Memory", "sizeLimit": "8Gi"}
+        compiled = volumes[mounted["/cache"]["name"]]
+        assert compiled["persistentVolumeClaim"] == {"claimName": "compiled"}
+        assert not mounted["/cache"].get("readOnly")
+        folders = [pods.environment(one)[variable] for variable in CACHES]
+        assert len({*folders}) == len(CACHES)
+        assert all(folder.startswith("/cache/") for folder in folders)
+
+
+@pytest.mark.parametrize("name", ["target", "draft"])
+def test_without_a_claim_caches_are_in_the_writable_folder(name: str) -> None:
+    """They are below HOME or in /tmp as long as no variable moves them."""
+    drawn = render(merged(ON_CPUS, {"target": {"vllm": VLLM}}))
+    one = container(drawn, name)
+    mounted = {mount["mountPath"] for mount in one["volumeMounts"]}
+    assert pods.environment(one)["HOME"] == "/tmp"
+    assert "/tmp" in mounted
+    assert not {"/cache", "/dev/shm"} & mounted
+    assert not {*CACHES} & pods.environment(one).keys()
 
 
 def on_ray(ranks: int, ranks_per_pod: int = 1, **target: Any) -> list[Document]:

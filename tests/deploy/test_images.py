@@ -15,12 +15,14 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from tests.deploy.helm import ON_CPUS, ROOT, render
+from tests.deploy.combinations import CHOICES
+from tests.deploy.helm import ON_CPUS, ROOT, Values, merged, render, values_file
 from tests.deploy.pods import pod_templates
 
 DOCKER = ROOT / "deploy" / "docker"
 TEXT = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
 SERVICES = ("gateway", "target", "draft")
+WITH_VLLM = merged(ON_CPUS, CHOICES["engine"]["vllm"])
 
 
 def stages() -> dict[str, list[tuple[str, str]]]:
@@ -68,17 +70,21 @@ def test_hadolint_passes() -> None:
     assert found.returncode == 0, found.stdout
 
 
-@pytest.mark.parametrize("service", SERVICES)
-def test_images_match_the_chart(service: str) -> None:
-    pods = {
-        spec["containers"][0]["name"]: spec for _, each in pod_templates(render(ON_CPUS)) for spec in [each["spec"]]
-    }
+@pytest.mark.parametrize(
+    ("image", "service", "values"),
+    [*((service, service, ON_CPUS) for service in SERVICES), ("target-vllm", "target", WITH_VLLM)],
+)
+def test_images_match_the_chart(image: str, service: str, values: Values) -> None:
+    pods = {spec["containers"][0]["name"]: spec for _, each in pod_templates(render(values)) for spec in [each["spec"]]}
     user, container = pods[service]["securityContext"]["runAsUser"], pods[service]["containers"][0]
     assert user != 0
-    assert last(service, "USER") == f"{user}:{user}"
-    assert json.loads(last(service, "ENTRYPOINT")) == ["paceline"]
-    assert json.loads(last(service, "CMD"))[0] == container["args"][0] == service
-    assert set(map(int, last(service, "EXPOSE").split())) == {port["containerPort"] for port in container["ports"]}
+    assert container["image"].partition(":")[0] == f"paceline-{image}"
+    assert last(image, "USER") == f"{user}:{user}"
+    assert f"useradd --uid {user} " in installs(image)
+    assert last(image, "ENV") == last("base", "ENV")
+    assert json.loads(last(image, "ENTRYPOINT")) == ["paceline"]
+    assert json.loads(last(image, "CMD"))[0] == container["args"][0] == service
+    assert set(map(int, last(image, "EXPOSE").split())) == {port["containerPort"] for port in container["ports"]}
 
 
 @pytest.mark.parametrize("service", SERVICES)
@@ -86,7 +92,21 @@ def test_only_workers_have_torch_and_a_native_pass_and_none_has_the_compiler(ser
     for text in ("${TORCH}", "${TORCH_INDEX", 'CXX="/opt/compiler/bin/python -m ziglang c++"'):
         assert (text in installs(service)) == (service != "gateway")
     assert not [path for _, paths in copies(service) for path in paths if path.startswith("/opt/compiler")]
-    assert set(re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)) - STAGES.keys() == {"${BASE}"}
+    assert set(re.findall(r"^FROM (\S+)", TEXT, re.MULTILINE)) - STAGES.keys() == {"${BASE}", "${VLLM_BASE}"}
+
+
+def test_a_target_s_service_and_vllm_have_environments_of_their_own() -> None:
+    """vLLM needs other versions, and the service no torch. The chart names the Python that has vLLM."""
+    commands = [each.strip() for each in installs("target-vllm").split("&&")]
+    theirs = values_file("values.yaml")["target"]["vllm"]["python"]
+    assert f"{theirs} -m venv /opt/paceline" in commands, "which has none of vLLM's packages"
+    installed = {each.partition(" -m pip install ")[2] for each in commands if f"{theirs} -m pip install " in each}
+    assert [*map(str.split, installed)] == [
+        ["--no-deps", "--constraint", "/wheel/gateway.txt", "/wheel/*.whl", "redis", "grpcio", "protobuf"]
+    ], "vLLM's other versions stay"
+    assert "/opt/paceline/bin/pip install --requirement /wheel/gateway.txt" in commands
+    assert "TORCH" not in installs("target-vllm")
+    assert ("COPY", "--from=build-wheel /wheel /wheel") in STAGES["target-vllm"]
 
 
 def test_a_login_shell_finds_ray() -> None:
@@ -147,15 +167,19 @@ def closure() -> set[str]:
     return found
 
 
-def test_a_gateway_runs_with_its_image_s_packages() -> None:
+@pytest.mark.parametrize(
+    "modules",
+    [
+        "paceline_services.gateway.__main__, paceline_services.gateway.server",
+        "paceline_services.target.__main__",  # with vLLM, whose image has the same packages
+    ],
+)
+def test_a_service_without_torch_runs_with_its_image_s_packages(modules: str) -> None:
     """Importing any other package fails, as in the image."""
     has = {*closure(), "paceline"}
     foreign = {module for module, names in packages_distributions().items() if not {*map(canonical, names)} & has}
     assert foreign > {"torch", "transformers", "ray"}
-    code = (
-        "import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));"
-        "import paceline.cli, paceline_services.gateway.__main__, paceline_services.gateway.server"
-    )
+    code = f"import sys; sys.modules.update(dict.fromkeys(sys.argv[1].split(',')));import paceline.cli, {modules}"
     command = [sys.executable, "-c", code, ",".join(foreign)]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

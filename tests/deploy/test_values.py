@@ -133,6 +133,7 @@ CONTEXTS = [
     merged(GPU, CHOICES["tls"]["on"], CHOICES["redis"]["password"], CHOICES["autoscaling"]["hpa"]),
     merged(GPU, CHOICES["ray"]["on"], {"target": {"resources": {"limits": {"nvidia.com/gpu": None}}}}),
     merged(GPU, CHOICES["redis"]["external"], CHOICES["autoscaling"]["keda"]),
+    merged(GPU, CHOICES["engine"]["vllm"]),
 ]
 """Together they switch everything on."""
 OTHER: dict[str, Any] = {
@@ -141,6 +142,9 @@ OTHER: dict[str, Any] = {
     "resources": {"requests": {"cpu": "3"}},
     "nodeSelector": {"disk": "fast"},
     "annotations": {"lb": "internal"},
+    "podAnnotations": {"team": "serving"},
+    "env": {"NCCL_DEBUG": "INFO"},
+    "engineArgs": {"seed": 1},
     "labels": {"team": "serving"},
     "tolerations": [{"key": "gpu", "operator": "Exists"}],
     "pullSecrets": ["registry"],

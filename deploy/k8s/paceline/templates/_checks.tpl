@@ -16,12 +16,35 @@
 {{- if and (ne .autoscaling.kind "none") (not .monitoring.enabled) }}
 {{- fail "monitoring.enabled: autoscalers go by series that Prometheus has from the ServiceMonitor and the PrometheusRule" }}
 {{- end }}
+{{- range $component := list "gateway" "target" "draft" }}
+{{- range $name, $_ := (get $.Values $component).env }}
+{{- if or (has $name (list "POD_NAME" "POD_IP" "REDIS_PASSWORD" "PACELINE_REDIS_URL")) (hasPrefix "RAY_AUTH_" $name) }}
+{{- fail (printf "%s.env: the chart itself sets %s" $component $name) }}
+{{- end }}
+{{- end }}
+{{- end }}
+{{- if .target.vllm.enabled }}
+{{- include "paceline.vllmChecks" .target }}
+{{- end }}
 {{- if .target.ray.enabled }}
 {{- include "paceline.rayChecks" .target }}
 {{- end }}
 {{- $withTls := list .gateway.tlsSecret .target.tlsSecret (.draft.enabled | ternary .draft.tlsSecret .target.tlsSecret) }}
 {{- if and (without $withTls "") (has "" $withTls) }}
 {{- fail "tlsSecret: gateway, target and draft all have one, or none has" }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{/* Checks of a target with vLLM. Takes the target's values. The keys are those of paceline.vllm.engine_arguments. */}}
+{{- define "paceline.vllmChecks" -}}
+{{- if .ray.enabled }}
+{{- fail "target.vllm.enabled: the chart does not run vLLM over several pods yet (its distributed_executor_backend); set target.ray.enabled to false" }}
+{{- end }}
+{{- $allowed := list "cpus" "device" "dtype" "enable_prefix_caching" "max_model_len" "max_num_batched_rows" "max_num_seqs" "tensor_parallel_size" "threads" "trust_remote_code" }}
+{{- range $key := keys .engine | sortAlpha }}
+{{- if not (has $key $allowed) }}
+{{- fail (printf "target.engine: %s means nothing to vLLM; the keys for it are %s, and its own arguments go into target.vllm.engineArgs" $key (join ", " $allowed)) }}
 {{- end }}
 {{- end }}
 {{- end -}}

@@ -24,7 +24,9 @@ labels:
 
 {{- define "paceline.image" -}}
 {{- $ := index . 0 -}}
-{{- $name := get $.Values.images (index . 1) -}}
+{{- $component := index . 1 -}}
+{{- $withVllm := and (eq $component "target") $.Values.target.vllm.enabled -}}
+{{- $name := get $.Values.images ($withVllm | ternary "vllm" $component) -}}
 {{- with $.Values.images.registry }}{{ . }}/{{ end -}}
 {{ $name }}:{{ $.Values.images.tag | default $.Chart.AppVersion }}
 {{- end -}}

@@ -1,3 +1,13 @@
+{{/* Labels and annotations of a component's pods. Takes (list $ component annotations). */}}
+{{- define "paceline.podMetadata" -}}
+labels:
+  {{- include "paceline.selector" . | nindent 2 }}
+{{- with index . 2 }}
+annotations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- end -}}
+
 {{/* Fields that all pods share: placement, and the pod security standard "restricted". Takes (list $ component user). */}}
 {{- define "paceline.pod" -}}
 {{- $ := index . 0 -}}
@@ -19,6 +29,12 @@ securityContext:
   fsGroup: {{ index . 2 }}
   seccompProfile:
     type: RuntimeDefault
+{{- with $its.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- with $its.runtimeClassName }}
+runtimeClassName: {{ . }}
+{{- end }}
 {{- with $its.nodeSelector }}
 nodeSelector:
   {{- toYaml . | nindent 2 }}
@@ -60,15 +76,17 @@ capabilities:
 {{- define "paceline.user" -}}10001{{- end -}}
 
 {{/* Environment of the services: the pod's name and address, and the URL of Redis. Kubernetes expands $(...). So
-     neither the manifest nor the command line, which other processes on the node can read, contains a secret. */}}
+     neither the manifest nor the command line, which other processes on the node can read, contains a secret. Without a
+     claim for them, caches are below HOME or /tmp. The component's `env` comes last and may change the paths. Takes
+     (list $ component). */}}
 {{- define "paceline.environment" -}}
+{{- $ := index . 0 -}}
+{{- $its := get $.Values (index . 1) -}}
 - name: POD_NAME
   valueFrom: {fieldRef: {fieldPath: metadata.name}}
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
-- name: HOME
-  value: /tmp
-{{- with .Values.redis }}
+{{- with $.Values.redis }}
 {{- if not .enabled }}
 - name: PACELINE_REDIS_URL
   valueFrom:
@@ -80,6 +98,17 @@ capabilities:
 - name: PACELINE_REDIS_URL
   value: redis://{{ if .passwordSecret.name }}:$(REDIS_PASSWORD)@{{ end }}{{ include "paceline.name" $ }}-redis:{{ .port }}/0
 {{- end }}
+{{- end }}
+{{- $variables := dict "HOME" "/tmp" }}
+{{- if $its.cacheClaimName }}
+{{- $variables = dict "HOME" "/tmp" "VLLM_CACHE_ROOT" "/cache/vllm" "TORCHINDUCTOR_CACHE_DIR" "/cache/inductor" "TRITON_CACHE_DIR" "/cache/triton" }}
+{{- end }}
+{{- range $name, $value := $its.env }}
+{{- $_ := set $variables $name $value }}
+{{- end }}
+{{- range $name, $value := $variables }}
+- name: {{ $name }}
+  value: {{ $value | quote }}
 {{- end }}
 {{- end -}}
 
@@ -95,9 +124,18 @@ capabilities:
      (list $ component). */}}
 {{- define "paceline.mounts" -}}
 {{- $ := index . 0 -}}
+{{- $its := get $.Values (index . 1) -}}
 - name: tmp
   mountPath: /tmp
-{{- include "paceline.secretMounts" (get $.Values (index . 1)) }}
+{{- if $its.sharedMemory }}
+- name: shm
+  mountPath: /dev/shm
+{{- end }}
+{{- if $its.cacheClaimName }}
+- name: cache
+  mountPath: /cache
+{{- end }}
+{{- include "paceline.secretMounts" $its }}
 {{- with $.Values.model }}
 {{- if .claimName }}
 - name: models
@@ -109,9 +147,18 @@ capabilities:
 
 {{- define "paceline.volumes" -}}
 {{- $ := index . 0 -}}
+{{- $its := get $.Values (index . 1) -}}
 - name: tmp
   emptyDir: {}
-{{- include "paceline.secretVolumes" (get $.Values (index . 1)) }}
+{{- with $its.sharedMemory }}
+- name: shm
+  emptyDir: {medium: Memory, sizeLimit: {{ . }}}
+{{- end }}
+{{- with $its.cacheClaimName }}
+- name: cache
+  persistentVolumeClaim: {claimName: {{ . }}}
+{{- end }}
+{{- include "paceline.secretVolumes" $its }}
 {{- with $.Values.model.claimName }}
 - name: models
   persistentVolumeClaim:

@@ -15,7 +15,7 @@
     - --worker-id=$(POD_NAME)
     {{- include "paceline.workerArguments" . | nindent 4 }}
   env:
-    {{- include "paceline.environment" $ | nindent 4 }}
+    {{- include "paceline.environment" (list $ $component) | nindent 4 }}
   ports:
     - {name: grpc, containerPort: {{ $its.port }}}
     - {name: metrics, containerPort: {{ $its.metricsPort }}}
@@ -74,5 +74,11 @@ readinessProbe:
 - --hang-s={{ .Values.target.hangSeconds }}
 {{- range $key, $value := .Values.target.labels }}
 - --labels={{ $key }}={{ $value }}
+{{- end }}
+{{- with .Values.target.vllm }}
+{{- if .enabled }}
+- --engine=vllm
+- {{ printf "--vllm-options=%s" (dict "engine_args" .engineArgs "python" (.python | default nil) | toJson) | quote }}
+{{- end }}
 {{- end }}
 {{- end -}}
