@@ -86,7 +86,7 @@ async def serve_worker(
     """
     tls = service_certificates(options)
     async with AsyncExitStack() as stack:
-        process = await stack.enter_async_context(model_process(module, options, python))
+        process = await stack.enter_async_context(model_process(module, _without_paths(options), python))
         store = await stack.enter_async_context(open_store(options.redis_url, tls=tls))
         stopped = asyncio.ensure_future(stop.wait())
         await asyncio.wait((process.ready, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -110,6 +110,12 @@ async def serve_worker(
         if process.exited.done():
             process.exited.result()  # raises
     log.info("%s stopped", kind)
+
+
+def _without_paths(options: argparse.Namespace) -> argparse.Namespace:
+    """With text instead: a path of Python 3.13 cannot be unpickled by an older Python, which may run the process."""
+    given = vars(options)
+    return argparse.Namespace(**{name: str(each) if isinstance(each, Path) else each for name, each in given.items()})
 
 
 def positive_int(text: str) -> int:

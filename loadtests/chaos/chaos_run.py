@@ -55,7 +55,9 @@ def chaos_deployment_options(
     vLLM computes in float32: in bfloat16 two tokens are often so close that their order depends on the batch.
     """
     speculation = SpeculativeConfig(method="draft_model", model=DRAFT) if model == TARGET else None
-    engine = EngineConfig(threads=1, dtype="auto" if vllm is None else "float32")
+    engine = EngineConfig(threads=1)
+    if vllm is not None:
+        engine = EngineConfig(threads=1, cpus=(), dtype="float32")
     return DeploymentOptions(model, speculation, engine, target_workers=targets, draft_workers=drafts, vllm=vllm)
 
 

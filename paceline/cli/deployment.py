@@ -109,7 +109,7 @@ class Deployment:
         engine = self.engine.model_copy(update={"cpus": self.cores[worker_id]})
         options = [*self._names, "--port", str(self.targets[worker_id]), "--drain-s", str(DRAIN_S)]
         if self.vllm is not None:
-            devices = [device]  # it starts its ranks itself
+            devices, engine = [device], self.engine  # it starts its ranks itself
             options += ["--engine", "vllm", "--vllm-options", self.vllm.model_dump_json()]
         return self._worker("target", worker_id, redis_url, devices, engine, *options, drain_s=DRAIN_S)
 
@@ -208,7 +208,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         targets=targets,
         drafts=drafts,
         metrics=dict(zip(workers, free[len(workers) :], strict=False)),
-        cores=dict(zip(targets, _cores(options.engine, options.target_workers, model), strict=True)),
+        cores=dict(zip(targets, _cores(options, model), strict=True)),
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=options.api_keys,
         vllm=options.vllm,
@@ -275,11 +275,15 @@ def _checked(speculation: SpeculativeConfig, model: str) -> SpeculativeConfig:
     return speculation
 
 
-def _cores(engine: EngineConfig, targets: int, model: str) -> list[tuple[int, ...]]:
+def _cores(options: DeploymentOptions, model: str) -> list[tuple[int, ...]]:
     """The reserved cores of each target: those of the configuration, or chosen here.
 
-    None are chosen for a fake model, which computes nothing, nor for ranks that share a model and wait for each other.
+    None are chosen for a fake model, which computes nothing, nor for ranks that share a model and wait for each other,
+    nor for vLLM, which binds its threads itself.
     """
+    engine, targets = options.engine, options.target_workers
+    if options.vllm is not None:
+        return [engine.cpus or ()] * targets
     if engine.cpus is not None:
         return [engine.cpus] * targets
     if is_fake_model(model) or engine.tensor_parallel_size > 1 or engine.device != "cpu":

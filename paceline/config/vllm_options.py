@@ -18,13 +18,14 @@ class VllmOptions(Settings):
         None, description="the Python of an environment with vLLM and paceline; None: the one that runs the worker"
     )
     engine_args: dict[str, Any] = Field(
-        default_factory=dict, description="arguments of vLLM's engine, by its names: quantization, enable_lora, ..."
+        default_factory=dict,
+        description="arguments of vLLM's engine, by its names: quantization, gpu_memory_utilization, ...",
     )
 
     @field_validator("python")
     @classmethod
     def _runs(cls, value: str | None) -> str | None:
         """Absolute; a link stays one, since an environment's Python is a link to another one."""
-        if value is not None and not os.access(value, os.X_OK):
+        if value is not None and not (Path(value).is_file() and os.access(value, os.X_OK)):
             raise ValueError(f"{value} is not a program")
         return None if value is None else str(Path(value).absolute())

@@ -118,7 +118,7 @@ class History:
         if allowed is not None:
             logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
         masked_V = logits_V.index_fill(0, self._forbidden_tokens(path).to(logits_V.device), MASKED)
-        return logits_V if allowed is not None and bool((masked_V == MASKED).all()) else masked_V
+        return logits_V if bool((masked_V == MASKED).all()) else masked_V
 
     def _forbidden_tokens(self, path: Sequence[int]) -> Tensor:
         last = self._recent_with(path)

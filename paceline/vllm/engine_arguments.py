@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 from paceline.config import HEADS, EngineConfig, SpeculativeConfig
 from paceline.config.vllm_options import VllmOptions
+from paceline.core.verify import strategy_of
+from paceline.vllm.remote_drafts_settings import DRAFTS_VARIABLE
 
 SAME = {
     "dtype": "dtype",
@@ -23,8 +26,11 @@ OURS = {
     "worker_cls": "paceline.vllm.coupled_worker.CoupledWorker",
     "scheduler_cls": "paceline.vllm.vllm_engine.RecordingScheduler",
     "async_scheduling": False,
+    "disable_log_stats": True,
 }
 """Not to be changed by the user."""
+LOOKUP_KEYS = ("prompt_lookup_", "suffix_decoding_")
+"""Beginnings of the fields of `SpeculativeConfig` that lookups follow."""
 
 
 def engine_arguments(
@@ -41,14 +47,21 @@ def engine_arguments(
         raise ValueError(f"{unknown[0]} in --engine-config means nothing to vLLM: see engine_args of --vllm-options")
     if fixed := sorted(OURS.keys() & options.engine_args.keys()):
         raise ValueError(f"engine_args of --vllm-options: {fixed[0]} is {OURS[fixed[0]]}, and cannot be another")
+    if "tensor_parallel_size" in options.engine_args:
+        raise ValueError("engine_args of --vllm-options: tensor_parallel_size belongs into --engine-config")
+    if config.cpus and config.tensor_parallel_size > 1:
+        raise ValueError("cpus in --engine-config is for one rank: set VLLM_CPU_OMP_THREADS_BIND for several")
     ours = {SAME[name]: getattr(config, name) for name in SAME if name in changed}
+    drafts = _drafts(speculation, redis_url, tls_files)
+    additional = {**drafts.pop("additional_config", {}), **options.engine_args.get("additional_config", {})}
     structured = {"structured_outputs_config": {"backend": "guidance"}}  # the grammars are written for it
     return {
         "model": model,
         **structured,
         **ours,
-        **_drafts(speculation, redis_url, tls_files),
+        **drafts,
         **options.engine_args,
+        **({"additional_config": additional} if additional else {}),
         **OURS,
     }
 
@@ -61,8 +74,11 @@ def _drafts(config: SpeculativeConfig, redis_url: str | None, tls_files: Sequenc
     """Speculation with the draft pool."""
     if not config.enabled:
         return {}
-    if config.rejection_sampling_strategy != "coupled":
-        raise ValueError(f"vLLM verifies by coupled draws, not by {config.rejection_sampling_strategy}")
+    if (strategy := strategy_of(config).name) != "coupled":
+        raise ValueError(f"vLLM verifies by coupled draws, not by {strategy}")
+    for name in ("draft_schedule", "row_budget"):
+        if getattr(config, name) != SpeculativeConfig.model_fields[name].default:
+            raise ValueError(f"{name} in --speculative-config has no meaning to vLLM")
     if config.draft_placement == "target":
         raise ValueError(
             'vLLM drafts in its own process by its own methods: --vllm-options \'{"engine_args": '
@@ -71,6 +87,11 @@ def _drafts(config: SpeculativeConfig, redis_url: str | None, tls_files: Sequenc
     if config.method in HEADS:
         raise ValueError(f"{config.method} needs hidden states, which vLLM does not send to draft workers")
     settings: dict[str, Any] = {"redis_url": redis_url, "lookups": config.beside}
+    if not (redis_url or config.beside or os.environ.get(DRAFTS_VARIABLE)):
+        raise ValueError(f"no draft workers: give --redis-url, or set {DRAFTS_VARIABLE}=HOST:PORT,...")
+    lookup_settings = {name: value for name, value in config if name.startswith(LOOKUP_KEYS)}
+    if config.beside:
+        settings["lookup_settings"] = lookup_settings
     if tls_files is not None:
         settings |= dict(zip(("tls_cert", "tls_key", "tls_ca"), tls_files, strict=True))
     return {

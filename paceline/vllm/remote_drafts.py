@@ -70,5 +70,7 @@ def pooled_drafts(settings: RemoteDraftsSettings, facts: TargetFacts, depth: int
     options = LinkOptions(
         settings.drafts, settings.redis_url, facts.fingerprint, facts.vocabulary_size, settings.tls_files
     )
-    config = SpeculativeConfig(method="pool", beside=settings.lookups, num_speculative_tokens=depth)
+    config = SpeculativeConfig.model_validate(
+        {**settings.lookup_settings, "method": "pool", "beside": settings.lookups, "num_speculative_tokens": depth}
+    )
     return PooledDrafts(PoolLinks(options), config, facts.vocabulary_size, facts.max_model_len)

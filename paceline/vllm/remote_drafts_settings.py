@@ -24,6 +24,9 @@ class RemoteDraftsSettings(Settings):
     drafts: tuple[str, ...] = Field((), description="addresses of draft workers, host:port")
     redis_url: str | None = Field(None, description="where draft workers register; adds those to `drafts`")
     lookups: tuple[LookupMethod, ...] = Field((), description="methods without weights that draft beside them")
+    lookup_settings: dict[str, Any] = Field(
+        default_factory=dict, description="their settings: keys of --speculative-config, such as prompt_lookup_min"
+    )
     tls_cert: str | None = None
     tls_key: str | None = None
     tls_ca: str | None = None

@@ -8,6 +8,7 @@ another, and not reported.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 
 from paceline import __version__
 from paceline.core.messages import (
+    GRAMMAR_ERROR,
     Delta,
     EngineLoad,
     FinishReason,
@@ -45,6 +47,8 @@ from paceline.vllm.target_facts import tokenizer_folder
 
 STATS_INTERVAL_S = 0.1
 """How often deltas of running requests carry statistics."""
+IDLE_STEP_S = 0.001
+"""Pause after a step without rows: vLLM waits for something, such as the compilation of a grammar."""
 FINISH_REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH, "abort": FinishReason.CANCELLED}
 
 
@@ -83,6 +87,8 @@ class _Running:
     """Committed tokens that vLLM still has to draw again."""
     output_tokens: int
     cached_tokens: int = 0
+    draws: bool = False
+    """Whether it has drawn a token here."""
     started: float | None = None
     compute_s: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -105,8 +111,12 @@ class VllmEngine:
         self._ended: list[Delta] = []
         """Final deltas of requests that ended between steps."""
         self._stats_sent_at = -STATS_INTERVAL_S
+        self._vocabulary_size: int = self._config.model_config.get_vocab_size()
+        end = getattr(engine.get_tokenizer(), "eos_token_id", None)
+        self._grammar_ends = () if end is None else (end,)
+        """What vLLM's grammars allow where they are complete."""
         cache = self._config.cache_config
-        self.slots = cache.num_gpu_blocks * cache.block_size
+        self.slots = (cache.num_gpu_blocks - 1) * cache.block_size  # vLLM keeps one block
         """Positions that the KV cache holds."""
         self.last_step = StepStats(0.0, 0, 0, 0, self.slots)
 
@@ -115,10 +125,10 @@ class VllmEngine:
         model = self._config.model_config
         return EngineInfo(
             fingerprint=vocabulary_fingerprint(str(tokenizer_folder(model))),
-            vocabulary_size=model.get_vocab_size(),
+            vocabulary_size=self._vocabulary_size,
             max_model_len=min(model.max_model_len, self.slots),
             slots=self.slots,
-            rows_invariant=envs.VLLM_BATCH_INVARIANT,
+            rows_invariant=bool(envs.VLLM_BATCH_INVARIANT) and not current_platform.is_cpu(),
             eos_token_ids=_eos_token_ids(model),
             layers=model.hf_text_config.num_hidden_layers,
             method=method,
@@ -138,12 +148,19 @@ class VllmEngine:
         """The proposer calibrates drafts by itself."""
 
     def submit(self, submission: GenerationRequest) -> None:
+        name = submission.request_id
+        if name in self._requests:
+            self._refuse(name, f"request id {name!r} is in use")
+            return
         try:
-            if submission.request_id in self._requests:
-                raise ValueError(f"request id {submission.request_id!r} is in use")
-            self._requests[submission.request_id] = self._add(submission)
-        except ValueError as error:
-            self._ended.append(Delta(submission.request_id, finish_reason=FinishReason.ERROR, error=str(error)))
+            self._requests[name] = self._add(submission)
+        except Exception as error:  # noqa: BLE001 - vLLM's own errors; any of them would end the target
+            self._engine.abort_request([name])  # it may know the request already
+            grammar = GRAMMAR_ERROR if submission.sampling.grammar else ""
+            self._refuse(name, f"{grammar}{error}")
+
+    def _refuse(self, request_id: str, error: str) -> None:
+        self._ended.append(Delta(request_id, finish_reason=FinishReason.ERROR, error=error))
 
     def cancel(self, request_id: str) -> None:
         request = self._requests.get(request_id)
@@ -168,9 +185,11 @@ class VllmEngine:
         total, drawn = SpeculationStats(), 0
         for output in outputs:
             request = self._requests[output.request_id]
-            drafts = len(drafted.get(request.id, ()))
-            drawn += 1 + drafts if request.output_tokens > len(request.submission.committed) else drafts
+            drafts = drafted.get(request.id, ())
+            drawn += len(drafts) + request.draws
             deltas += self._delta(request, output, drafts, total)
+        if not rows and not deltas:
+            time.sleep(IDLE_STEP_S)
         self._record_step(seconds, sum(rows.values()), drawn, deltas, total)
         return deltas
 
@@ -179,12 +198,14 @@ class VllmEngine:
         sampling, committed = submission.sampling, list(submission.committed)
         if committed and (len(committed) >= sampling.max_tokens or committed[-1] in sampling.stop_token_ids):
             raise ValueError(f"the request is over already: {len(committed)} tokens were committed")
+        if any(not 0 <= token < self._vocabulary_size for token in submission.tokens):
+            raise ValueError(f"a token id is outside the vocabulary of {self._vocabulary_size}")
         again = committed if sampling.grammar else []
         prompt = [*submission.prompt, *([] if again else committed)]
         begun = len(prompt) - len(submission.prompt)
-        room = self._config.model_config.max_model_len - len(prompt)
-        if not submission.prompt or room < 1:
-            raise ValueError(f"the prompt has {len(prompt)} tokens; there is room for 1 to {len(prompt) + room - 1}")
+        left = self._config.model_config.max_model_len - len(prompt)
+        if not submission.prompt or left < 1:
+            raise ValueError(f"the prompt has {len(prompt)} tokens; there is room for 1 to {len(prompt) + left - 1}")
         extra = ExtraArguments(
             sampling=sampling.model_dump(mode="json", exclude={"grammar"}),
             speculative=submission.speculative,
@@ -192,33 +213,38 @@ class VllmEngine:
             forced=tuple(again),
         )
         params = VllmSamplingParams(
-            temperature=sampling.temperature,
-            max_tokens=min(sampling.max_tokens - begun, room),
-            min_tokens=max(0, sampling.min_tokens - begun),
-            stop_token_ids=list(sampling.stop_token_ids),
-            ignore_eos=True,  # the stop tokens include it
+            temperature=0.0 if sampling.greedy else 1.0,
+            max_tokens=min(sampling.max_tokens - begun, left),
+            stop_token_ids=[*sampling.stop_token_ids, *(self._grammar_ends if sampling.grammar else ())],
+            ignore_eos=True,  # the stop tokens include it, unless the client ignores it
             logprobs=sampling.logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
-            structured_outputs=StructuredOutputsParams(grammar=PREAMBLE + sampling.grammar)
-            if sampling.grammar
-            else None,
+            structured_outputs=_grammar(sampling.grammar),
             extra_args=extra.as_extra_args(),
         )
         salt = {"cache_salt": submission.cache_salt} if submission.cache_salt else {}
         name = self._engine.add_request(submission.request_id, {"prompt_token_ids": prompt, **salt}, params)
         return _Running(submission, name, self._clock(), len(again), len(committed))
 
-    def _delta(self, request: _Running, output: RequestOutput, drafts: int, total: SpeculationStats) -> list[Delta]:
+    def _delta(
+        self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats
+    ) -> list[Delta]:
         """What a step drew for a request; nothing while it only draws committed tokens again."""
         completion = output.outputs[0]
         tokens, start = list(completion.token_ids), request.replayed
-        request.cached_tokens = max(request.cached_tokens, output.num_cached_tokens or 0)
+        cached = min(output.num_cached_tokens or 0, len(request.submission.prompt))
+        request.cached_tokens = max(request.cached_tokens, cached)
+        accepted = 0
+        while accepted < min(len(tokens), len(drafts)) and tokens[accepted] == drafts[accepted]:
+            accepted += 1
         if tokens:
-            accepted = min(drafts, len(tokens) - 1)
+            request.draws = True
             for stats in (request.stats, total):
-                stats.record(drafts, drafts, accepted)
+                stats.record(len(drafts), len(drafts), accepted)
             request.replayed = max(0, start - len(tokens))
+        if completion.finish_reason == "stop" and self._ends_grammar_only(request, tokens[-1]):
+            tokens.pop()
         new = tokens[start:]
         request.output_tokens += len(new)
         reason = None if completion.finish_reason is None else FINISH_REASONS.get(completion.finish_reason)
@@ -229,16 +255,22 @@ class VllmEngine:
         delta = Delta(
             request.submission.request_id,
             new,
-            [place < len(tokens) - 1 for place in range(start, len(tokens))],
+            [index < accepted for index in range(start, len(tokens))],
             _log_probs(completion.logprobs, tokens, request.submission.sampling.logprobs)[start:],
             reason,
             error="vLLM ended the request" if reason is FinishReason.ERROR else "",
             speculation=request.stats.snapshot() if self.stats_due else None,
         )
         if reason is not None:
-            delta.stop_token = new[-1] if reason is FinishReason.STOP and new else None
+            stops = request.submission.sampling.stop_token_ids
+            delta.stop_token = new[-1] if reason is FinishReason.STOP and new and new[-1] in stops else None
             self._finish(request, delta)
         return [delta]
+
+    def _ends_grammar_only(self, request: _Running, token: int) -> bool:
+        """Whether this token is not output, but says that vLLM's grammar is complete."""
+        sampling = request.submission.sampling
+        return bool(sampling.grammar) and token in self._grammar_ends and token not in sampling.stop_token_ids
 
     def _finish(self, request: _Running, delta: Delta) -> None:
         """Complete a final delta, and forget the request."""
@@ -290,6 +322,8 @@ def _numerics(config: VllmConfig) -> str:
     parts = [
         f"vllm {vllm_version}",
         f"{model.dtype}".removeprefix("torch.") + (f" {model.quantization}" if model.quantization else ""),
+        f"cache {config.cache_config.cache_dtype}",
+        os.environ.get("VLLM_ATTENTION_BACKEND", ""),
         current_platform.get_device_name(),
         f"{parallel.tensor_parallel_size} x {parallel.pipeline_parallel_size} ranks",
         "eager" if model.enforce_eager else "compiled",

@@ -122,14 +122,15 @@ def _measure_size(size: str, options: VllmBenchOptions, result: PeerResult) -> N
             "useless": stack.enter_context(draft_worker(paths["target"], useless(paths["draft"]), options.folder)),
         }
         start = _Starter(size, options, paths, pools, result, stack)
-        processes: Processes = {}
-        threads = 0
-        for method in [PLAIN, *(name for name in METHODS if name in options.methods and name != PLAIN)]:
+        try:
+            threads, plain = start.plain(first)
+        except PeerError as error:
+            result.leave_out(str(error))
+            return
+        processes: Processes = {(VLLM, PLAIN): plain}
+        for method in (name for name in METHODS if name in options.methods and name != PLAIN):
             try:
-                if not threads:
-                    threads, processes[VLLM, PLAIN] = start.plain(first)
-                else:
-                    processes[VLLM, method] = start.process(method, threads)
+                processes[VLLM, method] = start.process(method, threads)
             except PeerError as error:
                 result.leave_out(f"{method}: {error}")
         with result.console.status("") as status:

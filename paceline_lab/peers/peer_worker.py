@@ -199,7 +199,7 @@ def load_vllm(setup: Setup) -> dict[str, Generate]:
         "eagle3": {"method": "eagle3", "model": setup["head"]},
         "pool": {"method": "custom_class", "model": "paceline.vllm.RemoteDrafts"},
     }
-    config = speculation.get(setup.get("speculation", method))
+    config = None if method == "plain" else speculation[setup.get("speculation", method)]
     llm = LLM(
         setup["target"],
         dtype="bfloat16",

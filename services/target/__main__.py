@@ -10,17 +10,20 @@ import argparse
 import asyncio
 import sys
 import time
+from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry
 
+from paceline import __version__
 from paceline.config.vllm_options import VllmOptions
 from paceline.core.messages import TargetDescription
 from paceline.core.verify import strategy_of
 from paceline.engine.engine_messages import CalibrationSeed, EngineInfo, StepResult
 from paceline.ipc.model_process import ModelProcess
+from paceline.launcher import StartError
 from paceline.state import AcceptanceCounts, StateStore, StateUnavailableError, WorkerRecord, WorkerRegistration
 from paceline.target_labels import parse_labels
 from paceline.telemetry import logs
@@ -86,8 +89,23 @@ def parse_options(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 async def serve(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    process, python = ENGINES[options.engine], options.vllm_options.python or sys.executable
-    await serve_worker("target", process, target_worker, options, stop, python)
+    python = options.vllm_options.python
+    if python is not None:
+        await check_version(python)
+    await serve_worker("target", ENGINES[options.engine], target_worker, options, stop, python or sys.executable)
+
+
+async def check_version(python: str) -> None:
+    """Raises `StartError` unless the environment of this Python has our version of paceline."""
+    command = (python, "-c", "import paceline; print(paceline.__version__)")
+    process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
+    output, errors = (each.decode(errors="replace").strip() for each in await process.communicate())
+    if process.returncode:
+        raise StartError(
+            f"{python} cannot import paceline: {errors.splitlines()[-1] if errors else process.returncode}"
+        )
+    if output != __version__:
+        raise StartError(f"{python} has paceline {output}, not {__version__}: both processes of a target need the same")
 
 
 @asynccontextmanager
