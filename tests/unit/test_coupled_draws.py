@@ -105,7 +105,7 @@ RULES: list[dict[str, Any]] = [
     {"logit_bias": {3: 5.0, 7: -100.0}},
     {"allowed_token_ids": [4, 5, 6, 9, 11]},
     {"bad_words_token_ids": [[4], [5, 6]]},
-    {"min_tokens": 20, "all_stop_token_ids": {3, 8}},
+    {"min_tokens": 14, "all_stop_token_ids": set(range(30))},
     {"extra_args": {"paceline": '{"sampling": {"min_p": 0.2, "logit_bias": {"3": 4.0}}}'}},
     {"extra_args": {"paceline": '{"forced": [1, 7, 7, 3, 9]}'}},
 ]

@@ -115,6 +115,14 @@ class TestGrowth:
         assert target.graft(late, MAX_NODES) == 2
         assert token_paths(target) == {(3,), (3, 4)}
 
+    def test_late_growth_below_a_wrong_guess_is_dropped(self) -> None:
+        """It guessed 5 where 1 was drawn, and then 2, which was drawn after 1: what follows belongs nowhere."""
+        tree = TokenTree(9, 0)
+        tree.commit([1, 2])
+        assert tree.graft(Growth(9, 1, [0, 1, 2], [5, 2, 7], [-0.1, -0.1, -0.1]), MAX_NODES) == 0
+        assert tree.graft(Growth(9, 4, [0, 4, 5], [1, 2, 7], [-0.1, -0.1, -0.1]), MAX_NODES) == 1
+        assert token_paths(tree) == {(7,)}
+
     def test_another_draft_continues_the_tree(self) -> None:
         first, second, target = TokenTree(9, 0), TokenTree(9, 0), TokenTree(9, 0)
         target.graft(first.growth(chain(first, [1, 2])), MAX_NODES)
