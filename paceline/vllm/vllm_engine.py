@@ -335,11 +335,11 @@ def _numerics(config: VllmConfig) -> str:
 
 
 def _log_probs(found: Any, tokens: Sequence[int], top: int | None) -> list[LogProbs]:
-    """`found`: vLLM's, by position a mapping from tokens to their log-probabilities."""
+    """`found`: vLLM's, by position a mapping from tokens to their log-probabilities; the last token may be left out."""
     if top is None or found is None:
         return []
     result = []
-    for token, by_token in zip(tokens, found, strict=True):
+    for token, by_token in zip(tokens, found, strict=False):
         best = sorted(((each, known.logprob) for each, known in by_token.items()), key=lambda pair: (-pair[1], pair[0]))
         result.append(LogProbs(by_token[token].logprob, tuple(best[:top])))
     return result

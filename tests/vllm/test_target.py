@@ -110,7 +110,7 @@ async def test_a_grammar_binds_with_drafts(openai_client: openai.AsyncOpenAI) ->
 
 async def test_a_grammar_ends_a_request_without_an_end_token(openai_client: openai.AsyncOpenAI) -> None:
     """The client ignores the model's end of text, by which vLLM ends a grammar. And no rule leaves no token."""
-    rules = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": True}
+    rules = {"structured_outputs": {"choice": ["yes", "no"]}, "ignore_eos": True, "logprobs": 1}
     for more in ({}, {"min_tokens": 20}, {"bad_words": ["yes", "no"]}):
         answer = await openai_client.completions.create(
             model="pydoc", prompt=PROMPT, max_tokens=30, seed=2, extra_body=rules | more
