@@ -117,8 +117,10 @@ class History:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
             logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
-        masked_V = logits_V.index_fill(0, self._forbidden_tokens(path).to(logits_V.device), MASKED)
-        return logits_V if bool((masked_V == MASKED).all()) else masked_V
+        forbidden = self._forbidden_tokens(path)
+        masked_V = logits_V.index_fill(0, forbidden.to(logits_V.device), MASKED)
+        nothing_left = len(forbidden) > 0 and bool((masked_V == MASKED).all())
+        return logits_V.clone() if nothing_left else masked_V
 
     def _forbidden_tokens(self, path: Sequence[int]) -> Tensor:
         last = self._recent_with(path)

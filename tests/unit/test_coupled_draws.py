@@ -149,6 +149,17 @@ def test_rules_are_kept() -> None:
     assert 7 not in good
 
 
+def test_rules_that_leave_no_token_are_ignored() -> None:
+    """vLLM's grammar has masked all tokens but 7. The logits stay as they are."""
+    logits = torch.full((1, VOCABULARY), -torch.inf)
+    logits[0, 7] = 1.0
+    before = logits.clone()
+    for rules in ({"bad_words_token_ids": [[7]]}, {"min_tokens": 5, "all_stop_token_ids": {7}}):
+        request = Request("r", [1], Params(seed=1, logit_bias={7: 2.0}, **rules))  # type: ignore[arg-type]
+        assert CoupledDraws(VOCABULARY).draw(logits, [request]).tolist() == [7]  # type: ignore[list-item]
+        assert torch.equal(logits, before)
+
+
 def test_requests_without_a_seed_differ_and_each_is_repeatable() -> None:
     (first, second), _ = generate(Params(), never, never)
     assert first != second
