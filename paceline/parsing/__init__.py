@@ -1,0 +1,9 @@
+"""A model's text as the parts of a chat message: reasoning, content and tool calls, found as the text arrives.
+
+No torch, no web: the gateway and `paceline.LLM` use it. `formats` has a file per family of models.
+"""
+
+from paceline.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.output_parser import OutputParser
+
+__all__ = ["Content", "Event", "OutputParser", "Reasoning", "ToolArguments", "ToolCall"]

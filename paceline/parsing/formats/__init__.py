@@ -1,0 +1,1 @@
+"""How families of models write tool calls: a file each."""
