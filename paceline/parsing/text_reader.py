@@ -143,7 +143,7 @@ class TextReader:
         return ""
 
     def text_until(self, markers: tuple[str, ...]) -> Steps[tuple[str, str]]:
-        """Consume the text before the first of these markers, and the marker; return both. ("", at the end)"""
+        """Consume the text before the first of these markers, and the marker; return both. No marker: the end."""
         parts: list[str] = []
         text, marker = yield from self._part(markers)
         while text and not marker:

@@ -9,20 +9,36 @@ from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
 from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.text import Tokenizer
 
-QWEN3 = r"""{{- "\n</tools>\n\nFor each function call, return a json object:\n<tool_call>\n{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}
-{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"""
-QWEN25 = QWEN3.splitlines()[0]
-CODER = r"""{{- '\n\n<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>' }}"""
-LLAMA3 = r"""{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}"""
-LLAMA4 = LLAMA3.replace("<|start_header_id|>", "<|header_start|>").replace("<|end_header_id|>", "<|header_end|>")
-LLAMA32_PYTHONIC = r"""{{- '<|start_header_id|>' }}{{- 'Respond in the format [func_name1(params_name1=params_value1, params_name2=params_value2...), func_name2(params)] ' }}"""
-LLAMA4_PYTHONIC = r"""{{- "<|header_start|>" }}{{- "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]\n" }}"""
+QWEN25 = r"""
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments:\n<tool_call>\n" }}
+{{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}"""
+QWEN3 = QWEN25 + r"""{%- if enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"""
+CODER = r"""
+{{- '\n\n<tool_call>\n<function=example_function_name>\n' }}
+{{- '<parameter=example_parameter_1>\nvalue_1\n</parameter>' }}"""
+LLAMA3 = r"""
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}"""
+LLAMA4 = LLAMA3.replace("start_header_id", "header_start").replace("end_header_id", "header_end")
+LLAMA3_LIST = r"""
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{{- 'Respond in the format [func_name1(params_name1=params_value1, ...), func_name2(params)] ' }}"""
+LLAMA4_LIST = r"""
+{{- "<|header_start|>system<|header_end|>\n\n" }}
+{{- "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]\n" }}"""
 MISTRAL_3 = r"""{{- "[TOOL_CALLS] [" }}{{- ', "id": "' + tool_call.id[-9:] + '"}' }}"""
 DEVSTRAL = r"""{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"""
 MAGISTRAL = DEVSTRAL + r"""{{- '[THINK]' + block['thinking'] + '[/THINK]' }}"""
-R1 = r"""{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\n' + '```json' + '\n'}}{{'<｜Assistant｜><think>\n'}}{% if '</think>' in content %}{% endif %}"""
-V31 = r"""{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ tool['function']['name'] + '<｜tool▁sep｜>' + tool['function']['arguments']}}{{'</think>'}}"""
-GPT_OSS = r"""{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}{{- "<|start|>assistant to=functions." + tool_call.name }}"""
+R1 = r"""
+{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\n' + '```json'}}
+{%- if '</think>' in content -%}{%- set content = content.split('</think>')[-1] -%}{%- endif -%}
+{{'<｜Assistant｜><think>\n'}}"""
+V31 = r"""
+{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments + '<｜tool▁call▁end｜>'}}
+{%- if not thinking -%}{{'</think>'}}{%- endif %}"""
+GPT_OSS = r"""
+{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+{{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}"""
 PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
 
 
@@ -34,8 +50,8 @@ PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<
         (CODER, "qwen3_coder", None),
         (LLAMA3, "llama3_json", None),
         (LLAMA4, "llama4_json", None),
-        (LLAMA32_PYTHONIC, "pythonic", None),
-        (LLAMA4_PYTHONIC, "llama4_pythonic", None),
+        (LLAMA3_LIST, "pythonic", None),
+        (LLAMA4_LIST, "llama4_pythonic", None),
         (MISTRAL_3, "mistral", None),
         (MAGISTRAL, "mistral", "mistral"),
         (R1, "deepseek_v3", "qwen3"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from paceline.parsing.argument_types import argument_types, value_json
@@ -30,7 +30,7 @@ def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     while marker := (yield from reader.until((BEGIN, FUNCTION), Content)):
         begun = marker == FUNCTION or (yield from reader.skip(FUNCTION))
         name = (yield from reader.run(KEY)).strip() if begun else ""
-        known = name in tools or (name and marker == BEGIN)
+        known = name in tools or (name != "" and marker == BEGIN)
         if known and (yield from reader.accept(">")):
             reader.commit()
             yield ToolCall(index, name)
@@ -68,7 +68,7 @@ def _value(reader: TextReader, index: int, types: Sequence[str]) -> Steps[str]:
     yield from reader.accept("\n")
     if set(types) != {"string"}:
         text, marker = yield from reader.text_until(VALUE_ENDS)
-        yield ToolArguments(index, value_json(text.removesuffix("\n"), types) if marker else "")
+        yield ToolArguments(index, value_json(text.removesuffix("\n"), types) if marker else text)
         return marker
     yield ToolArguments(index, '"')
     marker = yield from reader.until(VALUE_ENDS, lambda text: ToolArguments(index, _quoted(text)[1:-1]))
