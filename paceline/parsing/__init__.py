@@ -7,4 +7,13 @@ from paceline.parsing.events import Content, Event, Reasoning, ToolArguments, To
 from paceline.parsing.output_format import OutputFormat, choose_format
 from paceline.parsing.output_parser import OutputParser
 
-__all__ = ["Content", "Event", "OutputFormat", "OutputParser", "Reasoning", "ToolArguments", "ToolCall", "choose_format"]
+__all__ = [
+    "Content",
+    "Event",
+    "OutputFormat",
+    "OutputParser",
+    "Reasoning",
+    "ToolArguments",
+    "ToolCall",
+    "choose_format",
+]

@@ -19,7 +19,8 @@ def keywords_json(text: str) -> str | None:
     call = _expression(f"f({text})")
     if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
         return None
-    return _json(ast.Dict([ast.Constant(keyword.arg) for keyword in call.keywords], [each.value for each in call.keywords]))
+    keys = [ast.Constant(keyword.arg) for keyword in call.keywords]
+    return _json(ast.Dict([*keys], [keyword.value for keyword in call.keywords]))
 
 
 def literal_json(text: str) -> str | None:

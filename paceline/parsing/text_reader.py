@@ -161,8 +161,9 @@ class TextReader:
             decided = len(self._text) - (0 if self.ended else self._undecided(markers))
             if decided > self._at:
                 return self._consume(decided), ""
-            if not (yield from self.more()):
+            if self.ended:
                 return "", ""
+            yield from self.more()
 
     def _undecided(self, markers: tuple[str, ...]) -> int:
         """The size of the longest end of the text with which a marker may begin."""

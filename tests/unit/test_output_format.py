@@ -30,7 +30,7 @@ MISTRAL_3 = r"""{{- "[TOOL_CALLS] [" }}{{- ', "id": "' + tool_call.id[-9:] + '"}
 DEVSTRAL = r"""{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"""
 MAGISTRAL = DEVSTRAL + r"""{{- '[THINK]' + block['thinking'] + '[/THINK]' }}"""
 R1 = r"""
-{{'<｜Assistant｜><｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\n' + '```json'}}
+{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\n' + '```json'}}
 {%- if '</think>' in content -%}{%- set content = content.split('</think>')[-1] -%}{%- endif -%}
 {{'<｜Assistant｜><think>\n'}}"""
 V31 = r"""

@@ -1,5 +1,7 @@
-"""DeepSeek V3 and R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, a JSON object in a fence, `<｜tool▁call▁end｜>`; V3.1:
-`<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. Both have a marker before the first call and one behind the last.
+"""DeepSeek V3 and R1: `<｜tool▁call▁begin｜>function<｜tool▁sep｜>f`, JSON in a fence, `<｜tool▁call▁end｜>`.
+
+V3.1: `<｜tool▁call▁begin｜>f<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`. Both have a marker before and behind all
+calls.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls as a list in Python: `[f(a=1, b="x"), g()]`; Llama 4 may put it between `<|python_start|>` and `<|python_end|>`.
+"""Calls as a list in Python: `[f(a=1, b="x"), g()]`, with Llama 4 between `<|python_start|>` and `<|python_end|>`.
 
 A bare list may as well be the answer: its calls are calls only if tools have their names.
 """
