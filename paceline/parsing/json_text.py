@@ -44,6 +44,8 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
             yield from call_arguments(reader, index)
             yield from _skip_to_end(reader)
             return True
+        if names is not None and key not in (*ARGUMENTS, *OTHER_KEYS):
+            return False
         value = yield from json_value(reader)
         if key == "name" and not name:
             name = json_string(value) or ""
@@ -51,8 +53,6 @@ def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None
                 return False
         elif key in ARGUMENTS:
             held = value
-        elif names is not None and key not in OTHER_KEYS:
-            return False
     if not name or (names is not None and not held) or not (yield from reader.accept("}")):
         return False
     reader.commit()

@@ -55,6 +55,11 @@ def shown(text: str) -> list[Event]:
     return [Content(text)]
 
 
+def words(events: Iterable[Event]) -> str:
+    """All that the events say."""
+    return "".join(event.name if isinstance(event, ToolCall) else event.text for event in events)
+
+
 def one(name: str, arguments: str) -> list[Event]:
     return [ToolCall(0, name), ToolArguments(0, arguments)]
 
@@ -104,11 +109,11 @@ OUTPUTS = {
 """Two calls, in each format but gpt-oss's, which has one a turn."""
 
 
-@pytest.mark.parametrize("name", OUTPUTS)
-def test_two_calls_and_the_text_around_them(name: str) -> None:
-    assert read(name, OUTPUTS[name]) == BOTH
-    assert read(name, f"Let me see.\n\n{OUTPUTS[name]}\n") == [Content("Let me see."), *BOTH]
-    assert read(name, f"{OUTPUTS[name]}\nThat is all. ") == [*BOTH, Content("That is all. ")]
+@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11)])
+def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
+    assert read(name, output) == BOTH
+    assert read(name, f"Let me see.\n\n{output}\n") == [Content("Let me see."), *BOTH]
+    assert read(name, f"{output}\nThat is all. ") == [*BOTH, Content("That is all. ")]
 
 
 @pytest.mark.parametrize(
@@ -136,11 +141,17 @@ def test_one_call_in_other_spellings(name: str, text: str) -> None:
     assert read(name, text) == CALLED
 
 
+DEEP = "[" * 5_000 + "]" * 5_000
+"""Deeper than Python's parsers of JSON and of Python go."""
+DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "called", "arguments"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": "hello"}</tool_call>', "f", '"hello"'),
         ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "f", "{}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + DEEP_TEXT, "f", DEEP_TEXT),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', "f", "{}"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1\n</tool_call>', "f", '{"a": [1\n'),
         ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "f", "{}"),
@@ -152,7 +163,7 @@ def test_one_call_in_other_spellings(name: str, text: str) -> None:
         ("llama4_pythonic", "<|python_start|>[f(a=1)]<|python_end|>", "f", '{"a": 1}'),
         ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
         ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
-        ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>3", "get_weather", '{"days": 3'),
+        ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
     ],
 )
 def test_arguments(name: str, text: str, called: str, arguments: str) -> None:
@@ -182,6 +193,7 @@ TWICE = [Reasoning("a\nb"), Content("c")]
         ("<|channel|>commentary to=get_weather<|constrain|>json<|message|>" + WEATHER, CALLED),
         ("<|channel|>commentary to=functions.f<|message|>foo  bar<|end|>", one("f", "foo  bar")),
         ("<|channel|>commentary to=functions.f<|message|><|end|>", [ToolCall(0, "f")]),
+        (f"{ANALYSIS}a<|end|>b", [Reasoning("a"), Content("b")]),
         (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{FINAL}c<|return|>", TWICE),
         ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
         ("<|channel|>analysis<|message|>a", [Reasoning("a")]),
@@ -243,7 +255,7 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
         ("pythonic", "[1, 2], [search](https://example.org), [search(q)], [f(a=1)]"),
         ("pythonic", "[search(q=b'z')], [search(q=1e999)], [search(q=q)]"),
         ("pythonic", "[search(q=f(1)), search(**{'q': 1}), search(q='"),
-        ("pythonic", "[search(q=" + "[" * 5000 + "]" * 5000 + ")]"),
+        ("pythonic", f"[search(q={DEEP})]"),
         ("pythonic", "[search(q='\\ud800')]"),
         ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
         ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
@@ -251,6 +263,23 @@ def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> N
 )
 def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> None:
     assert read(name, text) == shown(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "events"),
+    [
+        ("hermes", ["Hello wor", "ld < "], ["Hello wor", "ld <"]),
+        ("hermes", ["a\n", "<tool", "s>"], ["a", "", "\n<tools>"]),
+        ("llama3_json", ['{"city": "', "To"], ['{"city": "', "To"]),
+        ("pythonic", ["[link", "](ht"], ["", "[link](ht"]),
+        ("hermes", ['<tool_call>{"name": "f", "arguments": {"a', '": [1'], ['f{"a', '": [1']),
+        ("mistral", ['[TOOL_CALLS]f[ARGS]{"a', '": [1'], ['f{"a', '": [1']),
+        ("qwen3_coder", ["<tool_call><function=f><parameter=a>\nb", "c\n", "d"], ['f{"a": "b', "c", "\\nd"]),
+    ],
+)
+def test_nothing_is_held_back_without_need(name: str, parts: list[str], events: list[str]) -> None:
+    parser = OutputParser(None, TOOL_FORMATS[name], tools=TOOLS)
+    assert [words(parser.feed(part)) for part in parts] == events
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
@@ -358,8 +387,7 @@ def test_each_word_of_a_text_is_in_one_event(data: st.DataObject, name: str) -> 
         call = OUTPUTS[name].replace("Tokyo", first).replace("hotels", second)
         cut = call[: data.draw(st.integers(0, len(call)))]
         text += data.draw(st.sampled_from([call, cut, f" {first} {second}\n"]))
-    events = " ".join(event.name if isinstance(event, ToolCall) else event.text for event in read(name, text))
-    assert re.findall(r"word\d[ab]", events) == re.findall(r"word\d[ab]", text)
+    assert re.findall(r"word\d[ab]", words(read(name, text))) == re.findall(r"word\d[ab]", text)
 
 
 LONG = "b" * 100_000
