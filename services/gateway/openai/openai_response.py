@@ -1,8 +1,8 @@
 """Deltas as OpenAI's response objects: whole, or as the chunks of a stream.
 
-A stream has, for chat, a first chunk with the role; a chunk for each delta with text, or for each part of a delta that
-has several, such as reasoning and content; a chunk with the finish reason for each completion; and if asked for, a chunk
-with the usage. What belongs to tokens is in a delta's first chunk. Statistics are in the very last chunk.
+A stream has, for chat, a first chunk with the role; a chunk for each delta with text, or several if it has reasoning,
+content and calls; a chunk with the finish reason for each completion; and if asked for, a chunk with the usage. What
+belongs to tokens is in a delta's first chunk. Statistics are in the very last chunk.
 """
 
 from __future__ import annotations
