@@ -36,6 +36,10 @@ def rendered(template: str, *messages: dict[str, Any], **fields: Any) -> str:
             '{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}',
         ),
         (
+            {"role": "assistant", "content": "a", "reasoning_content": "b"},
+            '{"role": "assistant", "content": "a", "reasoning_content": "b", "reasoning": "b"}',
+        ),
+        (
             {"role": "tool", "content": "a", "tool_call_id": "x"},
             '{"role": "tool", "content": "a", "tool_call_id": "x"}',
         ),
