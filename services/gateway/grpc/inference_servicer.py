@@ -30,8 +30,10 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
+from paceline_services.gateway.grpc.chat_codec import add_parts, chat_fields
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.request_builder import build_requests
 
@@ -96,10 +98,12 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._models.check_capacity()
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
+                body = _body(request)
+                requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata)
+                output = ChatOutput(body, requests[0], model) if isinstance(body, ChatBody) else None
                 async with aclosing(model.generate_all(requests, client)) as deltas:
                     async for _, delta in deltas:
-                        await _write(context, _response(delta))
+                        await _write(context, _response(delta, output))
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -155,8 +159,7 @@ def _body(request: pb.GenerateRequest) -> GenerationBody:
             case "tokens":
                 return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
             case "chat":
-                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                return ChatBody.model_validate(fields | {"messages": messages})
+                return ChatBody.model_validate(fields | chat_fields(request.chat))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
     raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
@@ -185,8 +188,13 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     }
 
 
-def _response(delta: Delta) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=delta.text, token_ids=delta.tokens)
+def _response(delta: Delta, chat: ChatOutput | None) -> pb.GenerateResponse:
+    """`chat` None: the text is no chat's."""
+    response = pb.GenerateResponse(token_ids=delta.tokens, reasoning_tokens=delta.reasoning_tokens)
+    if chat is None:
+        response.text = delta.text
+    else:
+        add_parts(response, delta, chat)
     if delta.finish_reason is not None and delta.usage is not None:
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
         response.prompt_tokens = delta.usage.prompt_tokens

@@ -1,0 +1,59 @@
+"""How the output of a chat request is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from paceline.parsing import OutputParser
+from paceline.parsing.output_format import OutputFormat
+from paceline.parsing.tool_format import ToolFormat
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.served_model import ServedModel
+
+
+@dataclass(frozen=True, slots=True)
+class OutputParsing:
+    """The fields of `GenerationRequest` that say how its output is read."""
+
+    parser: Callable[[], OutputParser] | None = None
+    shown_tokens: frozenset[int] = frozenset()
+
+
+def output_parsing(body: ChatBody, prompt: str, model: ServedModel) -> OutputParsing:
+    """How to read the output: reasoning if the model has it, calls if the request offers tools.
+
+    `prompt`: as text. Raises `InvalidRequestError`.
+    """
+    form, tools = model.output_format, tool_format(body, model)
+    if tools is None and not (form.tools is not None and form.tools.reads_reasoning):
+        form = OutputFormat(form.reasoning)
+    if form == OutputFormat():
+        return OutputParsing()
+    schemas = {tool.function.name: tool.function.parameters or {} for tool in body.offered_tools}
+    parser = partial(form.parser, schemas, inside=_begins_inside(form, body, prompt))
+    markers = {model.tokenizer.token_id(marker) for marker in form.markers}
+    return OutputParsing(parser, frozenset(token for token in model.tokenizer.special_ids if token in markers))
+
+
+def tool_format(body: ChatBody, model: ServedModel) -> ToolFormat | None:
+    """How the model writes calls of the request's tools; None: it offers none.
+
+    Raises `InvalidRequestError` if no format is known for the model.
+    """
+    if not body.offered_tools:
+        return None
+    if model.output_format.tools is None:
+        message = "tools: this gateway knows no format of tool calls for this model; --tool-call-parser can name one"
+        raise InvalidRequestError(message, param="tools")
+    return model.output_format.tools
+
+
+def _begins_inside(form: OutputFormat, body: ChatBody, prompt: str) -> bool:
+    """Whether the output begins with reasoning. A message that is continued may end in the middle of it."""
+    if form.reasoning is None or not body.continue_final_message:
+        return form.begins_inside(prompt)
+    final = body.messages[-1].content or ""
+    return final.rfind(form.reasoning.begin) > final.rfind(form.reasoning.end)
