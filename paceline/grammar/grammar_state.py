@@ -11,6 +11,8 @@ Therefore the first limit hit decides nothing: the grammar is compiled again for
 output. Only if the replay hits a limit too is it the request's own, and then every target that decodes the request
 finds the same. The replay takes as long as compiling (1 ms, or a second for a hostile grammar) and some µs per token,
 in the compiler's thread: only this request waits. Its own lexer takes up to 40 MB.
+
+A grammar may begin only behind a model's reasoning (`reasoning_gate`). Then parsers see only the tokens behind it.
 """
 
 from __future__ import annotations
@@ -22,10 +24,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from paceline.config import SamplingParams
 from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, consume
+from paceline.grammar.reasoning_gate import Matcher, OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
+from paceline.grammar.vocabulary_adapter import grammar_vocabulary
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
@@ -37,6 +42,8 @@ PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_00
 """For one mask by a new lexer, which lacks the states that earlier masks left in the shared one. A mask that needs more
 than ten times the usual limit is the grammar's fault."""
 OUTSIDE = "the output is outside the grammar"
+ALWAYS = ReasoningGate()
+"""The grammar begins with the output."""
 
 Path = tuple[int, ...]
 
@@ -66,15 +73,24 @@ class GrammarCompiler:
         """`model`: a name, see `paceline.model_names`."""
         return cls(lambda: Tokenizer.load(model), vocabulary_size)
 
-    def start(self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
+    def start(
+        self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int], gate: ReasoningGate = ALWAYS
+    ) -> GrammarState:
         """The state of a request whose output begins with `output`; see `GrammarState.ready`."""
         stops = [token for token in stop_token_ids if token < self.vocabulary_size]
-        return GrammarState(self, grammar, stops, list(output), self._compiled_or_started(grammar))
+        return GrammarState(self, grammar, stops, list(output), self._compiled_or_started(grammar), gate)
+
+    def start_request(self, params: SamplingParams, output: Sequence[int]) -> GrammarState | None:
+        """The state of a request with these parameters; None: it has no grammar."""
+        if not params.grammar:
+            return None
+        gate = ReasoningGate(params.grammar_begins_after, params.grammar_waits_if)
+        return self.start(params.grammar, params.stop_token_ids, output, gate)
 
     def replay(
         self, grammar: str, output: Sequence[int], exhausted: Future[CompiledGrammar]
     ) -> Future[CompiledGrammar]:
-        """A new parser after this output that shares nothing. No other request will start from `exhausted`."""
+        """A new parser that shares nothing, after this output of the grammar. No request will start from `exhausted`."""
         if self._compiled.get(grammar) is exhausted:
             del self._compiled[grammar]
         return self._replays.submit(self._replay, grammar, tuple(output))
@@ -121,23 +137,7 @@ class GrammarCompiler:
             pieces = tokenizer.pieces[: self.vocabulary_size]
         except (ModelNotFoundError, ValueError) as error:
             raise GrammarError(f"this model cannot follow grammars: {error}") from error
-        return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(pieces, tokenizer.special_ids, self.vocabulary_size)))
-
-
-class _VocabularyAdapter:
-    """A vocabulary in llguidance's form, with one additional token: the end of a text."""
-
-    bos_token_id = None
-
-    def __init__(self, pieces: Sequence[bytes], special_ids: Iterable[int], size: int) -> None:
-        unused = [b""] * (size - len(pieces))
-        self.eos_token_id = size
-        self.tokens = [*pieces, *unused, b"<end>"]
-        self.special_token_ids = [*(token for token in special_ids if token < size), size]
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Tokenizing is only needed for forced text, which is switched off."""
-        return []
+        return grammar_vocabulary(pieces, tokenizer.special_ids, self.vocabulary_size)
 
 
 @dataclass(slots=True)
@@ -150,9 +150,10 @@ class GrammarState:
     _output: list[int]
     _compiled: Future[CompiledGrammar]
     """Shared by requests, or replayed for this one."""
+    _gate: ReasoningGate
     _replayed: int | None = None
-    """The number of output tokens that were replayed; None: no replay."""
-    _matchers: dict[Path, GrammarMatcher | None] = field(default_factory=dict)
+    """The size of the output when its grammar was replayed; None: no replay."""
+    _matchers: dict[Path, Matcher | None] = field(default_factory=dict)
     """By path; None: the path is outside the grammar, or the request has ended."""
 
     @property
@@ -165,7 +166,9 @@ class GrammarState:
             return False
         if self._compiled.exception() is not None or self.within_limits():
             return True
-        self._compiled = self._grammars.replay(self._grammar, self._output, self._compiled)
+        start = self._gate.grammar_start(self._output)
+        assert start is not None, "reasoning has no limits"
+        self._compiled = self._grammars.replay(self._grammar, self._output[start:], self._compiled)
         self._replayed = len(self._output)
         self._matchers.clear()
         return False
@@ -214,16 +217,31 @@ class GrammarState:
             self._matchers[()] = matcher
         self._output += new
 
-    def _matcher(self, path: Path) -> GrammarMatcher | None:
+    def _matcher(self, path: Path) -> Matcher | None:
         if path not in self._matchers:
             before = self._matcher(path[:-1]) if path else self._start()
             self._matchers[path] = before.advanced(path[-1]) if path and before is not None else before
         return self._matchers[path]
 
-    def _start(self) -> GrammarMatcher | None:
+    def _start(self) -> Matcher | None:
+        """The state after the output."""
         if self._compiled.exception() is not None:
             return None
-        compiled, since = self._compiled.result(), self._output[self._replayed or 0 :]
+        gate, start = self._gate, self._gate.grammar_start(self._output)
+        if start is None:
+            return self._reasoning(gate.last_tokens(self._output))
+        grammar = self._grammar_matcher(self._output[max(start, self._replayed or 0) :])
+        if grammar is not None and (opening := gate.next_opening(self._output)) is not None:
+            return OpeningMatcher(opening, grammar, self._reasoning())
+        return grammar
+
+    def _reasoning(self, last: Path = ()) -> ReasoningMatcher:
+        mask = reasoning_mask(self._grammars.vocabulary_size, self._stops)
+        return ReasoningMatcher(self._gate.closing, mask, self._grammar_matcher, last)
+
+    def _grammar_matcher(self, since: Sequence[int] = ()) -> GrammarMatcher | None:
+        """The compiled grammar after these tokens."""
+        compiled = self._compiled.result()
         parser = compiled.parser.deep_copy()
         if not consume(parser, since):
             return None

@@ -28,13 +28,16 @@ PIECES = [
     *"abcdefghij",
     *('{"', '":', '",', '"}', ": ", ", ", "},", "]}", '": "', '", "', "\n  ", "ab", "abc", "bc", "10", "true", "false"),
     *("tr", "ue", '{"a', '"b', "ca", "de", "l", "s", "t", "r", "u"),
+    *("<think>", "</think>", "<call>"),
 ]
+THINK, ANSWER, CALL = (PIECES.index(piece) for piece in ("<think>", "</think>", "<call>"))
+"""Special tokens, too."""
 assert len(set(PIECES)) == len(PIECES) <= VOCABULARY
 
 
 def tokenizer() -> Tokenizer:
     backend = Backend(models.WordLevel({piece: id_ for id_, piece in enumerate(PIECES)}, unk_token="<unused>"))
-    backend.add_special_tokens(["<unused>", "<end>"])
+    backend.add_special_tokens(["<unused>", "<end>", "<think>", "</think>", "<call>"])
     backend.decoder = decoders.Fuse()
     return Tokenizer(backend, {"eos_token": "<end>"}, None)
 
@@ -64,6 +67,7 @@ GRAMMARS = {
     "any white space": grammar_from_schema({**TABLE, "x-guidance": {"whitespace_flexible": True}}),
     "regex": grammar_from_regex(r"[a-d]{2,9}\.(abc|de)+[0-9]*"),
     "choice": grammar_from_choices(["abc", "abcabc", "de", "true", "[10, 10]"]),
+    "special tokens": f'start: /[a-d]{{0,6}}/ (<[{CALL}]> ("ab" | "c" | "[")+)+ <[{ANSWER},{CALL}]> "."',
     "gbnf": grammar_from_text('root ::= "[" item ("," item)* "]"\nitem ::= [a-j]+ | "[" item "]"'),
 }
 

@@ -36,7 +36,7 @@ async def build_requests(
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        grammar = await model.grammars.grammar_of(body)
+        grammar = await model.grammars.grammar_of(body, model.tokenizer)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         sampling = build_sampling(body, description, grammar, bad_words)
         prompts = await _encode(body, model, description.max_model_len)
