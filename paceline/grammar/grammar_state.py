@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -55,6 +55,11 @@ class CompiledGrammar:
     parser: LLMatcher
     bits: bytes | None = None
     """The mask, if the parser cannot compute it within its limits."""
+
+    def matcher(self, size: int, stops: Sequence[int], since: Sequence[int] = ()) -> GrammarMatcher | None:
+        """The state after these tokens; None if the grammar does not allow them. `size`, `stops`: `GrammarMatcher`'s."""
+        parser = self.parser.deep_copy()
+        return GrammarMatcher(parser, size, stops, None if since else self.bits) if consume(parser, since) else None
 
 
 class GrammarCompiler:
@@ -230,19 +235,13 @@ class GrammarState:
         gate, start = self._gate, self._gate.grammar_start(self._output)
         if start is None:
             return self._reasoning(gate.last_tokens(self._output))
-        grammar = self._grammar_matcher(self._output[max(start, self._replayed or 0) :])
+        since = self._output[max(start, self._replayed or 0) :]
+        grammar = self._compiled.result().matcher(self._grammars.vocabulary_size, self._stops, since)
         if grammar is not None and (opening := gate.next_opening(self._output)) is not None:
             return OpeningMatcher(opening, grammar, self._reasoning())
         return grammar
 
     def _reasoning(self, last: Path = ()) -> ReasoningMatcher:
-        mask = reasoning_mask(self._grammars.vocabulary_size, self._stops)
-        return ReasoningMatcher(self._gate.closing, mask, self._grammar_matcher, last)
-
-    def _grammar_matcher(self, since: Sequence[int] = ()) -> GrammarMatcher | None:
-        """The compiled grammar after these tokens."""
-        compiled = self._compiled.result()
-        parser = compiled.parser.deep_copy()
-        if not consume(parser, since):
-            return None
-        return GrammarMatcher(parser, self._grammars.vocabulary_size, self._stops, None if since else compiled.bits)
+        size, stops = self._grammars.vocabulary_size, self._stops
+        begin = partial(self._compiled.result().matcher, size, stops)  # without this object, which would be a cycle
+        return ReasoningMatcher(self._gate.closing, reasoning_mask(size, stops), begin, last)
