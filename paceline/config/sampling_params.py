@@ -10,8 +10,8 @@ from paceline.config.settings import Settings
 
 # Noise is keyed by an unsigned 64-bit seed; OpenAI and vLLM take a signed one, which maps onto it.
 SEED_BITS = 64
-MAX_GRAMMAR_LENGTH = 32_768
-"""Characters."""
+MAX_GRAMMAR_LENGTH = 65_536
+"""Characters. Fifty tools of a coding agent take 39,000; compiling them takes 24 ms."""
 
 
 class SamplingParams(Settings):

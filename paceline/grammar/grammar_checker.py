@@ -2,8 +2,8 @@
 
 llguidance's own limits do not bound the cost of compiling: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
 and 370 MB. So the gateway compiles each grammar in a process that ends when it exceeds its time or memory, with a
-vocabulary of single bytes: the cost hardly depends on the vocabulary. It has tokens without text, too, because grammars
-name special tokens by their ids. The process is a fork of one that has imported everything, which takes milliseconds.
+vocabulary of single bytes: the cost hardly depends on the vocabulary. Ids of special tokens become ids that single bytes
+have. The process is a fork of one that has imported everything, which takes milliseconds.
 
     checker = GrammarChecker()
     await checker.check(grammar)
@@ -21,13 +21,11 @@ import resource
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from functools import cache
 from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error
-from paceline.grammar.vocabulary_adapter import grammar_vocabulary
+from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error, with_ids_below
 from paceline.launcher import die_with_parent
 
 TIME_MS = 250
@@ -36,8 +34,7 @@ MEMORY_BYTES = 128 * 2**20
 """Address space of one grammar."""
 PROCESSES = 2
 LONGEST_LINE = 2**20
-TOKEN_IDS = 320 * 2**10
-"""Ids below this may occur in a grammar. The largest vocabularies have 256 * 2**10, and some more."""
+BYTES = 256
 
 
 class GrammarChecker:
@@ -102,13 +99,13 @@ class _Process:
 
 def complaint(grammar: str) -> str:
     """The error of a grammar; empty: none."""
-    parser = LLMatcher(_vocabulary(), PREAMBLE + grammar, log_level=0, limits=LIMITS)
+    parser = LLMatcher(_VOCABULARY, PREAMBLE + with_ids_below(BYTES, grammar), log_level=0, limits=LIMITS)
     if error := parser.get_error():
         return short_error(error)
     mask = parser.compute_bitmask()
     if limit := limit_of(parser):
         return limit
-    if any(mask[: TOKEN_IDS // 8]):
+    if any(mask[: BYTES // 8]):
         return ""
     return "only the empty text fits it" if parser.is_accepting() else "no text fits it"
 
@@ -118,7 +115,6 @@ def main() -> None:
     time_s, memory_bytes = float(sys.argv[1]), int(sys.argv[2])
     slow = f"compiling it takes more than {1e3 * time_s:.0f} ms: make it simpler"
     large = f"compiling it takes more than {memory_bytes >> 20} MB: make it simpler"
-    _vocabulary()  # once for all forks
     for line in sys.stdin:
         ours, theirs = os.pipe()
         if not (child := os.fork()):
@@ -144,10 +140,7 @@ def _limit(time_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, time_s)
 
 
-@cache
-def _vocabulary() -> LLTokenizer:
-    return grammar_vocabulary([bytes([byte]) for byte in range(256)], (), TOKEN_IDS)
-
+_VOCABULARY = LLTokenizer("byte")
 
 if __name__ == "__main__":
     main()

@@ -24,13 +24,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
 from paceline.config import SamplingParams
 from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, consume
 from paceline.grammar.reasoning_gate import Matcher, OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
-from paceline.grammar.vocabulary_adapter import grammar_vocabulary
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
@@ -142,7 +141,23 @@ class GrammarCompiler:
             pieces = tokenizer.pieces[: self.vocabulary_size]
         except (ModelNotFoundError, ValueError) as error:
             raise GrammarError(f"this model cannot follow grammars: {error}") from error
-        return grammar_vocabulary(pieces, tokenizer.special_ids, self.vocabulary_size)
+        return LLTokenizer(TokenizerWrapper(_VocabularyAdapter(pieces, tokenizer.special_ids, self.vocabulary_size)))
+
+
+class _VocabularyAdapter:
+    """A vocabulary in llguidance's form, with one additional token: the end of a text."""
+
+    bos_token_id = None
+
+    def __init__(self, pieces: Sequence[bytes], special_ids: Iterable[int], size: int) -> None:
+        unused = [b""] * (size - len(pieces))
+        self.eos_token_id = size
+        self.tokens = [*pieces, *unused, b"<end>"]
+        self.special_token_ids = [*(token for token in special_ids if token < size), size]
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Tokenizing is only needed for forced text, which is switched off."""
+        return []
 
 
 @dataclass(slots=True)

@@ -87,6 +87,11 @@ def grammar_from_text(text: str) -> str:
     return lark
 
 
+def with_ids_below(size: int, grammar: str) -> str:
+    """The grammar of a large vocabulary for one of this size. Other ids of special tokens take their place."""
+    return _PART.sub(lambda part: f"<[{int(part['id']) % size}]>" if part["id"] else part[0], grammar)
+
+
 def short_error(error: str) -> str:
     """The reason in an error of llguidance, without the position, which is in text that the user did not write."""
     first, *rest = error.strip().splitlines() or [""]
@@ -106,7 +111,7 @@ _PART = re.compile(
     "(?:\\.|[^"\\])*"       # a text: of Lark, or inside JSON
     | (?://|\#)[^\n]*       # a comment
     | /(?:\\.|[^/\\])+/      # a regular expression
-    | (?P<ids><\[[^<>\s]*>)  # token ids
+    | (?P<ids><\[(?:(?P<id>[0-9]{1,9})\]|[^<>\s]*)>)  # token ids
     | <[^<>\s]+>            # the name of a special token
     """,
     re.VERBOSE,
