@@ -72,7 +72,9 @@ class SamplingParams(Settings):
         given = others.data
         markers = {*given.get("grammar_begins_after", ()), given.get("grammar_waits_if")}
         if given.get("grammar") and (found := markers.intersection(value)):
-            raise ValueError(f"token {min(found)} delimits the reasoning before the grammar, so it cannot end the output")
+            raise ValueError(
+                f"token {min(found)} delimits the reasoning before the grammar, so it cannot end the output"
+            )
         return value
 
     @model_validator(mode="after")

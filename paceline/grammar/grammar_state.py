@@ -94,7 +94,8 @@ class GrammarCompiler:
     def replay(
         self, grammar: str, output: Sequence[int], exhausted: Future[CompiledGrammar]
     ) -> Future[CompiledGrammar]:
-        """A new parser that shares nothing, after this output of the grammar. No request will start from `exhausted`."""
+        """A new parser after this output that shares nothing. `output`: without reasoning. No other request will start
+        from `exhausted`."""
         if self._compiled.get(grammar) is exhausted:
             del self._compiled[grammar]
         return self._replays.submit(self._replay, grammar, tuple(output))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 
 from paceline.grammar.lark import text_part
 from paceline.text import Tokenizer
@@ -35,8 +34,11 @@ class SpecialTokens:
 def merged(parts: Iterable[TextOrToken]) -> list[TextOrToken]:
     """The same text, with neighbouring ordinary texts as one."""
     result: list[TextOrToken] = []
-    for is_text, group in groupby(parts, lambda part: isinstance(part, str)):
-        result += ["".join(map(str, group))] if is_text else group
+    for part in parts:
+        if isinstance(part, str) and result and isinstance(result[-1], str):
+            result[-1] += part
+        else:
+            result.append(part)
     return result
 
 

@@ -89,7 +89,11 @@ STRUCTURES: dict[str, list[Any]] = {
     "structured_outputs.structural_tag": [
         *({"structural_tag": value} for value in ("{}", "{", {"format": {"type": "any_text"}, "triggers": ["<"]})),
         {"structural_tag": {"format": tagged({"type": "json_schema", "json_schema": {"type": "strin"}})}},
-        {"structural_tag": {"format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [tagged(ANY_TEXT, "<b")]}}},
+        {
+            "structural_tag": {
+                "format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [tagged(ANY_TEXT, "<b")]}
+            }
+        },
     ],
     "structured_outputs.structural_tag.format": [{"structural_tag": {"format": {"type": "minimax_xml"}}}],
 }
@@ -145,7 +149,10 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"response_format": {"type": "structural_tag"}}, "response_format"),
         ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format"),
-        ({"response_format": {"type": "structural_tag", "format": ANY_TEXT, "structures": []}}, "response_format.structures"),
+        (
+            {"response_format": {"type": "structural_tag", "format": ANY_TEXT, "structures": []}},
+            "response_format.structures",
+        ),
         *((format_of(schema), "response_format.json_schema.schema") for schema in (*SCHEMAS, nested(300))),
         *(({"structured_outputs": value}, param) for param, values in STRUCTURES.items() for value in values),
         (format_of({"type": "integer"}) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),

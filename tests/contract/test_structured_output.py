@@ -62,7 +62,12 @@ def test_what_is_parsed_is_what_was_asked_for(client: openai.OpenAI, seed: int) 
 
 def test_a_structural_tag_binds_a_part_of_the_text(client: openai.OpenAI) -> None:
     """In the older form and as a format, with speculation and without."""
-    tag = {"type": "tag", "begin": "<shape>", "content": {"type": "json_schema", "json_schema": SCHEMA}, "end": "</shape>"}
+    tag = {
+        "type": "tag",
+        "begin": "<shape>",
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "</shape>",
+    }
     free = {"type": "triggered_tags", "triggers": ["<shape>"], "tags": [tag], "at_least_one": True}
     older = {"structures": [{"begin": "<shape>", "schema": SCHEMA, "end": "</shape>"}], "triggers": ["<shape>"]}
 

@@ -153,9 +153,7 @@ def test_a_grammar_without_reasoning_is_the_usual_one() -> None:
     params = SamplingParams(temperature=1.0, seed=4, max_tokens=30, stop_token_ids=(END,), logit_bias={END: 3.0})
     marked = params.model_copy(update={"grammar_begins_after": (ANSWER,), "grammar_waits_if": THINK})
     unknown = params.model_copy(update={"grammar": GRAMMARS["choice"], "grammar_begins_after": (64,)})
-    requests = [
-        GenerationRequest(name, PROMPT, each) for name, each in (("a", params), ("b", marked), ("c", unknown))
-    ]
+    requests = [GenerationRequest(name, PROMPT, each) for name, each in (("a", params), ("b", marked), ("c", unknown))]
     outputs = run(engine(NoDraftClient()), requests)
     assert outputs["a"].tokens == outputs["b"].tokens
     assert outputs["a"].finish_reason is FinishReason.STOP

@@ -62,7 +62,9 @@ async def test_a_costly_or_empty_grammar_is_refused(checks: GrammarChecks, asked
     with pytest.raises(InvalidRequestError, match=message) as refused:
         await checks.grammar_of(body, TOKENIZER)
     assert refused.value.param == f"structured_outputs.{next(iter(asked))}"
-    assert await checks.grammar_of(body_with("ab*"), TOKENIZER) == grammar_from_regex("ab*"), "other grammars are checked"
+    assert await checks.grammar_of(body_with("ab*"), TOKENIZER) == grammar_from_regex("ab*"), (
+        "other grammars are checked"
+    )
 
 
 def test_a_grammar_of_any_vocabulary_is_checked() -> None:
@@ -100,7 +102,10 @@ async def test_grammars_that_wait_to_be_checked_are_limited(checks: GrammarCheck
     gate = threading.Event()
     known = await checks.grammar_of(body_with("known"), TOKENIZER)
     checks._thread.submit(gate.wait)
-    waiting = [asyncio.create_task(checks.grammar_of(body_with("a" * n), TOKENIZER)) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
+    waiting = [
+        asyncio.create_task(checks.grammar_of(body_with("a" * n), TOKENIZER))
+        for n in range(1, MAX_WAITING_GRAMMARS + 1)
+    ]
     again = asyncio.create_task(checks.grammar_of(body_with("a"), TOKENIZER))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):

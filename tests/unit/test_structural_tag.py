@@ -176,7 +176,10 @@ def test_the_older_form_is_triggered_tags() -> None:
     ("tag_format", "message"),
     [
         ({"type": "sequence", "elements": [ANY, const("x")]}, "only be the last element"),
-        ({"type": "sequence", "elements": [{"type": "or", "elements": [const("x"), triggered()]}, JSON]}, "last element"),
+        (
+            {"type": "sequence", "elements": [{"type": "or", "elements": [const("x"), triggered()]}, JSON]},
+            "last element",
+        ),
         (tag("<a>", ANY, ""), "cannot be empty"),
         (triggered(triggers=["<f=", "[c", "<g"]), "no tag begins with the trigger '<g'"),
         (triggered(triggers=["<f="]), "0 triggers fit"),
