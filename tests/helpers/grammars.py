@@ -73,6 +73,8 @@ GRAMMARS = {
 
 MEMORY = grammar_from_regex("[a-j]*[ae][a-j]{9}b[a-j]{3}")
 """Every text has a lexer state of its own, nearly."""
+MARKED_MEMORY = f'start: (/[a-j]*[ae][a-j]{{3}}/ <[{CALL}]> "." )* {MEMORY.removeprefix("start: ")}'
+"""The same behind any number of texts that a special token ends."""
 AMBIGUOUS = 'start: s\ns: s s | "a" | "b" | "[" s "]" | " "\n'
 """Takes longer the longer it gets, and may end anywhere."""
 

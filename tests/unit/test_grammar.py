@@ -26,7 +26,19 @@ from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured_output import StructuredOutputs, compile_grammar_text
-from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
+from tests.helpers.grammars import (
+    AMBIGUOUS,
+    CALL,
+    END,
+    GRAMMARS,
+    MARKED_MEMORY,
+    MEMORY,
+    PIECES,
+    TABLE,
+    grammars,
+    text_of,
+    tight,
+)
 from tests.helpers.llamas import VOCABULARY
 from tests.helpers.random_schemas import TYPES
 
@@ -138,19 +150,23 @@ def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
     assert "too many items" in state.error().lower()
 
 
-def test_a_lexer_exhausted_by_others_is_replaced() -> None:
+@pytest.mark.parametrize("grammar", [MEMORY, MARKED_MEMORY], ids=["text", "special tokens"])
+def test_a_lexer_exhausted_by_others_is_replaced(grammar: str) -> None:
     rng = random.Random(1)
     with tight(states=120):
         shared = grammars()
-        used = [shared.start(MEMORY, (END,), []) for _ in range(4)]
+        used = [shared.start(grammar, (END,), []) for _ in range(4)]
         for _, state in itertools.product(range(30), used):
             while not state.ready:
                 state.wait(30.0)
             allowed = allowed_after(state)
-            assert mask_of(state, []) == mask_of(started(MEMORY, *state._output, vocabulary=grammars()), [])
-            state.extend([int(rng.choice([token for token in np.flatnonzero(allowed) if token != END]))])
-        assert sum(state._replayed is not None for state in used) > 1, "several requests were replayed"
-        assert started(MEMORY, vocabulary=shared).allowed([]) is not None
+            assert mask_of(state, []) == mask_of(started(grammar, *state._output, vocabulary=grammars()), [])
+            tokens = [token for token in np.flatnonzero(allowed) if token != END]
+            state.extend([CALL if CALL in tokens else int(rng.choice(tokens))])
+        replayed = [state for state in used if state._replayed is not None]
+        assert len(replayed) > 1, "several requests were replayed"
+        assert grammar == MEMORY or any(CALL in state._output[: state._replayed] for state in replayed)
+        assert started(grammar, vocabulary=shared).allowed([]) is not None
 
 
 def test_tokens_without_text_are_never_allowed() -> None:
