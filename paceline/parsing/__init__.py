@@ -4,6 +4,16 @@ No torch, no web: the gateway and `paceline.LLM` use it. `formats` has a file pe
 """
 
 from paceline.parsing.events import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.output_format import OutputFormat, choose_format
 from paceline.parsing.output_parser import OutputParser
 
-__all__ = ["Content", "Event", "OutputParser", "Reasoning", "ToolArguments", "ToolCall"]
+__all__ = [
+    "Content",
+    "Event",
+    "OutputFormat",
+    "OutputParser",
+    "Reasoning",
+    "ToolArguments",
+    "ToolCall",
+    "choose_format",
+]

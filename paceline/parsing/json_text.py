@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from typing import NoReturn
 
 from paceline.parsing.events import Event, ToolArguments, ToolCall
 from paceline.parsing.text_reader import Steps, TextReader
+from paceline.parsing.value_scan import ValueScan
 
 ARGUMENTS = ("arguments", "parameters")
 """Keys under which models write the arguments of a call."""
+OTHER_KEYS = ("name", "type", "id")
+"""Further keys that a call may have where nothing else says that it is one."""
 
 
 def json_value(reader: TextReader, event: Callable[[str], Event] | None = None) -> Steps[str]:
@@ -18,118 +21,106 @@ def json_value(reader: TextReader, event: Callable[[str], Event] | None = None) 
 
     A value that the end of the text cuts off is returned as far as it goes. "": no value comes next.
     """
-    value, scan, ended = "", _ValueScan(), False
-    while not ended and (yield from reader.peek()):
-        size, ended = scan.feed(reader.rest)
-        part = reader.consume(size)
-        value += part
-        if part and event is not None:
-            yield event(part)
-    return value
+    return reader.scan(ValueScan().find_end, event)
 
 
-def call_object(
-    reader: TextReader, index: int, *, names: Collection[str] | None = None, keys: Collection[str] = ARGUMENTS
-) -> Steps[bool]:
-    """An object with a "name" and arguments, as the call `index`. `names`: those that it may have; None: any.
+def call_object(reader: TextReader, index: int) -> Steps[bool]:
+    """`call_fields` of an object that may come next, behind white space."""
+    yield from reader.space()
+    return bool((yield from reader.accept("{"))) and (yield from call_fields(reader, index))
 
-    False: it is no such object. Then there was no event, and the reader stands before it again.
+
+def call_fields(reader: TextReader, index: int, *, names: Collection[str] | None = None) -> Steps[bool]:
+    """What is behind the "{" of an object with a "name" and arguments, as the call `index`.
+
+    `names`: nothing but the object itself says that it is a call, so it needs one of these names, needs arguments, and
+    has no unusual keys. False: it is no such object, and there was no event.
     """
-    reader.mark()
     name, held = "", ""
-    if not (yield from reader.accept("{")):
-        reader.reset()
-        return False
-    while (yield from _next_key(reader)) and (key := _text((yield from json_value(reader)))) is not None:
-        yield from reader.space()
-        if not (yield from reader.accept(":")):
-            break
-        yield from reader.space()
-        if key not in keys:
-            value = yield from json_value(reader)
-            name = (_text(value) or "") if key == "name" and not name else name
-            if key == "name" and (not name or (names is not None and name not in names)):
-                break
-        elif name:
+    while key := (yield from _key(reader)):
+        if key in ARGUMENTS and name:
             reader.commit()
             yield ToolCall(index, name)
             yield from call_arguments(reader, index)
             yield from _skip_to_end(reader)
             return True
-        else:
-            held = yield from json_value(reader)
-    closed = yield from reader.accept("}")
-    if not (closed and name) or (names is not None and name not in names):
-        reader.reset()
+        if names is not None and key not in (*ARGUMENTS, *OTHER_KEYS):
+            return False
+        value = yield from json_value(reader)
+        if key == "name" and not name:
+            name = json_string(value) or ""
+            if not name or (names is not None and name not in names):
+                return False
+        elif key in ARGUMENTS:
+            held = value
+    if not name or (names is not None and not held) or not (yield from reader.accept("}")):
         return False
     reader.commit()
     yield ToolCall(index, name)
-    yield ToolArguments(index, held or "{}")
+    yield ToolArguments(index, _as_object(held or "{}"))
     return True
 
 
 def call_arguments(reader: TextReader, index: int) -> Steps[None]:
-    """The arguments of the call `index`. Some models write the object as a string with the object's text."""
-    if (yield from reader.peek()) == '"':
-        value = yield from json_value(reader)
-        yield ToolArguments(index, _text(value) or value)
-    else:
+    """The arguments of the call `index`, as they arrive if they are an object."""
+    if (yield from reader.peek()) == "{":
         yield from json_value(reader, lambda text: ToolArguments(index, text))
+    elif value := (yield from json_value(reader)):
+        yield ToolArguments(index, _as_object(value))
 
 
-def _next_key(reader: TextReader) -> Steps[bool]:
-    yield from reader.space()
-    yield from reader.accept(",")
-    yield from reader.space()
-    return (yield from reader.peek()) == '"'
+def parse_json(text: str) -> object:
+    """The value of a JSON text. Raises ValueError, whatever the text is."""
+    try:
+        value: object = json.loads(text, parse_constant=_refuse)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def is_json(text: str) -> bool:
+    try:
+        parse_json(text)
+    except ValueError:
+        return False
+    return True
+
+
+def json_string(value: str) -> str | None:
+    """The text of a JSON string; None if the value is none, or has halves of characters, which cannot be sent."""
+    if not value.startswith('"'):
+        return None
+    try:
+        text = str(parse_json(value))
+        text.encode()
+    except ValueError:
+        return None
+    return text
+
+
+def _as_object(value: str) -> str:
+    """Some models write null for no arguments, or the object as a string with the object's text."""
+    if value == "null":
+        return "{}"
+    text = json_string(value)
+    return text if text is not None and text.lstrip().startswith("{") and is_json(text) else value
+
+
+def _key(reader: TextReader) -> Steps[str]:
+    """Consume the next key of an object and what is before its value; "": there is none."""
+    yield from reader.skip(",")
+    if (yield from reader.peek()) != '"':
+        return ""
+    key = json_string((yield from json_value(reader)))
+    return key if key is not None and (yield from reader.skip(":")) else ""
 
 
 def _skip_to_end(reader: TextReader) -> Steps[None]:
     """Consume the rest of an object whose arguments are known."""
-    while (yield from _next_key(reader)):
-        yield from json_value(reader)
-        yield from reader.space()
-        if not (yield from reader.accept(":")):
-            return
-        yield from reader.space()
+    while (yield from _key(reader)):
         yield from json_value(reader)
     yield from reader.accept("}")
 
 
-def _text(value: str) -> str | None:
-    """The text of a JSON string; None if it is none."""
-    try:
-        text = json.loads(value)
-    except ValueError:
-        return None
-    return text if isinstance(text, str) else None
-
-
-@dataclass(slots=True)
-class _ValueScan:
-    """Finds the end of a JSON value."""
-
-    depth: int = 0
-    quoted: bool = False
-    escaped: bool = False
-
-    def feed(self, text: str) -> tuple[int, bool]:
-        """How many characters of this text belong to the value, and whether it ends with them."""
-        for index, character in enumerate(text):
-            if self.escaped:
-                self.escaped = False
-            elif self.quoted:
-                self.escaped, self.quoted = character == "\\", character != '"'
-                if not self.quoted and not self.depth:
-                    return index + 1, True
-            elif character == '"':
-                self.quoted = True
-            elif character in "{[":
-                self.depth += 1
-            elif character in "}]":
-                self.depth -= 1
-                if self.depth <= 0:
-                    return index + (self.depth == 0), True
-            elif not self.depth and (character in ",:" or character.isspace()):
-                return index, True
-        return len(text), False
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is no JSON")

@@ -2,49 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from paceline.parsing.events import Content, Event
+from paceline.parsing.events import Content, Event, ToolCall
 from paceline.parsing.reasoning import ReasoningFormat
 from paceline.parsing.text_reader import Steps, TextReader
-from paceline.parsing.tool_format import ToolFormat
+from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 
 
 class OutputParser:
-    """Parses one output: reasoning first, then content and tool calls."""
+    """Parses one output: reasoning first, then content and tool calls. `OutputFormat.parser` makes one."""
 
     def __init__(
         self,
         reasoning: ReasoningFormat | None = None,
-        tools: ToolFormat | None = None,
+        tool_format: ToolFormat | None = None,
         *,
-        names: Collection[str] = (),
+        tools: Mapping[str, JsonSchema] | None = None,
         inside: bool = False,
     ) -> None:
-        """None: the text has no such part. `names`: of the request's tools. `inside`: see `begins_inside`."""
+        """None: the text has no such part. `tools`: of the request. `inside`: see `begins_inside`."""
         self._reader = TextReader()
-        self._steps = _message(self._reader, reasoning, tools, names, inside)
+        self._steps = _message(self._reader, reasoning, tool_format, tools or {}, inside=inside)
 
     def feed(self, text: str, *, last: bool = False) -> list[Event]:
-        """The events that this text completes. `last`: no more will come."""
+        """The events that this text completes; none is empty. `last`: no more text will come."""
         self._reader.add(text, last=last)
-        events = []
+        events: list[Event] = []
         for event in self._steps:
             if event is None:
                 break
-            events.append(event)
+            if isinstance(event, ToolCall) or event.text:
+                events.append(event)
         return events
 
 
 def _message(
     reader: TextReader,
     reasoning: ReasoningFormat | None,
-    tools: ToolFormat | None,
-    names: Collection[str],
-    inside: bool,  # noqa: FBT001
+    tool_format: ToolFormat | None,
+    tools: Tools,
+    *,
+    inside: bool,
 ) -> Steps[None]:
-    reasoned = reasoning is not None and (yield from reasoning.parse(reader, inside=inside))
-    if tools is not None:
-        yield from tools.parse(reader, names, reasoned)
+    left_to_tools = tool_format is not None and tool_format.reads_reasoning and not inside
+    if reasoning is not None and not left_to_tools:
+        yield from reasoning.parse(reader, inside=inside)
+    if tool_format is not None:
+        yield from tool_format.parse(reader, tools)
     else:
-        yield from reader.until((), Content, after_marker=reasoned)
+        yield from reader.until((), Content)

@@ -16,6 +16,8 @@ class ReasoningFormat:
     name: str
     begin: str
     end: str
+    template_signs: tuple[str, ...] = ()
+    """Texts of a chat template that has this format; the template must have all of them. (): chosen only by name."""
     always: bool = False
     """Whether each answer begins with reasoning even where neither prompt nor answer has the first marker."""
 
@@ -25,26 +27,33 @@ class ReasoningFormat:
         return prompt.rstrip().endswith(self.begin) or (self.always and closed <= opened)
 
     def parse(self, reader: TextReader, *, inside: bool) -> Steps[bool]:
-        """Consume the reasoning, if the text begins with it. Returns whether it did."""
-        if not inside:
-            reader.mark()
-            yield from reader.space()
-            inside = bool((yield from reader.accept(self.begin)))
-            if not inside:
-                reader.reset()
-                return False
-            reader.commit()
-        else:
-            yield from reader.accept(self.begin)  # a model may write the marker once more
-        yield from reader.until((self.end,), Reasoning, after_marker=True)
+        """Consume the reasoning and white space behind it, if the text begins with it. Returns whether it did."""
+        reader.mark()
+        begun = yield from reader.skip(self.begin)  # also inside: some models write the marker once more
+        if not begun and not inside:
+            reader.reset()
+            return False
+        yield from reader.until((self.end,), Reasoning)
+        yield from reader.space()
         return True
 
+
+HARMONY_REASONING = ReasoningFormat(
+    "openai_gptoss",
+    "<|channel|>analysis<|message|>",
+    "<|end|>",
+    template_signs=("<|start|>", "<|channel|>", "<|message|>"),
+)
+"""gpt-oss: its tool format reads the reasoning, because it may come again after a call."""
 
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     each.name: each
     for each in (
+        HARMONY_REASONING,
+        ReasoningFormat("mistral", "[THINK]", "[/THINK]", template_signs=("[THINK]",)),
+        ReasoningFormat("qwen3", "<think>", "</think>", template_signs=("</think>",)),
+        ReasoningFormat("deepseek_v3", "<think>", "</think>"),
         ReasoningFormat("deepseek_r1", "<think>", "</think>", always=True),
-        ReasoningFormat("qwen3", "<think>", "</think>"),
-        ReasoningFormat("mistral", "[THINK]", "[/THINK]"),
     )
 }
+"""By name, in the order in which a chat template is compared with them."""

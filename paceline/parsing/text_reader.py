@@ -2,11 +2,16 @@
 
 A parser is a generator (`Steps`). It yields events, and None where it needs more text; `OutputParser` resumes it when
 more has come. It never acts on a text that more text could change, so what it finds does not depend on the parts.
+
+The work is linear in the size of the text: what a method has looked at it consumes, and what it leaves for later is
+shorter than a marker.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+import re
+from collections.abc import Callable, Generator
+from functools import cache
 from typing import TypeVar
 
 from paceline.parsing.events import Event
@@ -14,101 +19,178 @@ from paceline.parsing.events import Event
 T = TypeVar("T")
 Steps = Generator[Event | None, None, T]
 
+NAME = re.compile(r"[\w.-]+")
+"""What a tool's name consists of."""
+SPACE = re.compile(r"\s+")
+
 
 class TextReader:
     """The text that is not parsed yet. Methods that return `Steps` are used with `yield from`."""
 
+    ended: bool = False
+    """Whether no more text will come."""
+    gap: str = ""
+    """The white space before the marker that `until` found last."""
+
     def __init__(self) -> None:
         self._text = ""
         self._at = 0
-        self._mark: int | None = None
-        self.ended = False
-        """Whether no more text will come."""
+        self._marked: list[str] | None = None  # what was consumed since the mark
 
     def add(self, text: str, *, last: bool) -> None:
         """Text has arrived."""
-        kept = self._at if self._mark is None else self._mark
-        self._text = self._text[kept:] + text
-        self._at -= kept
-        self._mark = None if self._mark is None else 0
+        self._text = self._text[self._at :] + text
+        self._at = 0
         self.ended = last
 
-    @property
-    def rest(self) -> str:
-        """The text that has arrived and is not consumed."""
-        return self._text[self._at :]
-
-    def consume(self, size: int) -> str:
-        """The next characters, which must have arrived."""
-        start, self._at = self._at, self._at + size
-        return self._text[start : self._at]
-
     def mark(self) -> None:
-        """Remember this place until `reset` or `commit`."""
-        self._mark = self._at
-
-    def reset(self) -> None:
-        """Go back to the place of `mark`."""
-        assert self._mark is not None
-        self._at, self._mark = self._mark, None
+        """Remember what is consumed from here on, until `commit`, `since_mark` or `until`."""
+        self._marked = []
 
     def commit(self) -> None:
-        """Forget the place of `mark`."""
-        self._mark = None
+        """Forget the mark: what was consumed since is accounted for."""
+        self._marked = None
+
+    def since_mark(self) -> str:
+        """What was consumed since the mark. Forgets the mark."""
+        text = "".join(self._marked or ())
+        self._marked = None
+        return text
+
+    def reset(self) -> None:
+        """Go back to the mark, and forget it."""
+        self._text = self.since_mark() + self._text[self._at :]
+        self._at = 0
 
     def more(self) -> Steps[bool]:
         """Wait for more text; False at the end."""
-        size = len(self.rest)
-        while len(self.rest) == size and not self.ended:
+        size = self._size()
+        while self._size() == size and not self.ended:
             yield None
-        return len(self.rest) > size
+        return self._size() > size
 
     def peek(self) -> Steps[str]:
         """The next character, not consumed; "" at the end."""
-        while not self.rest and (yield from self.more()):
+        while not self._size() and (yield from self.more()):
             pass
-        return self.rest[:1]
+        return self._text[self._at : self._at + 1]
+
+    def run(self, characters: re.Pattern[str]) -> Steps[str]:
+        """Consume as many characters as match, one or more at a time."""
+        parts: list[str] = []
+        while (yield from self.peek()) and (found := characters.match(self._text, self._at)):
+            parts.append(self._consume(found.end()))
+        return "".join(parts)
 
     def space(self) -> Steps[None]:
         """Consume white space."""
-        while (yield from self.peek()).isspace():
-            self.consume(1)
+        yield from self.run(SPACE)
 
     def accept(self, *texts: str) -> Steps[str]:
         """Consume the first of these texts that comes next, and return it; "": none of them does."""
-        while any(text.startswith(self.rest) and text != self.rest for text in texts) and (yield from self.more()):
+        while any(self._may_become(text) for text in texts) and (yield from self.more()):
             pass
-        found = next((text for text in texts if self.rest.startswith(text)), "")
-        self.consume(len(found))
+        found = next((text for text in texts if self._text.startswith(text, self._at)), "")
+        self._consume(self._at + len(found))
         return found
 
-    def until(
-        self, markers: Sequence[str], event: Callable[[str], Event] | None = None, *, after_marker: bool = False
+    def skip(self, *texts: str) -> Steps[str]:
+        """`accept`, with white space before and behind."""
+        yield from self.space()
+        found = yield from self.accept(*texts)
+        yield from self.space()
+        return found
+
+    def scan(
+        self, find_end: Callable[[str, int], tuple[int, bool]], event: Callable[[str], Event] | None = None
     ) -> Steps[str]:
-        """Yield the text before the first marker as events, consume the marker and return it; "" at the end.
+        """Consume and return a text whose end a scanner finds, yielding its parts as events if `event` is given.
 
-        White space next to a marker belongs to no event. `after_marker`: whether the text begins behind one. `event`
-        None: the text is dropped.
+        `find_end(text, start)` is called once for each character from `start` on. It returns where the text that it
+        looks for ends, or the text's size, and whether it has ended. The end of all text ends it, too.
         """
-        begun = not after_marker
-        while True:
-            rest = self.rest
-            found = [(rest.find(each), -len(each), each) for each in markers if each in rest]
-            at, _, marker = min(found, default=(-1, 0, ""))
-            size = at if marker else len(rest) - undecided(rest, markers)
-            text = rest[:size] if self.ended and not marker else rest[:size].rstrip()
-            start = 0 if begun else len(text) - len(text.lstrip())
-            if text[start:]:
-                begun = True
-                if event is not None:
-                    yield event(text[start:])
-            self.consume(size + len(marker) if marker else len(text))
-            if marker or not (yield from self.more()):
+        parts, ended = [], False
+        while not ended and (yield from self.peek()):
+            end, ended = find_end(self._text, self._at)
+            part = self._consume(end)
+            parts.append(part)
+            if part and event is not None:
+                yield event(part)
+        return "".join(parts)
+
+    def until(self, markers: tuple[str, ...], event: Callable[[str], Event]) -> Steps[str]:
+        """Yield the text before the first of these markers as events, consume the marker and return it; "": the end.
+
+        White space before the marker is in no event; `gap` has it. The mark is set before that white space, so that
+        `since_mark` returns what begins with a marker and proves to be mere text. No marker may contain another one.
+        """
+        self.commit()
+        gap: list[str] = []
+        text, marker = yield from self._part(markers)
+        while text or marker:
+            body = text.rstrip()
+            if body:
+                yield event("".join(gap) + body)
+                gap.clear()
+            gap.append(text[len(body) :])
+            if marker:
+                self.gap = "".join(gap)
+                self._marked = [self.gap, marker]
                 return marker
+            text, marker = yield from self._part(markers)
+        if any(gap):
+            yield event("".join(gap))
+        return ""
+
+    def text_until(self, markers: tuple[str, ...]) -> Steps[tuple[str, str]]:
+        """Consume the text before the first of these markers, and the marker; return both. No marker: the end."""
+        parts: list[str] = []
+        text, marker = yield from self._part(markers)
+        while text and not marker:
+            parts.append(text)
+            text, marker = yield from self._part(markers)
+        return "".join(parts) + text, marker
+
+    def _part(self, markers: tuple[str, ...]) -> Steps[tuple[str, str]]:
+        """Consume some text before the first marker, and the marker if it comes next. Both are "" at the end."""
+        while True:
+            found = _any_of(markers).search(self._text, self._at)
+            if found is not None:
+                text = self._consume(found.start())
+                return text, self._consume(found.end())
+            decided = len(self._text) - (0 if self.ended else self._undecided(markers))
+            if decided > self._at:
+                return self._consume(decided), ""
+            if self.ended:
+                return "", ""
+            yield from self.more()
+
+    def _undecided(self, markers: tuple[str, ...]) -> int:
+        """The size of the longest end of the text with which a marker may begin."""
+        return max((self._begun(marker) for marker in markers), default=0)
+
+    def _begun(self, marker: str) -> int:
+        at = max(self._at, len(self._text) - len(marker) + 1)
+        while (at := self._text.find(marker[0], at)) >= 0:
+            if marker.startswith(self._text[at:]):
+                return len(self._text) - at
+            at += 1
+        return 0
+
+    def _may_become(self, text: str) -> bool:
+        return self._size() < len(text) and text.startswith(self._text[self._at :])
+
+    def _size(self) -> int:
+        return len(self._text) - self._at
+
+    def _consume(self, end: int) -> str:
+        text = self._text[self._at : end]
+        self._at = end
+        if self._marked is not None:
+            self._marked.append(text)
+        return text
 
 
-def undecided(text: str, markers: Sequence[str]) -> int:
-    """The size of the longest end of the text with which a marker may begin."""
-    longest = max(map(len, markers), default=1)
-    sizes = range(min(longest - 1, len(text)), 0, -1)
-    return next((size for size in sizes if any(marker.startswith(text[-size:]) for marker in markers)), 0)
+@cache
+def _any_of(markers: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, markers)) or "(?!)")  # (?!) matches nowhere

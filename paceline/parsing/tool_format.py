@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import hashlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 from paceline.parsing.text_reader import Steps, TextReader
 
-ParseCalls = Callable[..., Steps[None]]
-"""`parse(reader, names, after_marker=...)`: consume the whole text behind the reasoning, yielding its events. `names`:
-of the request's tools. `after_marker`: whether reasoning came before."""
+JsonSchema: TypeAlias = Mapping[str, object]
+Tools: TypeAlias = Mapping[str, JsonSchema]
+"""The schemas of the arguments of a request's tools, by the tools' names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +19,9 @@ class ToolFormat:
     """One way to write tool calls. Names are those of vLLM's `--tool-call-parser`."""
 
     name: str
-    parse: Callable[[TextReader, Collection[str], bool], Steps[None]]
+    parse: Callable[[TextReader, Tools], Steps[None]]
+    """`parse(reader, tools)`: consume the whole text behind the reasoning, yielding its events. What only looks like a
+    call is content."""
     markers: tuple[str, ...]
     """Texts of the tokens that structure the output. Special tokens among them reach the parser as text."""
     template_signs: tuple[str, ...]
@@ -33,3 +37,12 @@ class ToolFormat:
     """The text before the first call."""
     closing: str = ""
     """The text behind the last call."""
+    id_style: Literal["openai", "mistral"] = "openai"
+    """Mistral's templates want ids of nine letters and digits."""
+    reads_reasoning: bool = False
+    """Whether `parse` finds the reasoning, too, so that it reads each text, with tools and without."""
+
+    def call_id(self, request_id: str, index: int) -> str:
+        """The id of a request's call. It is derived, so that a stream that is resumed repeats it."""
+        digits = hashlib.sha256(f"{request_id}/{index}".encode()).hexdigest()
+        return digits[:9] if self.id_style == "mistral" else f"call_{digits[:24]}"

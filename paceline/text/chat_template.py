@@ -35,6 +35,7 @@ class ChatTemplate:
             self._template = _environment().from_string(source)
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     def render(

@@ -2,33 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from paceline.parsing.events import Content
 from paceline.parsing.json_text import call_object
 from paceline.parsing.text_reader import Steps, TextReader
-from paceline.parsing.tool_format import ToolFormat
+from paceline.parsing.tool_format import ToolFormat, Tools
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 
 
-def parse(reader: TextReader, names: Collection[str], after_marker: bool) -> Steps[None]:
+def parse(reader: TextReader, tools: Tools) -> Steps[None]:
     index = 0
-    while (yield from reader.until((BEGIN,), Content, after_marker=after_marker)):
-        yield from reader.space()
+    while (yield from reader.until((BEGIN,), Content)):
         if (yield from call_object(reader, index)):
             index += 1
-            yield from reader.until((END,))
+            yield from reader.skip(END)
         else:
-            yield Content(BEGIN)  # not a call: shown as it is written
-        after_marker = True
+            yield Content(reader.since_mark())
 
 
 HERMES = ToolFormat(
     "hermes",
     parse,
     markers=(BEGIN, END),
-    template_signs=("<tool_call>", '"name"', '"arguments"'),
+    template_signs=(BEGIN, '"name"', '"arguments"'),
     begin=BEGIN + '\n{"name": "',
     middle='", "arguments": ',
     end="}\n" + END,

@@ -1,0 +1,61 @@
+"""Mistral: `[TOOL_CALLS] [{"name": "f", "arguments": {...}}, ...]`, and since version 11 of its tokenizer
+`[TOOL_CALLS]f[ARGS]{...}`, any number of them, with or without `[CALL_ID]...` and `[ARGS]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from paceline.parsing.call_list import call_list
+from paceline.parsing.events import Content, ToolCall
+from paceline.parsing.json_text import call_arguments, call_object
+from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.tool_format import ToolFormat, Tools
+
+BEGIN, CALL_ID, ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
+
+
+def parse(reader: TextReader, tools: Tools) -> Steps[None]:
+    index = 0
+    while (yield from reader.until((BEGIN,), Content)):
+        if (yield from reader.skip("[")):
+            index = yield from call_list(reader, index, partial(call_object, reader))
+        elif (yield from _named_call(reader, index)):
+            index += 1
+        else:
+            yield Content(reader.since_mark())
+
+
+def _named_call(reader: TextReader, index: int) -> Steps[bool]:
+    """A call whose name stands before its arguments."""
+    name = yield from reader.run(NAME)
+    if (yield from reader.skip(CALL_ID)):
+        yield from reader.run(NAME)  # ids are ours
+    yield from reader.skip(ARGS)
+    if not name or (yield from reader.peek()) != "{":
+        return False
+    reader.commit()
+    yield ToolCall(index, name)
+    yield from call_arguments(reader, index)
+    yield from reader.space()
+    return True
+
+
+MISTRAL = ToolFormat(
+    "mistral",
+    parse,
+    markers=(BEGIN, CALL_ID, ARGS),
+    template_signs=(BEGIN,),
+    begin='{"name": "',
+    middle='", "arguments": ',
+    end="}",
+    separator=", ",
+    opening=BEGIN + " [",
+    closing="]",
+    id_style="mistral",
+)
+MISTRAL_V11 = replace(
+    MISTRAL, template_signs=(BEGIN, ARGS), begin=BEGIN, middle=ARGS, end="", separator="", opening="", closing=""
+)
+"""The same name: templates tell them apart."""

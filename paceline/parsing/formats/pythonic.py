@@ -1,0 +1,64 @@
+"""Calls as a list in Python: `[f(a=1, b="x"), g()]`, with Llama 4 between `<|python_start|>` and `<|python_end|>`.
+
+A bare list may as well be the answer: its calls are calls only if tools have their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from functools import partial
+
+from paceline.parsing.call_list import call_list
+from paceline.parsing.events import Content, ToolArguments, ToolCall
+from paceline.parsing.python_literals import keywords_json
+from paceline.parsing.text_reader import NAME, Steps, TextReader
+from paceline.parsing.tool_format import ToolFormat, Tools
+from paceline.parsing.value_scan import ValueScan
+
+BEGIN, END = "<|python_start|>", "<|python_end|>"
+
+
+def parse(reader: TextReader, tools: Tools) -> Steps[None]:
+    index = 0
+    while marker := (yield from reader.until((BEGIN, "["), Content)):
+        if marker == BEGIN:
+            yield from reader.skip("[")
+        names = tools if marker == "[" else None
+        index = yield from call_list(reader, index, partial(_call, reader, names))
+        yield from reader.accept(END)
+
+
+def _call(reader: TextReader, names: Collection[str] | None, index: int) -> Steps[bool]:
+    """One call. Its arguments become JSON when it is closed, so there are no parts of them."""
+    yield from reader.space()
+    name = yield from reader.run(NAME)
+    known = names is None or name in names
+    if not name or not known or not (yield from reader.accept("(")):
+        return False
+    scan = ValueScan(quotes="'\"", depth=1)
+    text = yield from reader.scan(scan.find_end)
+    arguments = None if scan.depth else keywords_json(text.removesuffix(")"))
+    if arguments is None:
+        return False
+    reader.commit()
+    yield ToolCall(index, name)
+    yield ToolArguments(index, arguments)
+    return True
+
+
+PYTHONIC = ToolFormat(
+    "pythonic",
+    parse,
+    markers=(),
+    template_signs=("[func_name1(",),
+    begin="",
+    middle="(",
+    end=")",
+    separator=", ",
+    opening="[",
+    closing="]",
+)
+LLAMA4_PYTHONIC = replace(
+    PYTHONIC, name="llama4_pythonic", markers=(BEGIN, END), template_signs=("<|header_start|>", "[func_name1(")
+)

@@ -1,0 +1,85 @@
+"""How a model's output is to be read: chosen by name or by its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from paceline.parsing.formats.deepseek import DEEPSEEK_V3, DEEPSEEK_V31
+from paceline.parsing.formats.harmony import OPENAI
+from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.formats.llama3_json import LLAMA3_JSON, LLAMA4_JSON
+from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
+from paceline.parsing.formats.pythonic import LLAMA4_PYTHONIC, PYTHONIC
+from paceline.parsing.formats.qwen3_coder import QWEN3_CODER, QWEN3_XML
+from paceline.parsing.output_parser import OutputParser
+from paceline.parsing.reasoning import HARMONY_REASONING, REASONING_FORMATS, ReasoningFormat
+from paceline.parsing.tool_format import ToolFormat, Tools
+
+Format = TypeVar("Format", ToolFormat, ReasoningFormat)
+
+AUTO, NONE = "auto", "none"
+
+DETECTED = (
+    *(QWEN3_CODER, QWEN3_XML, HERMES, OPENAI, DEEPSEEK_V3, DEEPSEEK_V31, MISTRAL_V11, MISTRAL),
+    *(LLAMA4_PYTHONIC, PYTHONIC, LLAMA4_JSON, LLAMA3_JSON),
+)
+"""In the order in which a chat template is compared with them: more signs first."""
+
+TOOL_FORMATS: Mapping[str, ToolFormat] = {each.name: each for each in DETECTED}
+"""By name; of two with one name the one for older models."""
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """How a model writes reasoning and tool calls. None: it does not, or nobody is to look for them."""
+
+    reasoning: ReasoningFormat | None = None
+    tools: ToolFormat | None = None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """Texts of tokens that a parser must see, also those that are special tokens."""
+        reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
+        return (*reasoning, *(self.tools.markers if self.tools is not None else ()))
+
+    def begins_inside(self, prompt: str) -> bool:
+        """Whether an answer to this rendered prompt begins with reasoning."""
+        return self.reasoning is not None and self.reasoning.begins_inside(prompt)
+
+    def parser(self, tools: Tools, *, inside: bool = False) -> OutputParser:
+        """A parser of one output. `tools`: that the request lets the model call; none: calls are not looked for."""
+        wanted = bool(tools) or (self.tools is not None and self.tools.reads_reasoning)
+        return OutputParser(self.reasoning, self.tools if wanted else None, tools=tools, inside=inside)
+
+
+def choose_format(tool_call_parser: str, reasoning_parser: str, chat_template: str | None) -> OutputFormat:
+    """The formats with these names. "auto": that of the chat template, if it is known; "none": none.
+
+    Raises ValueError for an unknown name, and for gpt-oss's format with another one.
+    """
+    tools = _choose("tool_call_parser", tool_call_parser, DETECTED, chat_template)
+    reasoning = _choose("reasoning_parser", reasoning_parser, tuple(REASONING_FORMATS.values()), chat_template)
+    if tool_call_parser == AUTO and reasoning is HARMONY_REASONING:
+        tools = OPENAI
+    if reasoning_parser == AUTO and tools is OPENAI:
+        reasoning = HARMONY_REASONING
+    if (tools is OPENAI) != (reasoning is HARMONY_REASONING):
+        raise ValueError(
+            f"tool_call_parser {OPENAI.name} and reasoning_parser {HARMONY_REASONING.name} are one format: "
+            f"choose both, or neither ({NONE})"
+        )
+    return OutputFormat(reasoning, tools)
+
+
+def _choose(field: str, name: str, formats: Sequence[Format], chat_template: str | None) -> Format | None:
+    named = [each for each in formats if name in (each.name, AUTO)]
+    if not named and name != NONE:
+        names = ", ".join(sorted({each.name for each in formats}))
+        raise ValueError(f"{field} must be one of {AUTO}, {NONE}, {names}, not {name!r}")
+    # templates write texts in either kind of quotes, with the other kind as it is and their own behind a backslash
+    template = (chat_template or "").replace("\\", "")
+    shown = [each for each in named if each.template_signs and all(sign in template for sign in each.template_signs)]
+    fallback = None if name == AUTO or not named else named[-1]
+    return shown[0] if shown else fallback

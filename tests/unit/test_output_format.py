@@ -1,0 +1,148 @@
+"""The choice of the formats in which a model writes reasoning and tool calls."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall, choose_format
+from paceline.parsing.formats.mistral import MISTRAL, MISTRAL_V11
+from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.text import Tokenizer
+
+QWEN25 = r"""
+{{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments:\n<tool_call>\n" }}
+{{- "{\"name\": <function-name>, \"arguments\": <args-json-object>}\n</tool_call><|im_end|>\n" }}"""
+QWEN3 = QWEN25 + r"""{%- if enable_thinking is false %}{{- '<think>\n\n</think>\n\n' }}{%- endif %}"""
+CODER = r"""
+{{- '\n\n<tool_call>\n<function=example_function_name>\n' }}
+{{- '<parameter=example_parameter_1>\nvalue_1\n</parameter>' }}"""
+LLAMA3 = r"""
+{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}
+{{- '{"name": "' + tool_call.name + '", ' }}{{- '"parameters": ' }}{{- tool_call.arguments | tojson }}{{- "}" }}"""
+LLAMA4 = LLAMA3.replace("start_header_id", "header_start").replace("end_header_id", "header_end")
+LLAMA3_LIST = r"""
+{{- "<|start_header_id|>system<|end_header_id|>\n\n" }}
+{{- 'Respond in the format [func_name1(params_name1=params_value1, ...), func_name2(params)] ' }}"""
+LLAMA4_LIST = r"""
+{{- "<|header_start|>system<|header_end|>\n\n" }}
+{{- "Use exact format: [func_name1(param1=value1, param2=value2), func_name2(...)]\n" }}"""
+MISTRAL_3 = r"""{{- "[TOOL_CALLS] [" }}{{- ', "id": "' + tool_call.id[-9:] + '"}' }}"""
+DEVSTRAL = r"""{{- '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}"""
+MAGISTRAL = DEVSTRAL + r"""{{- '[THINK]' + block['thinking'] + '[/THINK]' }}"""
+R1 = r"""
+{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + tool['type'] + '<｜tool▁sep｜>' + name + '\n' + '```json'}}
+{%- if '</think>' in content -%}{%- set content = content.split('</think>')[-1] -%}{%- endif -%}
+{{'<｜Assistant｜><think>\n'}}"""
+V31 = r"""
+{{'<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>'+ name + '<｜tool▁sep｜>' + arguments + '<｜tool▁call▁end｜>'}}
+{%- if not thinking -%}{{'</think>'}}{%- endif %}"""
+GPT_OSS = r"""
+{{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+{{- "<|start|>assistant to=functions." + tool_call.name + "<|channel|>commentary json<|message|>" }}"""
+PLAIN = r"""{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"""
+
+
+@pytest.mark.parametrize(
+    ("template", "tools", "reasoning"),
+    [
+        (QWEN3, "hermes", "qwen3"),
+        (QWEN25, "hermes", None),
+        (CODER, "qwen3_coder", None),
+        (LLAMA3, "llama3_json", None),
+        (LLAMA4, "llama4_json", None),
+        (LLAMA3_LIST, "pythonic", None),
+        (LLAMA4_LIST, "llama4_pythonic", None),
+        (MISTRAL_3, "mistral", None),
+        (MAGISTRAL, "mistral", "mistral"),
+        (R1, "deepseek_v3", "qwen3"),
+        (V31, "deepseek_v31", "qwen3"),
+        (GPT_OSS, "openai", "openai_gptoss"),
+        (PLAIN, None, None),
+        (None, None, None),
+    ],
+)
+def test_templates_are_recognised(template: str | None, tools: str | None, reasoning: str | None) -> None:
+    chosen = choose_format("auto", "auto", template)
+    assert (chosen.tools and chosen.tools.name, chosen.reasoning and chosen.reasoning.name) == (tools, reasoning)
+    nothing = choose_format("none", "none", template)
+    assert (nothing.tools, nothing.reasoning) == (None, None)
+
+
+def test_names_outrank_the_template() -> None:
+    chosen = choose_format("pythonic", "deepseek_r1", QWEN3)
+    assert chosen.tools is not None
+    assert chosen.reasoning is not None
+    assert (chosen.tools.name, chosen.reasoning.name) == ("pythonic", "deepseek_r1")
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "tools"),
+    [
+        ("auto", DEVSTRAL, MISTRAL_V11),
+        ("mistral", DEVSTRAL, MISTRAL_V11),
+        ("mistral", MISTRAL_3, MISTRAL),
+        ("mistral", None, MISTRAL),
+    ],
+)
+def test_the_template_tells_mistral_s_two_formats_apart(name: str, template: str | None, tools: object) -> None:
+    assert choose_format(name, "none", template).tools is tools
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("hermez", "none"), "tool_call_parser must be one of auto, none, deepseek_v3, .*pythonic, .*, not 'hermez'"),
+        (("none", "r1"), "reasoning_parser must be one of auto, none, deepseek_r1, .*, not 'r1'"),
+        (("openai", "none"), "are one format"),
+        (("hermes", "openai_gptoss"), "are one format"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(names: tuple[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        choose_format(*names, None)
+
+
+@pytest.mark.parametrize(("names"), [("openai", "auto"), ("auto", "openai_gptoss"), ("openai", "openai_gptoss")])
+def test_gpt_oss_s_format_is_chosen_by_either_name(names: tuple[str, str]) -> None:
+    chosen = choose_format(*names, None)
+    assert chosen.tools is not None
+    assert chosen.reasoning is not None
+    assert {"<|channel|>", "<|call|>", "<|end|>"} <= set(chosen.markers)
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "inside"),
+    [
+        ("qwen3", "<|im_start|>assistant\n<think>\n", True),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
+        ("qwen3", "<|im_start|>user\nWhat is <think>?<|im_end|>\n<|im_start|>assistant\n", False),
+        ("qwen3", "<|im_start|>assistant\n", False),
+        ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜>", True),
+        ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜><think>\n", True),
+        ("deepseek_r1", "<｜User｜>Hi<｜Assistant｜></think>", False),
+        ("mistral", "[INST]Hi[/INST]", False),
+        ("none", "<think>", False),
+    ],
+)
+def test_whether_an_answer_begins_with_reasoning(name: str, prompt: str, inside: bool) -> None:
+    assert choose_format("none", name, None).begins_inside(prompt) is inside
+
+
+def test_calls_are_looked_for_where_the_request_has_tools() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    chosen = choose_format("hermes", "none", None)
+    assert chosen.parser({"f": {}}).feed(text, last=True) == [ToolCall(0, "f"), ToolArguments(0, "{}")]
+    assert chosen.parser({}).feed(text, last=True) == [Content(text)]
+    harmony = choose_format("openai", "auto", None).parser({})
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Yes"
+    assert harmony.feed(text, last=True) == [Reasoning("Hm."), Content("Yes")]
+
+
+def test_the_shipped_model_has_neither() -> None:
+    template = Tokenizer.load("pydoc").chat_template
+    assert template is not None
+    assert choose_format("auto", "auto", template.source).tools is None
+
+
+def test_each_reasoning_format_has_its_name() -> None:
+    assert all(name == each.name for name, each in REASONING_FORMATS.items())

@@ -1,0 +1,422 @@
+"""Reasoning and tool calls in outputs, which are spelled as the families' templates and vLLM's tests spell them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.parsing import Content, Event, OutputParser, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.json_text import is_json
+from paceline.parsing.output_format import DETECTED, TOOL_FORMATS
+from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.parsing.tool_format import ToolFormat, Tools
+
+TOOLS: Tools = {
+    "get_weather": {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}},
+    "search": {"type": "object", "properties": {"q": {"type": "string"}}},
+}
+WEATHER, SEARCH = '{"city": "Tokyo", "days": 3}', '{"q": "hotels"}'
+CALLED: list[Event] = [ToolCall(0, "get_weather"), ToolArguments(0, WEATHER)]
+BOTH: list[Event] = [*CALLED, ToolCall(1, "search"), ToolArguments(1, SEARCH)]
+
+
+def joined(events: Iterable[Event]) -> list[Event]:
+    """The events, neighbours of one kind as one."""
+    result: list[Event] = []
+    for (kind, index), group in groupby(events, key=lambda event: (type(event), getattr(event, "index", None))):
+        if kind is ToolCall:
+            result += group
+        else:
+            text = "".join(event.text for event in group if not isinstance(event, ToolCall))
+            result.append(ToolArguments(index, text) if kind is ToolArguments else kind(text))
+    return result
+
+
+def fed(parser: OutputParser, parts: Sequence[str]) -> list[Event]:
+    events = [event for part in parts for event in parser.feed(part)]
+    return joined([*events, *parser.feed("", last=True)])
+
+
+def read(name: str, text: str, *, reasoning: str = "none", inside: bool = False) -> list[Event]:
+    """The events of a text, which must be the same whether it comes as a whole or character by character."""
+    chosen = REASONING_FORMATS.get(reasoning), TOOL_FORMATS.get(name)
+    whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
+    assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), list(text)) == whole
+    return whole
+
+
+def shown(text: str) -> list[Event]:
+    return [Content(text)]
+
+
+def words(events: Iterable[Event]) -> str:
+    """All that the events say."""
+    return "".join(event.name if isinstance(event, ToolCall) else event.text for event in events)
+
+
+def one(name: str, arguments: str) -> list[Event]:
+    return [ToolCall(0, name), ToolArguments(0, arguments)]
+
+
+HERMES = (
+    '<tool_call>\n{"name": "get_weather", "arguments": ' + WEATHER + "}\n</tool_call>\n"
+    '<tool_call>\n{"name": "search", "arguments": ' + SEARCH + "}\n</tool_call>"
+)
+LLAMA = '{"name": "get_weather", "parameters": ' + WEATHER + '}; {"name": "search", "parameters": ' + SEARCH + "}"
+MISTRAL = (
+    '[TOOL_CALLS] [{"name": "get_weather", "arguments": ' + WEATHER + "}, "
+    '{"arguments":' + SEARCH + ', "name": "search"}]'
+)
+MISTRAL_V11 = "[TOOL_CALLS]get_weather[ARGS]" + WEATHER + "[TOOL_CALLS]search[CALL_ID]a1B2c3D4e[ARGS]" + SEARCH
+DEEPSEEK_V3 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n" + WEATHER + "\n```"
+    "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>search\n```json\n" + SEARCH + "\n```"
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+DEEPSEEK_V31 = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + WEATHER + "<｜tool▁call▁end｜>"
+    "<｜tool▁call▁begin｜>search<｜tool▁sep｜>" + SEARCH + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>Need the weather.<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>One moment.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>" + WEATHER
+)
+PYTHONIC = "[get_weather(city='Tokyo', days=3), search(q=\"hotels\")]"
+CODER = (
+    "<tool_call>\n<function=get_weather>\n<parameter=city>\nTokyo\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
+    "</function>\n</tool_call>\n<tool_call>\n<function=search>\n<parameter=q>\nhotels\n</parameter>\n</function>\n"
+    "</tool_call>"
+)
+OUTPUTS = {
+    "hermes": HERMES,
+    "llama3_json": LLAMA,
+    "llama4_json": LLAMA,
+    "mistral": MISTRAL,
+    "deepseek_v3": DEEPSEEK_V3,
+    "deepseek_v31": DEEPSEEK_V31,
+    "pythonic": PYTHONIC,
+    "llama4_pythonic": PYTHONIC,
+    "qwen3_coder": CODER,
+    "qwen3_xml": CODER,
+}
+"""Two calls, in each format but gpt-oss's, which has one a turn."""
+
+
+@pytest.mark.parametrize(("name", "output"), [*OUTPUTS.items(), ("mistral", MISTRAL_V11)])
+def test_two_calls_and_the_text_around_them(name: str, output: str) -> None:
+    assert read(name, output) == BOTH
+    assert read(name, f"Let me see.\n\n{output}\n") == [Content("Let me see."), *BOTH]
+    assert read(name, f"{output}\nThat is all. ") == [*BOTH, Content("That is all. ")]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": ' + WEATHER),
+        ("hermes", '<tool_call>{ "arguments": ' + WEATHER + ', "name": "get_weather"}\n</tool_call> '),
+        ("hermes", '<tool_call>{"id":5,"name":"get_weather" ,"arguments" :' + WEATHER + ', "x": [1]} </tool_call>'),
+        ("hermes", '<tool_call>{"name": "get_weather", "arguments": ' + json.dumps(WEATHER) + "}</tool_call>"),
+        ("hermes", '<tool_call>{"arguments": ' + json.dumps(WEATHER) + ', "name": "get_weather"}</tool_call>'),
+        ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": ' + WEATHER + "}"),
+        ("llama3_json", '{"type": "function", "name": "get_weather", "parameters": ' + WEATHER + "}"),
+        ("llama4_json", '<|python_start|>{"name": "get_weather", "parameters": ' + WEATHER + "}<|python_end|>"),
+        ("mistral", "[TOOL_CALLS]get_weather" + WEATHER),
+        ("mistral", '[TOOL_CALLS]  [ {"name":"get_weather" , "arguments" : ' + WEATHER + ', "id": "a1B2c3D4e"} ]'),
+        ("mistral", MISTRAL_V11.partition("[TOOL_CALLS]search")[0]),
+        ("deepseek_v3", DEEPSEEK_V31.partition("<｜tool▁call▁begin｜>search")[0]),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + WEATHER),
+        ("pythonic", "[get_weather(city='Tokyo', days=3)"),
+        ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].replace("</parameter>\n", "")),
+        ("qwen3_coder", CODER.partition("\n<tool_call>\n<function=search")[0].removeprefix("<tool_call>")),
+    ],
+)
+def test_one_call_in_other_spellings(name: str, text: str) -> None:
+    assert read(name, text) == CALLED
+
+
+DEEP = "[" * 5_000 + "]" * 5_000
+"""Deeper than Python's parsers of JSON and of Python go."""
+DEEP_TEXT = '"{\\"a\\": ' + DEEP + '}"'
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "called", "arguments"),
+    [
+        ("hermes", '<tool_call>{"name": "f", "arguments": "hello"}</tool_call>', "f", '"hello"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": null}</tool_call>', "f", "{}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": ' + DEEP_TEXT, "f", DEEP_TEXT),
+        ("hermes", '<tool_call>{"name": "f"}</tool_call>', "f", "{}"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": [1\n</tool_call>', "f", '{"a": [1\n'),
+        ("llama3_json", '<|python_tag|>{"name": "f", "parameters": {}}', "f", "{}"),
+        ("mistral", '[TOOL_CALLS]f{"a": "re.compile(r\'{}\')', "f", '{"a": "re.compile(r\'{}\')'),
+        ("pythonic", "[search(q='Martha\\'s (\"inn\"]')]", "search", '{"q": "Martha\'s (\\"inn\\"]"}'),
+        ("pythonic", "[search(a={'b': [None, True, -1.5]})]", "search", '{"a": {"b": [null, true, -1.5]}}'),
+        ("pythonic", "[ search(\na=(),) ]", "search", '{"a": []}'),
+        ("pythonic", "[search(a='é\\d')]", "search", '{"a": "é\\\\d"}'),
+        ("llama4_pythonic", "<|python_start|>[f(a=1)]<|python_end|>", "f", '{"a": 1}'),
+        ("qwen3_coder", "<tool_call><function=f></function></tool_call>", "f", "{}"),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>\n\n x\n\n</parameter>", "f", '{"a": "\\n x\\n"'),
+        ("qwen3_coder", "<tool_call><function=get_weather><parameter=days>thr", "get_weather", '{"days": thr'),
+    ],
+)
+def test_arguments(name: str, text: str, called: str, arguments: str) -> None:
+    assert read(name, text) == one(called, arguments)
+
+
+def test_a_call_behind_what_only_looks_like_one() -> None:
+    assert read("hermes", "<tool_call>\n" + HERMES) == [Content("<tool_call>\n"), *BOTH]
+    assert read("mistral", "hi{hi" + MISTRAL_V11) == [Content("hi{hi"), *BOTH]
+    broken = DEEPSEEK_V3.replace("3}", "3")
+    assert read("deepseek_v3", broken) == [CALLED[0], ToolArguments(0, WEATHER[:-1] + "\n"), *BOTH[2:]]
+
+
+THOUGHT = Reasoning("Need the weather.")
+ANALYSIS, FINAL = "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"
+TWICE = [Reasoning("a\nb"), Content("c")]
+
+
+@pytest.mark.parametrize(
+    ("text", "events"),
+    [
+        (HARMONY, [THOUGHT, Content("One moment."), *CALLED]),
+        (HARMONY + "<|call|>", [THOUGHT, Content("One moment."), *CALLED]),
+        (HARMONY.replace("<|constrain|>", ""), [THOUGHT, Content("One moment."), *CALLED]),
+        ("<|start|>assistant to=functions.get_weather<|channel|>commentary json<|message|>" + WEATHER, CALLED),
+        ("<|channel|>analysis to=functions.get_weather code<|message|>\n" + WEATHER + "<|call|>", CALLED),
+        ("<|channel|>commentary to=get_weather<|constrain|>json<|message|>" + WEATHER, CALLED),
+        ("<|channel|>commentary to=functions.f<|message|>foo  bar<|end|>", one("f", "foo  bar")),
+        ("<|channel|>commentary to=functions.f<|message|><|end|>", [ToolCall(0, "f")]),
+        (f"{ANALYSIS}a<|end|>b", [Reasoning("a"), Content("b")]),
+        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{FINAL}c<|return|>", TWICE),
+        ("<|channel|>analysis to=python code<|message|>1 + 1<|call|>", [Reasoning("1 + 1")]),
+        ("<|channel|>analysis<|message|>a", [Reasoning("a")]),
+        ("<|start|>assistant<|message|>a<|start|>assistant<|channel|>final<|message|>b", [Content("a\nb")]),
+        ("What <|channel|> means", shown("What <|channel|> means")),
+        ("<|channel|>fin", shown("<|channel|>fin")),
+    ],
+)
+def test_harmony(text: str, events: list[Event]) -> None:
+    assert read("openai", text, reasoning="openai_gptoss") == events
+
+
+def test_harmony_without_tools_has_no_calls() -> None:
+    parser = OutputParser(REASONING_FORMATS["openai_gptoss"], TOOL_FORMATS["openai"])
+    assert joined(parser.feed(HARMONY, last=True)) == [THOUGHT, Content("One moment."), Reasoning("\n" + WEATHER)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "inside", "events"),
+    [
+        ("qwen3", "<think>\nHm.\n</think>\n\nYes. ", False, [Reasoning("Hm."), Content("Yes. ")]),
+        ("qwen3", "\n<think>a < b\n\nc</think>", False, [Reasoning("a < b\n\nc")]),
+        ("qwen3", "Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
+        ("qwen3", "<think>Hm.</think>Yes", True, [Reasoning("Hm."), Content("Yes")]),
+        ("qwen3", "<think>Hm.</think>\n\n" + HERMES, False, [Reasoning("Hm."), *BOTH]),
+        ("qwen3", "<think>Hm.</thi", False, [Reasoning("Hm.</thi")]),
+        ("qwen3", "<think>\n\n</think>\n\n", False, []),
+        ("qwen3", " \n<thin", False, shown(" \n<thin")),
+        ("qwen3", " Why <think>?", False, shown(" Why <think>?")),
+        ("mistral", "[THINK]Hm.[/THINK]Yes", False, [Reasoning("Hm."), Content("Yes")]),
+        ("openai_gptoss", f"a\nb<|end|><|start|>assistant{FINAL}c", True, TWICE),
+    ],
+)
+def test_reasoning(name: str, text: str, inside: bool, events: list[Event]) -> None:
+    tools = "openai" if name == "openai_gptoss" else "hermes"
+    assert read(tools, text, reasoning=name, inside=inside) == events
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", "Write <tool_call> before it,  </tool_call> behind it. "),
+        ("hermes", '<tool_call>\n{"name": "get_wea'),
+        ("hermes", '<tool_call>\n{"name": "get_weather"'),
+        ("hermes", '<tool_call>\n{"nome": "get_weather", "arguments": {}}</tool_call>'),
+        ("hermes", '<tool_call>{"name": 5, "arguments": {}}'),
+        ("hermes", '<tool_call>{"name": "\\ud800", "arguments": {}}'),
+        ("hermes", "a\n<tool_cal"),
+        ("llama3_json", '{"name": "Tokyo", "parameters": {}}'),
+        ("llama3_json", '{"name": "search"}'),
+        ("llama3_json", '{"name": "search", "city": "Tokyo"}'),
+        ("llama3_json", 'if (a) { b["c"] = {}; }\n'),
+        ("llama3_json", '<|python_tag|>brave_search.call(query="hotels")'),
+        ("mistral", "[TOOL_CALLS] not a call"),
+        ("mistral", "[TOOL_CALLS] []"),
+        ("mistral", "[TOOL_CALLS]get_weather"),
+        ("deepseek_v31", '<｜tool▁calls▁begin｜>foo<｜tool▁sep｜>{"x":1}<｜tool▁calls▁end｜>'),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json"),
+        ("pythonic", "[1, 2], [search](https://example.org), [search(q)], [f(a=1)]"),
+        ("pythonic", "[search(q=b'z')], [search(q=1e999)], [search(q=q)]"),
+        ("pythonic", "[search(q=f(1)), search(**{'q': 1}), search(q='"),
+        ("pythonic", f"[search(q={DEEP})]"),
+        ("pythonic", "[search(q='\\ud800')]"),
+        ("qwen3_coder", "<tool_call>\n<function=get_weather\n<parameter=city>"),
+        ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>"),
+    ],
+)
+def test_text_that_only_looks_like_a_call_is_content(name: str, text: str) -> None:
+    assert read(name, text) == shown(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts", "events"),
+    [
+        ("hermes", ["Hello wor", "ld < "], ["Hello wor", "ld <"]),
+        ("hermes", ["a\n", "<tool", "s>"], ["a", "", "\n<tools>"]),
+        ("llama3_json", ['{"city": "', "To"], ['{"city": "', "To"]),
+        ("pythonic", ["[link", "](ht"], ["", "[link](ht"]),
+        ("hermes", ['<tool_call>{"name": "f", "arguments": {"a', '": [1'], ['f{"a', '": [1']),
+        ("mistral", ['[TOOL_CALLS]f[ARGS]{"a', '": [1'], ['f{"a', '": [1']),
+        ("qwen3_coder", ["<tool_call><function=f><parameter=a>\nb", "c\n", "d"], ['f{"a": "b', "c", "\\nd"]),
+    ],
+)
+def test_nothing_is_held_back_without_need(name: str, parts: list[str], events: list[str]) -> None:
+    parser = OutputParser(None, TOOL_FORMATS[name], tools=TOOLS)
+    assert [words(parser.feed(part)) for part in parts] == events
+
+
+@pytest.mark.parametrize("name", OUTPUTS)
+def test_the_end_of_the_text_can_fall_anywhere(name: str) -> None:
+    """Arguments that are cut off are passed on, and never look complete."""
+    for size in range(1, len(OUTPUTS[name])):
+        text = OUTPUTS[name][:size]
+        events = joined(OutputParser(None, TOOL_FORMATS[name], tools=TOOLS).feed(text, last=True))
+        arguments = [event.text for event in events if isinstance(event, ToolArguments)]
+        assert not any(is_json(each) for each in arguments if each not in (WEATHER, SEARCH))
+        if not any(isinstance(event, ToolCall) for event in events):
+            assert events == shown(text)
+
+
+@pytest.mark.parametrize("tool_format", DETECTED)
+def test_what_a_grammar_writes_is_read(tool_format: ToolFormat) -> None:
+    calls = [
+        tool_format.begin + name + tool_format.middle + arguments + tool_format.end
+        for name, arguments in (("get_weather", WEATHER), ("search", SEARCH))
+    ]
+    text = tool_format.opening + tool_format.separator.join(calls) + tool_format.closing
+    assert joined(OutputParser(None, tool_format, tools=TOOLS).feed(text, last=True)) == BOTH
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": "integer"}, "42", "42"),
+        ({"type": "number"}, "3.14", "3.14"),
+        ({"type": "number"}, "42", "42"),
+        ({"type": "boolean"}, "true", "true"),
+        ({"type": "boolean"}, "True", "true"),
+        ({"type": "object"}, '{"key": ["value"]}', '{"key": ["value"]}'),
+        ({"type": "array"}, "['a', None]", '["a", null]'),
+        ({"type": "integer"}, "many", '"many"'),
+        ({"type": "integer"}, "true", '"true"'),
+        ({"type": "number"}, "NaN", '"NaN"'),
+        ({"type": "object"}, "{1", '"{1"'),
+        ({"type": "string"}, "42", '"42"'),
+        ({"type": "string"}, "null", '"null"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"anyOf": [{"type": "string"}, {"type": "integer"}]}, "42", '"42"'),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "42", "42"),
+        ({"oneOf": [{"type": "array"}]}, "[1]", "[1]"),
+        ({"$ref": "#/$defs/x"}, '{"a": 1}', '{"a": 1}'),
+        ({}, "42", '"42"'),
+        (True, "x", '"x"'),
+    ],
+)
+def test_qwen3_coder_s_values_have_the_types_of_the_schema(schema: object, text: str, value: str) -> None:
+    tools = {"f": {"properties": {"a": schema}}}
+    output = f"<tool_call>\n<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    for parts in ([output], list(output)):
+        parser = OutputParser(None, TOOL_FORMATS["qwen3_coder"], tools=tools)
+        assert fed(parser, parts) == one("f", f'{{"a": {value}}}')
+
+
+SPLICED = st.builds(
+    lambda pieces: "".join(text[start : start + size] for text, start, size in pieces),
+    st.lists(
+        st.tuples(
+            st.sampled_from([*OUTPUTS.values(), MISTRAL_V11, HARMONY, "<think>Hm.</think>", "a [b] {c}\n\n"]),
+            st.integers(0, 90),
+            st.integers(1, 150),
+        ),
+        max_size=6,
+    ),
+)
+"""Pieces of outputs, which are calls, beginnings of calls and nonsense."""
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    text=SPLICED,
+    borders=st.lists(st.integers(0, 400), max_size=8),
+    name=st.sampled_from(sorted(TOOL_FORMATS)),
+    reasoning=st.sampled_from(["none", *REASONING_FORMATS]),
+    inside=st.booleans(),
+)
+def test_no_cut_into_parts_changes_the_events(
+    text: str, borders: list[int], name: str, reasoning: str, inside: bool
+) -> None:
+    chosen = REASONING_FORMATS.get(reasoning), TOOL_FORMATS[name]
+    ends = [*sorted(min(border, len(text)) for border in borders), len(text)]
+    parts = [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    whole = joined(OutputParser(*chosen, tools=TOOLS, inside=inside).feed(text, last=True))
+    assert fed(OutputParser(*chosen, tools=TOOLS, inside=inside), parts) == whole
+    if name != "openai" and reasoning == "none" and not any(isinstance(event, ToolCall) for event in whole):
+        assert whole == (shown(text) if text else [])
+
+
+@settings(deadline=None)
+@given(text=st.text(), name=st.sampled_from(sorted(TOOL_FORMATS)), reasoning=st.sampled_from(sorted(REASONING_FORMATS)))
+def test_text_without_markers_is_content_as_it_is(text: str, name: str, reasoning: str) -> None:
+    assert read(name, text, reasoning=reasoning) == (shown(text) if text else [])
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), name=st.sampled_from(sorted(OUTPUTS)))
+def test_each_word_of_a_text_is_in_one_event(data: st.DataObject, name: str) -> None:
+    """Whether it is in content, in arguments, or in what only begins like a call."""
+    text = ""
+    for index in range(data.draw(st.integers(1, 6))):
+        first, second = f"word{index}a", f"word{index}b"
+        call = OUTPUTS[name].replace("Tokyo", first).replace("hotels", second)
+        cut = call[: data.draw(st.integers(0, len(call)))]
+        text += data.draw(st.sampled_from([call, cut, f" {first} {second}\n"]))
+    assert re.findall(r"word\d[ab]", words(read(name, text))) == re.findall(r"word\d[ab]", text)
+
+
+LONG = "b" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "events"),
+    [
+        ("hermes", "a <b> " * 20_000 + ".", shown("a <b> " * 20_000 + ".")),
+        ("hermes", "\n" * 100_000 + "a", shown("\n" * 100_000 + "a")),
+        ("hermes", "<tool_call>" * 10_000, shown("<tool_call>" * 10_000)),
+        ("hermes", '<tool_call>{"a": [' * 6_000, shown('<tool_call>{"a": [' * 6_000)),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": "' + LONG, one("f", '{"a": "' + LONG)),
+        ("hermes", '<tool_call>{"arguments": {"a": "' + LONG + '"}, "name": "f"}', one("f", '{"a": "' + LONG + '"}')),
+        ("llama3_json", '{"id": {' * 12_000, shown('{"id": {' * 12_000)),
+        ("pythonic", "[search(" * 12_000, shown("[search(" * 12_000)),
+        ("qwen3_coder", "<tool_call><function=f><parameter=a>" + "b\n" * 50_000, one("f", '{"a": "' + "b\\n" * 50_000)),
+    ],
+    ids=["text", "space", "markers", "objects", "arguments", "held", "bare", "list", "value"],
+)
+def test_long_outputs(name: str, text: str, events: list[Event]) -> None:
+    """100,000 characters, one by one: what is quadratic takes minutes here."""
+    assert read(name, text) == events
+
+
+def test_ids_are_derived() -> None:
+    openai, mistral = TOOL_FORMATS["hermes"], TOOL_FORMATS["mistral"]
+    assert re.fullmatch("call_[0-9a-f]{24}", openai.call_id("r", 0))
+    assert re.fullmatch("[0-9a-f]{9}", mistral.call_id("r", 0))
+    ids = {openai.call_id(request, index) for request in ("r", "s") for index in (0, 1)}
+    assert len(ids) == 4
+    assert openai.call_id("r", 1) in ids
