@@ -37,7 +37,7 @@ class SamplingParams(Settings):
     )
     grammar_begins_after: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (),
-        description="the tokens that end a model's reasoning: the grammar applies to what follows; empty: to everything",
+        description="tokens that end a model's reasoning: the grammar applies to what follows; empty: to everything",
     )
     grammar_waits_if: int | None = Field(
         None, ge=0, description="there is reasoning only in an output that begins with this token; None: in any"

@@ -2,8 +2,8 @@
 
 llguidance's own limits do not bound the cost of compiling: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
 and 370 MB. So the gateway compiles each grammar in a process that ends when it exceeds its time or memory, with a
-vocabulary of single bytes: the cost hardly depends on the vocabulary. Ids of special tokens become ids that single bytes
-have. The process is a fork of one that has imported everything, which takes milliseconds.
+vocabulary of single bytes: the cost hardly depends on the vocabulary. Ids of special tokens become ids of single bytes.
+The process is a fork of one that has imported everything, which takes milliseconds.
 
     checker = GrammarChecker()
     await checker.check(grammar)

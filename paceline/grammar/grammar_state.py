@@ -56,7 +56,7 @@ class CompiledGrammar:
     """The mask, if the parser cannot compute it within its limits."""
 
     def matcher(self, size: int, stops: Sequence[int], since: Sequence[int] = ()) -> GrammarMatcher | None:
-        """The state after these tokens; None if the grammar does not allow them. `size`, `stops`: `GrammarMatcher`'s."""
+        """The state after these tokens; None if the grammar does not allow them. For the rest see `GrammarMatcher`."""
         parser = self.parser.deep_copy()
         return GrammarMatcher(parser, size, stops, None if since else self.bits) if consume(parser, since) else None
 

@@ -7,10 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from paceline.grammar.lark import GrammarError, json_part
+from paceline.grammar.lark_rules import LarkRules
 from paceline.grammar.special_tokens import SpecialTokens, lark_parts, merged
-from paceline.parsing.tool_format import ToolFormat
+from paceline.parsing.reasoning import ReasoningFormat
+from paceline.parsing.tool_format import JsonSchema, ToolFormat, Tools
 from paceline.text import Tokenizer
 
+SPACE = r"/[ \t\r\n]{0,8}/"
+"""As models write it behind their reasoning. It is bounded: small models may never end it."""
 ANNOTATIONS = frozenset(
     ("title", "description", "examples", "default", "deprecated", "readOnly", "writeOnly", "$comment")
 )
@@ -22,27 +26,33 @@ VALUES = frozenset(("enum", "const", "required", "dependentRequired", "type"))
 
 
 def forced_call_grammar(
-    tool_format: ToolFormat, tools: Mapping[str, Mapping[str, Any]], tokenizer: Tokenizer, *, parallel: bool
+    tool_format: ToolFormat,
+    tools: Tools,
+    tokenizer: Tokenizer,
+    *,
+    parallel: bool,
+    reasoning: ReasoningFormat | None = None,
 ) -> str:
     """Lark text: nothing but a call of one of these tools, or of any number of them if `parallel`.
 
-    `tools`: by name, the JSON schema of the arguments, which are an object in any case. A little white space may come
-    before the first call. Raises `GrammarError`.
+    `tools`: the arguments are an object, whatever the schema says. A little white space may come before the first call.
+    `reasoning`: of the model. If the format of its calls has the reasoning in it, so has the grammar; otherwise the
+    grammar begins behind it, see `grammar_start`. Raises `GrammarError`.
     """
     if not tools:
         raise GrammarError("there is no tool that could be called")
-    special = SpecialTokens(tokenizer)
-    calls = [_call(tool_format, name, schema, special) for name, schema in tools.items()]
-    separator = lark_parts(special.split(tool_format.separator))
-    more = f"({separator} call)*" if parallel else ""
-    opening = lark_parts(special.split(tool_format.opening.lstrip()))
-    lines = [
-        f"start: SPACE? {opening} call {more} {lark_parts(special.split(tool_format.closing))}",
-        "SPACE: /[ \\t\\r\\n]{1,8}/",
-        f"call: {' | '.join(f'call_{number}' for number in range(len(calls)))}",
-        *(f"call_{number}: {call}" for number, call in enumerate(calls)),
-    ]
-    return "\n".join(lines)
+    special, rules = SpecialTokens(tokenizer), LarkRules()
+
+    def written(text: str) -> str:
+        return lark_parts(special.split(text))
+
+    before = written(tool_format.opening.lstrip())
+    if reasoning is not None and tool_format.reads_reasoning:
+        thought = f"{written(reasoning.begin)} {rules.text_up_to(special.split(reasoning.end))}"
+        before = f"({thought} {before})*"
+    call = rules.one_of([_call(tool_format, name, schema, special) for name, schema in tools.items()])
+    more = f"({written(tool_format.separator)} {call})*" if parallel else ""
+    return rules.grammar(f"{SPACE} {before} {call} {more} {written(tool_format.closing)}")
 
 
 def without_annotations(schema: Any) -> Any:
@@ -62,7 +72,7 @@ def _value_without(key: str, value: Any) -> Any:
     return without_annotations(value)
 
 
-def _call(tool_format: ToolFormat, name: str, schema: Mapping[str, Any], special: SpecialTokens) -> str:
+def _call(tool_format: ToolFormat, name: str, schema: JsonSchema, special: SpecialTokens) -> str:
     if json.dumps(name, ensure_ascii=False) != f'"{name}"':
         raise GrammarError(f"the tool name {name!r} has a quotation mark, a backslash or a control character")
     head = merged([*special.split(tool_format.begin), name, *special.split(tool_format.middle)])

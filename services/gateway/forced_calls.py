@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from paceline.parsing.tool_format import ToolFormat
+from paceline.parsing.reasoning import ReasoningFormat
+from paceline.parsing.tool_format import ToolFormat, Tools
 from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
 
@@ -17,16 +16,20 @@ class ForcedCalls:
     """For `GrammarChecks.checked`, see `forced_call_grammar`."""
 
     tool_format: ToolFormat
-    tools: Mapping[str, Mapping[str, Any]]
-    """By name, the JSON schema of the arguments."""
+    tools: Tools
     parallel: bool
+    reasoning: ReasoningFormat | None = None
 
     @property
     def field(self) -> str:
         return "tools"
 
     def identity(self) -> bytes:
-        return json.dumps(["tools", self.tool_format.name, self.parallel, self.tools]).encode()
+        form, names = self.tool_format, (self.tool_format.name, self.reasoning and self.reasoning.name)
+        texts = form.begin, form.middle, form.end, form.separator, form.opening, form.closing  # names may be shared
+        return json.dumps(["tools", *names, *texts, self.parallel, self.tools]).encode()
 
     def to_grammar(self, tokenizer: Tokenizer) -> str:
-        return forced_call_grammar(self.tool_format, self.tools, tokenizer, parallel=self.parallel)
+        return forced_call_grammar(
+            self.tool_format, self.tools, tokenizer, parallel=self.parallel, reasoning=self.reasoning
+        )

@@ -10,7 +10,10 @@ import pytest
 
 from paceline.grammar.grammar_state import GrammarState
 from paceline.grammar.reasoning_gate import ReasoningGate
+from paceline.parsing.formats.harmony import OPENAI
+from paceline.parsing.formats.hermes import HERMES
 from paceline.parsing.grammar_start import grammar_start
+from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.reasoning import REASONING_FORMATS, ReasoningFormat
 from paceline.text import Tokenizer
 from tests.helpers.grammars import ANSWER, CALL, END, GRAMMARS, MEMORY, PIECES, THINK, grammars, tight, tokenizer
@@ -137,6 +140,7 @@ def test_a_grammar_begins_with_a_lexer_that_others_have_exhausted() -> None:
 
 
 QWEN, R1 = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
+CHANNELS = ReasoningFormat("channels", "<call>a", "<think>", answer="<call>ab<think>")
 
 
 @pytest.mark.parametrize(
@@ -149,16 +153,24 @@ QWEN, R1 = REASONING_FORMATS["qwen3"], REASONING_FORMATS["deepseek_r1"]
         (QWEN, "<think>Well</think>Hi. And you?", ((ANSWER,), THINK)),
         (R1, "Hi", ((ANSWER,), None)),
         (R1, "<think>\n\n</think>\n\n", ((), None)),
-        (ReasoningFormat("unknown", "[THINK]", "[/THINK]"), "Hi", ((), None)),
+        (ReasoningFormat("no tokens", "a", "[/]"), "Hi", ((), None)),
+        (CHANNELS, "Hi", ((CALL, PIECES.index("ab"), THINK), None)),
     ],
 )
 def test_a_prompt_says_where_the_grammar_begins(
     reasoning: ReasoningFormat | None, prompt: str, expected: tuple[tuple[int, ...], int | None]
 ) -> None:
-    """A marker that is several tokens cannot be waited for."""
-    start = grammar_start(reasoning, prompt, tokenizer())
+    """A marker that is several tokens cannot be waited for, unless special tokens delimit it."""
+    start = grammar_start(OutputFormat(reasoning), prompt, tokenizer(), calls=False)
     assert (start["grammar_begins_after"], start["grammar_waits_if"]) == expected
 
 
+def test_a_forced_call_s_grammar_begins_with_the_reasoning_that_it_has_in_it() -> None:
+    for tools, expected in ((HERMES, (ANSWER,)), (OPENAI, ()), (None, (ANSWER,))):
+        start = grammar_start(OutputFormat(QWEN, tools), "<think>", tokenizer(), calls=True)
+        assert start["grammar_begins_after"] == expected
+
+
 def test_the_shipped_model_does_not_reason() -> None:
-    assert grammar_start(QWEN, "Hi", Tokenizer.load("pydoc"))["grammar_begins_after"] == ()
+    start = grammar_start(OutputFormat(QWEN), "Hi", Tokenizer.load("pydoc"), calls=False)
+    assert start["grammar_begins_after"] == ()

@@ -180,7 +180,7 @@ def test_the_older_form_is_triggered_tags() -> None:
             {"type": "sequence", "elements": [{"type": "or", "elements": [const("x"), triggered()]}, JSON]},
             "last element",
         ),
-        (tag("<a>", ANY, ""), "cannot be empty"),
+        (tag("<a>", ANY, ""), "needs an end"),
         (triggered(triggers=["<f=", "[c", "<g"]), "no tag begins with the trigger '<g'"),
         (triggered(triggers=["<f="]), "0 triggers fit"),
         (triggered(triggers=["<f=", "<f=a", "[c"]), "2 triggers fit"),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping
-from importlib import import_module
-from pkgutil import iter_modules
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -21,8 +19,11 @@ from paceline.grammar import GrammarError
 from paceline.grammar.grammar_checker import GrammarChecker, complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState
 from paceline.llm import LLM
-from paceline.parsing import Content, OutputParser, ToolArguments, ToolCall, formats
+from paceline.parsing import Content, OutputParser, ToolArguments, ToolCall
+from paceline.parsing.formats.harmony import OPENAI
 from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.output_format import DETECTED
+from paceline.parsing.reasoning import HARMONY_REASONING
 from paceline.parsing.tool_format import ToolFormat
 from paceline.parsing.tool_grammar import forced_call_grammar, without_annotations
 from paceline.text import Tokenizer
@@ -38,13 +39,8 @@ COMPILER = GrammarCompiler(lambda: SHIPPED, len(SHIPPED.pieces))
 NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-def tool_formats() -> Iterator[ToolFormat]:
-    """All that the files of `paceline.parsing.formats` define."""
-    for module in iter_modules(formats.__path__, f"{formats.__name__}."):
-        yield from (each for each in vars(import_module(module.name)).values() if isinstance(each, ToolFormat))
-
-
-FORMATS = {each.name: each for each in tool_formats()}
+FORMATS = {f"{each.name}, {number}": each for number, each in enumerate(DETECTED)}
+"""Two of them have one name."""
 TOOLS = st.dictionaries(st.sampled_from(["f", "ff", "get_weather", "a-b"]), RECORDS, min_size=1, max_size=3)
 
 
@@ -65,9 +61,9 @@ def wandered(state: GrammarState, rng: random.Random) -> list[int]:
     return path
 
 
-def calls_in(text: str, tool_format: ToolFormat, names: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def calls_in(text: str, tool_format: ToolFormat, tools: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The names and arguments that the format's parser reads; there must be nothing else."""
-    parser, calls = OutputParser(tools=tool_format, names=names), list[list[str]]()
+    parser, calls = OutputParser(tool_format=tool_format, tools=tools), list[list[str]]()
     for event in parser.feed(text, last=True):
         assert not isinstance(event, Content) or not event.text.strip(), text
         if isinstance(event, ToolCall):
@@ -83,7 +79,7 @@ def schemas_of(kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 def check_calls(text: str, tool_format: ToolFormat, kinds: Mapping[str, Any]) -> list[str]:
     """The names of the calls in a text; all of them must be valid."""
-    calls = calls_in(text, tool_format, kinds)
+    calls = calls_in(text, tool_format, schemas_of(kinds))
     for name, arguments in calls:
         TypeAdapter(kinds[name]).validate_python(arguments, strict=True)
     return [name for name, _ in calls]
@@ -149,6 +145,20 @@ def test_markers_that_are_special_tokens_are_these_tokens() -> None:
     written = [bracket, CALL, PIECES.index("a")]
     assert not state.permits(written, CALL), "of the name's text every token is ordinary"
     assert text_of(call) == "<call>ab:{}</think>]<call>"
+
+
+def test_a_format_with_reasoning_in_it_has_it_in_its_grammar() -> None:
+    """gpt-oss: any number of messages of reasoning, of which each may have any text, and then the call."""
+    tools = {"f": NO_PARAMETERS}
+    state = started(forced_call_grammar(OPENAI, tools, SHIPPED, parallel=False, reasoning=HARMONY_REASONING))
+    call = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
+    thought = "<|channel|>analysis<|message|>Well <|channel|>, hm<|end|>"
+    for number in range(3):
+        tokens = SHIPPED.encode(f"{thought}<|start|>assistant" * number + call, add_special_tokens=False)
+        assert all(state.permits(tokens[:at], token) for at, token in enumerate(tokens))
+        assert state.finished(tokens)
+        assert not state.permits([], tokens[-1])
+    assert not all(state.permits(tokens[:at], token) for at, token in enumerate(SHIPPED.encode(thought + call)))
 
 
 @pytest.mark.parametrize("name", ['q"uote', "back\\slash", "line\n", ""])
