@@ -125,9 +125,7 @@ def request_history(opening: Opening, vocabulary_size: int, grammars: GrammarCom
         raise DraftError(f"unknown strategy {opening.strategy!r}")
     params, split = strategy.effective_params(opening.sampling), len(opening.tokens) - opening.output_tokens
     prompt, output = opening.tokens[:split], opening.tokens[split:]
-    grammar = None
-    if grammars is not None and params.grammar:
-        grammar = grammars.start(params.grammar, params.stop_token_ids, output)
+    grammar = None if grammars is None else grammars.start_request(params, output)
     return History(params, prompt, output, vocabulary_size, grammar)
 
 

@@ -197,9 +197,7 @@ class Engine:
         tokens = [*submission.prompt, *submission.committed]
         max_tokens = min(submission.sampling.max_tokens, self._max_output_tokens(submission, tokens))
         params, strategy = self._strategy.effective_params(submission.sampling), self._strategy
-        grammar = None
-        if params.grammar:
-            grammar = self._grammars.start(params.grammar, params.stop_token_ids, submission.committed)
+        grammar = self._grammars.start_request(params, submission.committed)
         calibrations = {source: each for (source, greedy), each in self.calibrations.items() if greedy is params.greedy}
         tree = TokenTree(
             len(tokens) - 1,
@@ -231,7 +229,8 @@ class Engine:
             raise ValueError("the prompt is empty")
         if prompt >= positions:
             raise ValueError(f"the prompt has {prompt} tokens; there is room for {positions - 1}")
-        if any(not 0 <= token < self.model.vocabulary_size for token in tokens):
+        marker = submission.sampling.grammar_begins_after
+        if any(not 0 <= token < self.model.vocabulary_size for token in (*tokens, *marker)):
             raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
         return positions - prompt
 

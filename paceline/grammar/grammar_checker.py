@@ -2,8 +2,8 @@
 
 llguidance's own limits do not bound the cost of compiling: a schema of sixty bytes, `"multipleOf": 999983`, takes 8 s
 and 370 MB. So the gateway compiles each grammar in a process that ends when it exceeds its time or memory, with a
-vocabulary of single bytes: the cost hardly depends on the vocabulary. The process is a fork of one that has imported
-everything, which takes milliseconds.
+vocabulary of single bytes: the cost hardly depends on the vocabulary. Ids of special tokens become ids of single bytes.
+The process is a fork of one that has imported everything, which takes milliseconds.
 
     checker = GrammarChecker()
     await checker.check(grammar)
@@ -25,7 +25,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLTokenizer
 
-from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error
+from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limit_of, short_error, with_ids_below
 from paceline.launcher import die_with_parent
 
 TIME_MS = 250
@@ -34,7 +34,7 @@ MEMORY_BYTES = 128 * 2**20
 """Address space of one grammar."""
 PROCESSES = 2
 LONGEST_LINE = 2**20
-BYTE_MASK = 256 // 8
+BYTES = 256
 
 
 class GrammarChecker:
@@ -99,13 +99,13 @@ class _Process:
 
 def complaint(grammar: str) -> str:
     """The error of a grammar; empty: none."""
-    parser = LLMatcher(_BYTES, PREAMBLE + grammar, log_level=0, limits=LIMITS)
+    parser = LLMatcher(_VOCABULARY, PREAMBLE + with_ids_below(BYTES, grammar), log_level=0, limits=LIMITS)
     if error := parser.get_error():
         return short_error(error)
     mask = parser.compute_bitmask()
     if limit := limit_of(parser):
         return limit
-    if any(mask[:BYTE_MASK]):
+    if any(mask[: BYTES // 8]):
         return ""
     return "only the empty text fits it" if parser.is_accepting() else "no text fits it"
 
@@ -140,7 +140,7 @@ def _limit(time_s: float, memory_bytes: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, time_s)
 
 
-_BYTES = LLTokenizer("byte")
+_VOCABULARY = LLTokenizer("byte")
 
 if __name__ == "__main__":
     main()

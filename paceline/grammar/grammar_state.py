@@ -11,6 +11,8 @@ Therefore the first limit hit decides nothing: the grammar is compiled again for
 output. Only if the replay hits a limit too is it the request's own, and then every target that decodes the request
 finds the same. The replay takes as long as compiling (1 ms, or a second for a hostile grammar) and some µs per token,
 in the compiler's thread: only this request waits. Its own lexer takes up to 40 MB.
+
+A grammar may begin only behind a model's reasoning (`reasoning_gate`). Then parsers see only the tokens behind it.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
+from paceline.config import SamplingParams
 from paceline.grammar.lark import LIMITS, PREAMBLE, GrammarError, limits, short_error
 from paceline.grammar.matcher import GrammarMatcher, Mask, consume
+from paceline.grammar.reasoning_gate import Matcher, OpeningMatcher, ReasoningGate, ReasoningMatcher, reasoning_mask
 from paceline.model_names import ModelNotFoundError
 from paceline.text import Tokenizer
 
@@ -37,6 +41,8 @@ PATIENT_LIMITS = limits(initial_lexer_fuel=100_000_000, step_lexer_fuel=1_000_00
 """For one mask by a new lexer, which lacks the states that earlier masks left in the shared one. A mask that needs more
 than ten times the usual limit is the grammar's fault."""
 OUTSIDE = "the output is outside the grammar"
+ALWAYS = ReasoningGate()
+"""The grammar begins with the output."""
 
 Path = tuple[int, ...]
 
@@ -48,6 +54,11 @@ class CompiledGrammar:
     parser: LLMatcher
     bits: bytes | None = None
     """The mask, if the parser cannot compute it within its limits."""
+
+    def matcher(self, size: int, stops: Sequence[int], since: Sequence[int] = ()) -> GrammarMatcher | None:
+        """The state after these tokens; None if the grammar does not allow them. For the rest see `GrammarMatcher`."""
+        parser = self.parser.deep_copy()
+        return GrammarMatcher(parser, size, stops, None if since else self.bits) if consume(parser, since) else None
 
 
 class GrammarCompiler:
@@ -66,15 +77,25 @@ class GrammarCompiler:
         """`model`: a name, see `paceline.model_names`."""
         return cls(lambda: Tokenizer.load(model), vocabulary_size)
 
-    def start(self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int]) -> GrammarState:
+    def start(
+        self, grammar: str, stop_token_ids: Iterable[int], output: Sequence[int], gate: ReasoningGate = ALWAYS
+    ) -> GrammarState:
         """The state of a request whose output begins with `output`; see `GrammarState.ready`."""
         stops = [token for token in stop_token_ids if token < self.vocabulary_size]
-        return GrammarState(self, grammar, stops, list(output), self._compiled_or_started(grammar))
+        return GrammarState(self, grammar, stops, list(output), self._compiled_or_started(grammar), gate)
+
+    def start_request(self, params: SamplingParams, output: Sequence[int]) -> GrammarState | None:
+        """The state of a request with these parameters; None: it has no grammar."""
+        if not params.grammar:
+            return None
+        gate = ReasoningGate(params.grammar_begins_after, params.grammar_waits_if)
+        return self.start(params.grammar, params.stop_token_ids, output, gate)
 
     def replay(
         self, grammar: str, output: Sequence[int], exhausted: Future[CompiledGrammar]
     ) -> Future[CompiledGrammar]:
-        """A new parser after this output that shares nothing. No other request will start from `exhausted`."""
+        """A new parser after this output that shares nothing. `output`: without reasoning. No other request will start
+        from `exhausted`."""
         if self._compiled.get(grammar) is exhausted:
             del self._compiled[grammar]
         return self._replays.submit(self._replay, grammar, tuple(output))
@@ -150,9 +171,10 @@ class GrammarState:
     _output: list[int]
     _compiled: Future[CompiledGrammar]
     """Shared by requests, or replayed for this one."""
+    _gate: ReasoningGate
     _replayed: int | None = None
-    """The number of output tokens that were replayed; None: no replay."""
-    _matchers: dict[Path, GrammarMatcher | None] = field(default_factory=dict)
+    """The size of the output when its grammar was replayed; None: no replay."""
+    _matchers: dict[Path, Matcher | None] = field(default_factory=dict)
     """By path; None: the path is outside the grammar, or the request has ended."""
 
     @property
@@ -165,7 +187,9 @@ class GrammarState:
             return False
         if self._compiled.exception() is not None or self.within_limits():
             return True
-        self._compiled = self._grammars.replay(self._grammar, self._output, self._compiled)
+        start = self._gate.grammar_start(self._output)
+        assert start is not None, "reasoning has no limits"
+        self._compiled = self._grammars.replay(self._grammar, self._output[start:], self._compiled)
         self._replayed = len(self._output)
         self._matchers.clear()
         return False
@@ -214,17 +238,26 @@ class GrammarState:
             self._matchers[()] = matcher
         self._output += new
 
-    def _matcher(self, path: Path) -> GrammarMatcher | None:
+    def _matcher(self, path: Path) -> Matcher | None:
         if path not in self._matchers:
             before = self._matcher(path[:-1]) if path else self._start()
             self._matchers[path] = before.advanced(path[-1]) if path and before is not None else before
         return self._matchers[path]
 
-    def _start(self) -> GrammarMatcher | None:
+    def _start(self) -> Matcher | None:
+        """The state after the output."""
         if self._compiled.exception() is not None:
             return None
-        compiled, since = self._compiled.result(), self._output[self._replayed or 0 :]
-        parser = compiled.parser.deep_copy()
-        if not consume(parser, since):
-            return None
-        return GrammarMatcher(parser, self._grammars.vocabulary_size, self._stops, None if since else compiled.bits)
+        gate, start = self._gate, self._gate.grammar_start(self._output)
+        if start is None:
+            return self._reasoning(gate.last_tokens(self._output))
+        since = self._output[max(start, self._replayed or 0) :]
+        grammar = self._compiled.result().matcher(self._grammars.vocabulary_size, self._stops, since)
+        if grammar is not None and (opening := gate.next_opening(self._output)) is not None:
+            return OpeningMatcher(opening, grammar, self._reasoning())
+        return grammar
+
+    def _reasoning(self, last: Path = ()) -> ReasoningMatcher:
+        size, stops = self._grammars.vocabulary_size, self._stops
+        begin = partial(self._compiled.result().matcher, size, stops)  # without this object, which would be a cycle
+        return ReasoningMatcher(self._gate.closing, reasoning_mask(size, stops), begin, last)

@@ -42,19 +42,34 @@ class GrammarError(ValueError):
 
 def grammar_from_schema(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
     """JSON that a schema describes. `white_space`: a regular expression for the text between its parts; None: none."""
+    return f"start: {json_part(schema, white_space)}"
+
+
+def json_part(schema: Mapping[str, Any] | bool, white_space: str | None = WHITE_SPACE) -> str:
+    """JSON that a schema describes, as a part of a rule."""
     options = {"whitespace_flexible": False} if white_space is None else {"whitespace_pattern": white_space}
     whole = {"x-guidance": options, **schema} if isinstance(schema, Mapping) else schema
-    return f"start: %json {json.dumps(whole, separators=(',', ':'))}"
+    return f"%json {json.dumps(whole, separators=(',', ':'))}"
+
+
+def regex_part(regex: str) -> str:
+    """Text that a regular expression matches from end to end, as a part of a rule."""
+    return f"/{regex_to_lark(regex, '')}/"
+
+
+def text_part(text: str) -> str:
+    """This text, as a part of a rule."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def grammar_from_regex(regex: str) -> str:
     """Text that a regular expression matches from end to end."""
-    return f"start: /{regex_to_lark(regex, '')}/"
+    return f"start: {regex_part(regex)}"
 
 
 def grammar_from_choices(choices: Sequence[str]) -> str:
     """One of these texts."""
-    texts = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    texts = " | ".join(map(text_part, choices))
     return f"start: CHOICE\nCHOICE: {texts}"  # one lexeme: thousands of them would exceed llguidance's limits
 
 
@@ -63,9 +78,18 @@ def grammar_from_text(text: str) -> str:
     if "%llguidance" in text:
         raise GrammarError("options of %llguidance cannot be set")
     try:
-        return str(any_to_lark(text))
+        lark = str(any_to_lark(text))
     except Exception as error:  # it raises errors of many types
         raise GrammarError(f"it cannot be read as GBNF: {error}") from error
+    for part in _PART.finditer(lark):
+        if part["ids"]:
+            raise GrammarError(f"token ids, as in {part['ids'][:40]}, cannot be used: write the text of the tokens")
+    return lark
+
+
+def with_ids_below(size: int, grammar: str) -> str:
+    """The grammar of a large vocabulary for one of this size. Other ids of special tokens take their place."""
+    return _PART.sub(lambda part: f"<[{int(part['id']) % size}]>" if part["id"] else part[0], grammar)
 
 
 def short_error(error: str) -> str:
@@ -82,3 +106,14 @@ def limit_of(parser: LLMatcher) -> str:
 
 
 _POSITION = re.compile(r"^(at )?\d+\(\d+\): ")
+_PART = re.compile(
+    r"""
+    "(?:\\.|[^"\\])*"       # a text: of Lark, or inside JSON
+    | (?://|\#)[^\n]*       # a comment
+    | /(?:\\.|[^/\\])+/      # a regular expression
+    | (?P<ids><\[(?:(?P<id>[0-9]{1,9})\]|[^<>\s]*)>)  # token ids
+    | <[^<>\s]+>            # the name of a special token
+    """,
+    re.VERBOSE,
+)
+"""The parts of Lark in which `<[` may occur."""

@@ -20,6 +20,8 @@ class ReasoningFormat:
     """Texts of a chat template that has this format; the template must have all of them. (): chosen only by name."""
     always: bool = False
     """Whether each answer begins with reasoning even where neither prompt nor answer has the first marker."""
+    answer: str = ""
+    """The text before every answer, with reasoning or without. "": an answer has no marker of its own."""
 
     def begins_inside(self, prompt: str) -> bool:
         """Whether an answer to this rendered prompt begins with reasoning."""
@@ -43,6 +45,7 @@ HARMONY_REASONING = ReasoningFormat(
     "<|channel|>analysis<|message|>",
     "<|end|>",
     template_signs=("<|start|>", "<|channel|>", "<|message|>"),
+    answer="<|channel|>final<|message|>",
 )
 """gpt-oss: its tool format reads the reasoning, because it may come again after a call."""
 

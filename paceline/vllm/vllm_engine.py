@@ -198,6 +198,8 @@ class VllmEngine:
         sampling, committed = submission.sampling, list(submission.committed)
         if committed and (len(committed) >= sampling.max_tokens or committed[-1] in sampling.stop_token_ids):
             raise ValueError(f"the request is over already: {len(committed)} tokens were committed")
+        if sampling.grammar and sampling.grammar_begins_after:
+            raise ValueError("grammar_begins_after: a grammar of vLLM begins with the output, not after reasoning")
         if any(not 0 <= token < self._vocabulary_size for token in submission.tokens):
             raise ValueError(f"a token id is outside the vocabulary of {self._vocabulary_size}")
         again = committed if sampling.grammar else []

@@ -56,6 +56,8 @@ samplings = st.builds(
     seed=st.integers(-(2**63), 2**64 - 1),
     stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    grammar_begins_after=st.lists(tokens, max_size=3).map(tuple),
+    grammar_waits_if=st.none() | tokens,
 )
 options = st.builds(
     SpeculativeOptions,

@@ -43,6 +43,14 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return dict(error)
 
 
+ANY_TEXT = {"type": "any_text"}
+
+
+def tagged(content: Any, begin: str = "<a>") -> dict[str, Any]:
+    """A tag as a structural format."""
+    return {"type": "tag", "begin": begin, "content": content, "end": "</a>"}
+
+
 COMPLETIONS: dict[str, list[Any]] = {
     "prompt": ["", [], [[]], ["a", ""], ["a", 1], [1, -1], [True], 7, [5000], [5] * 128, ["x"] * 1025],
     "max_tokens": [128, 0, -1, "5", 1.5],
@@ -78,7 +86,16 @@ STRUCTURES: dict[str, list[Any]] = {
     "structured_outputs.grammar": [
         {"grammar": grammar} for grammar in ("start: b", "root ::= (", '%llguidance {}\nstart: "a"')
     ],
-    "structured_outputs.structural_tag": [{"structural_tag": "{}"}],
+    "structured_outputs.structural_tag": [
+        *({"structural_tag": value} for value in ("{}", "{", {"format": {"type": "any_text"}, "triggers": ["<"]})),
+        {"structural_tag": {"format": tagged({"type": "json_schema", "json_schema": {"type": "strin"}})}},
+        {
+            "structural_tag": {
+                "format": {"type": "triggered_tags", "triggers": ["<a"], "tags": [tagged(ANY_TEXT, "<b")]}
+            }
+        },
+    ],
+    "structured_outputs.structural_tag.format": [{"structural_tag": {"format": {"type": "minimax_xml"}}}],
 }
 SCHEMAS = [{"type": "strin"}, {"type": "string", "pattern": "a(?=b)"}, {"type": "object", "dependentSchemas": {}}]
 
@@ -130,6 +147,12 @@ async def test_completions_name_the_wrong_field(stack: Stack, body: dict[str, An
         ({"max_completion_tokens": 128}, "max_completion_tokens"),
         ({"response_format": {"type": "json"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format"),
+        ({"response_format": {"type": "text", "triggers": ["<"]}}, "response_format"),
+        (
+            {"response_format": {"type": "structural_tag", "format": ANY_TEXT, "structures": []}},
+            "response_format.structures",
+        ),
         *((format_of(schema), "response_format.json_schema.schema") for schema in (*SCHEMAS, nested(300))),
         *(({"structured_outputs": value}, param) for param, values in STRUCTURES.items() for value in values),
         (format_of({"type": "integer"}) | {"structured_outputs": {"regex": "a"}}, "structured_outputs"),

@@ -12,6 +12,8 @@ import pytest
 import pytest_asyncio
 from grpc import StatusCode
 
+from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.tool_grammar import forced_call_grammar
 from paceline.text import Tokenizer
 from paceline.v1 import common_pb2
 from paceline.v1 import inference_pb2 as pb
@@ -40,6 +42,7 @@ FUNCTION = {
     "strict": True,
 }
 TOOL: Any = {"type": "function", "function": FUNCTION}
+JSON_OBJECT = {"type": "json_object"}
 WITH_USAGE = {"stream_options": {"include_usage": True}}
 
 
@@ -308,8 +311,6 @@ def after_call(arguments: Any) -> dict[str, Any]:
         ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": {**named("weather"), "mode": "auto"}}, "tool_choice.mode"),
         ({"tool_choice": named("time")}, "tool_choice.function.name"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"tool_choice": named("weather")}, "tool_choice"),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": [FUNCTION]}, "functions"),
@@ -329,6 +330,41 @@ async def test_errors_name_the_field(stack: Stack, fields: dict[str, Any], param
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert param.split(".")[-1].split("[")[0] in answer.json()["error"]["message"]
     assert stack.decoder.requests == [], "nothing reaches a target"
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "parallel"),
+    [
+        ({"tool_choice": "required"}, ["time", "weather"], True),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ["time", "weather"], False),
+        ({"tool_choice": named("weather")}, ["weather"], False),
+    ],
+    ids=str,
+)
+async def test_forced_calls_are_a_grammar_behind_the_reasoning(
+    stack: Stack, fields: dict[str, Any], names: list[str], *, parallel: bool
+) -> None:
+    """A marker that is no token of its own may be written in several ways, so the grammar cannot wait for it."""
+    tokenizer = stack.model.tokenizer
+    time = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+    await whole(stack, tools=[time, TOOL], **fields)
+    schemas = {"time": {"type": "object"}, "weather": FUNCTION["parameters"]}
+    tools: Any = {name: schemas[name] for name in names}
+    sampling = stack.decoder.requests[-1].sampling
+    assert sampling.grammar == forced_call_grammar(HERMES, tools, tokenizer, parallel=parallel)
+    opening, closing = tokenizer.token_id("<think>"), tokenizer.token_id("</think>")
+    assert sampling.grammar_begins_after == (() if closing is None else (closing,))
+    assert sampling.grammar_waits_if == opening
+
+
+async def test_a_continued_answer_has_its_grammar_at_once_but_inside_its_reasoning(stack: Stack) -> None:
+    closing = stack.model.tokenizer.token_id("</think>")
+    continued = {"continue_final_message": True, "add_generation_prompt": False, "response_format": JSON_OBJECT}
+    for said, begins_after in (("{", ()), ("<think>So", () if closing is None else (closing,))):
+        await whole(stack, tools=None, **continued, messages=[*ASKED, {"role": "assistant", "content": said}])
+        sampling = stack.decoder.requests[-1].sampling
+        assert sampling.grammar
+        assert (sampling.grammar_begins_after, sampling.grammar_waits_if) == (begins_after, None)
 
 
 @pytest.mark.parametrize("fields", [{"tools": []}, {"tools": None, "tool_choice": "none"}], ids=str)

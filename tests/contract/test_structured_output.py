@@ -28,6 +28,7 @@ class Shape(BaseModel, extra="forbid"):
     closed: bool
 
 
+SCHEMA = Shape.model_json_schema()
 ASKED: Any = {"model": "pydoc", "messages": CHAT, "response_format": Shape}
 
 
@@ -57,6 +58,33 @@ def test_what_is_parsed_is_what_was_asked_for(client: openai.OpenAI, seed: int) 
     assert final.message.parsed == choice.message.parsed
     assert final.message.content == choice.message.content
     assert final.finish_reason == "stop"
+
+
+def test_a_structural_tag_binds_a_part_of_the_text(client: openai.OpenAI) -> None:
+    """In the older form and as a format, with speculation and without."""
+    tag = {
+        "type": "tag",
+        "begin": "<shape>",
+        "content": {"type": "json_schema", "json_schema": SCHEMA},
+        "end": "</shape>",
+    }
+    free = {"type": "triggered_tags", "triggers": ["<shape>"], "tags": [tag], "at_least_one": True}
+    older = {"structures": [{"begin": "<shape>", "schema": SCHEMA, "end": "</shape>"}], "triggers": ["<shape>"]}
+
+    def answered(form: Mapping[str, Any], **fields: Any) -> str:
+        asked: Any = {"model": "pydoc", "messages": CHAT, "seed": 3, "max_tokens": 300}
+        answer = client.chat.completions.create(**asked, response_format={"type": "structural_tag", **form}, **fields)
+        text = answer.choices[0].message.content
+        assert text is not None
+        return text
+
+    whole = answered({"format": tag})
+    assert Shape.model_validate_json(whole.removeprefix("<shape>").removesuffix("</shape>"))
+    text = answered({"format": free})
+    assert text == answered({"format": free}, extra_body={"speculative": False})
+    assert Shape.model_validate_json(text.removeprefix("<shape>").partition("</shape>")[0])
+    for part in answered(older).split("<shape>")[1:]:
+        assert Shape.model_validate_json(part.partition("</shape>")[0])
 
 
 def test_vllms_fields_on_completions(client: openai.OpenAI) -> None:

@@ -28,13 +28,16 @@ PIECES = [
     *"abcdefghij",
     *('{"', '":', '",', '"}', ": ", ", ", "},", "]}", '": "', '", "', "\n  ", "ab", "abc", "bc", "10", "true", "false"),
     *("tr", "ue", '{"a', '"b', "ca", "de", "l", "s", "t", "r", "u"),
+    *("<think>", "</think>", "<call>"),
 ]
+THINK, ANSWER, CALL = (PIECES.index(piece) for piece in ("<think>", "</think>", "<call>"))
+"""Special tokens, too."""
 assert len(set(PIECES)) == len(PIECES) <= VOCABULARY
 
 
 def tokenizer() -> Tokenizer:
     backend = Backend(models.WordLevel({piece: id_ for id_, piece in enumerate(PIECES)}, unk_token="<unused>"))
-    backend.add_special_tokens(["<unused>", "<end>"])
+    backend.add_special_tokens(["<unused>", "<end>", "<think>", "</think>", "<call>"])
     backend.decoder = decoders.Fuse()
     return Tokenizer(backend, {"eos_token": "<end>"}, None)
 
@@ -64,11 +67,14 @@ GRAMMARS = {
     "any white space": grammar_from_schema({**TABLE, "x-guidance": {"whitespace_flexible": True}}),
     "regex": grammar_from_regex(r"[a-d]{2,9}\.(abc|de)+[0-9]*"),
     "choice": grammar_from_choices(["abc", "abcabc", "de", "true", "[10, 10]"]),
+    "special tokens": f'start: /[a-d]{{0,6}}/ (<[{CALL}]> ("ab" | "c" | "[")+)+ <[{ANSWER},{CALL}]> "."',
     "gbnf": grammar_from_text('root ::= "[" item ("," item)* "]"\nitem ::= [a-j]+ | "[" item "]"'),
 }
 
 MEMORY = grammar_from_regex("[a-j]*[ae][a-j]{9}b[a-j]{3}")
 """Every text has a lexer state of its own, nearly."""
+MARKED_MEMORY = f'start: (/[a-j]*[ae][a-j]{{3}}/ <[{CALL}]> "." )* {MEMORY.removeprefix("start: ")}'
+"""The same behind any number of texts that a special token ends."""
 AMBIGUOUS = 'start: s\ns: s s | "a" | "b" | "[" s "]" | " "\n'
 """Takes longer the longer it gets, and may end anywhere."""
 

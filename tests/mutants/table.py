@@ -23,6 +23,7 @@ class Mutant:
 TREE = ("unit/test_tree.py", "exactness/test_enumeration.py", "exactness/test_strategies_engine.py")
 VERIFY = ("exactness/test_verify.py", "exactness/test_enumeration.py")
 SAMPLING = ("exactness/test_sampling.py", "exactness/test_noise.py", "unit/test_draft_model.py")
+REASONING = ("unit/test_reasoning_gate.py", "exactness/test_reasoning_grammar.py")
 RESIDUAL = ("exactness/test_residual.py", "exactness/test_residual_draws.py", "exactness/test_strategies_engine.py")
 LOSSY = ("exactness/test_lossy.py", "exactness/test_strategies_engine.py")
 ROWS = ("exactness/test_rows.py", "exactness/test_row_invariant_linear.py")
@@ -214,6 +215,35 @@ MUTANTS = (
         "winners = np.flatnonzero(scores_N == best_R[rows_N])[::-1]",
         "winners = np.flatnonzero(scores_N == best_R[rows_N])",
         SAMPLING,
+    ),
+    # Grammars behind reasoning.
+    Mutant(
+        "a grammar begins one token before the end of the reasoning's marker",
+        "paceline/grammar/reasoning_gate.py",
+        "if last == self.closing:",
+        "if last == self.closing[: max(1, len(self.closing) - 1)]:",
+        REASONING,
+    ),
+    Mutant(
+        "a stop token may be drawn inside the reasoning",
+        "paceline/grammar/reasoning_gate.py",
+        "mask[list(stops)] = False",
+        "mask[list(stops)] = True",
+        REASONING,
+    ),
+    Mutant(
+        "a resumed request finds the end of its reasoning one token late",
+        "paceline/grammar/reasoning_gate.py",
+        "return next((end for end in ends",
+        "return next((end + 1 for end in ends",
+        REASONING,
+    ),
+    Mutant(
+        "reasoning may begin at any token of the output",
+        "paceline/grammar/reasoning_gate.py",
+        "return self.opening if self.closing and not output else None",
+        "return self.opening if self.closing else None",
+        REASONING,
     ),
     # Strategies that depend on guesses.
     Mutant(

@@ -185,6 +185,8 @@ MISTAKES: dict[type[Settings], list[tuple[dict[str, Any], str]]] = {
         ({"logit_bias": {-3: 1.0}}, "logit_bias"),
         ({"bad_words": [[]]}, "bad_words"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"grammar": "start: /a/", "grammar_begins_after": [5], "stop_token_ids": [4, 5]}, "token 5 delimits"),
+        ({"grammar": "start: /a/", "grammar_waits_if": 5, "stop_token_ids": [4, 5]}, "token 5 delimits"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"min_tokens": 17}, "min_tokens 17 exceeds max_tokens 16"),
         ({"seed": 2**64}, "seed"),

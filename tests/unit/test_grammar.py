@@ -7,14 +7,13 @@ import json
 import random
 import threading
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Required, Union
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ConfigDict, Field, TypeAdapter
-from typing_extensions import TypedDict
+from pydantic import TypeAdapter
 
 from paceline.grammar import (
     GrammarError,
@@ -27,8 +26,21 @@ from paceline.grammar.grammar_checker import complaint
 from paceline.grammar.grammar_state import GrammarCompiler, GrammarState, Mask
 from paceline.text import Tokenizer
 from paceline_services.gateway.structured_output import StructuredOutputs, compile_grammar_text
-from tests.helpers.grammars import AMBIGUOUS, END, GRAMMARS, MEMORY, PIECES, TABLE, grammars, text_of, tight
+from tests.helpers.grammars import (
+    AMBIGUOUS,
+    CALL,
+    END,
+    GRAMMARS,
+    MARKED_MEMORY,
+    MEMORY,
+    PIECES,
+    TABLE,
+    grammars,
+    text_of,
+    tight,
+)
 from tests.helpers.llamas import VOCABULARY
+from tests.helpers.random_schemas import TYPES
 
 ALL = grammars()
 SHIPPED = Tokenizer.load("pydoc")
@@ -138,19 +150,23 @@ def test_a_limit_is_an_error_even_where_the_text_may_end() -> None:
     assert "too many items" in state.error().lower()
 
 
-def test_a_lexer_exhausted_by_others_is_replaced() -> None:
+@pytest.mark.parametrize("grammar", [MEMORY, MARKED_MEMORY], ids=["text", "special tokens"])
+def test_a_lexer_exhausted_by_others_is_replaced(grammar: str) -> None:
     rng = random.Random(1)
     with tight(states=120):
         shared = grammars()
-        used = [shared.start(MEMORY, (END,), []) for _ in range(4)]
+        used = [shared.start(grammar, (END,), []) for _ in range(4)]
         for _, state in itertools.product(range(30), used):
             while not state.ready:
                 state.wait(30.0)
             allowed = allowed_after(state)
-            assert mask_of(state, []) == mask_of(started(MEMORY, *state._output, vocabulary=grammars()), [])
-            state.extend([int(rng.choice([token for token in np.flatnonzero(allowed) if token != END]))])
-        assert sum(state._replayed is not None for state in used) > 1, "several requests were replayed"
-        assert started(MEMORY, vocabulary=shared).allowed([]) is not None
+            assert mask_of(state, []) == mask_of(started(grammar, *state._output, vocabulary=grammars()), [])
+            tokens = [token for token in np.flatnonzero(allowed) if token != END]
+            state.extend([CALL if CALL in tokens else int(rng.choice(tokens))])
+        replayed = [state for state in used if state._replayed is not None]
+        assert len(replayed) > 1, "several requests were replayed"
+        assert grammar == MEMORY or any(CALL in state._output[: state._replayed] for state in replayed)
+        assert started(grammar, vocabulary=shared).allowed([]) is not None
 
 
 def test_tokens_without_text_are_never_allowed() -> None:
@@ -185,39 +201,8 @@ def test_a_draft_that_cannot_compile_has_no_mask() -> None:
     assert "cannot follow grammars" in state.error()
 
 
-LEAVES: list[Any] = [
-    Annotated[int, Field(ge=-5, le=200)],
-    bool,
-    None,
-    Annotated[str, Field(max_length=8)],
-    Annotated[str, Field(pattern="^[a-z]{1,3}-[0-9]{2}$")],
-    Literal["red", "green", 3, None],
-    Literal["one"],
-]
-
-
-def record(fields: dict[str, Any]) -> Any:
-    """An object of the first of these fields, and maybe others of them."""
-    first = next(iter(fields))
-    kind = TypedDict("kind", {first: Required[fields[first]], **fields}, total=False)  # type: ignore[misc]
-    kind.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
-    return kind
-
-
-NAMES = st.sampled_from(["a", "long name", 'quote"d', "ä"])
-types = st.recursive(
-    st.sampled_from(LEAVES),
-    lambda children: st.one_of(
-        st.dictionaries(NAMES, children, min_size=1, max_size=3).map(record),
-        children.map(lambda item: Annotated[list[item], Field(max_length=2)]),  # type: ignore[valid-type]
-        st.tuples(children, children).map(lambda each: Union[each]),  # noqa: UP007
-    ),
-    max_leaves=5,
-)
-
-
 @settings(deadline=None)
-@given(kind=types, seed=st.integers(0, 999), compact=st.booleans())
+@given(kind=TYPES, seed=st.integers(0, 999), compact=st.booleans())
 def test_text_drawn_within_a_schema_fits_it(kind: Any, seed: int, compact: bool) -> None:
     """With random tokens of the shipped vocabulary; pydantic makes the schema and checks the text."""
     adapter = TypeAdapter(kind)
@@ -269,8 +254,30 @@ def test_users_cannot_set_options_of_llguidance() -> None:
         grammar_from_text("root ::= " + "(" * 9000)
 
 
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        ("start: <[5]>", True),
+        ('start: "a" # "\n | <[5-9]>', True),
+        ("start: </a> | <[^5]> | </b>", True),
+        ("start: /a\\// <[*]>", True),
+        ("start: %lark { start: <[5,6]> }", True),
+        ('start: "<[5]>" | /<[a-z]>/ | %json {"const": "<[5]>"} // <[5]>', False),
+        ("start: /\\/<[a-z]>/", False),
+        ('root ::= "<[5]>" [a-z]', False),
+    ],
+)
+def test_users_cannot_name_tokens_by_their_ids(text: str, refused: bool) -> None:
+    """An id is another token in another vocabulary."""
+    if refused:
+        with pytest.raises(GrammarError, match="token ids"):
+            grammar_from_text(text)
+    else:
+        assert complaint(grammar_from_text(text)) == ""
+
+
 def test_a_choice_may_hold_any_text() -> None:
-    choices = ['"', "\\n", "a|b", "ä\n", "start: x"]
+    choices = ['"', "\\n", "a|b", "ä\n", "start: x", "\x7f"]
     state = started(grammar_from_choices(choices), vocabulary=LARGE)
     assert {shipped_text(wandered(state, random.Random(seed))) for seed in range(60)} == set(choices)
 
@@ -291,9 +298,9 @@ def test_fields_of_vllm_become_grammars() -> None:
         "json_object": True,
     }
     for field, value in asked.items():
-        grammar = compile_grammar_text(StructuredOutputs.model_validate({field: value}))
+        grammar = compile_grammar_text(StructuredOutputs.model_validate({field: value}), SHIPPED)
         assert started(grammar).allowed([]) is not None
-    compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).to_grammar()
+    compact = StructuredOutputs.model_validate({"json": TABLE, "disable_any_whitespace": True}).to_grammar(SHIPPED)
     assert compact == grammar_from_schema(TABLE, None)
-    spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).to_grammar()
+    spaced = StructuredOutputs.model_validate({"json": TABLE, "whitespace_pattern": " "}).to_grammar(SHIPPED)
     assert "\n" not in text_of(wandered(started(spaced), random.Random(1)))

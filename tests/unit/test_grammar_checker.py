@@ -16,7 +16,9 @@ from pydantic import ValidationError
 
 from paceline.config.sampling_params import MAX_GRAMMAR_LENGTH
 from paceline.grammar import GrammarError, grammar_from_regex, grammar_from_schema
-from paceline.grammar.grammar_checker import GrammarChecker
+from paceline.grammar.grammar_checker import GrammarChecker, complaint
+from paceline.grammar.lark import with_ids_below
+from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.structured_output import (
@@ -27,6 +29,7 @@ from paceline_services.gateway.structured_output import (
     compile_grammar_text,
 )
 
+TOKENIZER = Tokenizer.load("pydoc")
 TOO_LONG = {"enum": ["x" * MAX_GRAMMAR_LENGTH]}
 COSTLY = {"type": "integer", "multipleOf": 999983}
 """Eight seconds, and 370 MB."""
@@ -57,9 +60,21 @@ def body_with(regex: str) -> CompletionBody:
 async def test_a_costly_or_empty_grammar_is_refused(checks: GrammarChecks, asked: dict[str, Any], message: str) -> None:
     body = CompletionBody.model_validate({"prompt": "x", "structured_outputs": asked})
     with pytest.raises(InvalidRequestError, match=message) as refused:
-        await checks.grammar_of(body)
+        await checks.grammar_of(body, TOKENIZER)
     assert refused.value.param == f"structured_outputs.{next(iter(asked))}"
-    assert await checks.grammar_of(body_with("ab*")) == grammar_from_regex("ab*"), "other grammars are checked"
+    assert await checks.grammar_of(body_with("ab*"), TOKENIZER) == grammar_from_regex("ab*"), (
+        "other grammars are checked"
+    )
+
+
+def test_a_grammar_of_any_vocabulary_is_checked() -> None:
+    """Grammars name special tokens by their ids, which the checker's bytes do not have."""
+    for token in (0, 255, 256, 511, 151657):
+        assert complaint(f"start: <[{token}]> /a/") == ""
+        assert "nowhere" in complaint(f"start: <[{token}]> nowhere")
+    assert with_ids_below(256, 'start: "<[300]>" /<[300]>/ <[300]> // <[300]>') == (
+        'start: "<[300]>" /<[300]>/ <[44]> // <[300]>'
+    )
 
 
 async def test_memory_is_limited_too() -> None:
@@ -85,21 +100,24 @@ async def test_a_costly_grammar_delays_at_most_one_other() -> None:
 async def test_grammars_that_wait_to_be_checked_are_limited(checks: GrammarChecks) -> None:
     """Hostile grammars delay only requests with new grammars."""
     gate = threading.Event()
-    known = await checks.grammar_of(body_with("known"))
+    known = await checks.grammar_of(body_with("known"), TOKENIZER)
     checks._thread.submit(gate.wait)
-    waiting = [asyncio.create_task(checks.grammar_of(body_with("a" * n))) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    again = asyncio.create_task(checks.grammar_of(body_with("a")))
+    waiting = [
+        asyncio.create_task(checks.grammar_of(body_with("a" * n), TOKENIZER))
+        for n in range(1, MAX_WAITING_GRAMMARS + 1)
+    ]
+    again = asyncio.create_task(checks.grammar_of(body_with("a"), TOKENIZER))
     await asyncio.sleep(0)
     with pytest.raises(OverloadedError):
-        await checks.grammar_of(body_with("b"))
-    assert await checks.grammar_of(body_with("known")) == known
+        await checks.grammar_of(body_with("b"), TOKENIZER)
+    assert await checks.grammar_of(body_with("known"), TOKENIZER) == known
     again.cancel()
     gate.set()
     assert [await task for task in waiting] == [grammar_from_regex("a" * n) for n in range(1, MAX_WAITING_GRAMMARS + 1)]
-    assert await checks.grammar_of(body_with("b")) == grammar_from_regex("b")
+    assert await checks.grammar_of(body_with("b"), TOKENIZER) == grammar_from_regex("b")
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="regex"):
-            await checks.grammar_of(body_with("("))
+            await checks.grammar_of(body_with("("), TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -125,7 +143,7 @@ def test_a_grammar_has_a_length_limit() -> None:
     """The translation may be longer than the value."""
     asked = StructuredOutputs.model_validate({"json": {"enum": ["ä" * (MAX_GRAMMAR_LENGTH // 2)]}})
     with pytest.raises(GrammarError, match=f"{MAX_GRAMMAR_LENGTH} are the most"):
-        compile_grammar_text(asked)
+        compile_grammar_text(asked, TOKENIZER)
 
 
 async def test_little_is_kept_of_checked_grammars(checks: GrammarChecks) -> None:
@@ -134,9 +152,9 @@ async def test_little_is_kept_of_checked_grammars(checks: GrammarChecks) -> None
     for name in ("a" * 100_000, "b" * 100_000):
         named = {"name": name, "description": name, "schema": schema}
         body = {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": named}}
-        assert await checks.grammar_of(CompletionBody.model_validate(body)) == grammar_from_schema(schema)
+        assert await checks.grammar_of(CompletionBody.model_validate(body), TOKENIZER) == grammar_from_schema(schema)
     with pytest.raises(InvalidRequestError):
-        await checks.grammar_of(body_with("(" * 10_000))
+        await checks.grammar_of(body_with("(" * 10_000), TOKENIZER)
     assert [len(key) <= 64 for key in checks._tasks] == [True, True], "a schema's name is not part of its grammar"
 
 
@@ -147,7 +165,7 @@ async def test_a_refused_body_is_not_kept(checks: GrammarChecks) -> None:
         body = body_with("(")
         bodies.append(weakref.ref(body))
         with suppress(InvalidRequestError):
-            await checks.grammar_of(body)
+            await checks.grammar_of(body, TOKENIZER)
         del body
     gc.collect()
     assert [kept() for kept in bodies] == [None] * 3

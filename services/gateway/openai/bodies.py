@@ -79,7 +79,9 @@ class SpeculativeLimits(Body):
     max_tree_nodes: int | None = Field(None, ge=0, le=INT32_MAX)
 
 
-OWN_FIELDS = frozenset({"max_tokens", "stop_token_ids", "bad_words", "logprobs", "grammar"})
+OWN_FIELDS = frozenset(
+    {"max_tokens", "stop_token_ids", "bad_words", "logprobs", "grammar", "grammar_begins_after", "grammar_waits_if"}
+)
 """Sampling parameters that a body does not carry, or not in this form."""
 SHARED_FIELDS = frozenset(SamplingParams.model_fields) - OWN_FIELDS
 """Sampling parameters that a body carries as they are. Their ranges are checked by `SamplingParams` alone."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from paceline.parsing import OutputParser
+from paceline.parsing.grammar_start import AT_ONCE, GrammarStart, grammar_start
 from paceline.parsing.output_format import OutputFormat
 from paceline.parsing.tool_format import ToolFormat
 from paceline_services.gateway.api_errors import InvalidRequestError
@@ -16,16 +17,17 @@ from paceline_services.gateway.served_model import ServedModel
 
 @dataclass(frozen=True, slots=True)
 class OutputParsing:
-    """The fields of `GenerationRequest` that say how its output is read."""
+    """The fields of `GenerationRequest` that say how its output is read, and where in it a grammar begins."""
 
     parser: Callable[[], OutputParser] | None = None
     shown_tokens: frozenset[int] = frozenset()
+    grammar_start: GrammarStart = AT_ONCE
 
 
-def output_parsing(body: ChatBody, prompt: str, model: ServedModel) -> OutputParsing:
+def output_parsing(body: ChatBody, prompt: str, model: ServedModel, *, calls: bool) -> OutputParsing:
     """How to read the output: reasoning if the model has it, calls if the request offers tools.
 
-    `prompt`: as text. Raises `InvalidRequestError`.
+    `prompt`: as text. `calls`: whether the request's grammar forces calls. Raises `InvalidRequestError`.
     """
     form, tools = model.output_format, tool_format(body, model)
     if tools is None and not (form.tools is not None and form.tools.reads_reasoning):
@@ -33,9 +35,16 @@ def output_parsing(body: ChatBody, prompt: str, model: ServedModel) -> OutputPar
     if form == OutputFormat():
         return OutputParsing()
     schemas = {tool.function.name: tool.function.parameters or {} for tool in body.offered_tools}
-    parser = partial(form.parser, schemas, inside=_begins_inside(form, body, prompt))
+    inside = _begins_inside(form, body, prompt)
+    settled = body.continue_final_message or (
+        form.reasoning is not None and prompt.rstrip().endswith(form.reasoning.end)
+    )
     markers = {model.tokenizer.token_id(marker) for marker in form.markers}
-    return OutputParsing(parser, frozenset(token for token in model.tokenizer.special_ids if token in markers))
+    return OutputParsing(
+        partial(form.parser, schemas, inside=inside),
+        frozenset(token for token in model.tokenizer.special_ids if token in markers),
+        grammar_start(form, model.tokenizer, inside=inside, settled=settled, calls=calls),
+    )
 
 
 def tool_format(body: ChatBody, model: ServedModel) -> ToolFormat | None:

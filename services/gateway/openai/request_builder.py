@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.messages import GenerationRequest, TargetDescription
+from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
 from paceline.target_labels import parse_labels
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
@@ -45,11 +46,11 @@ async def build_requests(
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        forced = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
-        grammar = forced or await model.grammars.grammar_of(body)
+        calls = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
+        grammar = calls or await model.grammars.grammar_of(body, model.tokenizer)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
-        sampling = build_sampling(body, description, grammar, bad_words)
-        prompts, parsing = await _encode(body, model, description.max_model_len)
+        prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
+        sampling = build_sampling(body, description, grammar, bad_words, parsing.grammar_start)
     base = GenerationRequest(
         request_id,
         (),
@@ -82,11 +83,17 @@ def _labels(text: str) -> frozenset[str]:
 
 
 def build_sampling(
-    body: GenerationBody, description: TargetDescription, grammar: str, bad_words: Sequence[Sequence[int]]
+    body: GenerationBody,
+    description: TargetDescription,
+    grammar: str,
+    bad_words: Sequence[Sequence[int]],
+    start: GrammarStart = AT_ONCE,
 ) -> SamplingParams:
     """The sampling parameters of all completions, but for `max_tokens` and `seed`. Raises `InvalidRequestError`."""
     given = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
     given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
+    if grammar:
+        given |= {"grammar_begins_after": start.begins_after, "grammar_waits_if": start.waits_if}
     given["stop_token_ids"] = (*(body.stop_token_ids or ()), *_eos_token_ids(body, description))
     try:
         sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
@@ -129,13 +136,18 @@ def speculative_options(body: GenerationBody) -> SpeculativeOptions:
     return SpeculativeOptions(**options, report=body.speculation_stats)
 
 
-async def _encode(body: GenerationBody, model: ServedModel, context: int) -> tuple[list[list[int]], OutputParsing]:
-    """The prompts, and how to read what follows them. Raises `InvalidRequestError`."""
+async def _encode(
+    body: GenerationBody, model: ServedModel, context: int, *, calls: bool
+) -> tuple[list[list[int]], OutputParsing]:
+    """The prompts, and how to read what follows them. `calls`: whether a grammar forces calls.
+
+    Raises `InvalidRequestError`.
+    """
     if isinstance(body, ChatBody):
         text = render_chat(body, model.tokenizer)
         check_length("messages", text, model.tokenizer, context)
         tokens = await encode(text, model.tokenizer, add_special_tokens=body.add_special_tokens)
-        return [tokens], output_parsing(body, text, model)
+        return [tokens], output_parsing(body, text, model, calls=calls)
     assert isinstance(body, CompletionBody)
     prompts = encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
     return await prompts, OutputParsing()

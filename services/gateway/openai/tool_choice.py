@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.forced_calls import ForcedCalls
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.output_parsing import tool_format
 from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
@@ -23,8 +24,9 @@ async def forced_grammar(body: ChatBody, model: ServedModel) -> str:
     if body.structured_outputs or text_format:
         message = "tool_choice: a forced call and a format of the text cannot both say what the output must be"
         raise InvalidRequestError(message, param="tool_choice")
-    message = f"tool_choice: calls of {', '.join(tools)} cannot be forced yet, only auto and none are supported"
-    raise InvalidRequestError(message, param="tool_choice")
+    parallel = body.tool_choice == "required" and body.parallel_tool_calls is not False
+    calls = ForcedCalls(form, tools, parallel, model.output_format.reasoning)
+    return await model.grammars.checked(calls, model.tokenizer)
 
 
 def forced_tools(body: ChatBody) -> dict[str, dict[str, Any]]:

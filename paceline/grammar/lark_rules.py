@@ -1,0 +1,52 @@
+"""Collects the rules of a grammar that mixes free text, markers and structured parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paceline.grammar.lark import GrammarError, text_part
+from paceline.grammar.special_tokens import TextOrToken, lark_parts
+
+ANY_TEXT = "/(?s:.*)/"
+
+
+class LarkRules:
+    """The rules of one grammar so far. Names of rules can be used in the bodies of others."""
+
+    def __init__(self) -> None:
+        self._lines = ["TEXT: /(?s:.+)/"]
+
+    def add(self, body: str, options: str = "") -> str:
+        """The name of a new rule with this body."""
+        name = f"rule_{len(self._lines)}"
+        self._lines.append(f"{name}{options}: {body}")
+        return name
+
+    def one_of(self, bodies: Sequence[str]) -> str:
+        """The name of a new rule: one of these bodies."""
+        return self.add(" | ".join(bodies))
+
+    def free_text(self) -> str:
+        """Any text up to the end of the output, as a part of a rule."""
+        return "TEXT?"
+
+    def text_up_to(self, end: Sequence[TextOrToken]) -> str:
+        """Any text before the first occurrence of this end, and the end, as a part of a rule.
+
+        Raises `GrammarError` if the end is empty.
+        """
+        match end:
+            case []:
+                raise GrammarError("free text needs an end that is not empty")
+            case [str(text)]:
+                return self.add(f"{ANY_TEXT} {text_part(text)}", "[lazy]")
+            case [str(text), *rest]:  # free text has no special token, so only the first one can end it
+                before = f"BEFORE_{len(self._lines)}"
+                self._lines.append(f"{before}: {ANY_TEXT} {text_part(text)}")
+                return f"{before} {lark_parts(rest)}"
+            case _:
+                return f"{self.free_text()} {lark_parts(end)}"
+
+    def grammar(self, start: str) -> str:
+        """The whole grammar: `start` is the body of its first rule."""
+        return "\n".join([f"start: {start}", *self._lines])
