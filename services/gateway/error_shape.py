@@ -21,7 +21,7 @@ MESSAGES_ERROR_TYPES = {
 }
 """By status; of other statuses below 500 `invalid_request_error`, from there on `api_error`."""
 TOO_LONG = "prompt is too long: "
-"""The beginning of Anthropic's error about a prompt beyond the context: agents that read it shorten the conversation."""
+"""The beginning of Anthropic's error about a prompt beyond the context: agents then shorten their conversation."""
 
 Json = dict[str, Any]
 

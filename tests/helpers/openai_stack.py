@@ -318,10 +318,11 @@ async def start_target(
     port: int = 0,
     numerics: str = "",
     labels: Sequence[str] = (),
+    context: int = CONTEXT,
 ) -> RunningTarget:
     eos = (EOS,)
     description = TargetDescription(
-        worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics, labels
+        worker_id, model, fingerprint, 4096, context, 1000, True, eos, "ngram", numerics, labels
     )
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)
@@ -340,12 +341,13 @@ async def open_stack(
     limits: AdmissionLimits | None = None,
     redis_url: str | None = None,
     more_models: Sequence[str] = (),
+    context: int = CONTEXT,
     **settings_: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
 
-    `more_models`: names by which the same model is served once more, by targets of its own. `settings_`: more of
-    `GatewaySettings`. With TLS at the edge, its own clients do not look at the certificate.
+    `more_models`: names by which the same model is served once more, by targets of its own. `context`: in tokens.
+    `settings_`: more of `GatewaySettings`. With TLS at the edge, its own clients do not look at the certificate.
     """
     settings = GatewaySettings(
         {MODEL: MODEL, **dict.fromkeys(more_models, MODEL)},
@@ -355,7 +357,10 @@ async def open_stack(
         **settings_,
     )
     async with open_store(redis_url, ttl_s=3600.0) as store, AsyncExitStack() as service:
-        targets = [await start_target(script, burst, f"target-{index}") for index, script in enumerate(scripts)]
+        targets = [
+            await start_target(script, burst, f"target-{index}", context=context)
+            for index, script in enumerate(scripts)
+        ]
         for target in targets:
             await store.registry.register(target.record)
         models, addresses = await service.enter_async_context(running(settings, store))
