@@ -18,6 +18,8 @@ from pydantic import AliasChoices
 
 from paceline.config import EngineConfig, SpeculativeConfig
 from paceline.config.key_aliases import ALGORITHMS, METHOD_ALIASES, SWITCHES
+from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
+from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.telemetry.logs import LEVELS
 from paceline.vllm.engine_arguments import OURS
 
@@ -101,6 +103,8 @@ SHAPES: dict[str, Schema] = {
     "aliases": NAMED_TEXTS,
     "monitoringNamespaces": TEXTS,
     "logLevel": one_of(*LEVELS),
+    "toolCallParser": one_of(AUTO, NONE, *TOOL_FORMATS),
+    "reasoningParser": one_of(AUTO, NONE, *REASONING_FORMATS),
     "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
     "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
     "autoscaling.kind": one_of("none", "hpa", "keda"),

@@ -62,6 +62,8 @@ def serve(
     api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
     engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
     vllm_options: VllmSettings = None,
+    tool_call_parser: Annotated[str, typer.Option(help="How the model writes tool calls; auto: by template.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help="How the model marks reasoning; auto: by template.")] = "auto",
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
@@ -86,6 +88,8 @@ def serve(
         served_model_name,
         api_keys,
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
+        tool_call_parser,
+        reasoning_parser,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

@@ -6,7 +6,7 @@ import random
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from itertools import chain
@@ -26,6 +26,8 @@ from paceline.config import (
 from paceline.config.vllm_options import VllmOptions
 from paceline.launcher import StartError
 from paceline.model_names import ModelNotFoundError, is_fake_model, resolve_model, served_name
+from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
+from paceline.parsing.reasoning import REASONING_FORMATS
 
 LOOPBACK = "127.0.0.1"
 DRAIN_S = 30.0
@@ -74,6 +76,9 @@ class Deployment:
     """The gateway's gRPC port; 0: any."""
     vllm: VllmOptions | None = None
     """How vLLM computes for the targets; None: our own engine does."""
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
+    """How the model writes tool calls and reasoning; auto: as its chat template shows."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -99,7 +104,8 @@ class Deployment:
     def _gateway(self, redis_url: str) -> Program:
         address = ("--host", self.host, "--port", str(self.port), "--grpc-port", str(self.grpc_port))
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, "--drain-s", str(DRAIN_S))
+        parsers = ("--tool-call-parser", self.tool_call_parser, "--reasoning-parser", self.reasoning_parser)
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, *parsers, "--drain-s", str(DRAIN_S))
         return _service("gateway", "gateway", *options, drain_s=DRAIN_S)
 
     def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
@@ -180,6 +186,8 @@ class DeploymentOptions:
     served_model_name: str | None = None
     api_keys: Path | None = None
     vllm: VllmOptions | None = None
+    tool_call_parser: str = AUTO
+    reasoning_parser: str = AUTO
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -190,6 +198,8 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         name = served_name(model, options.served_model_name)
     except (ValueError, ModelNotFoundError) as error:
         raise StartError(str(error)) from error
+    _check_name("--tool-call-parser", options.tool_call_parser, TOOL_FORMATS)
+    _check_name("--reasoning-parser", options.reasoning_parser, REASONING_FORMATS)
     own_drafts = speculation.enabled and speculation.method != POOL and speculation.draft_placement == "worker"
     draft_workers = options.draft_workers if own_drafts else 0
     port, free = free_ports(options.host, options.port, 3 * (options.target_workers + draft_workers))
@@ -212,7 +222,15 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=options.api_keys,
         vllm=options.vllm,
+        tool_call_parser=options.tool_call_parser,
+        reasoning_parser=options.reasoning_parser,
     )
+
+
+def _check_name(option: str, name: str, formats: Iterable[str]) -> None:
+    """Raises `StartError` for a format that does not exist."""
+    if name not in (names := (AUTO, NONE, *formats)):
+        raise StartError(f"{option} {name}: choose one of {', '.join(names)}")
 
 
 def free_ports(host: str, port: int, others: int) -> tuple[int, list[int]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from operator import attrgetter
 from typing import Any
 
 from paceline.config import SamplingParams, SpeculativeOptions
+from paceline.parsing import Event, OutputParser
 
 
 class FinishReason(StrEnum):
@@ -52,6 +53,10 @@ class GenerationRequest:
     include_stop: bool = False
     """Whether the text shows the stop string or stop token that ended it."""
     skip_special_tokens: bool = True
+    parser: Callable[[], OutputParser] | None = None
+    """Makes the parser of the output; None: the output is plain text."""
+    shown_tokens: frozenset[int] = frozenset()
+    """Special tokens that reach the parser as text, whatever `skip_special_tokens` is."""
     eos_token_ids: Sequence[int] = ()
     """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
 
@@ -165,6 +170,10 @@ class Delta:
     error: str = ""
     text: str = ""
     """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
+    events: list[Event] = field(default_factory=list)
+    """What the request's parser finds in the text. Empty if the request has none."""
+    reasoning_tokens: int = 0
+    """How many of the tokens are reasoning: those after which the latest event is reasoning."""
     offsets: list[int] = field(default_factory=list)
     """By token, the characters of the request's text before it."""
     stop_reason: str | int | None = None
@@ -178,6 +187,8 @@ class Delta:
         self.accepted += later.accepted
         self.log_probs += later.log_probs
         self.text += later.text
+        self.events += later.events
+        self.reasoning_tokens += later.reasoning_tokens
         self.offsets += later.offsets
         self.finish_reason, self.stop_token = later.finish_reason, later.stop_token
         self.stop_reason, self.error = later.stop_reason, later.error

@@ -6,6 +6,7 @@ A model's publisher writes the template and clients write the messages, so rende
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -36,6 +37,11 @@ class ChatTemplate:
         except TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not parse: {error}") from error
         self._special_tokens = dict(special_tokens)
+        self.source = source
+
+    def mentions(self, variable: str) -> bool:
+        """Whether the template has the word: a variable that it does not mention has no effect."""
+        return re.search(rf"\b{re.escape(variable)}\b", self.source) is not None
 
     def render(
         self,

@@ -12,6 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 
 from paceline.model_names import served_name
+from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
+from paceline.parsing.reasoning import REASONING_FORMATS
 from paceline.telemetry import logs
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.server import GatewaySettings, serve
@@ -113,6 +115,18 @@ def _parser() -> argparse.ArgumentParser:
         default=[],
         metavar="ORIGIN",
         help="pages of this site may use the API, such as https://chat.example; *: of any",
+    )
+    add(
+        "--tool-call-parser",
+        choices=(AUTO, NONE, *TOOL_FORMATS),
+        default=AUTO,
+        help="how the models write tool calls; auto: as each chat template shows",
+    )
+    add(
+        "--reasoning-parser",
+        choices=(AUTO, NONE, *REASONING_FORMATS),
+        default=AUTO,
+        help="how the models mark their reasoning; auto: as each chat template shows",
     )
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")

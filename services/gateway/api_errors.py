@@ -144,7 +144,7 @@ def field_path(parts: tuple[str | int, ...]) -> str:
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part != "[key]":  # pydantic's mark for a wrong mapping key
+        elif not (part.startswith("[") and part.endswith("]")):  # a wrong mapping key's mark, or the tag of a type
             path += f".{part}" if path else part
     return path
 

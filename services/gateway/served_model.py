@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage
 from paceline.output_processor import OutputProcessor
+from paceline.parsing.output_format import OutputFormat
 from paceline.telemetry.gateway_metrics import GatewayMetrics
 from paceline.text import Tokenizer
 from paceline_services.gateway.admission import AdmissionQueue, Capacity
@@ -33,6 +34,8 @@ class ServedModel:
     metrics: GatewayMetrics
     capacity: Capacity = field(default_factory=Capacity)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    output_format: OutputFormat = OutputFormat()
+    """How the model writes reasoning and tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
     queue: AdmissionQueue = field(init=False)
 

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp
 
 from paceline.api_keys import KeyFileError
 from paceline.launcher import StartError
+from paceline.parsing.output_format import AUTO, choose_format
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -62,6 +63,10 @@ class GatewaySettings:
     """The file of API keys; None: clients need no key."""
     allow_origin: Sequence[str] = ()
     """Sites whose pages may use this server from a browser."""
+    tool_call_parser: str = AUTO
+    """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
+    reasoning_parser: str = AUTO
+    """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
@@ -122,7 +127,11 @@ async def _open_models(
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
-        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars))
+        template = tokenizer.chat_template
+        output_format = choose_format(
+            template and template.source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
+        )
+        models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format))
     return ModelDirectory(models, settings.aliases)
 
 

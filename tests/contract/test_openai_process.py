@@ -36,6 +36,9 @@ def test_options_become_settings() -> None:
     given = settings("--model", "pydoc", "--port", "7", "--drain-s", "3", "--max-queue", "9", "--resume-s", "2")
     assert given.models == {"pydoc": "pydoc"}
     assert (given.port, given.drain_s, given.limits.max_queue, given.limits.resume_s) == (7, 3.0, 9, 2.0)
+    assert (given.tool_call_parser, given.reasoning_parser) == ("auto", "auto")
+    named = settings("--model", "pydoc", "--tool-call-parser", "hermes", "--reasoning-parser", "none")
+    assert (named.tool_call_parser, named.reasoning_parser) == ("hermes", "none")
     names = ("--served-model-name", "docs", "--served-model-name", "numbers")
     both = settings("--model", "pydoc", "--model", "table:512", *names, "--alias", "d=docs", "--alias", "n=numbers")
     assert both.models == {"docs": "pydoc", "numbers": "table:512"}
@@ -55,6 +58,8 @@ def test_options_become_settings() -> None:
         (("--model", "a", "--max-queue", "0"), "--max-queue"),
         (("--model", "a", "--max-queue", "-1"), "--max-queue"),
         (("--model", "a", "--max-queue", "many"), "--max-queue"),
+        (("--model", "a", "--tool-call-parser", "herms"), "--tool-call-parser"),
+        (("--model", "a", "--reasoning-parser", "qwen"), "--reasoning-parser"),
     ],
 )
 def test_wrong_options_are_refused_by_name(

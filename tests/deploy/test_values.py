@@ -160,6 +160,8 @@ OTHER: dict[str, Any] = {
     "ranksPerPod": 2,
     "kind": "none",
     "logLevel": "debug",
+    "toolCallParser": "none",
+    "reasoningParser": "none",
     "cidr": "10.0.0.0/8",
     "interval": "7s",
 }

@@ -318,11 +318,12 @@ async def start_target(
     port: int = 0,
     numerics: str = "",
     labels: Sequence[str] = (),
+    vocabulary_size: int = 4096,
     context: int = CONTEXT,
 ) -> RunningTarget:
     eos = (EOS,)
     description = TargetDescription(
-        worker_id, model, fingerprint, 4096, context, 1000, True, eos, "ngram", numerics, labels
+        worker_id, model, fingerprint, vocabulary_size, context, 1000, True, eos, "ngram", numerics, labels
     )
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)
@@ -341,24 +342,28 @@ async def open_stack(
     limits: AdmissionLimits | None = None,
     redis_url: str | None = None,
     more_models: Sequence[str] = (),
+    folder: str = MODEL,
     context: int = CONTEXT,
     **settings_: Any,
 ) -> AsyncIterator[Stack]:
     """A gateway with one target per script. Without `redis_url` the registry is this process's memory.
 
-    `more_models`: names by which the same model is served once more, by targets of its own. `context`: in tokens.
-    `settings_`: more of `GatewaySettings`. With TLS at the edge, its own clients do not look at the certificate.
+    `more_models`: names by which the same model is served once more, by targets of its own. `folder`: the model that is
+    served as MODEL. `settings_`: more of `GatewaySettings`. With TLS at the edge, its own clients do not look at the
+    certificate.
     """
     settings = GatewaySettings(
-        {MODEL: MODEL, **dict.fromkeys(more_models, MODEL)},
+        {MODEL: folder, **dict.fromkeys(more_models, MODEL)},
         port=0,
         drain_s=5.0,
         limits=limits or AdmissionLimits(resume_s=5.0),
         **settings_,
     )
     async with open_store(redis_url, ttl_s=3600.0) as store, AsyncExitStack() as service:
+        tokenizer = TOKENIZER if folder == MODEL else Tokenizer.load(folder)
+        vocabulary = {"fingerprint": tokenizer.fingerprint, "vocabulary_size": len(tokenizer.pieces)}
         targets = [
-            await start_target(script, burst, f"target-{index}", context=context)
+            await start_target(script, burst, f"target-{index}", context=context, **vocabulary)
             for index, script in enumerate(scripts)
         ]
         for target in targets:
@@ -376,9 +381,9 @@ async def open_stack(
             yield Stack(store, models, addresses, http, client, targets, exits)
 
 
-def text_script(text: str) -> Script:
+def text_script(text: str, tokenizer: Tokenizer = TOKENIZER) -> Script:
     """A script whose output is this text and the end of text."""
-    tokens = [*TOKENIZER.encode(text, add_special_tokens=False), EOS]
+    tokens = [*tokenizer.encode(text, add_special_tokens=False), EOS]
     return lambda request: tokens
 
 

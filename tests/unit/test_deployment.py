@@ -45,15 +45,23 @@ def groups(deployment: Deployment) -> list[list[dict[str, Any]]]:
 
 
 def test_services_share_their_common_options() -> None:
-    """Only the gateway gets API keys."""
-    [[gateway], [target], [draft]] = groups(plan(served_model_name="numbers", api_keys=Path("keys.json")))
+    """Only the gateway gets API keys and the names of parsers."""
+    given = {"api_keys": Path("keys.json"), "tool_call_parser": "hermes", "reasoning_parser": "none"}
+    [[gateway], [target], [draft]] = groups(plan(served_model_name="numbers", **given))
     assert gateway["served-model-name"] == target["served-model-name"] == "numbers"
     assert gateway["model"] == target["model"] == draft["target-model"] == "table:64"
     assert gateway["redis-url"] == target["redis-url"] == draft["redis-url"] == REDIS
     assert target["speculative-config"] == draft["speculative-config"] == PAIR.model_dump(mode="json")
     assert ["api-keys" in each for each in (gateway, target, draft)] == [True, False, False]
     assert gateway["api-keys"] == "keys.json"
+    assert (gateway["tool-call-parser"], gateway["reasoning-parser"]) == ("hermes", "none")
     assert "api-keys" not in groups(plan())[0][0]
+
+
+@pytest.mark.parametrize("option", ["tool_call_parser", "reasoning_parser"])
+def test_a_parser_that_does_not_exist_is_refused_by_name(option: str) -> None:
+    with pytest.raises(StartError, match=f"--{option.replace('_', '-')} herms: choose one of auto, none, "):
+        plan(**{option: "herms"})
 
 
 def test_every_worker_has_a_port_and_a_name_of_its_own() -> None:

@@ -1,4 +1,4 @@
-"""A request's text does not depend on how its tokens are cut into deltas."""
+"""A request's text, and what its parser finds there, do not depend on how its tokens are cut into deltas."""
 
 from __future__ import annotations
 
@@ -8,10 +8,14 @@ from hypothesis import strategies as st
 from paceline.config import SamplingParams
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs
 from paceline.output_processor import OutputProcessor
-from paceline.text import Tokenizer
+from paceline.parsing import Content, OutputParser, Reasoning, ToolArguments, ToolCall
+from paceline.parsing.formats.hermes import HERMES
+from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.text import Detokenizer, Tokenizer
 
 TOKENIZER = Tokenizer.load("pydoc")
 PARTS = ["def", " f", "(x)", ":\n", "é", "東", "京", "<|im_start|>", "return", " x"]
+MARKED = ["<think>", "</think>", '<tool_call>{"name": "f", "arguments": ', '{"x": "東"}', "}</tool_call>", "\n", "<"]
 EOS = 2
 
 
@@ -36,15 +40,22 @@ def process(request: GenerationRequest, tokens: list[int], borders: list[int]) -
 
 @settings(deadline=None)
 @given(
-    parts=st.lists(st.sampled_from(PARTS), min_size=1, max_size=12),
+    parts=st.lists(st.sampled_from([*PARTS, *MARKED]), min_size=1, max_size=12),
     stop=st.lists(st.sampled_from(["f(", "x):", "東京", "京r", "\n", "é"]), max_size=2, unique=True),
     borders=st.lists(st.integers(0, 99), max_size=6),
     include_stop=st.booleans(),
     min_tokens=st.integers(0, 5),
     stopped=st.booleans(),
+    parsed=st.booleans(),
 )
 def test_any_cut_into_deltas_gives_the_same_output(
-    parts: list[str], stop: list[str], borders: list[int], include_stop: bool, min_tokens: int, stopped: bool
+    parts: list[str],
+    stop: list[str],
+    borders: list[int],
+    include_stop: bool,
+    min_tokens: int,
+    stopped: bool,
+    parsed: bool,
 ) -> None:
     tokens = TOKENIZER.encode("".join(parts)) + ([EOS] if stopped else [])
     request = GenerationRequest(
@@ -54,11 +65,15 @@ def test_any_cut_into_deltas_gives_the_same_output(
         eos_token_ids=[EOS],
         stop=stop,
         include_stop=include_stop,
+        parser=(lambda: OutputParser(REASONING_FORMATS["qwen3"], HERMES, names=["f"])) if parsed else None,
     )
     whole, cut = process(request, tokens, []), process(request, tokens, borders)
     assert cut == whole
     assert len(whole.log_probs) == len(whole.accepted) == len(whole.offsets) == len(whole.tokens)
     assert whole.tokens == tokens[: len(whole.tokens)]
+    assert bool(whole.events) <= parsed
+    assert 0 <= whole.reasoning_tokens <= len(whole.tokens)
+    assert bool(whole.reasoning_tokens) <= any(isinstance(event, Reasoning) for event in whole.events)
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (2, len(whole.tokens))
     if whole.stop_reason is None:
@@ -70,3 +85,24 @@ def test_any_cut_into_deltas_gives_the_same_output(
 def test_the_client_s_own_stop_token_is_the_stop_reason() -> None:
     request = GenerationRequest("r", [1], SamplingParams())
     assert process(request, [5, EOS], []).stop_reason == EOS
+
+
+def test_a_parser_sees_the_text_before_the_stop_and_no_more() -> None:
+    text = '<think>\nHm.</think>\nYes.<tool_call>{"name": "f", "arguments": {"x": "def"}}</tool_call>'
+    tokens = TOKENIZER.encode(text)
+    parser = lambda: OutputParser(REASONING_FORMATS["qwen3"], HERMES, names=["f"])  # noqa: E731
+    request = GenerationRequest("r", [1], SamplingParams(max_tokens=100), parser=parser, stop=["ef"])
+    output = process(request, tokens, [3, 7])
+    kinds = {kind: [event for event in output.events if isinstance(event, kind)] for kind in (Reasoning, Content)}
+    assert "".join(event.text for event in kinds[Reasoning]) == "Hm."
+    assert "".join(event.text for event in kinds[Content]) == "Yes."
+    assert ToolCall(0, "f") in output.events
+    assert "".join(event.text for event in output.events if isinstance(event, ToolArguments)) == '{"x": "d'
+    assert output.text == text[: text.index("ef")], "the text stays as the model wrote it"
+
+
+def test_special_tokens_that_are_shown_become_text() -> None:
+    tokens = TOKENIZER.encode("a<|im_start|>b<|im_end|>")
+    start = TOKENIZER.token_id("<|im_start|>")
+    assert Detokenizer(TOKENIZER).feed(tokens) == "ab"
+    assert Detokenizer(TOKENIZER, shown=[start or 0]).feed(tokens) == "a<|im_start|>b"

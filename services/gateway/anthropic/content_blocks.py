@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from paceline_services.gateway.api_errors import MAX_ECHOED
-from paceline_services.gateway.openai.bodies import TEXT
+from paceline_services.gateway.openai.field_types import TEXT, any_of
 
-OBJECTS: dict[str, Any] = {"type": "array", "items": {"type": "object"}}
-TEXT_OR_BLOCKS = WithJsonSchema({"anyOf": [TEXT, OBJECTS]})
+TEXT_OR_BLOCKS = any_of(TEXT, {"type": "array", "items": {"type": "object"}})
 
 
 def _as_blocks(*types: str) -> Callable[[Any], Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from paceline_services.gateway.anthropic.content_blocks import InputMessage, LenientBody, Texts
 from paceline_services.gateway.api_errors import InvalidRequestError
@@ -13,9 +13,9 @@ from paceline_services.gateway.openai.bodies import (
     MAX_STOP_LENGTH,
     MAX_STOPS,
     SpeculativeLimits,
-    Unsupported,
     as_speculative,
 )
+from paceline_services.gateway.openai.field_types import Body, Unsupported
 from paceline_services.gateway.structured_output import Schema
 
 MAX_INPUT_MESSAGES = 100_000
@@ -72,10 +72,8 @@ class RequestMetadata(LenientBody):
     user_id: Annotated[str | None, Field(description="requests with the same one go to the same target")] = None
 
 
-class CountTokensBody(BaseModel):
+class CountTokensBody(Body):
     """What decides the prompt."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     model: str
     messages: list[InputMessage] = Field(min_length=1, max_length=MAX_INPUT_MESSAGES)

@@ -17,6 +17,7 @@ from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_
 from paceline_services.gateway.anthropic.message_bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.error_shape import messages_error
+from paceline_services.gateway.openai.chat_output import joined_events
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
@@ -68,7 +69,7 @@ class MessageResponse:
 
     def _block_events(self, delta: Delta) -> Iterator[Json]:
         plain = [Content(delta.text)] if delta.text else []
-        for event in plain if self._request.parser is None else delta.events:
+        for event in joined_events(plain if self._request.parser is None else delta.events):
             yield from self._blocks.feed(event)
         if delta.finish_reason is not None:
             yield from self._blocks.close()

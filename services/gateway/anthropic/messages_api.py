@@ -15,10 +15,11 @@ from paceline_services.gateway.error_shape import MESSAGES_PATH
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
 from paceline_services.gateway.openai.auth_middleware import client_of
+from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.event_stream import EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER
-from paceline_services.gateway.openai.prompt_encoding import encode_chat
+from paceline_services.gateway.openai.prompt_encoding import encode
 from paceline_services.gateway.openai.request_builder import build_requests
 
 COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
@@ -74,8 +75,10 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
     async def count_tokens(request: Request) -> Response:
         body = parse_body(await read_body(request, models), CountTokensBody)
         model = models.model(body.model)
+        chat = chat_body(body)
+        text = render_chat(chat, model.tokenizer)
         with model.counting_rejections():
-            tokens = await encode_chat(chat_body(body), model.tokenizer)
+            tokens = await encode(text, model.tokenizer, add_special_tokens=chat.add_special_tokens)
         return JsonResponse({"input_tokens": len(tokens)})
 
     describe(app, DESCRIPTION)

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from paceline.core.messages import Delta
+from paceline.core.messages import Delta, GenerationRequest
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
@@ -30,6 +30,7 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
+from paceline_services.gateway.grpc.chat_codec import add_events, chat_fields
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
@@ -97,9 +98,11 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
                 requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
+                with_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
                 async with aclosing(model.generate_all(requests, client)) as deltas:
                     async for _, delta in deltas:
-                        await _write(context, _response(delta))
+                        response = _response(delta, requests[0], with_reasoning=with_reasoning)
+                        await _write(context, response)
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -155,8 +158,7 @@ def _body(request: pb.GenerateRequest) -> GenerationBody:
             case "tokens":
                 return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
             case "chat":
-                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                return ChatBody.model_validate(fields | {"messages": messages})
+                return ChatBody.model_validate(fields | chat_fields(request.chat))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
     raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
@@ -185,8 +187,12 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     }
 
 
-def _response(delta: Delta) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=delta.text, token_ids=delta.tokens)
+def _response(delta: Delta, request: GenerationRequest, *, with_reasoning: bool) -> pb.GenerateResponse:
+    response = pb.GenerateResponse(token_ids=delta.tokens, reasoning_tokens=delta.reasoning_tokens)
+    if request.parser is None:
+        response.text = delta.text
+    else:
+        add_events(response, delta.events, request.request_id, with_reasoning=with_reasoning)
     if delta.finish_reason is not None and delta.usage is not None:
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
         response.prompt_tokens = delta.usage.prompt_tokens

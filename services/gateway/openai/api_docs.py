@@ -35,12 +35,21 @@ def list_of(item: Json) -> Json:
     return {"type": "array", "items": item}
 
 
-FINISH: Json = {"enum": ["stop", "length", "error", None]}
+FINISH: Json = {"enum": ["stop", "length", "tool_calls", "error", None]}
 USAGE = object_of(
     prompt_tokens=NUMBER,
     completion_tokens=NUMBER,
     total_tokens=NUMBER,
     prompt_tokens_details=object_of(cached_tokens=NUMBER),
+    completion_tokens_details=object_of(reasoning_tokens=NUMBER),
+)
+CALL = object_of(id=TEXT, type=TEXT, function=object_of(name=TEXT, arguments=TEXT))
+MESSAGE = object_of(
+    role=TEXT,
+    content={"type": ["string", "null"]},
+    reasoning_content=TEXT,
+    reasoning=TEXT,
+    tool_calls=list_of(CALL),
 )
 HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT}
 CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
@@ -50,9 +59,7 @@ RESPONSE_SCHEMAS: Mapping[str, Json] = {
         error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     ),
     "Completion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, text=TEXT)), usage=USAGE),
-    "ChatCompletion": object_of(
-        **HEAD, choices=list_of(object_of(**CHOICE, message=object_of(role=TEXT, content=TEXT))), usage=USAGE
-    ),
+    "ChatCompletion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, message=MESSAGE)), usage=USAGE),
     "Models": object_of(object=TEXT, data=list_of(CARD)),
     "Model": CARD,
     "Tokens": object_of(
@@ -180,8 +187,8 @@ def _fields(option: Json, schemas: Json) -> Iterable[tuple[str, str, str]]:
 
 
 def _kind(schema: Json) -> str:
-    if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(map(_kind, schema["anyOf"])))
+    if options := schema.get("anyOf") or schema.get("oneOf"):
+        return " or ".join(dict.fromkeys(map(_kind, options)))
     if "enum" in schema or "const" in schema:
         return " or ".join(map(str, schema.get("enum", [schema.get("const")])))
     if "$ref" in schema:

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    WithJsonSchema,
-    create_model,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, create_model, field_validator, model_validator
 
 from paceline.config import SamplingParams
 from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.chat_message import ChatMessage
+from paceline_services.gateway.openai.field_types import (
+    IDS,
+    TEXT,
+    TEXTS,
+    Body,
+    Renamed,
+    Replaced,
+    Unsupported,
+    Unused,
+    any_of,
+)
+from paceline_services.gateway.openai.tool_bodies import NamedToolChoice, Tool, ToolChoice, Tools
 from paceline_services.gateway.structured_output import ResponseFormat, StructuredOutputs
 
 MAX_CHOICES = 128
@@ -36,6 +39,8 @@ MAX_STOP_TOKENS = 1024
 MAX_BIASES = 4096
 MAX_SALT = 1024
 INT32_MAX = 2**31 - 1
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 def _as_string_list(value: Any) -> Any:
@@ -54,38 +59,11 @@ def _check_bad_words(words: list[str] | None) -> list[str] | None:
     return words
 
 
-def _reject_unsupported(value: Any) -> None:
-    if value:
-        raise ValueError("is not supported")
-
-
-def _reject_renamed(value: Any) -> None:
-    if value is not None:
-        raise ValueError("is a key of structured_outputs now")
-
-
-def _any_of(*schemas: dict[str, Any]) -> WithJsonSchema:
-    """The types that a client may send, where validation converts them."""
-    return WithJsonSchema({"anyOf": list(schemas)})
-
-
-TEXT: dict[str, Any] = {"type": "string"}
-TEXTS: dict[str, Any] = {"type": "array", "items": TEXT}
-IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 StringList = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]],
     BeforeValidator(_as_string_list),
-    _any_of(TEXT, TEXTS),
+    any_of(TEXT, TEXTS),
 ]
-Unused = Annotated[Any, Field(description="accepted as OpenAI does; has no effect here")]
-Unsupported = Annotated[None, BeforeValidator(_reject_unsupported)]
-"""Known, but not implemented: accepted only where it asks for nothing."""
-Renamed = Annotated[None, BeforeValidator(_reject_renamed)]
-"""A field of vLLM before 0.12."""
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 class StreamOptions(Body):
@@ -212,7 +190,7 @@ class CompletionBody(GenerationBody):
     prompt: Annotated[
         list[str] | list[list[int]],
         Field(max_length=MAX_PROMPTS),
-        _any_of(TEXT, TEXTS, IDS, {"type": "array", "items": IDS}),
+        any_of(TEXT, TEXTS, IDS, {"type": "array", "items": IDS}),
     ]
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -255,29 +233,6 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class ChatMessage(Body):
-    """The chat template receives further fields (`name`, `tool_call_id`, ...), too."""
-
-    model_config = ConfigDict(extra="allow", strict=True)
-
-    role: str = Field(min_length=1)
-    content: Annotated[str | None, _any_of(TEXT, {"type": "array", "items": {"type": "object"}}, {"type": "null"})] = (
-        None
-    )
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _joined(cls, value: Any) -> Any:
-        """Joins content that comes in parts, which must be text. null becomes an empty text."""
-        if value is None:
-            return ""
-        if not isinstance(value, list):
-            return value
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in value):
-            raise ValueError("only parts of type text are supported")
-        return "".join(part["text"] for part in value)
-
-
 class ChatFields(Body):
     """How messages become a prompt, for chat completions and `/tokenize`."""
 
@@ -286,6 +241,26 @@ class ChatFields(Body):
     continue_final_message: bool = False
     add_special_tokens: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    documents: list[dict[str, Any]] | None = None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @model_validator(mode="after")
+    def _known_choice(self) -> ChatFields:
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise InvalidRequestError("tool_choice is only allowed with tools", param="tool_choice")
+        if isinstance(self.tool_choice, NamedToolChoice):
+            name = self.tool_choice.function.name
+            if name not in [tool.function.name for tool in self.tools or ()]:
+                message = f"tool_choice.function.name: no tool has the name {name!r}"
+                raise InvalidRequestError(message, param="tool_choice.function.name")
+        return self
 
     @model_validator(mode="after")
     def _one_end(self) -> ChatFields:
@@ -303,21 +278,17 @@ class ChatBody(ChatFields, GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Unsupported = None
-    functions: Unsupported = None
+    functions: Replaced = None
+    function_call: Replaced = None
     audio: Unsupported = None
     web_search_options: Unsupported = None
-    tool_choice: Literal["none", "auto"] | None = None
-    function_call: Literal["none", "auto"] | None = None
     modalities: list[Literal["text"]] | None = None
 
     chat_template: Unsupported = None
-    documents: Unsupported = None
     mm_processor_kwargs: Unsupported = None
-    include_reasoning: Literal[True] | None = None
-    parallel_tool_calls: Unused = None
+    include_reasoning: bool | None = None
+    parallel_tool_calls: bool | None = None
     prediction: Unused = None
-    reasoning_effort: Unused = None
     verbosity: Unused = None
 
     @model_validator(mode="after")

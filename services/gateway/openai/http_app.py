@@ -28,6 +28,7 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from paceline_services.gateway.openai.chat_prompt import render_chat
 from paceline_services.gateway.openai.event_stream import ClientGoneError, EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.openai.http_metrics import (
@@ -37,7 +38,7 @@ from paceline_services.gateway.openai.http_metrics import (
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
-from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, encode_chat, in_encoding_thread
+from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.served_model import ServedModel
@@ -107,10 +108,8 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         model = models.model(body.model)
         tokenizer = model.tokenizer
         with model.counting_rejections():
-            if isinstance(body, TokenizeChatBody):
-                tokens = await encode_chat(body, tokenizer)
-            else:
-                tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
+            text = render_chat(body, tokenizer) if isinstance(body, TokenizeChatBody) else body.prompt
+            tokens = await encode(text, tokenizer, add_special_tokens=body.add_special_tokens)
         content = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         shown = tokens if body.return_token_strs else []
         strings = await in_encoding_thread(len(shown), lambda: list(map(tokenizer.token_string, shown)))

@@ -1,7 +1,8 @@
 """Deltas as OpenAI's response objects: whole, or as the chunks of a stream.
 
-A stream has, for chat, a first chunk with the role; a chunk for each delta with text; a chunk with the finish reason
-for each completion; and if asked for, a chunk with the usage. Statistics are in the very last chunk.
+A stream has, for chat, a first chunk with the role; a chunk for each delta with text, or for each part of a delta that
+has several, such as reasoning and content; a chunk with the finish reason for each completion; and if asked for, a chunk
+with the usage. What belongs to tokens is in a delta's first chunk. Statistics are in the very last chunk.
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.openai.bodies import CompletionBody, GenerationBody
+from paceline.parsing import Content, Event
+from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs
+from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -26,6 +30,10 @@ class OpenAIResponse(ABC):
     id_prefix: str
     whole_object: str
     chunk_object: str
+    empty: ClassVar[Json]
+    """What a chunk without text has in the text's field."""
+    ending: ClassVar[Json]
+    """The same for the chunk that ends a completion."""
 
     def __init__(self, body: GenerationBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         self.streamed = bool(body.stream)
@@ -50,8 +58,9 @@ class OpenAIResponse(ABC):
         entries = []
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
-            end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            entries.append(self._entry(index, self.message(index, output.text), output) | end)
+            message = self.message(index, output)
+            end = {"finish_reason": self.finish_reason(index, output), "stop_reason": output.stop_reason}
+            entries.append(self._entry(index, message, output) | end)
         response = {"object": self.whole_object, "choices": entries, "usage": self._usage.usage()}
         return self._envelope | response | self._statistics()
 
@@ -63,24 +72,32 @@ class OpenAIResponse(ABC):
         """The chunks for one delta of the index-th completion."""
         self._usage.add(index, delta)
         by_token = self._return_token_ids or self._return_logprobs or self._return_accepted
-        if delta.text or (delta.tokens and by_token):
-            yield self._chunk(self._entry(index, self.delta(delta.text), delta))
+        parts = self.parts(index, delta) or ([self.empty] if delta.tokens and by_token else [])
+        for number, part in enumerate(parts):
+            yield self._chunk(self._entry(index, part, None if number else delta))
         if delta.finish_reason is not None:
             yield from self._ending(index, delta)
 
+    def finish_reason(self, index: int, delta: Delta) -> str | None:
+        """Of the index-th completion. `delta`: its last one, or the whole output."""
+        return delta.finish_reason
+
     @abstractmethod
-    def message(self, index: int, text: str) -> Json:
+    def message(self, index: int, output: Delta) -> Json:
         """The text of a whole completion, under its field."""
 
     @abstractmethod
-    def delta(self, text: str | None) -> Json:
-        """Some text of a completion in a chunk, under its field; None: the chunk that ends the completion."""
+    def parts(self, index: int, delta: Delta) -> list[Json]:
+        """The texts of a delta, one per chunk, under their fields."""
 
     @abstractmethod
     def log_probs(self, delta: Delta) -> Json: ...
 
-    def _entry(self, index: int, text: Json, delta: Delta) -> Json:
+    def _entry(self, index: int, text: Json, delta: Delta | None) -> Json:
+        """`delta` None: what belongs to its tokens is in another chunk."""
         entry = {"index": index, **text, "logprobs": None, "finish_reason": None}
+        if delta is None:
+            return entry
         if self._return_logprobs:
             entry["logprobs"] = self.log_probs(delta)
         if self._return_token_ids:
@@ -90,8 +107,9 @@ class OpenAIResponse(ABC):
         return entry
 
     def _ending(self, index: int, delta: Delta) -> Iterator[Json]:
-        entry = {"index": index, **self.delta(None), "logprobs": None}
-        last = self._chunk(entry | {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason})
+        entry = {"index": index, **self.ending, "logprobs": None}
+        end = {"finish_reason": self.finish_reason(index, delta), "stop_reason": delta.stop_reason}
+        last = self._chunk(entry | end)
         if self._usage.running:
             yield last
         elif self._options is None or not self._options.include_usage:
@@ -119,6 +137,8 @@ class CompletionResponse(OpenAIResponse):
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
+    empty: ClassVar[Json] = {"text": ""}
+    ending: ClassVar[Json] = {"text": ""}
 
     def __init__(self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         super().__init__(body, requests, model)
@@ -129,21 +149,24 @@ class CompletionResponse(OpenAIResponse):
         if not self._echoed and not self._return_token_ids:
             return []
         return [
-            self._chunk({**self.message(index, ""), "index": index, "logprobs": None, "finish_reason": None})
+            self._chunk({**self._text(index, ""), "index": index, "logprobs": None, "finish_reason": None})
             for index in range(len(self._requests))
         ]
 
-    def message(self, index: int, text: str) -> Json:
+    def message(self, index: int, output: Delta) -> Json:
+        return self._text(index, output.text)
+
+    def parts(self, index: int, delta: Delta) -> list[Json]:
+        return [{"text": delta.text}] if delta.text else []
+
+    def log_probs(self, delta: Delta) -> Json:
+        return completion_log_probs(delta, self._tokenizer)
+
+    def _text(self, index: int, text: str) -> Json:
         message: Json = {"text": self._echoed_prompt(index) + text}
         if self._return_token_ids:
             message["prompt_token_ids"] = self._requests[index].prompt
         return message
-
-    def delta(self, text: str | None) -> Json:
-        return {"text": text or ""}
-
-    def log_probs(self, delta: Delta) -> Json:
-        return completion_log_probs(delta, self._tokenizer)
 
     def _echoed_prompt(self, index: int) -> str:
         if not self._echoed:
@@ -158,25 +181,40 @@ class ChatCompletionResponse(OpenAIResponse):
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    empty: ClassVar[Json] = {"delta": {"content": ""}}
+    ending: ClassVar[Json] = {"delta": {}}
+
+    def __init__(self, body: ChatBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
+        super().__init__(body, requests, model)
+        self._first_content = None if body.offered_tools else ""
+        self._parsed = requests[0].parser is not None
+        with_reasoning, forced = body.include_reasoning is not False, isinstance(body.tool_choice, NamedToolChoice)
+        self._outputs = [ChatOutput(each.request_id, with_reasoning, forced) for each in requests]
 
     def response(self, outputs: Sequence[Delta]) -> Json:
         return super().response(outputs) | self._prompt_ids()
 
     def opening_chunks(self) -> list[Json]:
-        delta = {"role": "assistant", "content": ""}
+        delta = {"role": "assistant", "content": self._first_content}
         return [
             self._chunk({"index": index, "delta": delta, "logprobs": None, "finish_reason": None}) | self._prompt_ids()
             for index in range(len(self._requests))
         ]
 
-    def message(self, index: int, text: str) -> Json:
-        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+    def message(self, index: int, output: Delta) -> Json:
+        return {"message": self._outputs[index].message(self._events(output))}
 
-    def delta(self, text: str | None) -> Json:
-        return {"delta": {} if text is None else {"content": text}}
+    def parts(self, index: int, delta: Delta) -> list[Json]:
+        return [{"delta": part} for part in self._outputs[index].deltas(self._events(delta))]
+
+    def finish_reason(self, index: int, delta: Delta) -> str | None:
+        return self._outputs[index].finish_reason(delta)
 
     def log_probs(self, delta: Delta) -> Json:
         return chat_log_probs(delta, self._tokenizer)
+
+    def _events(self, delta: Delta) -> Sequence[Event]:
+        return delta.events if self._parsed else [Content(delta.text)] if delta.text else []
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": self._requests[0].prompt} if self._return_token_ids else {}

@@ -1,4 +1,4 @@
-"""Token ids of a request's texts and messages."""
+"""Token ids of a request's texts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from paceline.text import ChatTemplateError, Tokenizer
+from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.openai.bodies import ChatFields
 
 LONG_TEXT = 16_384
 """Texts of this many characters are encoded in a thread: in the event loop they would delay every stream."""
@@ -66,27 +65,6 @@ async def encode_prompts(
     for text in texts:
         check_length("prompt", text, tokenizer, context)
     return await in_encoding_thread(_encoding_cost(texts), lambda: list(map(encode_one, prompts)))
-
-
-async def encode_chat(fields: ChatFields, tokenizer: Tokenizer, context: int | None = None) -> list[int]:
-    """Token ids of a conversation in the model's chat template.
-
-    Raises `InvalidRequestError`, also for a conversation that cannot fit into `context` tokens.
-    """
-    if tokenizer.chat_template is None:
-        raise InvalidRequestError("this model has no chat template; use completions", param="messages")
-    try:
-        text = tokenizer.chat_template.render(
-            [message.model_dump(exclude_unset=True) for message in fields.messages],
-            add_generation_prompt=fields.add_generation_prompt,
-            continue_final_message=fields.continue_final_message,
-            variables=fields.chat_template_kwargs,
-        )
-    except ChatTemplateError as error:
-        raise InvalidRequestError(f"the chat template refused it: {error}", param="messages") from error
-    if context is not None:
-        check_length("messages", text, tokenizer, context)
-    return await encode(text, tokenizer, add_special_tokens=fields.add_special_tokens)
 
 
 async def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[tuple[int, ...], ...]:

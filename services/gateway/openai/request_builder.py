@@ -15,7 +15,16 @@ from paceline.target_labels import parse_labels
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
-from paceline_services.gateway.openai.prompt_encoding import bad_word_tokens, check_ids, encode_chat, encode_prompts
+from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.openai.forced_calls import forced_calls
+from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
+from paceline_services.gateway.openai.prompt_encoding import (
+    bad_word_tokens,
+    check_ids,
+    check_length,
+    encode,
+    encode_prompts,
+)
 from paceline_services.gateway.served_model import ServedModel
 
 SESSION_HEADER = "x-session-id"
@@ -36,10 +45,11 @@ async def build_requests(
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        grammar = await model.grammars.grammar_of(body)
+        forced = forced_calls(body, model) if isinstance(body, ChatBody) else None
+        grammar = await model.grammars.grammar_of(body, forced)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         sampling = build_sampling(body, description, grammar, bad_words)
-        prompts = await _encode(body, model, description.max_model_len)
+        prompts, parsing = await _encode(body, model, description.max_model_len)
     base = GenerationRequest(
         request_id,
         (),
@@ -53,6 +63,8 @@ async def build_requests(
         stop=body.stop or (),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
+        parser=parsing.parser,
+        shown_tokens=parsing.shown_tokens,
         eos_token_ids=_eos_token_ids(body, description),
     )
     return [
@@ -117,11 +129,16 @@ def speculative_options(body: GenerationBody) -> SpeculativeOptions:
     return SpeculativeOptions(**options, report=body.speculation_stats)
 
 
-async def _encode(body: GenerationBody, model: ServedModel, context: int) -> list[list[int]]:
+async def _encode(body: GenerationBody, model: ServedModel, context: int) -> tuple[list[list[int]], OutputParsing]:
+    """The prompts, and how to read what follows them. Raises `InvalidRequestError`."""
     if isinstance(body, ChatBody):
-        return [await encode_chat(body, model.tokenizer, context)]
+        text = render_chat(body, model.tokenizer)
+        check_length("messages", text, model.tokenizer, context)
+        tokens = await encode(text, model.tokenizer, add_special_tokens=body.add_special_tokens)
+        return [tokens], output_parsing(body, text, model)
     assert isinstance(body, CompletionBody)
-    return await encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
+    prompts = encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
+    return await prompts, OutputParsing()
 
 
 def _check_count(body: GenerationBody, model: ServedModel) -> None:

@@ -22,6 +22,8 @@ class RequestUsage:
         self._choices = choices
         self._prompt_tokens = sum(len(request.prompt) for request in requests[::choices])
         self._completion_tokens = 0
+        self._reasoning_tokens = 0
+        self._counts_reasoning = any(request.parser for request in requests)
         self._cached_tokens = [0] * (len(requests) // choices)
         self._stats: list[SpeculationStats] = []
         self._timings: list[Timings] = []
@@ -29,6 +31,7 @@ class RequestUsage:
     def add(self, index: int, delta: Delta) -> None:
         """Count a delta of the index-th completion."""
         self._completion_tokens += len(delta.tokens)
+        self._reasoning_tokens += delta.reasoning_tokens
         if delta.finish_reason is not None:
             self.running -= 1
             prompt = index // self._choices
@@ -38,11 +41,13 @@ class RequestUsage:
             self._stats += [delta.speculation] if delta.speculation else []
 
     def usage(self) -> Json:
+        details = {"completion_tokens_details": {"reasoning_tokens": self._reasoning_tokens}}
         return {
             "prompt_tokens": self._prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": self._prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens)},
+            **(details if self._counts_reasoning else {}),
         }
 
     def speculation(self) -> Json:

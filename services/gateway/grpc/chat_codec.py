@@ -1,0 +1,68 @@
+"""Chats of gRPC clients: as the fields of the HTTP body, and their parsed outputs as responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import from_json
+
+from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.v1 import inference_pb2 as pb
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.chat_output import call_id, joined_events
+
+Json = dict[str, Any]
+
+SAME_FIELDS = ("tool_choice", "parallel_tool_calls", "reasoning_effort", "include_reasoning")
+"""Fields of a chat that the HTTP body has under the same names."""
+
+
+def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:
+    """The HTTP body's fields. Raises `InvalidRequestError`."""
+    fields = {name: getattr(chat, name) for name in SAME_FIELDS if chat.HasField(name)}
+    if chat.HasField("tool_name"):
+        fields["tool_choice"] = {"type": "function", "function": {"name": chat.tool_name}}
+    tools = [_tool(tool, index) for index, tool in enumerate(chat.tools)]
+    return {"messages": [_message(message) for message in chat.messages], "tools": tools, **fields}
+
+
+def add_events(
+    response: pb.GenerateResponse, events: Sequence[Event], request_id: str, *, with_reasoning: bool
+) -> None:
+    """Add what the parser found to a response."""
+    for event in joined_events(events):
+        match event:
+            case Content(text):
+                response.text += text
+            case Reasoning(text):
+                response.reasoning += text if with_reasoning else ""
+            case ToolCall(index, name):
+                response.tool_calls.add(index=index, id=call_id(request_id, index), name=name)
+            case ToolArguments(index, text):
+                response.tool_calls.add(index=index, arguments=text)
+
+
+def _message(message: pb.GenerateRequest.Chat.Message) -> Json:
+    fields: Json = {"role": message.role, "content": message.content}
+    fields |= {name: getattr(message, name) for name in ("tool_call_id", "reasoning") if message.HasField(name)}
+    if message.tool_calls:
+        fields["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in message.tool_calls
+        ]
+    return fields
+
+
+def _tool(tool: pb.Tool, index: int) -> Json:
+    function = {name: getattr(tool, name) for name in ("description", "strict") if tool.HasField(name)}
+    if tool.HasField("parameters"):
+        function["parameters"] = _schema(tool.parameters, f"tools[{index}].function.parameters")
+    return {"type": "function", "function": {"name": tool.name, **function}}
+
+
+def _schema(text: str, param: str) -> Any:
+    try:
+        return from_json(text)
+    except ValueError as error:
+        raise InvalidRequestError(f"{param}: is not valid JSON: {error}", param=param) from None

@@ -1,0 +1,84 @@
+"""A conversation as the prompt that the model's chat template makes of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from paceline.text import ChatTemplate, ChatTemplateError, Tokenizer
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.bodies import ChatFields, ReasoningEffort
+
+Json = dict[str, Any]
+
+NINE_CHARACTERS = "length != 9"
+"""In templates of Mistral's, which refuse ids of calls that are not nine letters and digits."""
+
+
+def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
+    """The prompt. Raises `InvalidRequestError`."""
+    template = tokenizer.chat_template
+    if template is None:
+        raise InvalidRequestError("this model has no chat template; use completions", param="messages")
+    variables = template_variables(fields, template)
+    messages = [message.for_template() for message in fields.messages]
+    if NINE_CHARACTERS in template.source:
+        _shorten_ids(messages)
+    try:
+        return template.render(
+            messages,
+            add_generation_prompt=fields.add_generation_prompt,
+            continue_final_message=fields.continue_final_message,
+            variables=variables,
+        )
+    except ChatTemplateError as error:
+        raise InvalidRequestError(f"the chat template refused it: {error}", param="messages") from error
+
+
+def template_variables(fields: ChatFields, template: ChatTemplate) -> Json:
+    """What the request says to the template besides its messages.
+
+    Raises `InvalidRequestError` for what the template does not know: it would have no effect.
+    """
+    variables = _effort(fields.reasoning_effort, template) | (fields.chat_template_kwargs or {})
+    if fields.documents:
+        _check_known("documents", template)
+        variables["documents"] = fields.documents
+    if tools := fields.offered_tools:
+        _check_known("tools", template)
+        variables["tools"] = [tool.model_dump(exclude_unset=True) for tool in tools]
+    return variables
+
+
+def _effort(effort: ReasoningEffort | None, template: ChatTemplate) -> Json:
+    """Some templates know levels of effort, some only whether the model thinks."""
+    if effort is None:
+        return {}
+    variables = {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    known = {name: value for name, value in variables.items() if template.mentions(name)}
+    if not known:
+        raise _unknown("reasoning_effort")
+    return known
+
+
+def _check_known(name: str, template: ChatTemplate) -> None:
+    if not template.mentions(name):
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> InvalidRequestError:
+    return InvalidRequestError(f"{name}: this model's chat template does not know it", param=name)
+
+
+def _shorten_ids(messages: list[Json]) -> None:
+    """Our own ids are longer than Mistral's."""
+    for message in messages:
+        if isinstance(id_ := message.get("tool_call_id"), str):
+            message["tool_call_id"] = _short(id_)
+        for call in message.get("tool_calls", ()):
+            if isinstance(id_ := call.get("id"), str):
+                call["id"] = _short(id_)
+
+
+def _short(id_: str) -> str:
+    return re.sub("[^a-zA-Z0-9]", "", id_)[-9:]

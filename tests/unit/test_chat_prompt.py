@@ -1,0 +1,105 @@
+"""What a chat template gets of a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from paceline.text import Tokenizer
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.bodies import TokenizeChatBody
+from paceline_services.gateway.openai.chat_output import call_id
+from paceline_services.gateway.openai.chat_prompt import render_chat
+
+USER = {"role": "user", "content": "hi"}
+CALL = {"id": call_id("r-0", 0), "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2.5]}'}}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "b": 1, "a": 2}}}
+
+
+def rendered(template: str, *messages: dict[str, Any], **fields: Any) -> str:
+    backend = Backend(models.WordLevel({"0": 0}, unk_token="0"))
+    body = TokenizeChatBody.model_validate({"messages": [*messages] or [USER], **fields})
+    return render_chat(body, Tokenizer(backend, {}, template))
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ({"role": "user", "content": [{"type": "text", "text": "a"}]}, '{"role": "user", "content": "a"}'),
+        ({"role": "user", "content": "a", "name": "me"}, '{"role": "user", "content": "a", "name": "me"}'),
+        ({"role": "assistant", "content": "a", "tool_calls": None}, '{"role": "assistant", "content": "a"}'),
+        ({"role": "assistant", "content": "a", "tool_calls": []}, '{"role": "assistant", "content": "a"}'),
+        (
+            {"role": "assistant", "content": "a", "reasoning": "b"},
+            '{"role": "assistant", "content": "a", "reasoning": "b", "reasoning_content": "b"}',
+        ),
+        (
+            {"role": "tool", "content": "a", "tool_call_id": "x"},
+            '{"role": "tool", "content": "a", "tool_call_id": "x"}',
+        ),
+    ],
+)
+def test_messages_are_as_templates_expect_them(message: dict[str, Any], shown: str) -> None:
+    assert rendered("{{ messages[0] | tojson }}", message) == shown
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}])
+def test_arguments_become_objects_in_the_client_s_order(content: dict[str, Any]) -> None:
+    template = "{% for c in messages[0].tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}"
+    message = {"role": "assistant", **content, "tool_calls": [CALL]}
+    assert rendered(template + "{{ messages[0].content + '.' }}", message) == '{"b": 1, "a": [2.5]}.'
+    for none in ("", None, "{}", {}):
+        empty = {**CALL, "function": {"name": "f", "arguments": none}}
+        assert rendered(template, {"role": "assistant", "tool_calls": [empty]}) == "{}"
+
+
+def test_ids_fit_templates_that_want_nine_characters() -> None:
+    template = (
+        "{% for m in messages %}{% for id in [m.tool_call_id] if m.role == 'tool' %}"
+        "{% if id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ id }}{% endfor %}"
+        "{% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}{% endfor %}"
+    )
+    calling = {"role": "assistant", "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "x", "tool_call_id": CALL["id"]}
+    first, second = rendered(template, calling, result).split()
+    assert first == second == str(CALL["id"])[-9:]
+
+
+@pytest.mark.parametrize(
+    ("template", "fields", "text"),
+    [
+        ("{{ tools | tojson }}", {"tools": [TOOL]}, '[{"type": "function", "function": {"name": "f", "parameters": '),
+        ("{{ tools }}", {"tools": [TOOL], "tool_choice": "none"}, "None"),
+        ("{{ tools }}", {"tools": []}, "None"),
+        ("{{ documents | tojson }}", {"documents": [{"title": "a"}]}, '[{"title": "a"}]'),
+        ("{{ reasoning_effort }}", {"reasoning_effort": "low"}, "low"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "none"}, "False"),
+        ("{{ enable_thinking }}", {"reasoning_effort": "low"}, "True"),
+        (
+            "{{ enable_thinking }}",
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "True",
+        ),
+    ],
+)
+def test_variables_reach_the_template(template: str, fields: dict[str, Any], text: str) -> None:
+    assert rendered(template, **fields).startswith(text)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"tools": [TOOL]}, {"documents": [{"title": "a"}]}, {"reasoning_effort": "none"}], ids=lambda f: next(iter(f))
+)
+def test_what_a_template_does_not_know_is_refused(fields: dict[str, Any]) -> None:
+    [name] = fields
+    with pytest.raises(InvalidRequestError, match="does not know it") as refused:
+        rendered(f"{{{{ my_{name} }}}}", **fields)
+    assert refused.value.param == name
+
+
+def test_the_ids_of_calls_follow_from_the_request_s() -> None:
+    ids = [call_id(request, index) for request in ("r-0", "r-1") for index in (0, 1)]
+    assert len(set(ids)) == 4
+    assert ids == [call_id(request, index) for request in ("r-0", "r-1") for index in (0, 1)]
