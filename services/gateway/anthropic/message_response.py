@@ -90,12 +90,15 @@ class MessageResponse:
         """Anthropic's `input_tokens` are those that were not cached."""
         usage = self._usage.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {
+        counts = {
             "input_tokens": usage["prompt_tokens"] - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": usage["completion_tokens"],
         }
+        if details := usage.get("completion_tokens_details"):
+            counts["output_tokens_details"] = {"thinking_tokens": details["reasoning_tokens"]}
+        return counts
 
 
 def error_event(error: ApiError, request_id: str) -> ServerSentEvent:

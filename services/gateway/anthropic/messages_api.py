@@ -43,6 +43,7 @@ DESCRIPTION = ApiDescription(
                 cache_creation_input_tokens=NUMBER,
                 cache_read_input_tokens=NUMBER,
                 output_tokens=NUMBER,
+                output_tokens_details=object_of(thinking_tokens=NUMBER),
             ),
         ),
         "InputTokens": object_of(input_tokens=NUMBER),
