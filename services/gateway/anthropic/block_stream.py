@@ -97,9 +97,9 @@ def whole_blocks(events: Iterable[Json]) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """The arguments of a call as an object, as far as they go: the output may end amid them."""
+    """The arguments of a call as an object. The output may end amid them; then what is complete, as clients have it."""
     try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}

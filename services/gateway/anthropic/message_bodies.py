@@ -86,11 +86,19 @@ class CountTokensBody(Body):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="as in chat completions")] = None
-    mcp_servers: Unsupported = None
+    compaction: Unsupported = None
     container: Unsupported = None
+    mcp_servers: Unsupported = None
+    thread: Unsupported = None
 
+    billing_policy: Ignored = None
     cache_control: Ignored = None
     context_management: Ignored = None
+    diagnostics: Ignored = None
+    fallback_credit_token: Ignored = None
+    fallbacks: Ignored = None
+    inference_geo: Ignored = None
+    service_tier: Ignored = None
     speed: Ignored = None
     user_profile_id: Ignored = None
 
@@ -126,9 +134,6 @@ class MessagesBody(CountTokensBody):
     speculative: Annotated[
         SpeculativeLimits | None, BeforeValidator(as_speculative), Field(description="as in chat completions")
     ] = None
-
-    service_tier: Ignored = None
-    inference_geo: Ignored = None
 
     @property
     def thinking_display(self) -> ThinkingDisplay:
