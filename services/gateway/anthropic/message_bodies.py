@@ -24,8 +24,6 @@ MIN_THINKING_BUDGET = 1024
 
 Ignored = Annotated[Any, Field(description="accepted as Anthropic does; has no effect here")]
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-ThinkingDisplay = Literal["hidden", "omitted", "shown"]
-"""What a response shows of the model's reasoning: nothing, an empty block, or all."""
 
 
 class ClientTool(LenientBody):
@@ -95,7 +93,6 @@ class CountTokensBody(Body):
     cache_control: Ignored = None
     context_management: Ignored = None
     diagnostics: Ignored = None
-    fallback_credit_token: Ignored = None
     fallbacks: Ignored = None
     inference_geo: Ignored = None
     service_tier: Ignored = None
@@ -136,7 +133,6 @@ class MessagesBody(CountTokensBody):
     ] = None
 
     @property
-    def thinking_display(self) -> ThinkingDisplay:
-        if self.thinking is None or not self.thinks:
-            return "hidden"
-        return "omitted" if self.thinking.display == "omitted" else "shown"
+    def omits_thinking(self) -> bool:
+        """Whether a block with a signature alone stands for reasoning."""
+        return self.thinking is not None and self.thinking.display == "omitted"
