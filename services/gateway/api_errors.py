@@ -1,4 +1,4 @@
-"""Errors of the API, in OpenAI's shape.
+"""Errors of the API, in OpenAI's shape; `error_shape` has Anthropic's.
 
 ApiError                    500
 ├── InvalidRequestError     400  a field is wrong (403, 408 and 413: the request as a whole)

@@ -128,6 +128,12 @@ class ApiClient:
 ANONYMOUS = ApiClient()
 
 
+def authorization_of(headers: Mapping[str, str]) -> str | None:
+    """The `Authorization` header; without one, the key in `x-api-key`, where clients of Anthropic's API may have it."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization", None if key is None else f"Bearer {key}")
+
+
 class Authenticator:
     """Admits clients whose key is in the file, which is checked for changes at every request. Without a file, all."""
 

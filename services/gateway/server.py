@@ -26,6 +26,7 @@ from paceline.text import ChatTemplateError, Tokenizer
 from paceline.tls import Certificates, ServerContext
 from paceline.wire.grpc_server import GrpcServer, PortInUseError
 from paceline_services.gateway.admission import AdmissionLimits, Capacity
+from paceline_services.gateway.anthropic.messages_api import add_messages_api
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.grpc.inference_servicer import create_server
 from paceline_services.gateway.model_directory import ModelDirectory
@@ -102,6 +103,7 @@ async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator
         models = await _open_models(tokenizers, settings, store, metrics, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
         app = create_app(models, registry, authenticator, settings.allow_origin)
+        add_messages_api(app, models)
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)

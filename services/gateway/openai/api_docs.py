@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -83,8 +84,23 @@ STREAMS = ("/v1/completions", "/v1/chat/completions")
 PREFIX = "#/components/schemas/"
 
 
+@dataclass(frozen=True, slots=True)
+class ApiDescription:
+    """The routes of one API, and what its responses look like."""
+
+    routes: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]]
+    """By method and path: the bodies, the response schema, and a summary."""
+    schemas: Mapping[str, Json]
+    """Of responses, by name."""
+    streams: Collection[str]
+    """Paths whose response may be a stream."""
+    error: str = "Error"
+    """The schema of its errors."""
+
+
 def add_api_docs(app: FastAPI) -> None:
-    """Add the routes of the description."""
+    """Add the routes of the description. It has OpenAI's API, and what `describe` adds."""
+    app.state.descriptions = [ApiDescription(ROUTES, RESPONSE_SCHEMAS, STREAMS)]
     app.openapi = lambda: app.openapi_schema or _described(app)  # type: ignore[method-assign]
 
     @app.get("/docs", include_in_schema=False)
@@ -92,17 +108,32 @@ def add_api_docs(app: FastAPI) -> None:
         return HTMLResponse(html_page(app.openapi()))
 
 
+def describe(app: FastAPI, api: ApiDescription) -> None:
+    """Add another API to the description."""
+    app.state.descriptions.append(api)
+
+
 def _described(app: FastAPI) -> Json:
     schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    for api in app.state.descriptions:
+        _add_description(schema, api)
+    metrics = schema["paths"]["/metrics"]["get"]
+    metrics["summary"] = "Figures for Prometheus."
+    metrics["responses"] = {"200": {"description": "Text.", "content": {"text/plain": {"schema": TEXT}}}}
+    app.openapi_schema = schema
+    return schema
+
+
+def _add_description(schema: Json, api: ApiDescription) -> None:
     schemas: Json = schema.setdefault("components", {}).setdefault("schemas", {})
-    schemas |= RESPONSE_SCHEMAS
-    for (method, path), (bodies, answer, about) in ROUTES.items():
+    schemas |= api.schemas
+    for (method, path), (bodies, answer, about) in api.routes.items():
         operation = schema["paths"][path][method]
         operation["summary"] = about
         operation["responses"] = {
-            "200": {"description": about, "content": _content(answer, streams=path in STREAMS)},
-            "4XX": {"description": "What is wrong with the request.", "content": _content("Error")},
-            "5XX": {"description": "It cannot be served now.", "content": _content("Error")},
+            "200": {"description": about, "content": _content(answer, streams=path in api.streams)},
+            "4XX": {"description": "What is wrong with the request.", "content": _content(api.error)},
+            "5XX": {"description": "It cannot be served now.", "content": _content(api.error)},
         }
         for body in bodies:
             described = body.model_json_schema(ref_template=PREFIX + "{model}")
@@ -112,11 +143,6 @@ def _described(app: FastAPI) -> Json:
             options = [{"$ref": PREFIX + body.__name__} for body in bodies]
             wanted = options[0] if len(options) == 1 else {"anyOf": options}
             operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": wanted}}}
-    metrics = schema["paths"]["/metrics"]["get"]
-    metrics["summary"] = "Figures for Prometheus."
-    metrics["responses"] = {"200": {"description": "Text.", "content": {"text/plain": {"schema": TEXT}}}}
-    app.openapi_schema = schema
-    return schema
 
 
 def _content(answer: str, *, streams: bool = False) -> Json:

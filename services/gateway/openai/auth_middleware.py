@@ -11,11 +11,12 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import MAX_ECHOED, ApiError, InvalidRequestError, UnavailableError
-from paceline_services.gateway.auth import ApiClient, Authenticator
+from paceline_services.gateway.auth import ApiClient, Authenticator, authorization_of
+from paceline_services.gateway.error_shape import error_body
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import OVER_CONNECTION_LIMIT
-from paceline_services.gateway.openai.event_stream import encode_json
-from paceline_services.gateway.openai.http_metrics import CLIENT
+from paceline_services.gateway.openai.http_metrics import CLIENT, REQUEST_ID_HEADER
+from paceline_services.gateway.openai.server_sent_event import encode_json
 
 ANY_ORIGIN = "*"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
@@ -43,12 +44,12 @@ class AuthMiddleware:
             check_framing(headers)
             self._check_connection_limit(scope)
             self._check_origin(scope, headers)
-            client = self._authenticator.client_for(headers.get("authorization"))
+            client = self._authenticator.client_for(authorization_of(headers))
             with client.admit():
                 scope.setdefault("state", {})[CLIENT] = client
                 await self._app(scope, receive, send)
         except ApiError as error:  # raised here: the application answers its own
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope)(scope, receive, send)
 
     def _check_connection_limit(self, scope: Scope) -> None:
         """Raises `UnavailableError` if the connection exceeds the limit."""
@@ -89,6 +90,7 @@ def client_of(request: Request) -> ApiClient:
     return client
 
 
-def error_response(error: ApiError) -> Response:
-    """An error in OpenAI's shape."""
-    return Response(encode_json(error.body), error.status, error.headers, "application/json")
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """An error in the shape of the API that the request is for."""
+    body = error_body(error, scope["path"], scope["state"][REQUEST_ID_HEADER])
+    return Response(encode_json(body), error.status, error.headers, "application/json")

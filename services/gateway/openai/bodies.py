@@ -47,7 +47,8 @@ def _as_string_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _as_speculative(value: Any) -> Any:
+def as_speculative(value: Any) -> Any:
+    """`speculative: false` is short for limits that switch speculation off."""
     return {"enabled": value} if isinstance(value, bool) else value
 
 
@@ -107,6 +108,8 @@ class GenerationBody(SamplingBody):
     """The field to name in errors about the prompt."""
     default_max_tokens: ClassVar[int | None]
     """Most tokens of an output for which the client sets no limit; None: as many as the context holds."""
+    cuts_output: ClassVar[bool] = False
+    """Whether a limit that the context cannot hold ends the output where the context ends; else it is refused."""
 
     model: str | None = None
     stream: bool | None = False
@@ -123,7 +126,7 @@ class GenerationBody(SamplingBody):
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_accepted: Annotated[bool, Field(description="by token: was it guessed, and where its text begins")] = False
-    speculative: Annotated[SpeculativeLimits | None, BeforeValidator(_as_speculative)] = None
+    speculative: Annotated[SpeculativeLimits | None, BeforeValidator(as_speculative)] = None
     speculation_stats: bool = False
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
     prompt_logprobs: Unsupported = None

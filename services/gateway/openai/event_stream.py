@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -13,35 +12,48 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from paceline_services.gateway.api_errors import ApiError, GenerationError
+from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
-
 CLIENT_READ_TIMEOUT_S = 60.0
 """After this long without reading, a client's request is cancelled."""
-DONE = b"data: [DONE]\n\n"
+DONE = ServerSentEvent("[DONE]").encode()
+"""The end of OpenAI's streams of chunks."""
 
 
 class ClientGoneError(Exception):
     """The client has left, or does not read its response."""
 
 
-class EventStream(Response):
-    """Server-sent events, one per object.
+def openai_error(error: ApiError) -> ServerSentEvent:
+    """An error as a chunk of OpenAI's streams."""
+    return ServerSentEvent(error.body)
 
-    Nothing is sent before the first object: an error before it is an ordinary error response. A later error is the last
-    event. When the client leaves, the generator of objects is closed.
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Nothing is sent before the first event: an error before it is an ordinary error response. A later error is the last
+    event. When the client leaves, the generator of events is closed.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, objects: AsyncGenerator[dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[ServerSentEvent],
+        closing: bytes = DONE,
+        error: Callable[[ApiError], ServerSentEvent] = openai_error,
+    ) -> None:
+        """`closing`: what is sent after the last event. `error`: the API's event for an error."""
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self._objects = objects
+        self._events = events
+        self._closing = closing
+        self._error = error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -50,21 +62,21 @@ class EventStream(Response):
             log.debug("client of %s left", scope.get("path"))
 
     async def _send_all(self, send: Send) -> None:
-        async with aclosing(self._objects):
-            first = await anext(self._objects)
+        async with aclosing(self._events):
+            first = await anext(self._events)
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send_within_timeout(send(_body_message(_event(first))))
+            await send_within_timeout(send(_body_message(first)))
             try:
-                async for each in self._objects:
-                    await send_within_timeout(send(_body_message(_event(each))))
+                async for each in self._events:
+                    await send_within_timeout(send(_body_message(each)))
             except ClientGoneError:
                 raise
             except ApiError as error:
-                await send_within_timeout(send(_body_message(_event(error.body))))
+                await send_within_timeout(send(_body_message(self._error(error))))
             except Exception:
                 log.exception("a stream failed")
-                await send_within_timeout(send(_body_message(_event(GenerationError("the gateway failed").body))))
-            await send_within_timeout(send({"type": "http.response.body", "body": DONE, "more_body": False}))
+                await send_within_timeout(send(_body_message(self._error(GenerationError("the gateway failed")))))
+            await send_within_timeout(send({"type": "http.response.body", "body": self._closing, "more_body": False}))
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -96,9 +108,5 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return f"data: {encode_json(content)}\n\n".encode()
-
-
-def _body_message(body: bytes) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": True}
+def _body_message(event: ServerSentEvent) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": event.encode(), "more_body": True}

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 import paceline
 from paceline.core.messages import Delta, GenerationRequest
-from paceline_services.gateway.api_errors import (
-    CLOSE_CONNECTION,
-    ApiError,
-    InvalidRequestError,
-    OverloadedError,
-)
+from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import Authenticator
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.api_docs import add_api_docs
@@ -37,7 +29,8 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeTextBody,
 )
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.event_stream import ClientGoneError, EventStream, encode_json, while_connected
+from paceline_services.gateway.openai.event_stream import ClientGoneError, EventStream, while_connected
+from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.openai.http_metrics import (
     CLIENT_CLOSED_REQUEST,
     REQUEST_ID,
@@ -47,16 +40,8 @@ from paceline_services.gateway.openai.http_metrics import (
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.served_model import ServedModel
-
-AnyBody = TypeVar("AnyBody", bound=BaseModel)
-
-
-class JsonResponse(Response):
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return encode_json(content).encode()
 
 
 def create_app(
@@ -94,7 +79,7 @@ def _add_generation(
     @app.post(path, name=name)
     async def generate(request: Request) -> Response:
         models.check_capacity()
-        body = _parsed(await _read_body(request, models), body_type)
+        body = parse_body(await read_body(request, models), body_type)
         model = models.model(body.model)
         client = client_of(request)
         requests = await build_requests(body, model, request.scope["state"][REQUEST_ID], client, request.headers)
@@ -102,8 +87,7 @@ def _add_generation(
         deltas = model.generate_all(requests, client)
         if response.streamed:
             return EventStream(_chunks(response, deltas))
-        outputs = [Delta(each.request_id) for each in requests]
-        await while_connected(request.receive, _collect(outputs, deltas))
+        outputs = await while_connected(request.receive, collect(requests, deltas))
         return JsonResponse(response.response(outputs))
 
 
@@ -120,7 +104,7 @@ def _add_models(app: FastAPI, models: ModelDirectory) -> None:
 def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        body = _tokenize_body(await _read_body(request, models))
+        body = _tokenize_body(await read_body(request, models))
         model = models.model(body.model)
         tokenizer = model.tokenizer
         with model.counting_rejections():
@@ -133,7 +117,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        body = _parsed(await _read_body(request, models), DetokenizeBody)
+        body = parse_body(await read_body(request, models), DetokenizeBody)
         model = models.model(body.model)
         check_ids("tokens", body.tokens, model.vocabulary_size)
         decoded = in_encoding_thread(
@@ -160,73 +144,25 @@ def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorReg
 
 async def _chunks(
     response: OpenAIResponse, deltas: AsyncGenerator[tuple[int, Delta]]
-) -> AsyncGenerator[dict[str, Any]]:
+) -> AsyncGenerator[ServerSentEvent]:
     opening = response.opening_chunks()
     async with aclosing(deltas):
         async for index, delta in deltas:
             for chunk in opening:
-                yield chunk
+                yield ServerSentEvent(chunk)
             opening = []
             for chunk in response.chunks(index, delta):
-                yield chunk
-
-
-async def _collect(outputs: Sequence[Delta], deltas: AsyncGenerator[tuple[int, Delta]]) -> None:
-    """Append the deltas of each completion to its output."""
-    async with aclosing(deltas):
-        async for index, delta in deltas:
-            outputs[index].extend(delta)
-
-
-async def _read_body(request: Request, models: ModelDirectory) -> bytes:
-    """Read the body within the limits. Raises `InvalidRequestError`, `OverloadedError` or `ClientGoneError`."""
-    capacity, limits = models.capacity, models.capacity.limits
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.max_body_s):
-            async for part in request.stream():
-                body += part
-                capacity.bytes_reading += len(part)
-                if len(body) > limits.max_body_bytes:
-                    raise InvalidRequestError(
-                        f"the request body exceeds the limit of {limits.max_body_bytes} bytes",
-                        status=413,
-                        code="body_too_large",
-                        headers=CLOSE_CONNECTION,
-                    )
-                capacity.check_body(len(body))
-    except TimeoutError:
-        raise InvalidRequestError(
-            f"the request body did not come within {limits.max_body_s:g} s",
-            status=408,
-            code="body_too_slow",
-            headers=CLOSE_CONNECTION,
-        ) from None
-    except ClientDisconnect:
-        raise ClientGoneError from None
-    except OverloadedError as error:
-        models.count_rejection(error)
-        raise
-    finally:
-        capacity.bytes_reading -= len(body)
-    return bytes(body)
-
-
-def _parsed(raw: bytes, kind: type[AnyBody]) -> AnyBody:
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise InvalidRequestError.of(error) from error
+                yield ServerSentEvent(chunk)
 
 
 def _tokenize_body(raw: bytes) -> TokenizeTextBody | TokenizeChatBody:
     try:
         content = from_json(raw)
     except ValueError:
-        content = None  # `_parsed` raises the error
+        content = None  # `parse_body` raises the error
     if isinstance(content, dict) and "messages" in content:
-        return _parsed(raw, TokenizeChatBody)
-    return _parsed(raw, TokenizeTextBody)
+        return parse_body(raw, TokenizeChatBody)
+    return parse_body(raw, TokenizeTextBody)
 
 
 def _model_card(model: ServedModel) -> dict[str, Any]:
@@ -241,14 +177,15 @@ def _model_card(model: ServedModel) -> dict[str, Any]:
 
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return error_response(error)
+    return error_response(error, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Unknown paths and methods."""
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path}: {error.detail}"
-    return error_response(InvalidRequestError(message, status=error.status_code, headers=error.headers))
+    invalid = InvalidRequestError(message, status=error.status_code, headers=error.headers)
+    return error_response(invalid, request.scope)
 
 
 async def _client_gone(request: Request, error: Exception) -> Response:
@@ -257,4 +194,4 @@ async def _client_gone(request: Request, error: Exception) -> Response:
 
 async def _unexpected(request: Request, error: Exception) -> Response:
     headers = {REQUEST_ID_HEADER: request.scope["state"][REQUEST_ID_HEADER]}
-    return error_response(ApiError("the gateway failed; its log says how", headers=headers))
+    return error_response(ApiError("the gateway failed; its log says how", headers=headers), request.scope)

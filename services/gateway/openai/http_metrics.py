@@ -10,6 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline_services.gateway.error_shape import MESSAGES_REQUEST_ID_HEADER, is_messages_path
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ class HttpMetricsMiddleware:
                 status = message["status"]
                 headers = MutableHeaders(scope=message)
                 headers[REQUEST_ID_HEADER] = shown
+                if is_messages_path(scope["path"]):
+                    headers[MESSAGES_REQUEST_ID_HEADER] = shown
                 if client := scope["state"].get(CLIENT):
                     headers.update(client.headers)
                     fields = {"key": client.name, "path": scope["path"], "status": status}

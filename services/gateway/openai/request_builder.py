@@ -187,6 +187,8 @@ def _max_tokens(body: GenerationBody, description: TargetDescription, prompt_tok
     name, limit = body.output_limit
     if limit is not None and limit < 1:
         raise InvalidRequestError(f"{name}: must be at least 1, not {limit}", param=name)
+    if limit is not None and body.cuts_output:
+        limit = min(limit, available)
     if limit is not None and limit > available:
         raise InvalidRequestError(
             f"{name}: the prompt's {prompt_tokens} tokens and {limit} more exceed the context of "

@@ -1,0 +1,85 @@
+"""The routes of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from paceline_services.gateway.anthropic.chat_conversion import chat_body
+from paceline_services.gateway.anthropic.message_bodies import CountTokensBody, MessagesBody
+from paceline_services.gateway.anthropic.message_response import MessageResponse, error_event
+from paceline_services.gateway.error_shape import MESSAGES_PATH
+from paceline_services.gateway.model_directory import ModelDirectory
+from paceline_services.gateway.openai.api_docs import NUMBER, TEXT, ApiDescription, describe, list_of, object_of
+from paceline_services.gateway.openai.auth_middleware import client_of
+from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.openai.event_stream import EventStream, while_connected
+from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
+from paceline_services.gateway.openai.http_metrics import REQUEST_ID, REQUEST_ID_HEADER
+from paceline_services.gateway.openai.prompt_encoding import encode
+from paceline_services.gateway.openai.request_builder import build_requests
+
+COUNT_TOKENS_PATH = MESSAGES_PATH + "/count_tokens"
+NULLABLE_TEXT: dict[str, Any] = {"type": ["string", "null"]}
+DESCRIPTION = ApiDescription(
+    routes={
+        ("post", MESSAGES_PATH): ((MessagesBody,), "Message", "Continue a conversation, as Anthropic's API."),
+        ("post", COUNT_TOKENS_PATH): ((CountTokensBody,), "InputTokens", "The length of a conversation in tokens."),
+    },
+    schemas={
+        "Message": object_of(
+            id=TEXT,
+            type=TEXT,
+            role=TEXT,
+            model=TEXT,
+            content=list_of(object_of(type=TEXT)),
+            stop_reason=TEXT,
+            stop_sequence=NULLABLE_TEXT,
+            usage=object_of(
+                input_tokens=NUMBER,
+                cache_creation_input_tokens=NUMBER,
+                cache_read_input_tokens=NUMBER,
+                output_tokens=NUMBER,
+                output_tokens_details=object_of(thinking_tokens=NUMBER),
+            ),
+        ),
+        "InputTokens": object_of(input_tokens=NUMBER),
+        "MessagesError": object_of(type=TEXT, error=object_of(type=TEXT, message=TEXT), request_id=TEXT),
+    },
+    streams=(MESSAGES_PATH,),
+    error="MessagesError",
+)
+
+
+def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
+    """Add `/v1/messages` and `/v1/messages/count_tokens`, and describe them."""
+
+    @app.post(MESSAGES_PATH)
+    async def messages(request: Request) -> Response:
+        models.check_capacity()
+        body = parse_body(await read_body(request, models), MessagesBody)
+        model = models.model(body.model)
+        client, state, chat = client_of(request), request.scope["state"], chat_body(body)
+        requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers)
+        response = MessageResponse(body, chat, requests[0], model)
+        deltas = model.generate_all(requests, client)
+        if body.stream:
+            to_event = partial(error_event, request_id=state[REQUEST_ID_HEADER])
+            return EventStream(response.events(deltas), closing=b"", error=to_event)
+        [output] = await while_connected(request.receive, collect(requests, deltas))
+        return JsonResponse(response.message(output))
+
+    @app.post(COUNT_TOKENS_PATH)
+    async def count_tokens(request: Request) -> Response:
+        body = parse_body(await read_body(request, models), CountTokensBody)
+        model = models.model(body.model)
+        chat = chat_body(body)
+        text = render_chat(chat, model.tokenizer)
+        with model.counting_rejections():
+            tokens = await encode(text, model.tokenizer, add_special_tokens=chat.add_special_tokens)
+        return JsonResponse({"input_tokens": len(tokens)})
+
+    describe(app, DESCRIPTION)

@@ -1,0 +1,26 @@
+"""One server-sent event (https://html.spec.whatwg.org/multipage/server-sent-events.html)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+Json = dict[str, Any]
+
+encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSentEvent:
+    """`data` is written as JSON, or as it is if it is a text. An empty `event` or `id` is left out."""
+
+    data: Json | str
+    event: str = ""
+    id: str = ""
+
+    def encode(self) -> bytes:
+        text = self.data if isinstance(self.data, str) else encode_json(self.data)
+        lines = [f"{name}: {value}" for name, value in (("id", self.id), ("event", self.event)) if value]
+        lines += [f"data: {line}" for line in text.split("\n")]
+        return ("\n".join(lines) + "\n\n").encode()
