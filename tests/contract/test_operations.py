@@ -77,7 +77,12 @@ async def test_server_info_has_options_and_no_secrets(tmp_path: Path) -> None:
         info = answer.json()
         assert info["version"] == paceline.__version__
         [model] = info["models"]
-        assert (model["id"], model["aliases"], model["max_model_len"], model["targets_up"]) == (MODEL, ["small"], 128, 1)
+        assert (model["id"], model["aliases"], model["max_model_len"], model["targets_up"]) == (
+            MODEL,
+            ["small"],
+            128,
+            1,
+        )
         assert (model["tool_call_parser"], model["reasoning_parser"]) == ("hermes", None)
         assert (info["options"]["api_keys"], info["options"]["tls"]) == (True, False)
         assert info["options"]["max_in_flight"] == 1024

@@ -130,7 +130,11 @@ async def test_a_stream_has_every_event_and_amounts_to_the_whole_response(stack:
     ]
     assert comparable(events[-1]["response"]) == comparable(whole)
     for index, (kind, done, field) in enumerate(
-        [("reasoning_text", THOUGHT, "text"), ("output_text", SAID, "text"), ("function_call_arguments", None, "arguments")]
+        [
+            ("reasoning_text", THOUGHT, "text"),
+            ("output_text", SAID, "text"),
+            ("function_call_arguments", None, "arguments"),
+        ]
     ):
         mine = [event for event in events if event.get("output_index") == index]
         joined = "".join(event["delta"] for event in mine if event["type"] == f"response.{kind}.delta")
@@ -206,12 +210,22 @@ async def test_a_conversation_with_a_tool(stack: Stack, stored: bool) -> None:
         assert prompt(stack).startswith(asked.removesuffix("<|im_start|>assistant\n"))
         listed = [each async for each in stack.client.responses.input_items.list(third.id, limit=2, order="asc")]
         types = [item.type for item in listed]
-        assert types == ["message", "reasoning", "message", "function_call", "function_call_output", "message", "message"]
+        assert types == [
+            "message",
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call_output",
+            "message",
+            "message",
+        ]
         assert listed[1].id == first.output[0].id
 
 
 async def test_stored_responses_are_read_and_deleted(stack: Stack) -> None:
-    response = await create(stack, input=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}])
+    response = await create(
+        stack, input=[{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "Hi"}]
+    )
     again = await stack.client.responses.retrieve(response.id)
     assert again.model_dump() == response.model_dump()
     assert again.model_extra is not None
@@ -247,9 +261,7 @@ async def test_log_probabilities_are_of_the_message(stack: Stack) -> None:
     asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2, "tools": [TOOL]}
     events = await events_of(stack, **asked)
     message = events[-1]["response"]["output"][1]["content"][0]
-    streamed = [
-        each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]
-    ]
+    streamed = [each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
     assert streamed == message["logprobs"] != []
     assert SAID in "".join(each["token"] for each in streamed)
     expected = log_probs(0, 2).top

@@ -187,9 +187,9 @@ class ResponseBody(ChatFieldsPassedOn):
         ]
         | None
     ) = Field(None, description="only message.output_text.logprobs has an effect")
-    metadata: (
-        dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None
-    ) = Field(None, max_length=MAX_METADATA)
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None = Field(
+        None, max_length=MAX_METADATA
+    )
     store: Annotated[bool | None, Field(description="keep the response, for previous_response_id")] = None
     stream: bool | None = False
     stream_options: ResponseStreamOptions | None = None
