@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-
 TTL_S = 3600.0
 MAX_BYTES = 64 * 2**20
 

@@ -21,7 +21,6 @@ from paceline_services.gateway.server import GatewaySettings, serve
 from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
 from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
 
-
 MEGABYTE = 2**20
 
 

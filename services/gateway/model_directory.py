@@ -50,7 +50,8 @@ class ModelDirectory:
 
     def abort(self, client: str, id_: str) -> bool:
         """End a client's running requests: see `RunningRequests.abort`. Returns whether there was one."""
-        return any([model.running.abort(client, id_) for model in self])
+        found = [model.running.abort(client, id_) for model in self]
+        return any(found)
 
     def check_capacity(self) -> None:
         """Check, before a request is read, whether any model admits one more. Raises `OverloadedError` if none does."""

@@ -90,9 +90,7 @@ def test_variables_reach_the_template(template: str, fields: dict[str, Any], tex
 
 
 @pytest.mark.parametrize(
-    "fields",
-    [{"tools": [TOOL]}, {"documents": [{"title": "a"}]}, {"reasoning_effort": "none"}],
-    ids=lambda f: next(iter(f)),
+    "fields", [{"tools": [TOOL]}, {"documents": [{"title": "a"}]}, {"reasoning_effort": "none"}], ids=lambda f: next(iter(f))
 )
 def test_what_a_template_does_not_know_is_refused(fields: dict[str, Any]) -> None:
     [name] = fields
