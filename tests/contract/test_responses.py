@@ -362,7 +362,6 @@ CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
         ({"n": 2}, "n"),
         ({"inputs": "x"}, "inputs"),
     ],
-    ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_errors_name_the_field(stack: Stack, body: dict[str, Any], param: str) -> None:
     stack.decoder.requests.clear()

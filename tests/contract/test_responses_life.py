@@ -101,6 +101,7 @@ async def test_a_running_response_is_cancelled_with_what_it_has(stream: bool) ->
         assert response["usage"]["output_tokens"] == 4
         again = await stack.client.responses.cancel(response["id"])
         assert again.status == "cancelled"
+        stack.decoder.gate.set()
         finished = await created(stack, max_output_tokens=2)
         with pytest.raises(openai.BadRequestError, match="cannot be cancelled"):
             await stack.client.responses.cancel(finished["id"])
