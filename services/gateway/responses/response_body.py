@@ -67,7 +67,6 @@ class FunctionDeclaration(Body):
     parameters: Json | None = None
     strict: bool | None = None
     output_schema: Unused = None
-    allowed_callers: Unused = None
     defer_loading: Unsupported = None
 
     def as_chat_tool(self) -> Json:
