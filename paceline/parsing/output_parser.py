@@ -41,7 +41,7 @@ def _message(
     reasoning: ReasoningFormat | None,
     tools: ToolFormat | None,
     names: Collection[str],
-    inside: bool,  # noqa: FBT001
+    inside: bool,
 ) -> Steps[None]:
     reasoned = reasoning is not None and (yield from reasoning.parse(reader, inside=inside))
     if tools is not None:

@@ -92,19 +92,20 @@ class TextReader:
         """
         begun = not after_marker
         while True:
-            rest = self.rest
+            rest, ended = self.rest, self.ended
             found = [(rest.find(each), -len(each), each) for each in markers if each in rest]
             at, _, marker = min(found, default=(-1, 0, ""))
-            size = at if marker else len(rest) - undecided(rest, markers)
-            text = rest[:size] if self.ended and not marker else rest[:size].rstrip()
+            size = at if marker else len(rest) - (0 if ended else undecided(rest, markers))
+            text = rest[:size] if ended and not marker else rest[:size].rstrip()
             start = 0 if begun else len(text) - len(text.lstrip())
             if text[start:]:
                 begun = True
                 if event is not None:
                     yield event(text[start:])
             self.consume(size + len(marker) if marker else len(text))
-            if marker or not (yield from self.more()):
+            if marker or ended:
                 return marker
+            yield from self.more()
 
 
 def undecided(text: str, markers: Sequence[str]) -> int:

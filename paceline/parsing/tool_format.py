@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Literal
 
 from paceline.parsing.text_reader import Steps, TextReader
 
@@ -33,3 +35,12 @@ class ToolFormat:
     """The text before the first call."""
     closing: str = ""
     """The text behind the last call."""
+    id_style: Literal["openai", "mistral"] = "openai"
+    """Mistral's templates want ids of nine letters and digits."""
+    reads_reasoning: bool = False
+    """Whether `parse` finds the reasoning, too, so that it reads each text, with tools and without."""
+
+    def call_id(self, request_id: str, index: int) -> str:
+        """The id of a request's call. It is derived, so that a stream that is resumed repeats it."""
+        digits = hashlib.sha256(f"{request_id}/{index}".encode()).hexdigest()
+        return digits[:9] if self.id_style == "mistral" else f"call_{digits[:24]}"

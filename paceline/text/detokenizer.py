@@ -16,9 +16,7 @@ class Detokenizer:
     U+FFFD; `tokenizers` would replace the whole row.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown: Collection[int] = ()) -> None:
         """`shown`: special tokens that become text even if the others are skipped."""
         self._pieces = tokenizer.visible_pieces if skip_special_tokens else tokenizer.pieces
         self._shown = {token: tokenizer.piece(token) for token in shown}

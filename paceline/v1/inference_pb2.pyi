@@ -7,20 +7,62 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Tool(_message.Message):
+    __slots__ = ("name", "description", "parameters", "strict")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    STRICT_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    description: str
+    parameters: str
+    strict: bool
+    def __init__(self, name: _Optional[str] = ..., description: _Optional[str] = ..., parameters: _Optional[str] = ..., strict: _Optional[bool] = ...) -> None: ...
+
+class ToolCall(_message.Message):
+    __slots__ = ("index", "id", "name", "arguments")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    id: str
+    name: str
+    arguments: str
+    def __init__(self, index: _Optional[int] = ..., id: _Optional[str] = ..., name: _Optional[str] = ..., arguments: _Optional[str] = ...) -> None: ...
+
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "text", "tokens", "chat", "sampling", "stop", "speculative", "cache_salt", "json_schema", "regex", "grammar")
     class Chat(_message.Message):
-        __slots__ = ("messages",)
+        __slots__ = ("messages", "tools", "tool_choice", "tool_name", "parallel_tool_calls", "reasoning_effort", "include_reasoning")
         class Message(_message.Message):
-            __slots__ = ("role", "content")
+            __slots__ = ("role", "content", "tool_calls", "tool_call_id", "reasoning")
             ROLE_FIELD_NUMBER: _ClassVar[int]
             CONTENT_FIELD_NUMBER: _ClassVar[int]
+            TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+            TOOL_CALL_ID_FIELD_NUMBER: _ClassVar[int]
+            REASONING_FIELD_NUMBER: _ClassVar[int]
             role: str
             content: str
-            def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ...) -> None: ...
+            tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+            tool_call_id: str
+            reasoning: str
+            def __init__(self, role: _Optional[str] = ..., content: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., tool_call_id: _Optional[str] = ..., reasoning: _Optional[str] = ...) -> None: ...
         MESSAGES_FIELD_NUMBER: _ClassVar[int]
+        TOOLS_FIELD_NUMBER: _ClassVar[int]
+        TOOL_CHOICE_FIELD_NUMBER: _ClassVar[int]
+        TOOL_NAME_FIELD_NUMBER: _ClassVar[int]
+        PARALLEL_TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+        REASONING_EFFORT_FIELD_NUMBER: _ClassVar[int]
+        INCLUDE_REASONING_FIELD_NUMBER: _ClassVar[int]
         messages: _containers.RepeatedCompositeFieldContainer[GenerateRequest.Chat.Message]
-        def __init__(self, messages: _Optional[_Iterable[_Union[GenerateRequest.Chat.Message, _Mapping]]] = ...) -> None: ...
+        tools: _containers.RepeatedCompositeFieldContainer[Tool]
+        tool_choice: str
+        tool_name: str
+        parallel_tool_calls: bool
+        reasoning_effort: str
+        include_reasoning: bool
+        def __init__(self, messages: _Optional[_Iterable[_Union[GenerateRequest.Chat.Message, _Mapping]]] = ..., tools: _Optional[_Iterable[_Union[Tool, _Mapping]]] = ..., tool_choice: _Optional[str] = ..., tool_name: _Optional[str] = ..., parallel_tool_calls: _Optional[bool] = ..., reasoning_effort: _Optional[str] = ..., include_reasoning: _Optional[bool] = ...) -> None: ...
     class Sampling(_message.Message):
         __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens", "max_tokens", "seed", "stop_token_ids", "ignore_eos", "logprobs")
         class LogitBiasEntry(_message.Message):
@@ -84,7 +126,7 @@ class GenerateRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., tokens: _Optional[_Union[_common_pb2.TokenSequence, _Mapping]] = ..., chat: _Optional[_Union[GenerateRequest.Chat, _Mapping]] = ..., sampling: _Optional[_Union[GenerateRequest.Sampling, _Mapping]] = ..., stop: _Optional[_Iterable[str]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., cache_salt: _Optional[str] = ..., json_schema: _Optional[str] = ..., regex: _Optional[str] = ..., grammar: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings")
+    __slots__ = ("text", "token_ids", "finish_reason", "prompt_tokens", "completion_tokens", "speculation", "timings", "reasoning", "tool_calls", "reasoning_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -92,6 +134,9 @@ class GenerateResponse(_message.Message):
     COMPLETION_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_FIELD_NUMBER: _ClassVar[int]
+    TOOL_CALLS_FIELD_NUMBER: _ClassVar[int]
+    REASONING_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish_reason: _common_pb2.FinishReason
@@ -99,7 +144,10 @@ class GenerateResponse(_message.Message):
     completion_tokens: int
     speculation: _common_pb2.SpeculationStats
     timings: _common_pb2.Timings
-    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ...) -> None: ...
+    reasoning: str
+    tool_calls: _containers.RepeatedCompositeFieldContainer[ToolCall]
+    reasoning_tokens: int
+    def __init__(self, text: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., reasoning: _Optional[str] = ..., tool_calls: _Optional[_Iterable[_Union[ToolCall, _Mapping]]] = ..., reasoning_tokens: _Optional[int] = ...) -> None: ...
 
 class ListModelsRequest(_message.Message):
     __slots__ = ()

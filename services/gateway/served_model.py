@@ -35,7 +35,7 @@ class ServedModel:
     metrics: GatewayMetrics
     capacity: Capacity = field(default_factory=Capacity)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
-    output_format: OutputFormat = OutputFormat()
+    output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes reasoning and tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
     running: RunningRequests = field(default_factory=RunningRequests)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from paceline.api_keys import KeyFileError
 from paceline.launcher import StartError
-from paceline.parsing.output_format import AUTO, choose_format
+from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
 from paceline.state.response_store import ResponseLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
@@ -149,12 +149,17 @@ async def _open_models(
     for name, tokenizer in tokenizers.items():
         others = tokenizers.keys() - {name}
         fleet = await stack.enter_async_context(open_fleet(store, name, tokenizer.fingerprint, others, settings.tls))
-        template = tokenizer.chat_template
-        output_format = choose_format(
-            template and template.source, tools=settings.tool_call_parser, reasoning=settings.reasoning_parser
-        )
+        output_format = _output_format(settings, tokenizer)
         models.append(ServedModel(name, tokenizer, fleet, metrics, capacity, grammars, output_format))
     return ModelDirectory(models, settings.aliases)
+
+
+def _output_format(settings: GatewaySettings, tokenizer: Tokenizer) -> OutputFormat:
+    source = None if tokenizer.chat_template is None else tokenizer.chat_template.source
+    try:
+        return choose_format(settings.tool_call_parser, settings.reasoning_parser, source)
+    except ValueError as error:
+        raise StartError(f"--tool-call-parser, --reasoning-parser: {error}") from error
 
 
 def _record(worker_id: str, addresses: Addresses, models: ModelDirectory) -> WorkerRecord:

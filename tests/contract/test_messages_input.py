@@ -128,7 +128,7 @@ async def test_fields_become_those_of_a_chat_completion(given: dict[str, Any], e
 
 async def test_parameters_reach_the_target(served: MessagesStack) -> None:
     served.stack.decoder.requests.clear()
-    await served.create(temperature=0.5, top_k=3, stop_sequences=["zzz"], extra_body={"seed": 11, "speculative": False})
+    await served.create(temperature=0.5, top_k=3, seed=11, speculative=False)
     [request] = served.stack.decoder.requests
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.seed) == (0.5, 3, 11)
     assert request.speculative.enabled is False
@@ -162,7 +162,9 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"tool_choice": {"type": "tool"}, "tools": [WEATHER]}, r"tool_choice\.name is needed"),
         ({"thinking": {"type": "enabled", "budget_tokens": 5}}, r"thinking\.budget_tokens: must be at least 1024"),
         ({"output_config": {"format": {"type": "json_schema"}}}, r"missing parameter: output_config\.format\.schema"),
+        ({"thinking": {"type": "between_tools"}}, r"thinking\.type: must be one of"),
         ({"mcp_servers": [{"url": "x"}]}, "mcp_servers: is not supported"),
+        ({"thread": {"type": "create"}}, "thread: is not supported"),
         ({"temprature": 1}, "unknown parameter: temprature"),
     ],
 )

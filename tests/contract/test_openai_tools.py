@@ -24,7 +24,7 @@ CHATS = "/v1/chat/completions"
 ASKED: list[dict[str, Any]] = [{"role": "user", "content": "Weather in Köln and 東京?"}]
 THOUGHT = "Two cities: two calls."
 SAID = "I look it up."
-ARGUMENTS = [{"city": "Köln", "days": 2}, {"city": "東京 \"}]\"", "days": 1}]
+ARGUMENTS = [{"city": "Köln", "days": 2}, {"city": '東京 "}]"', "days": 1}]
 WRITTEN = [json.dumps(each, ensure_ascii=False) for each in ARGUMENTS]
 CALLS = "\n".join(call_text("weather", each) for each in ARGUMENTS)
 TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{SAID}\n{CALLS}"
@@ -80,7 +80,11 @@ def joined(chunks: list[Any], index: int = 0) -> dict[str, Any]:
             else:
                 calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
             assert call["index"] == len(calls) - 1
-    return {"message": message, "finish_reason": choices[-1]["finish_reason"], "stop_reason": choices[-1]["stop_reason"]}
+    return {
+        "message": message,
+        "finish_reason": choices[-1]["finish_reason"],
+        "stop_reason": choices[-1]["stop_reason"],
+    }
 
 
 def without_ids(message: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +216,8 @@ async def test_a_limit_or_a_stop_token_at_every_place_cuts_the_message_there(sta
         assert full["reasoning"].startswith(message.get("reasoning", "").rstrip())
         assert SAID.startswith(content) or content.startswith(SAID), "a call without a name is text"
         for call, entire in zip(message.get("tool_calls", ()), full["tool_calls"], strict=False):
-            assert entire["function"]["arguments"].startswith(call["function"]["arguments"])
+            # half a character at the end is U+FFFD
+            assert entire["function"]["arguments"].startswith(call["function"]["arguments"].rstrip("\ufffd"))
     token = output[6]
     before = stack.model.tokenizer.decode(output[: output.index(token)], skip_special_tokens=False)
     choice = (await whole(stack, stop_token_ids=[token]))["choices"][0]

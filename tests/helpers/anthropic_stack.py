@@ -41,6 +41,7 @@ WEATHER: dict[str, Any] = {
     "description": "The weather of a town",
     "input_schema": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
 }
+SAMPLING = ("temperature", "top_p", "top_k", "seed", "speculative")
 TOOL_USE = {"type": "tool_use", "id": "t1", "name": "f", "input": {"x": 1}}
 THINKING = {"type": "enabled", "budget_tokens": 1024}
 
@@ -71,11 +72,11 @@ class MessagesStack:
 
     async def create(self, **fields: Any) -> Any:
         """The whole message."""
-        return await self.client.messages.create(**complete(**fields))
+        return await self.client.messages.create(**as_arguments(fields))
 
     async def stream(self, **fields: Any) -> Any:
         """The message that the events of a stream add up to."""
-        async with self.client.messages.stream(**complete(**fields)) as stream:
+        async with self.client.messages.stream(**as_arguments(fields)) as stream:
             return await stream.get_final_message()
 
     async def post(self, path: str = MESSAGES, **fields: Any) -> httpx.Response:
@@ -90,7 +91,7 @@ class MessagesStack:
 
     async def events(self, headers: Any = None, **fields: Any) -> list[Any]:
         """The data of all events of a stream, each of which must have its type as its name."""
-        body = complete(**fields, stream=True)
+        body = complete(**fields | {"stream": True})
         async with self.stack.http.stream("POST", f"{MESSAGES}?beta=true", json=body, headers=headers) as response:
             raw = (await response.aread()).decode()
             assert response.status_code == 200, raw
@@ -119,6 +120,13 @@ def complete(**fields: Any) -> dict[str, Any]:
     """A body that has all it needs, with these fields; None leaves a field out."""
     every = {"model": MODEL, "max_tokens": 200, "messages": [USER]} | fields
     return {name: value for name, value in every.items() if value is not None}
+
+
+def as_arguments(fields: dict[str, Any]) -> dict[str, Any]:
+    """A complete body for the client, whose latest releases have no arguments for the parameters of sampling."""
+    body = complete(**fields)
+    extra = {name: body.pop(name) for name in SAMPLING if name in body}
+    return body | {"extra_body": extra | body.get("extra_body", {})}
 
 
 def says(role: str, *content: Any) -> dict[str, Any]:

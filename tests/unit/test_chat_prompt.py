@@ -11,11 +11,10 @@ from tokenizers import models
 from paceline.text import Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.openai.bodies import TokenizeChatBody
-from paceline_services.gateway.openai.chat_output import call_id
 from paceline_services.gateway.openai.chat_prompt import render_chat
 
 USER = {"role": "user", "content": "hi"}
-CALL = {"id": call_id("r-0", 0), "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2.5]}'}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"b": 1, "a": [2.5]}'}}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "b": 1, "a": 2}}}
 
 
@@ -56,18 +55,6 @@ def test_arguments_become_objects_in_the_client_s_order(content: dict[str, Any])
         assert rendered(template, {"role": "assistant", "tool_calls": [empty]}) == "{}"
 
 
-def test_ids_fit_templates_that_want_nine_characters() -> None:
-    template = (
-        "{% for m in messages %}{% for id in [m.tool_call_id] if m.role == 'tool' %}"
-        "{% if id | length != 9 %}{{ raise_exception('nine') }}{% endif %}{{ id }}{% endfor %}"
-        "{% for c in m.tool_calls or [] %}{{ c.id }} {% endfor %}{% endfor %}"
-    )
-    calling = {"role": "assistant", "tool_calls": [CALL]}
-    result = {"role": "tool", "content": "x", "tool_call_id": CALL["id"]}
-    first, second = rendered(template, calling, result).split()
-    assert first == second == str(CALL["id"])[-9:]
-
-
 @pytest.mark.parametrize(
     ("template", "fields", "text"),
     [
@@ -90,16 +77,12 @@ def test_variables_reach_the_template(template: str, fields: dict[str, Any], tex
 
 
 @pytest.mark.parametrize(
-    "fields", [{"tools": [TOOL]}, {"documents": [{"title": "a"}]}, {"reasoning_effort": "none"}], ids=lambda f: next(iter(f))
+    "fields",
+    [{"tools": [TOOL]}, {"documents": [{"title": "a"}]}, {"reasoning_effort": "none"}],
+    ids=lambda f: next(iter(f)),
 )
 def test_what_a_template_does_not_know_is_refused(fields: dict[str, Any]) -> None:
     [name] = fields
     with pytest.raises(InvalidRequestError, match="does not know it") as refused:
         rendered(f"{{{{ my_{name} }}}}", **fields)
     assert refused.value.param == name
-
-
-def test_the_ids_of_calls_follow_from_the_request_s() -> None:
-    ids = [call_id(request, index) for request in ("r-0", "r-1") for index in (0, 1)]
-    assert len(set(ids)) == 4
-    assert ids == [call_id(request, index) for request in ("r-0", "r-1") for index in (0, 1)]

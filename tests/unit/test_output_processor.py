@@ -9,14 +9,17 @@ from paceline.config import SamplingParams
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, LogProbs
 from paceline.output_processor import OutputProcessor
 from paceline.parsing import Content, OutputParser, Reasoning, ToolArguments, ToolCall
-from paceline.parsing.formats.hermes import HERMES
-from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.parsing.output_format import choose_format
 from paceline.text import Detokenizer, Tokenizer
 
 TOKENIZER = Tokenizer.load("pydoc")
 PARTS = ["def", " f", "(x)", ":\n", "é", "東", "京", "<|im_start|>", "return", " x"]
 MARKED = ["<think>", "</think>", '<tool_call>{"name": "f", "arguments": ', '{"x": "東"}', "}</tool_call>", "\n", "<"]
 EOS = 2
+
+
+def parser() -> OutputParser:
+    return choose_format("hermes", "qwen3", None).parser({"f": {}})
 
 
 def process(request: GenerationRequest, tokens: list[int], borders: list[int]) -> Delta:
@@ -65,7 +68,7 @@ def test_any_cut_into_deltas_gives_the_same_output(
         eos_token_ids=[EOS],
         stop=stop,
         include_stop=include_stop,
-        parser=(lambda: OutputParser(REASONING_FORMATS["qwen3"], HERMES, names=["f"])) if parsed else None,
+        parser=parser if parsed else None,
     )
     whole, cut = process(request, tokens, []), process(request, tokens, borders)
     assert cut == whole
@@ -90,7 +93,6 @@ def test_the_client_s_own_stop_token_is_the_stop_reason() -> None:
 def test_a_parser_sees_the_text_before_the_stop_and_no_more() -> None:
     text = '<think>\nHm.</think>\nYes.<tool_call>{"name": "f", "arguments": {"x": "def"}}</tool_call>'
     tokens = TOKENIZER.encode(text)
-    parser = lambda: OutputParser(REASONING_FORMATS["qwen3"], HERMES, names=["f"])  # noqa: E731
     request = GenerationRequest("r", [1], SamplingParams(max_tokens=100), parser=parser, stop=["ef"])
     output = process(request, tokens, [3, 7])
     kinds = {kind: [event for event in output.events if isinstance(event, kind)] for kind in (Reasoning, Content)}

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import blake2b
 from typing import Any
 
 from pydantic_core import from_json
 
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
-from paceline_services.gateway.anthropic.message_bodies import ThinkingDisplay
 
 Json = dict[str, Any]
 
@@ -25,12 +24,16 @@ fine-grained tool streaming names it."""
 class BlockStream:
     """Turns the output of one request into events of Anthropic's streams. Output of one kind in a row is one block."""
 
-    def __init__(self, request_id: str, thinking: ThinkingDisplay) -> None:
-        """`request_id`: ids and signatures are derived from it, so that a repeated stream repeats them."""
+    def __init__(self, request_id: str, call_id: Callable[[int], str], *, omit_thinking: bool) -> None:
+        """`request_id`: signatures are derived from it, so that a repeated stream repeats them.
+
+        `call_id`: the id of the index-th call. `omit_thinking`: blocks of reasoning stay empty.
+        """
         self.called = False
         """Whether the model has called a tool."""
         self._request_id = request_id
-        self._thinking = thinking
+        self._call_id = call_id
+        self._omit_thinking = omit_thinking
         self._index = 0
         """Of the open block; if none is open, of the next one."""
         self._open = ""
@@ -42,21 +45,21 @@ class BlockStream:
             case Content(text):
                 yield from self._within("text")
                 yield self._delta({"type": "text_delta", "text": text})
-            case Reasoning(text) if self._thinking != "hidden":
+            case Reasoning(text):
                 yield from self._within("thinking")
-                if self._thinking == "shown":
+                if not self._omit_thinking:
                     yield self._delta({"type": "thinking_delta", "thinking": text})
-            case ToolCall(_, name):
+            case ToolCall(index, name):
                 self.called = True
                 yield from self.close()
-                yield self._start({"type": "tool_use", "id": self._derived("toolu_"), "name": name, "input": {}})
+                yield self._start({"type": "tool_use", "id": self._call_id(index), "name": name, "input": {}})
             case ToolArguments(_, text):
                 yield self._delta({"type": "input_json_delta", "partial_json": text})
 
     def close(self) -> Iterator[Json]:
         """The end of the open block, if there is one."""
         if self._open == "thinking":
-            yield self._delta({"type": "signature_delta", "signature": self._derived("")})
+            yield self._delta({"type": "signature_delta", "signature": self._signature()})
         if self._open:
             yield {"type": "content_block_stop", "index": self._index}
             self._index += 1
@@ -75,9 +78,8 @@ class BlockStream:
     def _delta(self, delta: Json) -> Json:
         return {"type": "content_block_delta", "index": self._index, "delta": delta}
 
-    def _derived(self, prefix: str) -> str:
-        digest = blake2b(f"{self._request_id}:{self._index}".encode(), digest_size=12)
-        return prefix + digest.hexdigest()
+    def _signature(self) -> str:
+        return blake2b(f"{self._request_id}/{self._index}".encode(), digest_size=16).hexdigest()
 
 
 def whole_blocks(events: Iterable[Json]) -> list[Json]:
@@ -97,9 +99,9 @@ def whole_blocks(events: Iterable[Json]) -> list[Json]:
 
 
 def tool_input(arguments: str) -> Json:
-    """The arguments of a call as an object, as far as they go: the output may end amid them."""
+    """The arguments of a call as an object. The output may end amid them; then what is complete, as clients have it."""
     try:
-        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial="trailing-strings")
+        value = from_json(arguments or "{}", allow_inf_nan=False, allow_partial=True)
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {INVALID_JSON: arguments}

@@ -51,6 +51,7 @@ def _prompt_fields(body: CountTokensBody) -> Json:
         "tool_choice": _tool_choice(choice) if tools and choice else None,
         "parallel_tool_calls": False if tools and choice and choice.disable_parallel_tool_use else None,
         "chat_template_kwargs": _template_variables(body),
+        "include_reasoning": body.thinks,
         **_continuation(messages[-1]),
     }
 

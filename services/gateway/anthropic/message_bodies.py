@@ -24,8 +24,6 @@ MIN_THINKING_BUDGET = 1024
 
 Ignored = Annotated[Any, Field(description="accepted as Anthropic does; has no effect here")]
 StopSequence = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
-ThinkingDisplay = Literal["hidden", "omitted", "shown"]
-"""What a response shows of the model's reasoning: nothing, an empty block, or all."""
 
 
 class ClientTool(LenientBody):
@@ -86,11 +84,18 @@ class CountTokensBody(Body):
         None
     )
     chat_template_kwargs: Annotated[dict[str, Any] | None, Field(description="as in chat completions")] = None
-    mcp_servers: Unsupported = None
+    compaction: Unsupported = None
     container: Unsupported = None
+    mcp_servers: Unsupported = None
+    thread: Unsupported = None
 
+    billing_policy: Ignored = None
     cache_control: Ignored = None
     context_management: Ignored = None
+    diagnostics: Ignored = None
+    fallbacks: Ignored = None
+    inference_geo: Ignored = None
+    service_tier: Ignored = None
     speed: Ignored = None
     user_profile_id: Ignored = None
 
@@ -127,11 +132,7 @@ class MessagesBody(CountTokensBody):
         SpeculativeLimits | None, BeforeValidator(as_speculative), Field(description="as in chat completions")
     ] = None
 
-    service_tier: Ignored = None
-    inference_geo: Ignored = None
-
     @property
-    def thinking_display(self) -> ThinkingDisplay:
-        if self.thinking is None or not self.thinks:
-            return "hidden"
-        return "omitted" if self.thinking.display == "omitted" else "shown"
+    def omits_thinking(self) -> bool:
+        """Whether a block with a signature alone stands for reasoning."""
+        return self.thinking is not None and self.thinking.display == "omitted"

@@ -12,12 +12,12 @@ from contextlib import aclosing
 from typing import Any
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest
-from paceline.parsing import Content
 from paceline_services.gateway.anthropic.block_stream import BlockStream, whole_blocks
 from paceline_services.gateway.anthropic.message_bodies import MessagesBody
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.error_shape import messages_error
-from paceline_services.gateway.openai.chat_output import joined_events
+from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
@@ -28,11 +28,13 @@ Json = dict[str, Any]
 class MessageResponse:
     """The response to one request, built once from its deltas: whole or streamed."""
 
-    def __init__(self, body: MessagesBody, request: GenerationRequest, model: ServedModel) -> None:
-        self._request = request
+    def __init__(self, body: MessagesBody, chat: ChatBody, request: GenerationRequest, model: ServedModel) -> None:
+        """`chat`: what the body was converted to."""
         self._max_tokens = body.max_tokens
+        self._possible_tokens = request.sampling.max_tokens
         self._usage = RequestUsage([request], 1)
-        self._blocks = BlockStream(request.group, body.thinking_display)
+        self._output = ChatOutput(chat, request, model)
+        self._blocks = BlockStream(request.group, self._output.call_id, omit_thinking=body.omits_thinking)
         self._envelope: Json = {
             "id": f"msg_{request.group}",
             "type": "message",
@@ -56,7 +58,7 @@ class MessageResponse:
                 waiting = []
 
     def _opening(self) -> Iterator[Json]:
-        open_end = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._token_counts()}
+        open_end: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._token_counts()}
         yield {"type": "message_start", "message": self._envelope | open_end}
         yield {"type": "ping"}
 
@@ -68,8 +70,7 @@ class MessageResponse:
             yield {"type": "message_stop"}
 
     def _block_events(self, delta: Delta) -> Iterator[Json]:
-        plain = [Content(delta.text)] if delta.text else []
-        for event in joined_events(plain if self._request.parser is None else delta.events):
+        for event in self._output.events(delta):
             yield from self._blocks.feed(event)
         if delta.finish_reason is not None:
             yield from self._blocks.close()
@@ -78,7 +79,7 @@ class MessageResponse:
         """Why the output ends, once its blocks are complete."""
         stop_sequence = None
         if last.finish_reason == FinishReason.LENGTH:
-            shortened = self._request.sampling.max_tokens < self._max_tokens
+            shortened = self._possible_tokens < self._max_tokens
             stop_reason = "model_context_window_exceeded" if shortened else "max_tokens"
         elif isinstance(last.stop_reason, str):
             stop_reason, stop_sequence = "stop_sequence", last.stop_reason

@@ -62,9 +62,9 @@ def add_messages_api(app: FastAPI, models: ModelDirectory) -> None:
         models.check_capacity()
         body = parse_body(await read_body(request, models), MessagesBody)
         model = models.model(body.model)
-        client, state = client_of(request), request.scope["state"]
-        requests = await build_requests(chat_body(body), model, state[REQUEST_ID], client, request.headers)
-        response = MessageResponse(body, requests[0], model)
+        client, state, chat = client_of(request), request.scope["state"], chat_body(body)
+        requests = await build_requests(chat, model, state[REQUEST_ID], client, request.headers)
+        response = MessageResponse(body, chat, requests[0], model)
         deltas = model.generate_all(requests, client)
         if body.stream:
             to_event = partial(error_event, request_id=state[REQUEST_ID_HEADER])

@@ -1,16 +1,16 @@
-"""Chats of gRPC clients: as the fields of the HTTP body, and their parsed outputs as responses."""
+"""Chats of gRPC clients as the fields of the HTTP body, and their outputs as responses."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from pydantic_core import from_json
 
-from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline.core.messages import Delta
+from paceline.parsing import Content, Reasoning, ToolArguments, ToolCall
 from paceline.v1 import inference_pb2 as pb
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.chat_output import call_id, joined_events
+from paceline_services.gateway.openai.chat_output import ChatOutput
 
 Json = dict[str, Any]
 
@@ -27,18 +27,16 @@ def chat_fields(chat: pb.GenerateRequest.Chat) -> Json:
     return {"messages": [_message(message) for message in chat.messages], "tools": tools, **fields}
 
 
-def add_events(
-    response: pb.GenerateResponse, events: Sequence[Event], request_id: str, *, with_reasoning: bool
-) -> None:
-    """Add what the parser found to a response."""
-    for event in joined_events(events):
+def add_parts(response: pb.GenerateResponse, delta: Delta, output: ChatOutput) -> None:
+    """Add a chat's delta to a response: text, reasoning and calls."""
+    for event in output.events(delta):
         match event:
             case Content(text):
                 response.text += text
             case Reasoning(text):
-                response.reasoning += text if with_reasoning else ""
+                response.reasoning += text
             case ToolCall(index, name):
-                response.tool_calls.add(index=index, id=call_id(request_id, index), name=name)
+                response.tool_calls.add(index=index, id=output.call_id(index), name=name)
             case ToolArguments(index, text):
                 response.tool_calls.add(index=index, arguments=text)
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from paceline.core.messages import Delta, GenerationRequest
+from paceline.core.messages import Delta
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
@@ -30,9 +30,10 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
-from paceline_services.gateway.grpc.chat_codec import add_events, chat_fields
+from paceline_services.gateway.grpc.chat_codec import add_parts, chat_fields
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.request_builder import build_requests
 
@@ -97,12 +98,12 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._models.check_capacity()
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
-                with_reasoning = not request.chat.HasField("include_reasoning") or request.chat.include_reasoning
+                body = _body(request)
+                requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata)
+                output = ChatOutput(body, requests[0], model) if isinstance(body, ChatBody) else None
                 async with aclosing(model.generate_all(requests, client)) as deltas:
                     async for _, delta in deltas:
-                        response = _response(delta, requests[0], with_reasoning=with_reasoning)
-                        await _write(context, response)
+                        await _write(context, _response(delta, output))
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -187,12 +188,13 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     }
 
 
-def _response(delta: Delta, request: GenerationRequest, *, with_reasoning: bool) -> pb.GenerateResponse:
+def _response(delta: Delta, chat: ChatOutput | None) -> pb.GenerateResponse:
+    """`chat` None: the text is no chat's."""
     response = pb.GenerateResponse(token_ids=delta.tokens, reasoning_tokens=delta.reasoning_tokens)
-    if request.parser is None:
+    if chat is None:
         response.text = delta.text
     else:
-        add_events(response, delta.events, request.request_id, with_reasoning=with_reasoning)
+        add_parts(response, delta, chat)
     if delta.finish_reason is not None and delta.usage is not None:
         response.finish_reason = FINISH_REASONS[delta.finish_reason]
         response.prompt_tokens = delta.usage.prompt_tokens

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 from itertools import groupby
 from typing import Any
 
-from paceline.core.messages import Delta, FinishReason
+from paceline.core.messages import Delta, FinishReason, GenerationRequest
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
+from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
+from paceline_services.gateway.served_model import ServedModel
 
 Json = dict[str, Any]
 
@@ -18,50 +19,41 @@ TOOL_CALLS = "tool_calls"
 """OpenAI's finish reason of a message that calls tools by the model's own choice."""
 
 
-def call_id(request_id: str, index: int) -> str:
-    """The id of a request's call. It is derived, so that a resumed stream repeats it."""
-    return f"call_{blake2b(f'{request_id}/{index}'.encode(), digest_size=12).hexdigest()}"
-
-
-def joined_events(events: Sequence[Event]) -> Iterator[Event]:
-    """The events, with adjacent texts of one kind as one."""
-    if len(events) < 2:
-        yield from events
-        return
-    for _, group in groupby(events, key=_kind):
-        first, *others = group
-        if isinstance(first, ToolCall):
-            yield first
-        else:
-            text = "".join([first.text, *(each.text for each in others if not isinstance(each, ToolCall))])
-            yield ToolArguments(first.index, text) if isinstance(first, ToolArguments) else type(first)(text)
-
-
-def _kind(event: Event) -> tuple[type[Event], int]:
-    return type(event), event.index if isinstance(event, ToolCall | ToolArguments) else 0
-
-
-@dataclass(slots=True)
 class ChatOutput:
-    """One completion. Its events come in any number of parts."""
+    """One completion of a chat. Its deltas are given in order, each to one method, once."""
 
-    request_id: str
-    with_reasoning: bool = True
-    """Whether the client wants to see the reasoning."""
-    forced: bool = False
-    """Whether the request names the function that the model must call."""
-    _arguments: list[str] | None = field(default=None, init=False)
-    """Of the latest call so far; None: there was no call."""
+    def __init__(self, body: ChatBody, request: GenerationRequest, model: ServedModel) -> None:
+        self._request = request
+        self._format = model.output_format.tools
+        self._with_reasoning = body.include_reasoning is not False
+        self._parallel = body.parallel_tool_calls is not False
+        self._named = isinstance(body.tool_choice, NamedToolChoice)
+        self._arguments: list[str] | None = None  # of the latest call so far; None: there was no call
 
-    def deltas(self, events: Sequence[Event]) -> list[Json]:
-        """The `delta`s of a stream for the next events."""
-        return [self._delta(event) for event in self._visible(events)]
+    def events(self, delta: Delta) -> list[Event]:
+        """What the client is to see of a delta, with adjacent texts of one kind as one.
 
-    def message(self, events: Sequence[Event]) -> Json:
+        `parallel_tool_calls: false` leaves out every call but the first, as in vLLM.
+        """
+        if self._request.parser is None:
+            return [Content(delta.text)] if delta.text else []
+        events = [event for event in _joined(delta.events) if self._visible(event)]
+        for event in events:
+            if isinstance(event, ToolCall):
+                self._arguments = []
+            elif isinstance(event, ToolArguments) and self._arguments is not None:
+                self._arguments.append(event.text)
+        return events
+
+    def deltas(self, delta: Delta) -> list[Json]:
+        """The `delta`s of a stream's chunks."""
+        return [self._delta(event) for event in self.events(delta)]
+
+    def message(self, output: Delta) -> Json:
         """The `message` for the whole output. Fields of parts that the output does not have are left out."""
         content, reasoning = "", ""
         calls: dict[int, Json] = {}
-        for event in self._visible(events):
+        for event in self.events(output):
             match event:
                 case Content(text):
                     content += text
@@ -79,26 +71,26 @@ class ChatOutput:
             **({"tool_calls": list(calls.values())} if calls else {}),
         }
 
-    def finish_reason(self, delta: Delta) -> str | None:
+    def finish_reason(self, last: Delta) -> str | None:
         """OpenAI's finish reason, after all events.
 
         It is `tool_calls` if the model called a tool, unless the request named the tool, or a stop of the client's cut
         the call off: a client would run it.
         """
-        if delta.finish_reason is not FinishReason.STOP or self._arguments is None or self.forced:
-            return delta.finish_reason
-        cut = delta.stop_reason is not None and not _is_json("".join(self._arguments))
+        if last.finish_reason is not FinishReason.STOP or self._arguments is None or self._named:
+            return last.finish_reason
+        cut = last.stop_reason is not None and not _is_json("".join(self._arguments))
         return FinishReason.STOP if cut else TOOL_CALLS
 
-    def _visible(self, events: Sequence[Event]) -> Iterator[Event]:
-        for event in joined_events(events):
-            match event:
-                case ToolCall():
-                    self._arguments = []
-                case ToolArguments(_, text) if self._arguments is not None:
-                    self._arguments.append(text)
-            if self.with_reasoning or not isinstance(event, Reasoning):
-                yield event
+    def call_id(self, index: int) -> str:
+        """The id of the index-th call."""
+        assert self._format is not None, "only a format of calls finds calls"
+        return self._format.call_id(self._request.request_id, index)
+
+    def _visible(self, event: Event) -> bool:
+        if isinstance(event, Reasoning):
+            return self._with_reasoning
+        return self._parallel or isinstance(event, Content) or event.index == 0
 
     def _delta(self, event: Event) -> Json:
         match event:
@@ -112,8 +104,21 @@ class ChatOutput:
                 return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
     def _call(self, index: int, name: str) -> Json:
-        id_ = call_id(self.request_id, index)
-        return {"id": id_, "type": "function", "function": {"name": name, "arguments": ""}}
+        return {"id": self.call_id(index), "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def _joined(events: Sequence[Event]) -> Iterator[Event]:
+    for _, group in groupby(events, key=_kind):
+        first, *others = group
+        if isinstance(first, ToolCall) or not others:
+            yield first
+        else:
+            text = "".join([first.text, *(each.text for each in others if not isinstance(each, ToolCall))])
+            yield ToolArguments(first.index, text) if isinstance(first, ToolArguments) else type(first)(text)
+
+
+def _kind(event: Event) -> tuple[type[Event], int]:
+    return type(event), event.index if isinstance(event, ToolCall | ToolArguments) else 0
 
 
 def _reasoning(text: str) -> Json:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from paceline.text import ChatTemplate, ChatTemplateError, Tokenizer
@@ -11,9 +10,6 @@ from paceline_services.gateway.openai.bodies import ChatFields, ReasoningEffort
 
 Json = dict[str, Any]
 
-NINE_CHARACTERS = "length != 9"
-"""In templates of Mistral's, which refuse ids of calls that are not nine letters and digits."""
-
 
 def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
     """The prompt. Raises `InvalidRequestError`."""
@@ -21,12 +17,9 @@ def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
     if template is None:
         raise InvalidRequestError("this model has no chat template; use completions", param="messages")
     variables = template_variables(fields, template)
-    messages = [message.for_template() for message in fields.messages]
-    if NINE_CHARACTERS in template.source:
-        _shorten_ids(messages)
     try:
         return template.render(
-            messages,
+            [message.for_template() for message in fields.messages],
             add_generation_prompt=fields.add_generation_prompt,
             continue_final_message=fields.continue_final_message,
             variables=variables,
@@ -68,17 +61,3 @@ def _check_known(name: str, template: ChatTemplate) -> None:
 
 def _unknown(name: str) -> InvalidRequestError:
     return InvalidRequestError(f"{name}: this model's chat template does not know it", param=name)
-
-
-def _shorten_ids(messages: list[Json]) -> None:
-    """Our own ids are longer than Mistral's."""
-    for message in messages:
-        if isinstance(id_ := message.get("tool_call_id"), str):
-            message["tool_call_id"] = _short(id_)
-        for call in message.get("tool_calls", ()):
-            if isinstance(id_ := call.get("id"), str):
-                call["id"] = _short(id_)
-
-
-def _short(id_: str) -> str:
-    return re.sub("[^a-zA-Z0-9]", "", id_)[-9:]

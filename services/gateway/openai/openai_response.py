@@ -1,8 +1,8 @@
 """Deltas as OpenAI's response objects: whole, or as the chunks of a stream.
 
-A stream has, for chat, a first chunk with the role; a chunk for each delta with text, or for each part of a delta that
-has several, such as reasoning and content; a chunk with the finish reason for each completion; and if asked for, a chunk
-with the usage. What belongs to tokens is in a delta's first chunk. Statistics are in the very last chunk.
+A stream has, for chat, a first chunk with the role; a chunk for each delta with text, or several if it has reasoning,
+content and calls; a chunk with the finish reason for each completion; and if asked for, a chunk with the usage. What
+belongs to tokens is in a delta's first chunk. Statistics are in the very last chunk.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from paceline.core.messages import Delta, GenerationRequest
-from paceline.parsing import Content, Event
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs
-from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -187,9 +185,7 @@ class ChatCompletionResponse(OpenAIResponse):
     def __init__(self, body: ChatBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         super().__init__(body, requests, model)
         self._first_content = None if body.offered_tools else ""
-        self._parsed = requests[0].parser is not None
-        with_reasoning, forced = body.include_reasoning is not False, isinstance(body.tool_choice, NamedToolChoice)
-        self._outputs = [ChatOutput(each.request_id, with_reasoning, forced) for each in requests]
+        self._outputs = [ChatOutput(body, request, model) for request in requests]
 
     def response(self, outputs: Sequence[Delta]) -> Json:
         return super().response(outputs) | self._prompt_ids()
@@ -202,19 +198,16 @@ class ChatCompletionResponse(OpenAIResponse):
         ]
 
     def message(self, index: int, output: Delta) -> Json:
-        return {"message": self._outputs[index].message(self._events(output))}
+        return {"message": self._outputs[index].message(output)}
 
     def parts(self, index: int, delta: Delta) -> list[Json]:
-        return [{"delta": part} for part in self._outputs[index].deltas(self._events(delta))]
+        return [{"delta": part} for part in self._outputs[index].deltas(delta)]
 
     def finish_reason(self, index: int, delta: Delta) -> str | None:
         return self._outputs[index].finish_reason(delta)
 
     def log_probs(self, delta: Delta) -> Json:
         return chat_log_probs(delta, self._tokenizer)
-
-    def _events(self, delta: Delta) -> Sequence[Event]:
-        return delta.events if self._parsed else [Content(delta.text)] if delta.text else []
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": self._requests[0].prompt} if self._return_token_ids else {}

@@ -29,9 +29,9 @@ class FunctionDefinition(Body):
     parameters: Annotated[
         dict[str, Any] | None, AfterValidator(_check_parameters), Field(description="a JSON schema of type object")
     ] = None
-    strict: Annotated[bool | None, Field(description="keep arguments to the schema: calls that are forced always do")] = (
-        None
-    )
+    strict: Annotated[
+        bool | None, Field(description="keep arguments to the schema: calls that are forced always do")
+    ] = None
 
 
 class Tool(Body):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.api_errors import ApiError, InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
+from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.responses.input_items import InputItem
@@ -27,12 +28,16 @@ async def build_response_request(
     request_id: str,
     client: ApiClient,
     headers: Mapping[str, str],
-) -> GenerationRequest:
-    """The one completion that continues `items`. Raises as `build_requests`; errors name the fields of this API."""
+) -> tuple[ChatBody, GenerationRequest]:
+    """The chat that continues `items`, and its one completion.
 
-    async def build(items: Sequence[InputItem]) -> GenerationRequest:
-        [request] = await build_requests(chat_body(body, items), model, request_id, client, headers)
-        return request
+    Raises as `build_requests`; errors name the fields of this API.
+    """
+
+    async def build(items: Sequence[InputItem]) -> tuple[ChatBody, GenerationRequest]:
+        chat = chat_body(body, items)
+        [request] = await build_requests(chat, model, request_id, client, headers)
+        return chat, request
 
     try:
         return await (truncated_to_fit(items, build) if body.truncation == "auto" else build(items))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from paceline.core.messages import GenerationRequest
 from paceline.parsing import Content, Event, Reasoning, ToolArguments, ToolCall
-from paceline_services.gateway.openai.chat_output import call_id
 from paceline_services.gateway.responses.output_items import (
     OutputFunctionCall,
     OutputItem,
@@ -21,9 +19,13 @@ Json = dict[str, Any]
 class ResponseOutput:
     """Methods yield the events of a stream, without a `sequence_number`."""
 
-    def __init__(self, request: GenerationRequest) -> None:
-        """Ids of items and calls follow from the request's: a response that is generated again has the same ones."""
-        self._request = request
+    def __init__(self, request_id: str, call_id: Callable[[int], str]) -> None:
+        """Ids of items follow from the request's: a response that is generated again has the same ones.
+
+        `call_id`: the id of the index-th call.
+        """
+        self._request_id = request_id
+        self._call_id = call_id
         self._items: list[OutputItem] = []
         self._open: OutputItem | None = None
 
@@ -42,8 +44,7 @@ class ResponseOutput:
                 yield from self._switch_to(OutputReasoning, "rs")
                 yield self._delta(text)
             case ToolCall(index, name):
-                id_ = call_id(self._request.request_id, index)
-                yield from self._begin(OutputFunctionCall(self._id("fc"), len(self._items), id_, name))
+                yield from self._begin(OutputFunctionCall(self._id("fc"), len(self._items), self._call_id(index), name))
             case ToolArguments(_, text) if text and isinstance(self._open, OutputFunctionCall):
                 yield self._delta(text)
 
@@ -72,4 +73,4 @@ class ResponseOutput:
 
     def _id(self, prefix: str) -> str:
         """The id of the next item."""
-        return f"{prefix}_{self._request.group}_{len(self._items)}"
+        return f"{prefix}_{self._request_id}_{len(self._items)}"

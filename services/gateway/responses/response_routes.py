@@ -56,8 +56,8 @@ def _add_creation(
         model, client = models.model(body.model), client_of(request)
         items = [*await history.conversation(client.name, body.previous_response_id), *body.input]
         request_id = request.scope["state"][REQUEST_ID]
-        generation = await build_response_request(body, items, model, request_id, client, request.headers)
-        response = RunningResponse(body, generation, model, kept=body.to_be_kept and history.keeps)
+        chat, generation = await build_response_request(body, items, model, request_id, client, request.headers)
+        response = RunningResponse(body, chat, generation, model, kept=body.to_be_kept and history.keeps)
         deltas = model.generate_all([generation], client)
         made = ResponseGeneration(response, deltas, client, items, history, running)
         if body.stream:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest
-from paceline.parsing import Content, Event, Reasoning
+from paceline.parsing import Content
 from paceline_services.gateway.api_errors import ApiError
-from paceline_services.gateway.openai.chat_output import joined_events
+from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.openai.chat_output import ChatOutput
 from paceline_services.gateway.openai.logprobs import chat_log_probs
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.responses.response_body import ResponseBody
@@ -30,8 +31,10 @@ class RunningResponse:
     The events that methods return have their `sequence_number`: send each, in this order.
     """
 
-    def __init__(self, body: ResponseBody, request: GenerationRequest, model: ServedModel, *, kept: bool) -> None:
-        """`kept`: whether the response will be kept for its client."""
+    def __init__(
+        self, body: ResponseBody, chat: ChatBody, request: GenerationRequest, model: ServedModel, *, kept: bool
+    ) -> None:
+        """`chat`: what the body was converted to. `kept`: whether the response will be kept for its client."""
         self.id = f"resp_{request.group}"
         self.status = "in_progress"
         self.kept = kept
@@ -41,7 +44,8 @@ class RunningResponse:
         self._model = model
         self._created = time.time()
         self._completed: float | None = None
-        self._output = ResponseOutput(request)
+        self._chat = ChatOutput(chat, request, model)
+        self._output = ResponseOutput(request.group, self._chat.call_id)
         self._usage = RequestUsage([request], 1)
         self._log_probs: list[Json] = []
         """Of tokens whose text has not come yet."""
@@ -79,7 +83,8 @@ class RunningResponse:
     def feed(self, delta: Delta) -> Iterator[Json]:
         """Append a delta; the last one ends the output, but not the response: `closing` follows."""
         self._usage.add(0, delta)
-        for event in self._events(delta):
+        self._collect_log_probs(delta)
+        for event in self._chat.events(delta):
             log_probs: list[Json] = []
             if isinstance(event, Content):
                 log_probs, self._log_probs = self._log_probs, []
@@ -102,17 +107,12 @@ class RunningResponse:
         event = {"type": "error", "code": error.code, "message": error.message, "param": error.param}
         return self._numbered(event)
 
-    def _events(self, delta: Delta) -> Sequence[Event]:
-        """What the parser found in the delta; without a parser all text is content. Collects log-probabilities."""
-        found: Sequence[Event] = delta.events if self._request.parser else [Content(delta.text)] if delta.text else []
+    def _collect_log_probs(self, delta: Delta) -> None:
+        """Only a message has them: those of a delta that brings reasoning or calls alone are dropped."""
         if self._body.returns_log_probs:
             self._log_probs += chat_log_probs(delta, self._model.tokenizer)["content"]
-            if found and not any(isinstance(each, Content) for each in found):
-                self._log_probs.clear()  # of reasoning and calls
-        shown = joined_events(found)
-        if self._body.include_reasoning is False:
-            return [each for each in shown if not isinstance(each, Reasoning)]
-        return list(shown)
+            if delta.events and not any(isinstance(each, Content) for each in delta.events):
+                self._log_probs.clear()
 
     def _end(self, status: str) -> Iterator[Json]:
         closing = self._output.close("completed" if status == "completed" else "incomplete", self._log_probs)
