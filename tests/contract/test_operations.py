@@ -36,6 +36,8 @@ async def held(
         decoder.gate.clear()
     asking = asyncio.create_task(stack.http.post(path, json=BODIES[path] | fields, headers=headers))
     await until(lambda: len(decoder.requests) > asked and not decoder.gate.is_set())
+    targets = stack.model.fleet.targets.values()
+    await until(lambda: not begun or not any(target.without_first_token for target in targets))
     return asking
 
 
@@ -102,7 +104,7 @@ async def test_a_request_ends_early_by_the_name_that_its_client_chose(path: str,
         assert await stack.decoder.cancelled.get()
         await stack.idle()
         usage = answer.json()["usage"]
-        assert usage.get("completion_tokens", usage.get("output_tokens")) == (4 if begun else 0)
+        assert usage.get("completion_tokens", usage.get("output_tokens")) in (range(1, 5) if begun else [0])
         assert await abort(stack, "job-7") == [], "it runs no more"
 
 

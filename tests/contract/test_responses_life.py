@@ -91,6 +91,7 @@ async def test_a_running_response_is_cancelled_with_what_it_has(stream: bool) ->
         else:
             asking = asyncio.create_task(created(stack))
             await until(lambda: not stack.decoder.gate.is_set())
+            await until(lambda: not stack.model.fleet.targets["target-0"].without_first_token)
             cancelled = await stack.client.responses.cancel(f"resp_{stack.decoder.requests[-1].group}")
             response = await asking
         await stack.decoder.cancelled.get()
@@ -98,7 +99,7 @@ async def test_a_running_response_is_cancelled_with_what_it_has(stream: bool) ->
         assert cancelled.status == response["status"] == "cancelled"
         [item] = response["output"]
         assert (item["status"], item["content"][0]["text"]) == ("incomplete", cancelled.output_text)
-        assert response["usage"]["output_tokens"] == 4
+        assert response["usage"]["output_tokens"] in range(1, 5)
         again = await stack.client.responses.cancel(response["id"])
         assert again.status == "cancelled"
         stack.decoder.gate.set()
