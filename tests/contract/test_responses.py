@@ -263,7 +263,9 @@ async def test_log_probabilities_are_of_the_message(stack: Stack) -> None:
     message = events[-1]["response"]["output"][1]["content"][0]
     streamed = [each for event in events if event["type"] == "response.output_text.delta" for each in event["logprobs"]]
     assert streamed == message["logprobs"] != []
-    assert SAID in "".join(each["token"] for each in streamed)
+    spelled = "".join(each["token"] for each in streamed)
+    assert SAID in spelled
+    assert "weather" not in spelled, "neither the reasoning nor the call"
     expected = log_probs(0, 2).top
     assert [each["logprob"] for each in streamed[0]["top_logprobs"]] == [log_prob for _, log_prob in expected]
     unasked = (await events_of(stack, tools=[TOOL]))[-1]["response"]["output"][1]
