@@ -129,7 +129,7 @@ ANONYMOUS = ApiClient()
 
 
 def authorization_of(headers: Mapping[str, str]) -> str | None:
-    """The `Authorization` header; without one, the key in `x-api-key`, where Anthropic's clients have it."""
+    """The `Authorization` header; without one, the key in `x-api-key`, where clients of Anthropic's API may have it."""
     key = headers.get("x-api-key")
     return headers.get("authorization", None if key is None else f"Bearer {key}")
 

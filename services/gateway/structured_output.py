@@ -35,11 +35,6 @@ ANY_OBJECT: dict[str, Any] = {"type": "object"}
 class StructureBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    @property
-    def identity(self) -> str:
-        """Equal for equal grammars."""
-        return self.model_dump_json(exclude=UNHASHED_FIELDS)
-
 
 def _parsed(value: Any) -> Any:
     """A JSON text as its value. Raises ValueError, also for JSON that is nested too deep."""
@@ -144,21 +139,6 @@ class StructuredOutputs(StructureBody):
         return None if self.disable_any_whitespace else self.whitespace_pattern or WHITE_SPACE
 
 
-class GrammarSource(Protocol):
-    """What a grammar is made of."""
-
-    @property
-    def field(self) -> str:
-        """The field to name when the grammar cannot be compiled."""
-
-    @property
-    def identity(self) -> str:
-        """Equal for equal grammars."""
-
-    def to_grammar(self) -> str:
-        """The grammar; "": any text. Raises `GrammarError`."""
-
-
 class StructuredBody(Protocol):
     """The fields of a body that ask for structured output."""
 
@@ -174,17 +154,12 @@ class GrammarChecks:
         self._checker = GrammarChecker()
         self._tasks: OrderedDict[bytes, Future[str | InvalidRequestError]] = OrderedDict()
 
-    async def grammar_of(self, body: StructuredBody, forced: GrammarSource | None = None) -> str:
-        """The grammar that a body asks for; "": none. `forced`: calls that it forces on the model.
-
-        Raises `InvalidRequestError` or `OverloadedError`.
-        """
-        asked: list[GrammarSource] = [each for each in (body.structured_outputs, forced) if each is not None]
-        if body.response_format is not None and body.response_format.type != "text":
-            asked.append(body.response_format)
+    async def grammar_of(self, body: StructuredBody) -> str:
+        """The grammar that a body asks for; "": none. Raises `InvalidRequestError` or `OverloadedError`."""
+        asked = [each for each in (body.response_format, body.structured_outputs) if each is not None]
         if len(asked) > 1:
-            message = "response_format, structured_outputs and forced calls: only one can say what the output must be"
-            raise InvalidRequestError(message, param="structured_outputs" if forced is None else "tool_choice")
+            message = "response_format and structured_outputs cannot both say what the text must be"
+            raise InvalidRequestError(message, param="structured_outputs")
         if not asked:
             return ""
         grammar = await shield(self._check_task(asked[0]))
@@ -198,7 +173,7 @@ class GrammarChecks:
         self._thread.shutdown(wait=False, cancel_futures=True)
         await self._checker.close()
 
-    async def _check(self, asked: GrammarSource) -> str | InvalidRequestError:
+    async def _check(self, asked: ResponseFormat | StructuredOutputs) -> str | InvalidRequestError:
         """The grammar, or the error in it."""
         try:
             if grammar := await get_running_loop().run_in_executor(self._thread, compile_grammar_text, asked):
@@ -207,8 +182,8 @@ class GrammarChecks:
             return InvalidRequestError(f"{asked.field}: {error}", param=asked.field)
         return grammar
 
-    def _check_task(self, asked: GrammarSource) -> Future[str | InvalidRequestError]:
-        key = blake2b(asked.identity.encode()).digest()
+    def _check_task(self, asked: ResponseFormat | StructuredOutputs) -> Future[str | InvalidRequestError]:
+        key = blake2b(asked.model_dump_json(exclude=UNHASHED_FIELDS).encode()).digest()
         if key not in self._tasks:
             waiting = sum(not each.done() for each in self._tasks.values())
             if waiting >= MAX_WAITING_GRAMMARS:
@@ -220,7 +195,7 @@ class GrammarChecks:
         return self._tasks[key]
 
 
-def compile_grammar_text(asked: GrammarSource) -> str:
+def compile_grammar_text(asked: ResponseFormat | StructuredOutputs) -> str:
     """The grammar; takes up to a second. Raises `GrammarError`."""
     grammar = asked.to_grammar()
     if len(grammar) > MAX_GRAMMAR_LENGTH:

@@ -310,6 +310,8 @@ def after_call(arguments: Any) -> dict[str, Any]:
         ({"tool_choice": named("time")}, "tool_choice.function.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": named("weather")}, "tool_choice"),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tool_choice"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
         ({"functions": [FUNCTION]}, "functions"),
         ({"function_call": "auto"}, "function_call"),
         (after_call("{"), "messages[1].tool_calls[0].function.arguments"),

@@ -16,7 +16,6 @@ from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_prompt import render_chat
-from paceline_services.gateway.openai.forced_calls import forced_calls
 from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER
 from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
 from paceline_services.gateway.openai.prompt_encoding import (
@@ -26,6 +25,7 @@ from paceline_services.gateway.openai.prompt_encoding import (
     encode,
     encode_prompts,
 )
+from paceline_services.gateway.openai.tool_choice import forced_grammar
 from paceline_services.gateway.served_model import ServedModel
 
 SESSION_HEADER = "x-session-id"
@@ -46,8 +46,8 @@ async def build_requests(
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        forced = forced_calls(body, model) if isinstance(body, ChatBody) else None
-        grammar = await model.grammars.grammar_of(body, forced)
+        forced = await forced_grammar(body, model) if isinstance(body, ChatBody) else ""
+        grammar = forced or await model.grammars.grammar_of(body)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         sampling = build_sampling(body, description, grammar, bad_words)
         prompts, parsing = await _encode(body, model, description.max_model_len)

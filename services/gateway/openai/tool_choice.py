@@ -1,0 +1,36 @@
+"""Calls that a request forces on the model: `tool_choice` is `required` or names a function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paceline_services.gateway.api_errors import InvalidRequestError
+from paceline_services.gateway.openai.bodies import ChatBody
+from paceline_services.gateway.openai.output_parsing import tool_format
+from paceline_services.gateway.openai.tool_bodies import NamedToolChoice
+from paceline_services.gateway.served_model import ServedModel
+
+
+async def forced_grammar(body: ChatBody, model: ServedModel) -> str:
+    """The grammar of the calls that the request forces on the model; "": it forces none.
+
+    Raises `InvalidRequestError` or `OverloadedError`.
+    """
+    form, tools = tool_format(body, model), forced_tools(body)
+    if form is None or not tools:
+        return ""
+    text_format = body.response_format if body.response_format and body.response_format.type != "text" else None
+    if body.structured_outputs or text_format:
+        message = "tool_choice: a forced call and a format of the text cannot both say what the output must be"
+        raise InvalidRequestError(message, param="tool_choice")
+    message = f"tool_choice: calls of {', '.join(tools)} cannot be forced yet, only auto and none are supported"
+    raise InvalidRequestError(message, param="tool_choice")
+
+
+def forced_tools(body: ChatBody) -> dict[str, dict[str, Any]]:
+    """By name, the schemas of the functions one of which the model must call; empty: it need not call any."""
+    if body.tool_choice in (None, "auto"):
+        return {}
+    named = body.tool_choice.function.name if isinstance(body.tool_choice, NamedToolChoice) else None
+    functions = [tool.function for tool in body.offered_tools if named in (None, tool.function.name)]
+    return {function.name: function.parameters or {} for function in functions}
