@@ -113,6 +113,7 @@ SHAPES: dict[str, Schema] = {
     "grpcPort": PORT,
     "metricsPort": PORT,
     "maxQueue": AT_LEAST_ONE,
+    "storedResponseMb": AT_LEAST_ONE,
     "hangSeconds": AT_LEAST_ONE,
     "maxReplicas": AT_LEAST_ONE,
     "minReplicas": AT_LEAST_ONE,

@@ -13,11 +13,12 @@ from paceline.parsing import Event, OutputParser
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; `stop` and `length` as in OpenAI's API."""
+    """Why a request ended; `stop` and `length` as in OpenAI's API, `abort` as in vLLM's."""
 
     STOP = "stop"
     LENGTH = "length"
-    CANCELLED = "cancelled"
+    CANCELLED = "abort"
+    """The client has ended the request."""
     ERROR = "error"
 
 
@@ -59,6 +60,8 @@ class GenerationRequest:
     """Special tokens that reach the parser as text, whatever `skip_special_tokens` is."""
     eos_token_ids: Sequence[int] = ()
     """Stop tokens that the model brought and the client did not name: `stop_reason` does not report them."""
+    client_request_id: str = ""
+    """The id that the client chose for the API request; "": none."""
 
     @property
     def tokens(self) -> list[int]:

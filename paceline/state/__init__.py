@@ -1,10 +1,11 @@
-"""State shared by the services: the registry of workers, and how many draft tokens are accepted.
+"""State shared by the services: the registry of workers, how many draft tokens are accepted, and finished responses.
 
 It lives in Redis, or in the memory of one process. Its loss disturbs no running request: see `RedisAvailability`.
 """
 
 from paceline.state.acceptance import AcceptanceCounts, AcceptanceStore, RequestAcceptance
 from paceline.state.acceptance_recorder import AcceptanceRecorder
+from paceline.state.response_store import ResponseLimits, ResponseStore
 from paceline.state.state_errors import StateError, StateUnavailableError
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registration import WorkerRegistration
@@ -17,6 +18,8 @@ __all__ = [
     "AcceptanceStore",
     "RegisteredWorker",
     "RequestAcceptance",
+    "ResponseLimits",
+    "ResponseStore",
     "StateError",
     "StateStore",
     "StateUnavailableError",

@@ -30,7 +30,7 @@ class GatewayMetrics:
         histogram_quantile(0.99, rate(paceline_time_to_first_token_seconds_bucket[5m]))
     Output tokens per second: rate(paceline_generation_tokens_total[1m])
     Responses with a server error, probes excluded:
-        rate(paceline_requests_total{endpoint!~"/health|/metrics|/version",status=~"5..|INTERNAL|UNAVAILABLE"}[5m])
+        rate(paceline_requests_total{endpoint!~"/health|/live|/metrics|/ready|/version",status=~"5..|INTERNAL|UNAVAILABLE"}[5m])
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:

@@ -96,7 +96,7 @@ class TargetLink:
             del self._streams[submission.request_id]
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request: its iterator ends with the finish reason `cancelled`."""
+        """Cancel a request: its iterator ends with the finish reason CANCELLED."""
         if request_id in self._streams:
             self._send(pb.SubmitFrame(cancels=[pb.SubmitFrame.Cancel(request_id=request_id)]))
 

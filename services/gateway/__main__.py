@@ -14,11 +14,14 @@ from pathlib import Path
 from paceline.model_names import served_name
 from paceline.parsing.output_format import AUTO, NONE, TOOL_FORMATS
 from paceline.parsing.reasoning import REASONING_FORMATS
+from paceline.state.response_store import ResponseLimits
 from paceline.telemetry import logs
 from paceline_services.gateway.admission import AdmissionLimits
 from paceline_services.gateway.server import GatewaySettings, serve
 from paceline_services.service_entrypoint import REDIS_URL_VARIABLE, parse_with_config_file, positive_int, run_service
 from paceline_services.tls_options import add_tls_options, load_certificates, service_certificates
+
+MEGABYTE = 2**20
 
 
 def main() -> int:
@@ -47,6 +50,7 @@ def gateway_settings(options: argparse.Namespace) -> GatewaySettings:
     """The settings that parsed options amount to."""
     return GatewaySettings(
         **{each.name: getattr(options, each.name) for each in fields(GatewaySettings) if hasattr(options, each.name)},
+        stored_responses=ResponseLimits(options.stored_response_s, options.stored_response_mb * MEGABYTE),
         limits=AdmissionLimits(**{each.name: getattr(options, each.name) for each in fields(AdmissionLimits)}),
         edge_tls=load_certificates({"ssl_certfile": options.ssl_certfile, "ssl_keyfile": options.ssl_keyfile}),
         tls=service_certificates(options),
@@ -78,7 +82,7 @@ def _aliases(given: Sequence[str], names: Collection[str]) -> dict[str, str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    limits = AdmissionLimits()
+    limits, responses = AdmissionLimits(), ResponseLimits()
     parser = argparse.ArgumentParser(
         prog="paceline gateway",
         description="OpenAI's HTTP API and gRPC in front of target workers.",
@@ -127,6 +131,18 @@ def _parser() -> argparse.ArgumentParser:
         choices=(AUTO, NONE, *REASONING_FORMATS),
         default=AUTO,
         help="how the models mark their reasoning; auto: as each chat template shows",
+    )
+    add(
+        "--stored-response-s",
+        type=float,
+        default=responses.ttl_s,
+        help="keep finished responses so long for previous_response_id; 0: keep none",
+    )
+    add(
+        "--stored-response-mb",
+        type=positive_int,
+        default=responses.max_bytes // MEGABYTE,
+        help="most megabytes of kept responses, in Redis",
     )
     add("--ssl-certfile", type=Path, metavar="FILE", help="certificate for clients: HTTPS, and TLS for gRPC")
     add("--ssl-keyfile", type=Path, metavar="FILE", help="its private key")

@@ -44,6 +44,15 @@ class ModelDirectory:
             raise UnknownModelError(name, self._models)
         return self._names[name]
 
+    def aliases_of(self, name: str) -> list[str]:
+        """Further names of a model."""
+        return [alias for alias, model in self._names.items() if model.model == name != alias]
+
+    def abort(self, client: str, id_: str) -> bool:
+        """End a client's running requests: see `RunningRequests.abort`. Returns whether there was one."""
+        found = [model.running.abort(client, id_) for model in self]
+        return any(found)
+
     def check_capacity(self) -> None:
         """Check, before a request is read, whether any model admits one more. Raises `OverloadedError` if none does."""
         errors = []

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage
+from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Usage
 from paceline.output_processor import OutputProcessor
 from paceline.parsing.output_format import OutputFormat
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -18,6 +18,7 @@ from paceline_services.gateway.api_errors import RetryLaterError, UnavailableErr
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.failover import FailoverRequest
 from paceline_services.gateway.routing.fleet import Fleet
+from paceline_services.gateway.running_requests import RunningRequests
 from paceline_services.gateway.structured_output import GrammarChecks
 
 FINAL_STATS_TIMEOUT_S = 2.0
@@ -37,6 +38,7 @@ class ServedModel:
     output_format: OutputFormat = field(default_factory=OutputFormat)
     """How the model writes reasoning and tool calls."""
     created: int = field(default_factory=lambda: int(time.time()))
+    running: RunningRequests = field(default_factory=RunningRequests)
     queue: AdmissionQueue = field(init=False)
 
     def __post_init__(self) -> None:
@@ -111,22 +113,29 @@ class ServedModel:
     ) -> AsyncGenerator[tuple[int, Delta]]:
         """The deltas of several completions as they come, each with its request's index. The first error ends all.
 
+        If `running` aborts the request, each completion ends with the finish reason CANCELLED and without statistics.
         Raises an `ApiError` if one of the requests cannot be served, or if they exceed a limit.
         """
         with self.counting_rejections():
             self.description()
             self.queue.acquire(len(requests))
-        held = len(requests)
+        tokens = dict.fromkeys(range(len(requests)), 0)
+        """Output tokens of each completion that has not ended."""
         try:
-            outputs = [self.generate(request, client) for request in requests]
-            async with aclosing(_single(outputs[0]) if len(outputs) == 1 else interleaved(outputs)) as deltas:
-                async for index, delta in deltas:
-                    yield index, delta
-                    if delta.finish_reason is not None:
-                        held -= 1
-                        self.queue.release(1)
+            with self.running.track(client.name, requests[0].group, requests[0].client_request_id) as running:
+                outputs = [self.generate(request, client) for request in requests]
+                async with aclosing(_single(outputs[0]) if len(outputs) == 1 else interleaved(outputs)) as deltas:
+                    while (item := await running.next(deltas)) is not None:
+                        index, delta = item
+                        tokens[index] += len(delta.tokens)
+                        yield index, delta
+                        if delta.finish_reason is not None:
+                            del tokens[index]
+                            self.queue.release(1)
+            for index, count in tokens.items():
+                yield index, _aborted(requests[index], count)
         finally:
-            self.queue.release(held)
+            self.queue.release(len(tokens))
 
     @contextmanager
     def counting_rejections(self) -> Iterator[None]:
@@ -146,6 +155,12 @@ async def _add_final_stats(last: Delta, deltas: AsyncGenerator[Delta]) -> None:
                 last.speculation, last.timings = delta.speculation, delta.timings
                 cached = delta.usage.cached_tokens if delta.usage else 0
                 last.usage = replace(last.usage or Usage(0, 0), cached_tokens=cached)
+
+
+def _aborted(request: GenerationRequest, tokens: int) -> Delta:
+    """The last delta of a completion that its client ends after so many tokens."""
+    usage = Usage(len(request.prompt), tokens)
+    return Delta(request.request_id, finish_reason=FinishReason.CANCELLED, usage=usage)
 
 
 async def _single(deltas: AsyncGenerator[Delta]) -> AsyncGenerator[tuple[int, Delta]]:

@@ -9,8 +9,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from prometheus_client import CollectorRegistry
@@ -19,6 +20,7 @@ from starlette.types import ASGIApp
 from paceline.api_keys import KeyFileError
 from paceline.launcher import StartError
 from paceline.parsing.output_format import AUTO, OutputFormat, choose_format
+from paceline.state.response_store import ResponseLimits
 from paceline.state.state_store import StateStore, open_store
 from paceline.state.worker_registry import WorkerRecord
 from paceline.telemetry.gateway_metrics import GatewayMetrics
@@ -32,6 +34,8 @@ from paceline_services.gateway.grpc.inference_servicer import create_server
 from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.connection_limits import LimitedHttpProtocol
 from paceline_services.gateway.openai.http_app import create_app
+from paceline_services.gateway.responses.response_history import ResponseHistory
+from paceline_services.gateway.responses.response_routes import add_responses
 from paceline_services.gateway.routing.fleet import open_fleet
 from paceline_services.gateway.served_model import ServedModel
 from paceline_services.gateway.structured_output import GrammarChecks
@@ -67,11 +71,25 @@ class GatewaySettings:
     """How the models write tool calls: a name of `TOOL_FORMATS`; auto: as each chat template shows; or none."""
     reasoning_parser: str = AUTO
     """The same for reasoning: a name of `REASONING_FORMATS`, auto or none."""
+    stored_responses: ResponseLimits = field(default_factory=ResponseLimits)
+    """Of the finished responses that are kept for `previous_response_id`. With a time to live of 0 none is."""
     edge_tls: Certificates | None = None
     """For clients; None: HTTP and gRPC are in plain text."""
     tls: Certificates | None = None
     """For targets and Redis."""
     worker_id: str = field(default_factory=lambda: f"gateway-{secrets.token_hex(3)}")
+
+    @property
+    def public(self) -> dict[str, Any]:
+        """The options as JSON, without files and paths: of these only whether they are given."""
+        shown = ("host", "port", "grpc_port", "drain_s", "worker_id", "tool_call_parser", "reasoning_parser")
+        given = {name: getattr(self, name) is not None for name in ("api_keys", "edge_tls", "tls")}
+        others = {
+            "aliases": dict(self.aliases),
+            "allow_origin": list(self.allow_origin),
+            "stored_responses": asdict(self.stored_responses),
+        }
+        return {name: getattr(self, name) for name in shown} | given | others | asdict(self.limits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +102,10 @@ class Addresses:
 
 async def serve(settings: GatewaySettings, redis_url: str | None, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises the errors that `service_entrypoint.run_service` reports in one line."""
-    async with open_store(redis_url, tls=settings.tls) as store, running(settings, store) as (models, addresses):
+    async with (
+        open_store(redis_url, tls=settings.tls, responses=settings.stored_responses) as store,
+        running(settings, store) as (models, addresses),
+    ):
         scheme = "https" if settings.edge_tls else "http"
         log.info("gateway ready on %s://%s", scheme, addresses.http, extra={"grpc": addresses.grpc})
         await stop.wait()
@@ -102,8 +123,9 @@ async def running(settings: GatewaySettings, store: StateStore) -> AsyncIterator
         authenticator = _authenticator(settings, metrics)
         models = await _open_models(tokenizers, settings, store, metrics, stack)
         grpc_server = await stack.enter_async_context(_grpc_server(settings, models, authenticator))
-        app = create_app(models, registry, authenticator, settings.allow_origin)
+        app = create_app(models, registry, authenticator, settings.allow_origin, settings.public)
         add_messages_api(app, models)
+        add_responses(app, models, ResponseHistory(store, enabled=settings.stored_responses.ttl_s > 0))
         await stack.enter_async_context(_http_server(app, listener, settings.edge_tls))
         addresses = Addresses(f"{settings.host}:{listener.getsockname()[1]}", grpc_server.address)
         record = _record(settings.worker_id, addresses, models)

@@ -120,7 +120,7 @@ def test_alerts_that_would_always_fire_with_vllm_are_left_out() -> None:
     [
         ("/v1/completions", {"200": False, "429": False, "500": True, "503": True}),
         ("Generate", {"OK": False, "RESOURCE_EXHAUSTED": False, "UNAVAILABLE": True, "INTERNAL": True}),
-        *((probe, {"503": False}) for probe in ("/health", "/metrics", "/version")),
+        *((probe, {"503": False}) for probe in ("/health", "/live", "/metrics", "/ready", "/version")),
     ],
 )
 def test_error_alerts_count_client_requests_only(endpoint: str, statuses: dict[str, bool]) -> None:

@@ -291,6 +291,11 @@ class Stack:
     async def metrics(self) -> str:
         return (await self.http.get("/metrics")).text
 
+    async def first_tokens(self) -> None:
+        """Wait until the gateway has tokens of every request that is at a target."""
+        targets = self.model.fleet.targets.values()
+        await until(lambda: not any(target.without_first_token for target in targets))
+
     async def idle(self) -> None:
         """Wait until no completion is under way."""
         await until(lambda: not (self.model.queue.in_flight or self.model.fleet.in_flight))

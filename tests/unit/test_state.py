@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager
 
 import pytest
 from redis import Redis as BlockingRedis
@@ -16,7 +17,15 @@ from redis.asyncio import Redis
 
 from paceline.core.messages import SpeculationStats
 from paceline.core.policy.calibration import Calibration
-from paceline.state import AcceptanceCounts, RequestAcceptance, StateError, StateStore, WorkerRecord, open_store
+from paceline.state import (
+    AcceptanceCounts,
+    RequestAcceptance,
+    ResponseLimits,
+    StateError,
+    StateStore,
+    WorkerRecord,
+    open_store,
+)
 from paceline.state.acceptance_recorder import MAX_PENDING_REQUESTS
 from paceline.state.embedded_redis import EmbeddedRedis
 from tests.helpers.waiting import eventually
@@ -235,6 +244,83 @@ async def test_a_recorder_drops_the_oldest_of_too_many_requests(redis_store: Sta
             recorder.save(running(str(number)))
     assert not await redis.exists("paceline:request:0")
     assert await redis.exists("paceline:request:1")
+
+
+class Opener:
+    """Opens a store of responses with limits: in memory, or in Redis."""
+
+    def __init__(self, url: str | None) -> None:
+        self._url = url
+
+    def __call__(self, ttl_s: float = 60.0, max_bytes: int = 100) -> AbstractAsyncContextManager[StateStore]:
+        return open_store(self._url, responses=ResponseLimits(ttl_s, max_bytes))
+
+
+@pytest.fixture(params=["memory", "redis"])
+def keeping(request: pytest.FixtureRequest, redis_url: str, redis: Redis) -> Opener:
+    return Opener(None if request.param == "memory" else redis_url)
+
+
+async def test_a_client_has_its_own_responses_only(keeping: Opener) -> None:
+    """Whatever the names: `a:b` is another client than `a`, and no client is one, too."""
+    clients = ["", "a", "a:b"]
+    async with keeping() as store:
+        responses = store.responses
+        for client in clients:
+            await responses.save(client, "b:1", f"record of {client}")
+            await responses.save(client, "b:1", f"newer record of {client}")
+        assert [await responses.load(client, "b:1") for client in clients] == [f"newer record of {c}" for c in clients]
+        assert await responses.load("a", "1") is await responses.load("a:b", "1") is None
+        assert await responses.delete("a", "b:1")
+        assert not await responses.delete("a", "b:1")
+        assert [await responses.load(client, "b:1") is None for client in clients] == [False, True, False]
+
+
+async def test_responses_expire_and_their_bytes_are_free_again(keeping: Opener) -> None:
+    async with keeping(ttl_s=0.2) as store:
+        await store.responses.save("a", "old", "x" * 40)
+
+        async def expired() -> bool:
+            return await store.responses.load("a", "old") is None
+
+        await eventually(expired)
+        assert not await store.responses.delete("a", "old")
+        await store.responses.save("b", "1", "x" * 50)
+        await store.responses.save("b", "2", "x" * 50)
+        assert await store.responses.load("b", "1"), "`a` has nothing left that counts"
+
+
+async def test_the_client_with_the_most_bytes_loses_its_oldest_responses(keeping: Opener) -> None:
+    """Bytes of UTF-8, not characters. What was deleted or replaced does not count."""
+    async with keeping() as store:
+        responses = store.responses
+
+        async def kept() -> list[str]:
+            named = [("modest", "1"), *(("greedy", str(number)) for number in range(5))]
+            return [f"{client} {id_}" for client, id_ in named if await responses.load(client, id_)]
+
+        await responses.save("modest", "1", "x" * 30)
+        for number in range(4):
+            await responses.save("greedy", str(number), "é" * 10)
+        assert await kept() == ["modest 1", "greedy 1", "greedy 2", "greedy 3"]
+        await responses.delete("greedy", "2")
+        await responses.save("greedy", "3", "y" * 20)
+        await responses.save("greedy", "4", "x" * 20)
+        assert await kept() == ["modest 1", "greedy 1", "greedy 3", "greedy 4"]
+        await responses.save("modest", "2", "x" * 101)
+        assert await responses.load("modest", "2") is None, "no store keeps more than its limit"
+        assert await kept() == ["greedy 1", "greedy 3", "greedy 4"]
+
+
+async def test_the_books_of_responses_are_empty_when_the_responses_are(redis_url: str, redis: Redis) -> None:
+    async with Opener(redis_url)() as store:
+        for number in range(20):
+            await store.responses.save("a", str(number), "x" * 30)
+        assert await redis.hgetall("paceline:response_bytes") == {"a": "90"}  # type: ignore[misc]
+        assert await redis.zcard("paceline:responses:a") == 3
+        for number in range(17, 20):
+            await store.responses.delete("a", str(number))
+        assert await redis.keys() == []
 
 
 @pytest.mark.parametrize(

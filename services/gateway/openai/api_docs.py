@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any
 
@@ -19,6 +19,7 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
+from paceline_services.gateway.openai.operations import AbortBody
 
 Json = dict[str, Any]
 
@@ -35,7 +36,7 @@ def list_of(item: Json) -> Json:
     return {"type": "array", "items": item}
 
 
-FINISH: Json = {"enum": ["stop", "length", "tool_calls", "error", None]}
+FINISH: Json = {"enum": ["stop", "length", "tool_calls", "error", "abort", None]}
 USAGE = object_of(
     prompt_tokens=NUMBER,
     completion_tokens=NUMBER,
@@ -68,8 +69,13 @@ RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Prompt": object_of(prompt=TEXT),
     "Health": object_of(status=TEXT),
     "Version": object_of(version=TEXT),
+    "Load": object_of(server_load=NUMBER, num_waiting_reqs={"type": "number"}),
+    "ServerInfo": object_of(version=TEXT, models=list_of({"type": "object"}), options={"type": "object"}),
+    "Aborted": object_of(aborted=list_of(TEXT)),
 }
-ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] = {
+Routes = Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]]
+"""By method and path: the bodies, the response schema, and a summary."""
+ROUTES: Routes = {
     ("post", "/v1/completions"): ((CompletionBody,), "Completion", "Continue prompts."),
     ("post", "/v1/chat/completions"): ((ChatBody,), "ChatCompletion", "Continue a conversation."),
     ("get", "/v1/models"): ((), "Models", "What is served."),
@@ -77,9 +83,13 @@ ROUTES: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]] =
     ("post", "/tokenize"): ((TokenizeTextBody, TokenizeChatBody), "Tokens", "A text or a conversation as token ids."),
     ("post", "/detokenize"): ((DetokenizeBody,), "Prompt", "Token ids as text."),
     ("get", "/health"): ((), "Health", "200 while requests would be served."),
+    ("get", "/ready"): ((), "Health", "As `/health`."),
+    ("get", "/live"): ((), "Health", "200 while the gateway runs."),
     ("get", "/version"): ((), "Version", "Of Paceline."),
+    ("get", "/load"): ((), "Load", "Completions that are being generated, and those of them without a first token."),
+    ("get", "/server_info"): ((), "ServerInfo", "Models and options of this gateway."),
+    ("post", "/abort_requests"): ((AbortBody,), "Aborted", "End running requests of the same API key."),
 }
-"""By method and path: the bodies, the response schema, and a summary."""
 STREAMS = ("/v1/completions", "/v1/chat/completions")
 PREFIX = "#/components/schemas/"
 
@@ -88,14 +98,15 @@ PREFIX = "#/components/schemas/"
 class ApiDescription:
     """The routes of one API, and what its responses look like."""
 
-    routes: Mapping[tuple[str, str], tuple[tuple[type[BaseModel], ...], str, str]]
-    """By method and path: the bodies, the response schema, and a summary."""
+    routes: Routes
     schemas: Mapping[str, Json]
     """Of responses, by name."""
     streams: Collection[str]
     """Paths whose response may be a stream."""
     error: str = "Error"
     """The schema of its errors."""
+    parameters: Mapping[tuple[str, str], Sequence[Json]] = field(default_factory=dict)
+    """By method and path: the parameters of the query, as OpenAPI has them."""
 
 
 def add_api_docs(app: FastAPI) -> None:
@@ -130,6 +141,8 @@ def _add_description(schema: Json, api: ApiDescription) -> None:
     for (method, path), (bodies, answer, about) in api.routes.items():
         operation = schema["paths"][path][method]
         operation["summary"] = about
+        if query := api.parameters.get((method, path)):
+            operation["parameters"] = [*operation.get("parameters", []), *query]
         operation["responses"] = {
             "200": {"description": about, "content": _content(answer, streams=path in api.streams)},
             "4XX": {"description": "What is wrong with the request.", "content": _content(api.error)},

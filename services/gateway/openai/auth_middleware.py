@@ -19,7 +19,7 @@ from paceline_services.gateway.openai.http_metrics import CLIENT, REQUEST_ID_HEA
 from paceline_services.gateway.openai.server_sent_event import encode_json
 
 ANY_ORIGIN = "*"
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
+OPEN_PATHS = frozenset({"/health", "/live", "/metrics", "/ready", "/version"})
 """For probes and Prometheus, which have no keys. vLLM leaves these open, too."""
 
 

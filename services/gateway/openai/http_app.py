@@ -1,13 +1,14 @@
-"""The HTTP API: OpenAI's routes, and vLLM's `/tokenize` and `/detokenize`."""
+"""The HTTP API: OpenAI's completions and models, vLLM's `/tokenize` and `/detokenize`, and the operators' routes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
+from types import MappingProxyType
 from typing import Any
 
 from fastapi import FastAPI, Request
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic_core import from_json
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
@@ -38,6 +39,7 @@ from paceline_services.gateway.openai.http_metrics import (
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
+from paceline_services.gateway.openai.operations import add_operations
 from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
@@ -45,9 +47,16 @@ from paceline_services.gateway.served_model import ServedModel
 
 
 def create_app(
-    models: ModelDirectory, registry: CollectorRegistry, authenticator: Authenticator, origins: Sequence[str] = ()
+    models: ModelDirectory,
+    registry: CollectorRegistry,
+    authenticator: Authenticator,
+    origins: Sequence[str] = (),
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> FastAPI:
-    """The application. `/metrics` shows what `registry` holds. `origins`: sites whose pages may use it."""
+    """The application. `/metrics` shows what `registry` holds, `/server_info` shows `options`.
+
+    `origins`: sites whose pages may use it.
+    """
     app = FastAPI(title="Paceline", version=paceline.__version__, docs_url=None, redoc_url=None)
     app.add_middleware(AuthMiddleware, models, authenticator, origins)
     if origins:
@@ -63,7 +72,7 @@ def create_app(
     _add_generation(app, models, "/v1/chat/completions", "chat_completions", ChatBody, ChatCompletionResponse)
     _add_models(app, models)
     _add_tokens(app, models)
-    _add_operations(app, models, registry)
+    add_operations(app, models, registry, options)
     add_api_docs(app)
     return app
 
@@ -124,22 +133,6 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
             len(body.tokens), lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False)
         )
         return JsonResponse({"prompt": await decoded})
-
-
-def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry) -> None:
-    @app.get("/health")
-    async def health() -> Response:
-        """200 only while requests can be served."""
-        models.check_available()
-        return JsonResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/version")
-    async def version() -> Response:
-        return JsonResponse({"version": paceline.__version__})
 
 
 async def _chunks(

@@ -17,6 +17,7 @@ from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.openai.http_metrics import REQUEST_ID_HEADER
 from paceline_services.gateway.openai.output_parsing import OutputParsing, output_parsing
 from paceline_services.gateway.openai.prompt_encoding import (
     bad_word_tokens,
@@ -67,6 +68,7 @@ async def build_requests(
         parser=parsing.parser,
         shown_tokens=parsing.shown_tokens,
         eos_token_ids=_eos_token_ids(body, description),
+        client_request_id=headers.get(REQUEST_ID_HEADER, ""),
     )
     return [
         request

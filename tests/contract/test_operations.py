@@ -1,0 +1,159 @@
+"""The operators' routes: probes, load, what is served, and the end of running requests."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+import paceline
+from paceline.api_keys import ApiKey, KeyFile, digest, write
+from tests.helpers.openai_stack import MODEL, Stack, counts, open_stack
+from tests.helpers.waiting import until
+
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "x", "max_tokens": 60},
+    "/v1/chat/completions": CHAT,
+    "/v1/responses": {"input": "x"},
+    "/v1/messages": {**CHAT, "model": MODEL, "max_tokens": 60},
+}
+NAMES = ("alice", "bob")
+ALICE, BOB = ({"authorization": f"Bearer {name}"} for name in NAMES)
+
+
+async def held(
+    stack: Stack, path: str, headers: dict[str, str] | None = None, *, begun: bool = True, **fields: Any
+) -> asyncio.Task[httpx.Response]:
+    """A request that its target holds, after some tokens or before any."""
+    decoder, asked = stack.decoder, len(stack.decoder.requests)
+    if begun:
+        decoder.hold_after = 4
+    else:
+        decoder.gate.clear()
+    asking = asyncio.create_task(stack.http.post(path, json=BODIES[path] | fields, headers=headers))
+    await until(lambda: len(decoder.requests) > asked and not decoder.gate.is_set())
+    if begun:
+        await stack.first_tokens()
+    return asking
+
+
+async def abort(stack: Stack, *ids: str, headers: dict[str, str] | None = None) -> list[str]:
+    """The ids of requests that were ended."""
+    answer = await stack.http.post("/abort_requests", json={"request_ids": list(ids)}, headers=headers)
+    assert answer.status_code == 200, answer.text
+    return list(answer.json()["aborted"])
+
+
+async def test_probes() -> None:
+    """A gateway lives without a target, but is not ready."""
+    async with open_stack() as stack:
+        assert (await stack.http.get("/live")).status_code == 200
+        assert (await stack.http.get("/ready")).status_code == 503
+        await stack.add_target(counts)
+        assert (await stack.http.get("/ready")).json() == {"status": "ok"}
+
+
+async def test_load_counts_what_runs_and_what_waits() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        assert (await stack.http.get("/load")).json() == {"server_load": 0, "num_waiting_reqs": 0}
+        asking = await held(stack, "/v1/completions", begun=False, n=3)
+        await until(lambda: len(stack.decoder.requests) == 3)
+        assert (await stack.http.get("/load")).json() == {"server_load": 3, "num_waiting_reqs": 3}
+        stack.decoder.gate.set()
+        assert (await asking).status_code == 200
+        assert (await stack.http.get("/load")).json()["server_load"] == 0
+
+
+async def test_server_info_has_options_and_no_secrets(tmp_path: Path) -> None:
+    file = tmp_path / "secret-place" / "keys.json"
+    file.parent.mkdir()
+    write(file, KeyFile(keys=(ApiKey(name="alice", sha256=digest("alice")),)))
+    async with open_stack(
+        counts, api_keys=file, aliases={"small": MODEL}, tool_call_parser="hermes", reasoning_parser="none"
+    ) as stack:
+        answer = await stack.http.get("/server_info", headers=ALICE)
+        info = answer.json()
+        assert info["version"] == paceline.__version__
+        [model] = info["models"]
+        assert (model["id"], model["aliases"], model["max_model_len"], model["targets_up"]) == (
+            MODEL,
+            ["small"],
+            128,
+            1,
+        )
+        assert (model["tool_call_parser"], model["reasoning_parser"]) == ("hermes", None)
+        assert (info["options"]["api_keys"], info["options"]["tls"]) == (True, False)
+        assert info["options"]["max_in_flight"] == 1024
+        for secret in ("secret-place", digest("alice")):
+            assert secret not in answer.text
+
+
+@pytest.mark.parametrize("begun", [True, False], ids=["with tokens", "before the first token"])
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_request_ends_early_by_the_name_that_its_client_chose(path: str, begun: bool) -> None:
+    """Its own response has what was generated; the target is told; everything is freed."""
+    async with open_stack(counts, burst=1) as stack:
+        asking = await held(stack, path, {"x-request-id": "job-7"}, begun=begun)
+        assert await abort(stack, "job-8", "job-7") == ["job-7"]
+        answer = await asking
+        assert answer.status_code == 200
+        assert await stack.decoder.cancelled.get()
+        await stack.idle()
+        usage = answer.json()["usage"]
+        assert usage.get("completion_tokens", usage.get("output_tokens")) in (range(1, 5) if begun else [0])
+        assert await abort(stack, "job-7") == [], "it runs no more"
+
+
+async def test_all_choices_end_and_say_why() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        asking = await held(stack, "/v1/completions", {"x-request-id": "a"}, begun=False, n=2)
+        await abort(stack, "a")
+        choices = (await asking).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["abort", "abort"]
+
+
+async def test_a_stream_ends_early_by_the_id_of_its_response() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        stack.decoder.hold_after = 2
+        async with stack.streaming(max_tokens=60) as events:
+            first = await anext(events)
+            await until(lambda: not stack.decoder.gate.is_set())
+            assert await abort(stack, first["id"]) == [first["id"]]
+            *_, last = [event async for event in events]
+        assert last["choices"][0]["finish_reason"] == "abort"
+        await stack.decoder.cancelled.get()
+        await stack.idle()
+
+
+async def test_a_client_ends_its_own_requests_only(tmp_path: Path) -> None:
+    write(tmp_path / "keys.json", KeyFile(keys=tuple(ApiKey(name=name, sha256=digest(name)) for name in NAMES)))
+    async with open_stack(counts, burst=1, api_keys=tmp_path / "keys.json") as stack:
+        asking = await held(stack, "/v1/completions", ALICE | {"x-request-id": "a"})
+        group = stack.decoder.requests[-1].group
+        for id_ in ("a", group, f"cmpl-{group}"):
+            assert await abort(stack, id_, headers=BOB) == []
+        assert await abort(stack, group, headers=ALICE) == [group]
+        assert (await asking).json()["choices"][0]["finish_reason"] == "abort"
+
+
+async def test_a_client_that_leaves_at_the_moment_of_the_abort_frees_everything() -> None:
+    async with open_stack(counts, burst=1) as stack:
+        for _ in range(5):
+            asking = await held(stack, "/v1/completions", {"x-request-id": "a"})
+            aborting = asyncio.create_task(abort(stack, "a"))
+            asking.cancel()
+            await aborting
+            await stack.decoder.cancelled.get()
+            await stack.idle()
+            stack.decoder.gate.set()
+
+
+@pytest.mark.parametrize("body", [{}, {"request_ids": []}, {"request_ids": [""]}, {"request_ids": "a"}, {"ids": ["a"]}])
+async def test_an_abort_without_ids_is_refused(body: dict[str, Any]) -> None:
+    """vLLM ends everything then; here other clients' requests run, too."""
+    async with open_stack(counts) as stack:
+        assert (await stack.http.post("/abort_requests", json=body)).status_code == 400
