@@ -36,10 +36,13 @@ class SamplingParams(Settings):
         description="grammar of the output, as `paceline.grammar` writes it; empty: none",
     )
     min_tokens: int = Field(0, ge=0)
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0, description="0: the prompt is computed, and no token is drawn")
     seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="how many of the most probable tokens to report at each position of the prompt"
+    )
 
     @field_validator("top_k")
     @classmethod

@@ -39,7 +39,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.messages import LogProbs
 from paceline.grammar.grammar_state import GrammarState
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -298,25 +297,7 @@ def is_finite(logits_RV: Tensor) -> bool:
     return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # large finite logits may sum to infinity
 
 
-def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
-    """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
-
-    They are the model's own, before masks, penalties, temperature and filters, as vLLM's `raw_logprobs`. Among equals
-    the lowest ids come first.
-    """
-    log_probs_RV = _log_softmax(logits_RV)
-    # Not topk: among equals it takes any.
-    values_RV, ids_RV = log_probs_RV.sort(dim=-1, descending=True, stable=True)
-    drawn_R = log_probs_RV.gather(-1, torch.tensor(tokens, device=log_probs_RV.device)[:, None])[:, 0]
-    return [
-        LogProbs(drawn, list(zip(ids, values, strict=True)))
-        for drawn, ids, values in zip(
-            drawn_R.tolist(), ids_RV[:, :top].tolist(), values_RV[:, :top].tolist(), strict=True
-        )
-    ]
-
-
-def _log_softmax(logits_RV: Tensor) -> Tensor:
+def log_softmax(logits_RV: Tensor) -> Tensor:
     """In float32. Rows are padded so that each is aligned: a GPU sums unaligned rows in another order."""
     vocabulary = logits_RV.shape[-1]
     padded = F.pad(logits_RV.float(), (0, -vocabulary % VECTOR), value=MASKED)
@@ -489,7 +470,7 @@ def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
     """
     # Not logsumexp: it splits a single long row among threads, so the order of summation would depend on the other
     # rows. Sums of integers are the same in any order.
-    largest_R1 = _log_softmax(logits_RV).amax(-1, keepdim=True)
+    largest_R1 = log_softmax(logits_RV).amax(-1, keepdim=True)
     enough = math.ceil(top_p * TOP_P_UNITS)
     for candidates in (64, 512, logits_RV.shape[-1]):
         values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values

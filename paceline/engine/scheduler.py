@@ -26,6 +26,8 @@ from paceline.model.rows import Row
 
 GRAMMAR_WAIT_S = 0.01
 """How long an idle step waits for a grammar."""
+MAX_SCORED_ROWS = 256
+"""Rows that score prompts in one step: each has a logit for every token of the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -39,9 +41,20 @@ class ScheduledRequest:
     slots: list[int] = field(default_factory=list)
 
     @property
-    def samples(self) -> bool:
-        """Whether the root is run, so that the target draws."""
+    def complete(self) -> bool:
+        """Whether the root is run."""
         return self.stop == len(self.request.tokens)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the target draws: the root is run, and the request wants output."""
+        return self.complete and self.request.max_tokens > 0
+
+    @property
+    def scored_rows(self) -> range:
+        """The tokens whose rows score the token after them."""
+        wanted = self.request.rows_to_score
+        return range(max(self.start, wanted.start), min(self.stop, wanted.stop))
 
     def model_rows(self) -> list[Row]:
         """The rows of the tokens, then of the nodes."""
@@ -77,6 +90,8 @@ class Scheduler:
         self.preemptions = 0
         self.best_unverified = 0.0
         """Path probability of the best node that the last step had no row for."""
+        self._scored_rows_left = MAX_SCORED_ROWS
+        """Of the step that is being scheduled."""
         self._config = config
         self._cost = cost
 
@@ -101,7 +116,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Give running requests, and as many waiting ones as fit, their next rows and slots."""
         self._preempt_for_fairness()
-        rows = self._config.max_num_batched_rows
+        rows, self._scored_rows_left = self._config.max_num_batched_rows, MAX_SCORED_ROWS
         batch: list[ScheduledRequest] = []
         turn = 0
         while turn < len(self.running):
@@ -159,6 +174,10 @@ class Scheduler:
         """The next missing tokens of a running request. Preempts the youngest request while slots are short."""
         start = len(request.slot_table)
         stop = min(len(request.tokens), start + rows)
+        scored = ScheduledRequest(request, start, stop).scored_rows
+        if len(scored) > self._scored_rows_left:
+            scored = scored[: self._scored_rows_left]
+            stop = scored.stop
         while stop > start:
             try:
                 request.slot_table.slots.extend(self.pool.allocate(stop - start))
@@ -169,6 +188,7 @@ class Scheduler:
                 if victim is request:
                     return None
             else:
+                self._scored_rows_left -= len(scored)
                 return ScheduledRequest(request, start, stop)
         return None
 

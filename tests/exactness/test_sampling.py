@@ -13,13 +13,13 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core import sampling
+from paceline.core.log_probabilities import log_probs
 from paceline.core.sampling import (
     LOWEST_TEMPERATURE,
     History,
     SamplingRow,
     draw,
     gumbel,
-    log_probs,
     noise_bits,
     scores,
     top_scores,
@@ -324,6 +324,7 @@ def test_log_probabilities_are_the_model_s_own() -> None:
         best = probs[row].sort(descending=True, stable=True)
         assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
         assert all(probs[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+        assert found.rank == 1 + best.indices.tolist().index(token)
     (alone,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
     assert (alone.log_prob, list(alone.top)) == (pytest.approx(-math.log(VOCABULARY)), [])
 
@@ -332,8 +333,9 @@ def test_among_equal_log_probabilities_the_lowest_ids_come_first() -> None:
     """Logits in bfloat16 often are equal, and the result must not depend on other rows."""
     logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
     logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
-    for found in log_probs(logits, [0, 0], 20):
+    for found, rank in zip(log_probs(logits, [103, 2], 20), (5 + 4, 5 + 30 + 3), strict=True):
         assert [token for token, _ in found.top] == [*range(4091, 4096), *range(100, 115)]
+        assert found.rank == rank
 
 
 @pytest.mark.parametrize("device", DEVICES)

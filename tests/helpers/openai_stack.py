@@ -25,6 +25,7 @@ from paceline.core.messages import (
     FinishReason,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     TargetDescription,
     Timings,
@@ -32,6 +33,7 @@ from paceline.core.messages import (
 )
 from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
+from paceline.target_features import all_features
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
@@ -122,6 +124,8 @@ class ScriptedDecoder:
         output = output[: stops[0] + 1] if stops else output
         start = len(request.committed)
         await asyncio.sleep(self.first_after_s)
+        if params.prompt_logprobs is not None:
+            await self._score(request, params.prompt_logprobs)
         for at in range(start, max(len(output), start + 1), self._burst):
             await self.gate.wait()
             tokens = output[at : at + self._burst]
@@ -134,13 +138,24 @@ class ScriptedDecoder:
                 delta.stop_token = output[-1] if stops else None
                 delta = self._last(delta, reason, len(request.prompt), len(output))
                 self._tasks.pop(request.request_id)
-            self._deliver(delta)
-            if self.hold_after is not None:
-                self.hold_after -= 1
-                if not self.hold_after:
-                    self.hold_after = None
-                    self.gate.clear()
-            await asyncio.sleep(0)
+            await self._send(delta)
+
+    async def _score(self, request: GenerationRequest, top: int) -> None:
+        """Deltas with the log-probabilities of `burst` tokens of the prompt each."""
+        for start in range(1, len(request.prompt), self._burst):
+            await self.gate.wait()
+            stop = min(start + self._burst, len(request.prompt))
+            entries = [prompt_score(at, request.prompt[at], top) for at in range(start, stop)]
+            await self._send(Delta(request.request_id, prompt_log_probs=[PromptLogProbs(start, entries)]))
+
+    async def _send(self, delta: Delta) -> None:
+        self._deliver(delta)
+        if self.hold_after is not None:
+            self.hold_after -= 1
+            if not self.hold_after:
+                self.hold_after = None
+                self.gate.clear()
+        await asyncio.sleep(0)
 
     def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
         delta.finish_reason = reason
@@ -156,6 +171,12 @@ class ScriptedDecoder:
 
 def log_probs(token: int, top: int) -> LogProbs:
     return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
+def prompt_score(position: int, token: int, top: int) -> LogProbs:
+    """What a scripted target says of a prompt's token: it depends on the position, and the token is not the best."""
+    best = [((token + rank) % 4096, -0.125 * rank) for rank in range(1, top + 1)]
+    return LogProbs(-4.0 - position, best, 10 + position)
 
 
 class Bookkeeper:
@@ -221,10 +242,13 @@ class Stack:
         model: str = MODEL,
         numerics: str = "",
         labels: Sequence[str] = (),
+        features: Sequence[str] | None = None,
     ) -> RunningTarget:
-        """Start a target, and wait until the gateway uses it."""
+        """Start a target, and wait until the gateway uses it. `features`: None: those of this build."""
         worker_id = worker_id or f"target-{len(self.targets)}"
-        target = await start_target(script, burst, worker_id, model=model, numerics=numerics, labels=labels)
+        target = await start_target(
+            script, burst, worker_id, model=model, numerics=numerics, labels=labels, features=features
+        )
         self._exits.push_async_callback(target.die)
         self.targets.append(target)
         await self.store.registry.register(target.record)
@@ -318,10 +342,11 @@ async def start_target(
     port: int = 0,
     numerics: str = "",
     labels: Sequence[str] = (),
+    features: Sequence[str] | None = None,
 ) -> RunningTarget:
-    eos = (EOS,)
+    eos, can = (EOS,), all_features() if features is None else features
     description = TargetDescription(
-        worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics, labels
+        worker_id, model, fingerprint, 4096, CONTEXT, 1000, True, eos, "ngram", numerics, labels, can
     )
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)

@@ -146,7 +146,7 @@ class GenerationBody(SamplingBody):
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(_as_speculative)] = None
     speculation_stats: bool = False
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
-    prompt_logprobs: Unsupported = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     allowed_token_ids: Unsupported = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -179,6 +179,9 @@ class GenerationBody(SamplingBody):
     def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs come with a whole response, not with stream: true"
+            raise InvalidRequestError(message, param="prompt_logprobs")
         return self
 
     @property
@@ -200,6 +203,11 @@ class GenerationBody(SamplingBody):
     def top_log_probs(self) -> int | None:
         """How many alternatives to report for each token; None: no log-probabilities."""
         raise NotImplementedError
+
+    @property
+    def prompt_top_log_probs(self) -> int | None:
+        """As `top_log_probs`, for the tokens of the prompt."""
+        return self.prompt_logprobs
 
 
 class CompletionBody(GenerationBody):
@@ -239,8 +247,6 @@ class CompletionBody(GenerationBody):
     def _possible(self) -> CompletionBody:
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise InvalidRequestError("best_of other than n is not supported", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("logprobs of an echoed prompt are not supported", param="logprobs")
         return self
 
     @property
@@ -250,6 +256,11 @@ class CompletionBody(GenerationBody):
     @property
     def top_log_probs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def prompt_top_log_probs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((each for each in (self.prompt_logprobs, echoed) if each is not None), default=None)
 
 
 class ChatMessage(Body):

@@ -13,7 +13,8 @@ from typing import Any
 
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.openai.bodies import CompletionBody, GenerationBody
-from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs
+from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
+from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs, prompt_log_probs
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -37,6 +38,8 @@ class OpenAIResponse(ABC):
         self._return_token_ids = body.return_token_ids
         self._return_accepted = body.return_accepted
         self._return_logprobs = body.top_log_probs is not None
+        self._prompt_logprobs = body.prompt_logprobs
+        self._choices = body.choices
         self._envelope: Json = {
             "id": f"{self.id_prefix}-{requests[0].group}",
             "object": self.chunk_object,
@@ -47,11 +50,9 @@ class OpenAIResponse(ABC):
 
     def response(self, outputs: Sequence[Delta]) -> Json:
         """The response object, from the whole output of each completion."""
-        entries = []
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
-            end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
-            entries.append(self._entry(index, self.message(index, output.text), output) | end)
+        entries = [self.whole_entry(index, outputs) for index in range(len(outputs))]
         response = {"object": self.whole_object, "choices": entries, "usage": self._usage.usage()}
         return self._envelope | response | self._statistics()
 
@@ -68,6 +69,12 @@ class OpenAIResponse(ABC):
         if delta.finish_reason is not None:
             yield from self._ending(index, delta)
 
+    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+        """The entry of a whole completion."""
+        output = outputs[index]
+        end = {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
+        return self._entry(index, self.message(index, output.text), output) | end
+
     @abstractmethod
     def message(self, index: int, text: str) -> Json:
         """The text of a whole completion, under its field."""
@@ -77,17 +84,30 @@ class OpenAIResponse(ABC):
         """Some text of a completion in a chunk, under its field; None: the chunk that ends the completion."""
 
     @abstractmethod
-    def log_probs(self, delta: Delta) -> Json: ...
+    def log_probs(self, index: int, delta: Delta) -> Json: ...
+
+    def offsets(self, index: int, delta: Delta) -> list[int]:
+        """By token, the characters of the choice's text before it."""
+        return delta.offsets
 
     def _entry(self, index: int, text: Json, delta: Delta) -> Json:
         entry = {"index": index, **text, "logprobs": None, "finish_reason": None}
         if self._return_logprobs:
-            entry["logprobs"] = self.log_probs(delta)
+            entry["logprobs"] = self.log_probs(index, delta)
         if self._return_token_ids:
             entry["token_ids"] = delta.tokens
         if self._return_accepted:
-            entry["accepted"], entry["text_offset"] = delta.accepted, delta.offsets
+            entry["accepted"], entry["text_offset"] = delta.accepted, self.offsets(index, delta)
         return entry
+
+    def _prompt_log_probs(self, index: int, outputs: Sequence[Delta]) -> Json:
+        """The log-probabilities of the index-th completion's prompt, if asked for: its first completion has them."""
+        if self._prompt_logprobs is None:
+            return {}
+        first = index - index % self._choices
+        entries = [each for part in outputs[first].prompt_log_probs for each in part.entries]
+        prompt = self._requests[first].prompt
+        return {"prompt_logprobs": prompt_log_probs(prompt, entries, self._prompt_logprobs, self._tokenizer)}
 
     def _ending(self, index: int, delta: Delta) -> Iterator[Json]:
         entry = {"index": index, **self.delta(None), "logprobs": None}
@@ -115,26 +135,56 @@ class OpenAIResponse(ABC):
 
 
 class CompletionResponse(OpenAIResponse):
-    """`/v1/completions`. `echo` puts the prompt before the text."""
+    """`/v1/completions`. `echo` puts the prompt before the text, with `logprobs` also before their lists."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
     def __init__(self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         super().__init__(body, requests, model)
-        self._echoed = body.prompt if body.echo else []
-        self._choices = body.choices
+        self._top_log_probs = body.top_log_probs or 0
+        self._scores_echo = bool(body.echo) and self._return_logprobs
+        self._echoed = [self._echo(body, index) for index in range(body.prompts)] if body.echo else []
+        self._waiting: list[list[tuple[int, Delta]]] = [[] for _ in range(body.prompts)]
+        """By prompt, deltas of its completions that came before the prompt's log-probabilities."""
+        self._opened: set[int] = set()
+
+    def response(self, outputs: Sequence[Delta]) -> Json:
+        for prompt, first in zip(self._echoed, outputs[:: self._choices], strict=False):
+            prompt.add(first)
+        return super().response(outputs)
+
+    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+        entry = super().whole_entry(index, outputs) | self._prompt_log_probs(index, outputs)
+        if self._scores_echo:
+            lists = entry["logprobs"]
+            entry["logprobs"] = {name: [*first, *lists[name]] for name, first in self._prompt_lists(index).items()}
+        return entry
 
     def opening_chunks(self) -> list[Json]:
-        if not self._echoed and not self._return_token_ids:
+        if self._scores_echo or not (self._echoed or self._return_token_ids):
             return []
-        return [
-            self._chunk({**self.message(index, ""), "index": index, "logprobs": None, "finish_reason": None})
-            for index in range(len(self._requests))
-        ]
+        return [self._opening(index) for index in range(len(self._requests))]
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
+        if not self._scores_echo:
+            yield from super().chunks(index, delta)
+            return
+        prompt = index // self._choices
+        self._echoed[prompt].add(delta)
+        self._waiting[prompt].append((index, delta))
+        if not self._echoed[prompt].scored:
+            return
+        waiting, self._waiting[prompt] = self._waiting[prompt], []
+        for each, held in waiting:
+            if each not in self._opened:
+                self._opened.add(each)
+                yield self._opening(each)
+            yield from super().chunks(each, held)
 
     def message(self, index: int, text: str) -> Json:
-        message: Json = {"text": self._echoed_prompt(index) + text}
+        echoed = self._echoed_prompt(index)
+        message: Json = {"text": text if echoed is None else echoed.text + text}
         if self._return_token_ids:
             message["prompt_token_ids"] = self._requests[index].prompt
         return message
@@ -142,14 +192,34 @@ class CompletionResponse(OpenAIResponse):
     def delta(self, text: str | None) -> Json:
         return {"text": text or ""}
 
-    def log_probs(self, delta: Delta) -> Json:
-        return completion_log_probs(delta, self._tokenizer)
+    def log_probs(self, index: int, delta: Delta) -> Json:
+        return completion_log_probs(delta.tokens, delta.log_probs, self.offsets(index, delta), self._tokenizer)
 
-    def _echoed_prompt(self, index: int) -> str:
-        if not self._echoed:
-            return ""
-        prompt = self._echoed[index // self._choices]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def offsets(self, index: int, delta: Delta) -> list[int]:
+        echoed = self._echoed_prompt(index)
+        return delta.offsets if echoed is None else [len(echoed.text) + offset for offset in delta.offsets]
+
+    def _opening(self, index: int) -> Json:
+        """The first chunk of a completion whose text begins with its prompt."""
+        log_probs = self._prompt_lists(index) if self._scores_echo else None
+        entry = {"index": index, **self.message(index, ""), "logprobs": log_probs, "finish_reason": None}
+        return self._chunk(entry)
+
+    def _prompt_lists(self, index: int) -> Json:
+        """The log-probabilities of a completion's echoed prompt."""
+        echoed = self._echoed[index // self._choices]
+        log_probs = echoed.entries(self._top_log_probs)
+        return completion_log_probs(echoed.tokens, log_probs, echoed.offsets, self._tokenizer)
+
+    def _echoed_prompt(self, index: int) -> EchoedPrompt | None:
+        return self._echoed[index // self._choices] if self._echoed else None
+
+    def _echo(self, body: CompletionBody, index: int) -> EchoedPrompt:
+        """The index-th prompt: as the client sent it, or if each token needs its own part of the text, by its tokens."""
+        tokens, prompt = self._requests[index * self._choices].prompt, body.prompt[index]
+        if self._scores_echo:
+            return EchoedPrompt.of_tokens(tokens, self._tokenizer, skip_special_tokens=body.skip_special_tokens)
+        return EchoedPrompt(tokens, prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt))
 
 
 class ChatCompletionResponse(OpenAIResponse):
@@ -160,7 +230,7 @@ class ChatCompletionResponse(OpenAIResponse):
     chunk_object = "chat.completion.chunk"
 
     def response(self, outputs: Sequence[Delta]) -> Json:
-        return super().response(outputs) | self._prompt_ids()
+        return super().response(outputs) | self._prompt_ids() | self._prompt_log_probs(0, outputs)
 
     def opening_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": ""}
@@ -175,7 +245,7 @@ class ChatCompletionResponse(OpenAIResponse):
     def delta(self, text: str | None) -> Json:
         return {"delta": {} if text is None else {"content": text}}
 
-    def log_probs(self, delta: Delta) -> Json:
+    def log_probs(self, index: int, delta: Delta) -> Json:
         return chat_log_probs(delta, self._tokenizer)
 
     def _prompt_ids(self) -> Json:
