@@ -30,6 +30,9 @@ class SamplingParams(Settings):
     bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
         (), description="token sequences that must not occur"
     )
+    allowed_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="the only tokens that are drawn; empty: any"
+    )
     grammar: str = Field(
         "",
         max_length=MAX_GRAMMAR_LENGTH,
@@ -42,6 +45,9 @@ class SamplingParams(Settings):
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(
         None, ge=0, le=20, description="how many of the most probable tokens to report at each position of the prompt"
+    )
+    logprob_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="with logprobs: report these tokens in place of the most probable ones"
     )
 
     @field_validator("top_k")

@@ -17,14 +17,23 @@ from paceline.core.messages import LogProbs
 from paceline.core.sampling import log_softmax
 
 
-def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
-    """Log-probability and rank of `tokens` [R], and the `top` most probable tokens of each row."""
+def log_probs(
+    logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()
+) -> list[LogProbs]:
+    """Log-probability and rank of `tokens` [R], and the `top` most probable tokens of each row.
+
+    `listed`: report these tokens, in this order, in place of the most probable ones.
+    """
     log_probs_RV = log_softmax(logits_RV)
     tokens_R1 = torch.tensor(tokens, device=log_probs_RV.device)[:, None]
     chosen_R1 = log_probs_RV.gather(-1, tokens_R1)
     ids_V = torch.arange(log_probs_RV.shape[-1], device=log_probs_RV.device)
     before_RV = (log_probs_RV > chosen_R1) | ((log_probs_RV == chosen_R1) & (ids_V < tokens_R1))
-    ids_RK, values_RK = _largest(log_probs_RV, top)
+    if listed:
+        ids_RK = torch.tensor(listed, device=log_probs_RV.device).expand(len(log_probs_RV), -1)
+        values_RK = log_probs_RV.gather(-1, ids_RK)
+    else:
+        ids_RK, values_RK = _largest(log_probs_RV, top)
     return [
         LogProbs(chosen, list(zip(ids, values, strict=True)), 1 + before)
         for chosen, before, ids, values in zip(

@@ -42,6 +42,8 @@ class GenerationRequest:
     """The scheduler alternates between clients; "" is a client, too."""
     group: str = ""
     """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
+    priority: int = 0
+    """Of two requests of one client, the one with the lower number starts first."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     target_labels: frozenset[str] = frozenset()
@@ -67,7 +69,7 @@ class LogProbs:
 
     log_prob: float
     top: Sequence[tuple[int, float]] = ()
-    """Best first."""
+    """Best first. With `SamplingParams.logprob_token_ids`: those tokens, in that order."""
     rank: int = 0
     """The token's place by probability, from 1; 0: unknown (an older worker)."""
 

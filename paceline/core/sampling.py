@@ -8,8 +8,8 @@ with the same ones, noise included.
 
 The steps for a row of logits, in vLLM's order:
 
-1. masks: tokens the grammar forbids. Then, unless that masks every token: a token that would complete a bad word, and
-   stop tokens before `min_tokens`
+1. masks: tokens the grammar forbids. Then, each unless that masks every token: tokens outside `allowed_token_ids`; a
+   token that would complete a bad word, and stop tokens before `min_tokens`
 2. `logit_bias`
 3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
 4. temperature; 0 ends here, with the largest
@@ -86,13 +86,18 @@ class History:
         bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
         self._biased = self._ids(list(bias))
         self._bias = torch.tensor(list(bias.values()))
+        self._disallowed: Tensor | None = None
+        """Tokens outside `allowed_token_ids`, bool [V]."""
+        if params.allowed_token_ids:
+            self._disallowed = torch.ones(vocabulary_size, dtype=torch.bool)
+            self._disallowed[self._ids(params.allowed_token_ids)] = False
         self._counts = torch.zeros(vocabulary_size if params.penalised else 0)
         self._seen = torch.zeros(self._counts.shape, dtype=torch.bool)
         if params.penalised:
             self._seen[self._ids(prompt)] = True
         self.extend(output)
         self.grammar = grammar
-        masked = params.bad_words or params.min_tokens or grammar is not None
+        masked = params.bad_words or params.min_tokens or params.allowed_token_ids or grammar is not None
         self.has_logits_rules = bool(masked or params.logit_bias or params.penalised)
         """Whether steps 1 to 3 can change this request's logits."""
 
@@ -116,6 +121,10 @@ class History:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
             logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
+        if self._disallowed is not None:
+            self._disallowed = self._disallowed.to(logits_V.device)
+            limited_V = logits_V.masked_fill(self._disallowed, MASKED)
+            logits_V = logits_V if bool((limited_V == MASKED).all()) else limited_V
         forbidden = self._forbidden_tokens(path)
         masked_V = logits_V.index_fill(0, forbidden.to(logits_V.device), MASKED)
         nothing_left = len(forbidden) > 0 and bool((masked_V == MASKED).all())

@@ -239,7 +239,7 @@ class Engine:
             raise ValueError("the prompt is empty")
         if prompt > longest:
             raise ValueError(f"the prompt has {prompt} tokens; there is room for {longest}")
-        if any(not 0 <= token < self.model.vocabulary_size for token in tokens):
+        if any(not 0 <= id_ < self.model.vocabulary_size for id_ in (*tokens, *submission.sampling.logprob_token_ids)):
             raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
         return positions - prompt
 
@@ -435,8 +435,10 @@ class Engine:
     def _log_probs(
         self, request: Request, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
     ) -> list[LogProbs]:
-        top = request.submission.sampling.logprobs
-        return log_probs(logits[list(rows)], tokens, top) if top is not None else []
+        params = request.submission.sampling
+        if params.logprobs is None:
+            return []
+        return log_probs(logits[list(rows)], tokens, params.logprobs, params.logprob_token_ids)
 
     # Hidden states for drafts.
 

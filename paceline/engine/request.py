@@ -68,6 +68,11 @@ class Request(DraftedRequest):
         return self.client, self.submission.group or self.id
 
     @property
+    def priority(self) -> int:
+        """The lower, the earlier, among the client's requests."""
+        return self.submission.priority
+
+    @property
     def uncomputed_tokens(self) -> int:
         """Tokens without keys and values, at least the root. If it is the only one, the next step draws."""
         return len(self.tokens) - len(self.slot_table)

@@ -5,7 +5,8 @@ gap within the step's rows, oldest request first. Where only the root is missing
 
 The `max_num_seqs` running requests are shared fairly: among clients, then among a client's groups (the choices of one
 HTTP request are a group), then by arrival. The client with the fewest running requests starts next. If no more may run,
-the youngest request of a client with two more running ones is preempted.
+the youngest request of a client with two more running ones is preempted. A request's priority comes before its group,
+and moves no other client's requests.
 """
 
 from __future__ import annotations
@@ -223,18 +224,22 @@ class Scheduler:
         return fits
 
     def _next_waiting(self) -> Request:
-        """The waiting request that starts next, by fairness and arrival."""
+        """The waiting request that starts next, by fairness, priority and arrival."""
         clients, groups = self._running_counts()
-        return min(self.waiting, key=lambda each: (clients[each.client], groups[each.group]))
+        client = min(self.waiting, key=lambda each: (clients[each.client], groups[each.group])).client
+        own = (each for each in self.waiting if each.client == client)
+        return min(own, key=lambda each: (each.priority, groups[each.group]))
 
     def _running_counts(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
         """Running requests by client and by group."""
         return Counter(each.client for each in self.running), Counter(each.group for each in self.running)
 
     def _youngest_of_largest(self, requests: Sequence[Request]) -> Request:
-        """The youngest request of the client, then of the group, with the most running requests."""
+        """Of the client with the most running requests, the youngest of the last priority and the largest group."""
         clients, groups = self._running_counts()
-        return max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group]))
+        client = max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group])).client
+        own = (each for each in reversed(requests) if each.client == client)
+        return max(own, key=lambda each: (each.priority, groups[each.group]))
 
     def _preempt_for_fairness(self) -> None:
         """While the next waiting request does not fit, preempt a request of a client with two more running ones."""

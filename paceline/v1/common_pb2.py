@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/common.proto\x12\x0bpaceline.v1\"\xf9\x03\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12-\n\tbad_words\x18\x0e \x03(\x0b\x32\x1a.paceline.v1.TokenSequence\x12\x0f\n\x07grammar\x18\x0f \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xb6\x01\n\x12SpeculativeOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_tree_nodes\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06report\x18\x04 \x01(\x08\x42\n\n\x08_enabledB\x19\n\x17_num_speculative_tokensB\x11\n\x0f_max_tree_nodes\"K\n\x06Tensor\x12$\n\x05\x64type\x18\x01 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\">\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\xea\x01\n\x10SpeculationStats\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\x04\x12\x15\n\rverifications\x18\x03 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x04 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x05 \x03(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0e\n\x06\x64rafts\x18\x07 \x03(\t\x12\x10\n\x08strategy\x18\x08 \x01(\t\x12\r\n\x05lossy\x18\t \x01(\x08\x12\x19\n\x11\x64rafter_invariant\x18\n \x01(\x08*\x80\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1d\n\x19\x46INISH_REASON_HANDED_OVER\x10\x05\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18paceline/v1/common.proto\x12\x0bpaceline.v1\"\xaf\x04\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x05\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12>\n\nlogit_bias\x18\x08 \x03(\x0b\x32*.paceline.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x0c\n\x04seed\x18\x0b \x01(\x06\x12\x16\n\x0estop_token_ids\x18\x0c \x03(\r\x12\x15\n\x08logprobs\x18\r \x01(\rH\x00\x88\x01\x01\x12-\n\tbad_words\x18\x0e \x03(\x0b\x32\x1a.paceline.v1.TokenSequence\x12\x0f\n\x07grammar\x18\x0f \x01(\t\x12\x1c\n\x0fprompt_logprobs\x18\x11 \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x12 \x03(\r\x12\x19\n\x11logprob_token_ids\x18\x13 \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"\xb6\x01\n\x12SpeculativeOptions\x12\x14\n\x07\x65nabled\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12#\n\x16num_speculative_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x1b\n\x0emax_tree_nodes\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x0e\n\x06report\x18\x04 \x01(\x08\x42\n\n\x08_enabledB\x19\n\x17_num_speculative_tokensB\x11\n\x0f_max_tree_nodes\"K\n\x06Tensor\x12$\n\x05\x64type\x18\x01 \x01(\x0e\x32\x15.paceline.v1.DataType\x12\r\n\x05shape\x18\x02 \x03(\r\x12\x0c\n\x04\x64\x61ta\x18\x03 \x01(\x0c\">\n\x07Timings\x12\x0f\n\x07queue_s\x18\x01 \x01(\x01\x12\x11\n\tcompute_s\x18\x02 \x01(\x01\x12\x0f\n\x07total_s\x18\x03 \x01(\x01\"\xea\x01\n\x10SpeculationStats\x12\x16\n\x0e\x64rafted_tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x02 \x01(\x04\x12\x15\n\rverifications\x18\x03 \x01(\x04\x12\x18\n\x10\x64rafted_by_depth\x18\x04 \x03(\x04\x12\x19\n\x11\x61\x63\x63\x65pted_by_depth\x18\x05 \x03(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x0e\n\x06\x64rafts\x18\x07 \x03(\t\x12\x10\n\x08strategy\x18\x08 \x01(\t\x12\r\n\x05lossy\x18\t \x01(\x08\x12\x19\n\x11\x64rafter_invariant\x18\n \x01(\x08*\x80\x01\n\x08\x44\x61taType\x12\x19\n\x15\x44\x41TA_TYPE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT32\x10\x01\x12\x16\n\x12\x44\x41TA_TYPE_BFLOAT16\x10\x02\x12\x15\n\x11\x44\x41TA_TYPE_FLOAT16\x10\x03\x12\x13\n\x0f\x44\x41TA_TYPE_INT64\x10\x04*\xb4\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x04\x12\x1d\n\x19\x46INISH_REASON_HANDED_OVER\x10\x05\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_DATATYPE']._serialized_start=1149
-  _globals['_DATATYPE']._serialized_end=1277
-  _globals['_FINISHREASON']._serialized_start=1280
-  _globals['_FINISHREASON']._serialized_end=1460
+  _globals['_DATATYPE']._serialized_start=1203
+  _globals['_DATATYPE']._serialized_end=1331
+  _globals['_FINISHREASON']._serialized_start=1334
+  _globals['_FINISHREASON']._serialized_end=1514
   _globals['_SAMPLINGPARAMS']._serialized_start=42
-  _globals['_SAMPLINGPARAMS']._serialized_end=547
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=466
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=514
-  _globals['_TOKENSEQUENCE']._serialized_start=549
-  _globals['_TOKENSEQUENCE']._serialized_end=583
-  _globals['_SPECULATIVEOPTIONS']._serialized_start=586
-  _globals['_SPECULATIVEOPTIONS']._serialized_end=768
-  _globals['_TENSOR']._serialized_start=770
-  _globals['_TENSOR']._serialized_end=845
-  _globals['_TIMINGS']._serialized_start=847
-  _globals['_TIMINGS']._serialized_end=909
-  _globals['_SPECULATIONSTATS']._serialized_start=912
-  _globals['_SPECULATIONSTATS']._serialized_end=1146
+  _globals['_SAMPLINGPARAMS']._serialized_end=601
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=520
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=568
+  _globals['_TOKENSEQUENCE']._serialized_start=603
+  _globals['_TOKENSEQUENCE']._serialized_end=637
+  _globals['_SPECULATIVEOPTIONS']._serialized_start=640
+  _globals['_SPECULATIVEOPTIONS']._serialized_end=822
+  _globals['_TENSOR']._serialized_start=824
+  _globals['_TENSOR']._serialized_end=899
+  _globals['_TIMINGS']._serialized_start=901
+  _globals['_TIMINGS']._serialized_end=963
+  _globals['_SPECULATIONSTATS']._serialized_start=966
+  _globals['_SPECULATIONSTATS']._serialized_end=1200
 # @@protoc_insertion_point(module_scope)

@@ -135,7 +135,7 @@ class VllmEngine:
             layers=model.hf_text_config.num_hidden_layers,
             method=method,
             numerics=_numerics(self._config),
-            features=all_features(),
+            features=all_features(without=("logprob_token_ids",)),
         )
 
     @property

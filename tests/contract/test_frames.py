@@ -58,6 +58,8 @@ samplings = st.builds(
     stop_token_ids=st.lists(tokens, max_size=3).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
     prompt_logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(tokens, max_size=3).map(tuple),
+    logprob_token_ids=st.lists(tokens, max_size=3).map(tuple),
 )
 options = st.builds(
     SpeculativeOptions,
@@ -74,6 +76,7 @@ submissions = st.builds(
     speculative=options,
     committed=st.lists(tokens, max_size=3),
     draft_addresses=st.lists(texts, max_size=3),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 stats = st.builds(
     SpeculationStats,

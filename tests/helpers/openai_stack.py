@@ -66,6 +66,10 @@ class KillsEngines(RuntimeError):
     """A script raises it to let the engine die."""
 
 
+def log_probs(token: int, top: int) -> LogProbs:
+    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
 class ScriptedDecoder:
     """A fake engine: the output of a request is `script(request)`, in deltas of `burst` tokens.
 
@@ -75,6 +79,7 @@ class ScriptedDecoder:
     hold_after: int | None = None
     first_after_s = 0.0
     """The time to a request's first token."""
+    log_probs_of = staticmethod(log_probs)
 
     def __init__(self, script: Script, burst: int) -> None:
         self.servicer: TargetServicer
@@ -131,7 +136,7 @@ class ScriptedDecoder:
             tokens = output[at : at + self._burst]
             delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
             if params.logprobs is not None:
-                delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
+                delta.log_probs = [self.log_probs_of(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
                 reason = FinishReason.ERROR if error else FinishReason.STOP if stops else FinishReason.LENGTH
                 delta.error = error
@@ -167,10 +172,6 @@ class ScriptedDecoder:
     def _deliver(self, delta: Delta) -> None:
         load = EngineLoad(len(self._tasks), 0, 1000, 8, 0.001)
         asyncio.get_running_loop().call_soon(self.servicer.send_deltas, [delta], load)  # an engine answers later
-
-
-def log_probs(token: int, top: int) -> LogProbs:
-    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
 
 
 def prompt_score(position: int, token: int, top: int) -> LogProbs:

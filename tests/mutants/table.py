@@ -154,6 +154,13 @@ MUTANTS = (
         SAMPLING,
     ),
     Mutant(
+        "a token that is not allowed may be drawn",
+        "paceline/core/sampling.py",
+        "limited_V = logits_V.masked_fill(self._disallowed, MASKED)",
+        "limited_V = logits_V - self._disallowed.float()",
+        SAMPLING,
+    ),
+    Mutant(
         "every row has the first one's temperature",
         "paceline/core/sampling.py",
         "return [max(row.params.temperature, LOWEST_TEMPERATURE) for row in rows]",
@@ -457,8 +464,15 @@ MUTANTS = (
     Mutant(
         "the oldest request gives way, not the youngest",
         "paceline/engine/scheduler.py",
-        "return max(reversed(requests), key",
-        "return max(requests, key",
+        "own = (each for each in reversed(requests) if each.client == client)",
+        "own = (each for each in requests if each.client == client)",
+        SCHEDULER,
+    ),
+    Mutant(
+        "a client's priorities come before another client's turn",
+        "paceline/engine/scheduler.py",
+        "return min(own, key=lambda each: (each.priority, groups[each.group]))",
+        "return min(self.waiting, key=lambda each: (each.priority, groups[each.group]))",
         SCHEDULER,
     ),
     Mutant(

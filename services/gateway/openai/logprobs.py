@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from paceline.core.messages import Delta, LogProbs
@@ -14,30 +15,41 @@ MIN_LOGPROB = -9999.0
 """Stands for minus infinity, for which JSON has no number."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenSpelling:
+    """How a response names tokens: by their text, or as `token_id:ID` (`return_tokens_as_token_ids`)."""
+
+    tokenizer: Tokenizer
+    by_id: bool = False
+
+    def __call__(self, token: int) -> str:
+        return f"token_id:{token}" if self.by_id else spelled(token, self.tokenizer)
+
+
 def completion_log_probs(
-    tokens: Sequence[int], log_probs: Sequence[LogProbs | None], offsets: Sequence[int], tokenizer: Tokenizer
+    tokens: Sequence[int], log_probs: Sequence[LogProbs | None], offsets: Sequence[int], spelling: TokenSpelling
 ) -> Json:
     """Parallel lists over tokens; null for a token without a log-probability.
 
     `offsets`: by token, the characters of the choice's text before it.
     """
     return {
-        "tokens": [spelled(token, tokenizer) for token in tokens],
+        "tokens": [spelling(token) for token in tokens],
         "token_logprobs": [None if each is None else _finite(each.log_prob) for each in log_probs],
         "top_logprobs": [
-            None if each is None else _by_spelling(token, each, tokenizer)
+            None if each is None else _by_spelling(token, each, spelling)
             for token, each in zip(tokens, log_probs, strict=True)
         ],
         "text_offset": offsets,
     }
 
 
-def chat_log_probs(delta: Delta, tokenizer: Tokenizer) -> Json:
+def chat_log_probs(delta: Delta, spelling: TokenSpelling) -> Json:
     """One entry per token, each with its bytes: a token may be part of a character."""
     return {
         "content": [
-            _entry(token, each.log_prob, tokenizer)
-            | {"top_logprobs": [_entry(other, log_prob, tokenizer) for other, log_prob in each.top]}
+            _entry(token, each.log_prob, spelling)
+            | {"top_logprobs": [_entry(other, log_prob, spelling) for other, log_prob in each.top]}
             for token, each in zip(delta.tokens, delta.log_probs, strict=True)
         ],
         "refusal": None,
@@ -67,20 +79,20 @@ def spelled(token: int, tokenizer: Tokenizer) -> str:
     return tokenizer.piece(token).decode(errors="replace")
 
 
-def _by_spelling(token: int, log_probs: LogProbs, tokenizer: Tokenizer) -> Json:
+def _by_spelling(token: int, log_probs: LogProbs, spelling: TokenSpelling) -> Json:
     """The token and the most probable ones, best first. Of tokens that are spelled alike the most probable one counts:
     evaluations compare the token's own number with the largest of these."""
     found: Json = {}
     for each, value in sorted([*log_probs.top, (token, log_probs.log_prob)], key=lambda pair: -pair[1]):
-        found.setdefault(spelled(each, tokenizer), _finite(value))
+        found.setdefault(spelling(each), _finite(value))
     return found
 
 
-def _entry(token: int, log_prob: float, tokenizer: Tokenizer) -> Json:
+def _entry(token: int, log_prob: float, spelling: TokenSpelling) -> Json:
     return {
-        "token": spelled(token, tokenizer),
+        "token": spelling(token),
         "logprob": _finite(log_prob),
-        "bytes": list(tokenizer.piece(token)),
+        "bytes": list(spelling.tokenizer.piece(token)),
     }
 
 

@@ -9,12 +9,19 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any
 
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.openai.bodies import CompletionBody, GenerationBody
+from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
 from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
-from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs, prompt_log_probs
+from paceline_services.gateway.openai.logprobs import (
+    TokenSpelling,
+    chat_log_probs,
+    completion_log_probs,
+    prompt_log_probs,
+)
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -39,9 +46,11 @@ class OpenAIResponse(ABC):
         self._return_accepted = body.return_accepted
         self._return_logprobs = body.top_log_probs is not None
         self._prompt_logprobs = body.prompt_logprobs
-        self._choices = body.choices
+        self._spelling = TokenSpelling(model.tokenizer, by_id=bool(body.return_tokens_as_token_ids))
+        self._choices, self._kept_choices = body.choices, body.kept_choices
+        self._buffer = DeltaBuffer(body.stream_interval or 1)
         self._envelope: Json = {
-            "id": f"{self.id_prefix}-{requests[0].group}",
+            "id": f"{self.id_prefix}-{body.request_id or requests[0].group}",
             "object": self.chunk_object,
             "created": int(time.time()),
             "model": model.model,
@@ -52,7 +61,8 @@ class OpenAIResponse(ABC):
         """The response object, from the whole output of each completion."""
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
-        entries = [self.whole_entry(index, outputs) for index in range(len(outputs))]
+        kept = self._kept(outputs)
+        entries = [self.whole_entry(index, outputs) | {"index": number} for number, index in enumerate(kept)]
         response = {"object": self.whole_object, "choices": entries, "usage": self._usage.usage()}
         return self._envelope | response | self._statistics()
 
@@ -61,7 +71,11 @@ class OpenAIResponse(ABC):
         return []
 
     def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
-        """The chunks for one delta of the index-th completion."""
+        """The chunks for one delta of the index-th completion, and those before it that waited for it."""
+        due = self._buffer.add(index, delta)
+        return iter(()) if due is None else self._chunks_of(index, due)
+
+    def _chunks_of(self, index: int, delta: Delta) -> Iterator[Json]:
         self._usage.add(index, delta)
         by_token = self._return_token_ids or self._return_logprobs or self._return_accepted
         if delta.text or (delta.tokens and by_token):
@@ -99,6 +113,17 @@ class OpenAIResponse(ABC):
         if self._return_accepted:
             entry["accepted"], entry["text_offset"] = delta.accepted, self.offsets(index, delta)
         return entry
+
+    def _kept(self, outputs: Sequence[Delta]) -> Sequence[int]:
+        """The completions to return: of each prompt's, those with the highest mean log-probability, best first."""
+        indices = range(len(outputs))
+        if self._kept_choices == self._choices:
+            return indices
+        kept: list[int] = []
+        for first in indices[:: self._choices]:
+            ranked = sorted(indices[first : first + self._choices], key=lambda index: -_mean_log_prob(outputs[index]))
+            kept += ranked[: self._kept_choices]
+        return kept
 
     def _prompt_log_probs(self, index: int, outputs: Sequence[Delta]) -> Json:
         """The log-probabilities of the index-th completion's prompt, if asked for: its first completion has them."""
@@ -193,7 +218,7 @@ class CompletionResponse(OpenAIResponse):
         return {"text": text or ""}
 
     def log_probs(self, index: int, delta: Delta) -> Json:
-        return completion_log_probs(delta.tokens, delta.log_probs, self.offsets(index, delta), self._tokenizer)
+        return completion_log_probs(delta.tokens, delta.log_probs, self.offsets(index, delta), self._spelling)
 
     def offsets(self, index: int, delta: Delta) -> list[int]:
         echoed = self._echoed_prompt(index)
@@ -209,7 +234,7 @@ class CompletionResponse(OpenAIResponse):
         """The log-probabilities of a completion's echoed prompt."""
         echoed = self._echoed[index // self._choices]
         log_probs = echoed.entries(self._top_log_probs)
-        return completion_log_probs(echoed.tokens, log_probs, echoed.offsets, self._tokenizer)
+        return completion_log_probs(echoed.tokens, log_probs, echoed.offsets, self._spelling)
 
     def _echoed_prompt(self, index: int) -> EchoedPrompt | None:
         return self._echoed[index // self._choices] if self._echoed else None
@@ -217,7 +242,7 @@ class CompletionResponse(OpenAIResponse):
     def _echo(self, body: CompletionBody, index: int) -> EchoedPrompt:
         """The index-th prompt: as the client sent it, or if each token needs its own part of the text, by its tokens."""
         tokens, prompt = self._requests[index * self._choices].prompt, body.prompt[index]
-        if self._scores_echo:
+        if self._scores_echo or body.truncate_prompt_tokens is not None:
             return EchoedPrompt.of_tokens(tokens, self._tokenizer, skip_special_tokens=body.skip_special_tokens)
         return EchoedPrompt(tokens, prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt))
 
@@ -246,7 +271,11 @@ class ChatCompletionResponse(OpenAIResponse):
         return {"delta": {} if text is None else {"content": text}}
 
     def log_probs(self, index: int, delta: Delta) -> Json:
-        return chat_log_probs(delta, self._tokenizer)
+        return chat_log_probs(delta, self._spelling)
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": self._requests[0].prompt} if self._return_token_ids else {}
+
+
+def _mean_log_prob(output: Delta) -> float:
+    return fmean(each.log_prob for each in output.log_probs) if output.log_probs else 0.0

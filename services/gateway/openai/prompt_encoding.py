@@ -55,16 +55,20 @@ async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -
 
 
 async def encode_prompts(
-    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int, *, add_special_tokens: bool
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int | None, *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of prompts: texts, or token ids already. Raises `InvalidRequestError` for a text that cannot fit."""
+    """Token ids of prompts: texts, or token ids already.
+
+    Raises `InvalidRequestError` for a text that cannot fit into `context` tokens.
+    """
 
     def encode_one(prompt: str | list[int]) -> list[int]:
         return tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
 
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    for text in texts:
-        check_length("prompt", text, tokenizer, context)
+    if context is not None:
+        for text in texts:
+            check_length("prompt", text, tokenizer, context)
     return await in_encoding_thread(_encoding_cost(texts), lambda: list(map(encode_one, prompts)))
 
 

@@ -43,6 +43,7 @@ async def build_requests(
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         sampling = build_sampling(body, description, grammar, bad_words)
         features = _features(body, sampling, labels, model)
+        _check_special_spaces(body, model)
         prompts = await _encode(body, model, description.max_model_len)
         _check_prompt_log_probs(body, prompts)
     base = GenerationRequest(
@@ -53,6 +54,7 @@ async def build_requests(
         cache_salt=client.cache_salt_for(body.cache_salt),
         client=client.name,
         group=request_id,
+        priority=body.priority or 0,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         target_labels=labels | features,
         stop=body.stop or (),
@@ -81,13 +83,15 @@ def build_sampling(
     given = body.model_dump(include=set(SHARED_FIELDS), exclude_none=True)
     given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
     given["prompt_logprobs"] = body.prompt_top_log_probs
+    if body.choices > body.kept_choices and body.top_log_probs is None:
+        given["logprobs"] = 0  # by which the best choices are found
     given["stop_token_ids"] = (*(body.stop_token_ids or ()), *_eos_token_ids(body, description))
     try:
         sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-    check_ids("logit_bias", sampling.logit_bias, description.vocabulary_size)
-    check_ids("stop_token_ids", sampling.stop_token_ids, description.vocabulary_size)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_ids(name, getattr(sampling, name), description.vocabulary_size)
     return sampling
 
 
@@ -124,10 +128,30 @@ def speculative_options(body: GenerationBody) -> SpeculativeOptions:
 
 
 async def _encode(body: GenerationBody, model: ServedModel, context: int) -> list[list[int]]:
+    kept = _truncated_length(body, context)
+    longest = context if kept is None else None
     if isinstance(body, ChatBody):
-        return [await encode_chat(body, model.tokenizer, context)]
-    assert isinstance(body, CompletionBody)
-    return await encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
+        prompts = [await encode_chat(body, model.tokenizer, longest)]
+    else:
+        assert isinstance(body, CompletionBody)
+        special = body.add_special_tokens
+        prompts = await encode_prompts(body.prompt, model.tokenizer, longest, add_special_tokens=special)
+    return prompts if kept is None else [prompt[-kept:] for prompt in prompts]
+
+
+def _truncated_length(body: GenerationBody, context: int) -> int | None:
+    """Tokens to keep of each prompt's end; None: all. With -1, what the wanted output leaves of the context."""
+    if body.truncate_prompt_tokens != -1:
+        return body.truncate_prompt_tokens
+    limit = body.output_limit[1]
+    return max(1, context - (max(1, body.min_tokens or 0) if limit is None else limit))
+
+
+def _check_special_spaces(body: GenerationBody, model: ServedModel) -> None:
+    """Raises `InvalidRequestError` if the request wants no spaces where the model's tokenizer itself has them."""
+    if body.spaces_between_special_tokens is False and model.tokenizer.spaces_special_tokens:
+        name = "spaces_between_special_tokens"
+        raise InvalidRequestError(f"{name}: this model's tokenizer always has them", param=name)
 
 
 def _features(
@@ -164,7 +188,7 @@ def _check_count(body: GenerationBody, model: ServedModel) -> None:
     """Raises `OverloadedError` for more completions than are admitted now, `InvalidRequestError` if they never are."""
     completions, limit = body.prompts * body.choices, model.capacity.limits.max_in_flight
     if completions > limit:
-        param = "n" if body.choices > 1 else body.prompt_field
+        param = ("n" if body.choices == body.kept_choices else "best_of") if body.choices > 1 else body.prompt_field
         message = f"{param}: {completions} completions in one request, at most {limit} are generated at once"
         raise InvalidRequestError(message, param=param)
     model.queue.check(completions)
