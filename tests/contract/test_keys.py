@@ -25,6 +25,7 @@ from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.request_builder import build_requests
 from tests.helpers.openai_stack import Stack, counts, generated, open_stack, refusal
+from tests.helpers.waiting import until
 
 Request = pb.GenerateRequest
 
@@ -244,6 +245,27 @@ async def test_a_changed_file_counts_at_once_and_a_broken_one_changes_nothing(
     write(keys.path, KeyFile())
     for header in (keys["bob"], {"authorization": "Bearer"}):
         assert (await ask(stack, header)).status_code == 401
+
+
+async def test_nobody_aborts_another_client_s_request(stack: Stack, keys: Keys) -> None:
+    """A client at its limit can abort: that is no request."""
+    keys.add("carol", max_concurrent=1)
+    stack.decoder.gate.clear()
+    async with stack.inference() as stub:
+
+        async def aborted(name: str) -> int:
+            answer = await stub.Abort(pb.AbortRequest(request_id="7"), metadata=tuple(keys[name].items()))
+            return int(answer.aborted)
+
+        call = stub.Generate(Request(text="x", request_id="7"), metadata=tuple(keys["carol"].items()))
+        await until(lambda: stack.decoder.requests)
+        assert [await aborted(name) for name in ("alice", "bob", "carol", "carol")] == [0, 0, 1, 0]
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is StatusCode.ABORTED
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Abort(pb.AbortRequest(request_id="7"))
+        assert refused.value.code() is StatusCode.UNAUTHENTICATED
 
 
 async def test_grpc(stack: Stack, keys: Keys) -> None:

@@ -11,11 +11,9 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from paceline.core.messages import Delta
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.interceptors import Statuses
 from paceline_services.gateway.api_errors import (
@@ -30,10 +28,19 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
+from paceline_services.gateway.grpc.generate_responses import GenerateResponses
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
+from paceline_services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
+from paceline_services.gateway.openai.prompt_encoding import decode, encode_body
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.running_requests import RequestAbortedError, RunningRequests
 
 
 class ClientNotReadingError(ClientGoneError):
@@ -52,11 +59,15 @@ STATUSES: Statuses = {
     GenerationError: grpc.StatusCode.INTERNAL,
     AuthenticationError: grpc.StatusCode.UNAUTHENTICATED,
     RateLimitError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RequestAbortedError: grpc.StatusCode.ABORTED,
     ClientNotReadingError: grpc.StatusCode.CANCELLED,
 }
 
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
+
+LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logprob_token_ids", "bad_words"})
+"""Repeated fields of `GenerateRequest.Sampling`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -79,6 +90,7 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._models = models
         self._metrics = models.first.metrics
         self._authenticator = authenticator
+        self._running = RunningRequests()
 
     def check_key(self, call: grpc.HandlerCallDetails) -> None:
         """Check the key before any message is read. Raises `AuthenticationError`."""
@@ -96,10 +108,14 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._models.check_capacity()
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
-                async with aclosing(model.generate_all(requests, client)) as deltas:
-                    async for _, delta in deltas:
-                        await _write(context, _response(delta))
+                body = _body(request)
+                async with self._running.abortable(client.name, body.request_id or ""):
+                    requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata)
+                    responses = GenerateResponses(body, requests, model.tokenizer)
+                    async with aclosing(model.generate_all(requests, client)) as deltas:
+                        async for index, delta in deltas:
+                            for response in responses.of(index, delta):
+                                await _write(context, response)
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -115,6 +131,24 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             available = [model for model in self._models if not model.unavailable()]
             cards = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in available]
             return pb.ListModelsResponse(models=cards)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        with self._authenticated(context):
+            model = self._models.model(request.model or None)
+            with model.counting_rejections():
+                tokens = await encode_body(_tokenize_body(request), model.tokenizer)
+            return pb.TokenizeResponse(token_ids=tokens, max_model_len=model.max_model_len or 0)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        with self._authenticated(context):
+            model = self._models.model(request.model or None)
+            text = await decode(list(request.token_ids), model.tokenizer, model.vocabulary_size)
+            return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        # Not counted as a request: a client at its limit could not abort.
+        client = self._authenticator.client_for(_metadata(context.invocation_metadata()).get("authorization"))
+        return pb.AbortResponse(aborted=self._running.abort(client.name, request.request_id))
 
     @contextmanager
     def _authenticated(self, context: Context) -> Iterator[ApiClient]:
@@ -155,23 +189,44 @@ def _body(request: pb.GenerateRequest) -> GenerationBody:
             case "tokens":
                 return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
             case "chat":
-                messages = [{"role": each.role, "content": each.content} for each in request.chat.messages]
-                return ChatBody.model_validate(fields | {"messages": messages})
+                if "logprobs" in fields:
+                    fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
+                return ChatBody.model_validate(fields | {"messages": _messages(request.chat)})
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
     raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
 
 
+def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeChatBody:
+    """As `_body`, for `Tokenize`."""
+    given = request.HasField("add_special_tokens")
+    fields: dict[str, Any] = {"add_special_tokens": request.add_special_tokens} if given else {}
+    try:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return TokenizeTextBody.model_validate(fields | {"prompt": request.text})
+            case "chat":
+                return TokenizeChatBody.model_validate(fields | {"messages": _messages(request.chat)})
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+    raise InvalidRequestError("one of text and chat must be set", param="prompt")
+
+
+def _messages(chat: pb.GenerateRequest.Chat) -> list[dict[str, str]]:
+    return [{"role": each.role, "content": each.content} for each in chat.messages]
+
+
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields of the HTTP body, without its prompt."""
     sampling = request.sampling
-    if sampling.HasField("logprobs"):
-        raise InvalidRequestError("logprobs: not carried by this API; use HTTP", param="logprobs")
     fields: dict[str, Any] = {"max_tokens": CompletionBody.default_max_tokens}
     for descriptor, value in sampling.ListFields():
-        fields[descriptor.name] = value
+        fields[descriptor.name] = list(value) if descriptor.name in LISTS else value
     fields["logit_bias"] = dict(sampling.logit_bias)
-    fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    for name in ("n", "truncate_prompt_tokens", "stream_interval", "cache_salt"):
+        fields[name] = getattr(request, name) if request.HasField(name) else None
+    if request.echo:
+        fields["echo"] = True
     speculative = {descriptor.name: value for descriptor, value in request.speculative.ListFields()}
     fields["speculation_stats"] = speculative.pop("report", False)
     structure = request.WhichOneof("structure")
@@ -181,17 +236,6 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
         "model": request.model or None,
         "stop": list(request.stop) or None,
         "speculative": speculative or None,
-        "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
+        "request_id": request.request_id or None,
+        "priority": request.priority,
     }
-
-
-def _response(delta: Delta) -> pb.GenerateResponse:
-    response = pb.GenerateResponse(text=delta.text, token_ids=delta.tokens)
-    if delta.finish_reason is not None and delta.usage is not None:
-        response.finish_reason = FINISH_REASONS[delta.finish_reason]
-        response.prompt_tokens = delta.usage.prompt_tokens
-        response.completion_tokens = delta.usage.completion_tokens
-        response.timings.CopyFrom(encode_timings(delta.timings))
-        if delta.speculation is not None:
-            response.speculation.CopyFrom(encode_stats(delta.speculation))
-    return response

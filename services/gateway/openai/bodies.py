@@ -301,6 +301,11 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     @property
+    def scores_echo(self) -> bool:
+        """Whether the echoed prompt has log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
     def prompt_top_log_probs(self) -> int | None:
         echoed = self.logprobs if self.echo else None
         return max((each for each in (self.prompt_logprobs, echoed) if each is not None), default=None)

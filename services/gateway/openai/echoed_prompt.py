@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from paceline.core.messages import Delta, LogProbs
 from paceline.text import Detokenizer, Tokenizer
+from paceline_services.gateway.openai.bodies import CompletionBody
 
 
 @dataclass(slots=True)
@@ -19,6 +20,15 @@ class EchoedPrompt:
     """By token, the characters of the text before it. Empty if the text is the client's own."""
     log_probs: list[LogProbs] = field(default_factory=list)
     """Of the tokens from the second one on, as far as they have come."""
+
+    @classmethod
+    def of(cls, body: CompletionBody, index: int, tokens: Sequence[int], tokenizer: Tokenizer) -> EchoedPrompt:
+        """The index-th prompt of a body: as the client sent it, or by its tokens where these are not all of it, or each
+        needs its own part of the text."""
+        prompt = body.prompt[index]
+        if body.scores_echo or body.truncate_prompt_tokens is not None:
+            return cls.of_tokens(tokens, tokenizer, skip_special_tokens=body.skip_special_tokens)
+        return cls(tokens, prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
 
     @classmethod
     def of_tokens(cls, tokens: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> EchoedPrompt:

@@ -44,7 +44,7 @@ from paceline_services.gateway.openai.http_metrics import (
     HttpMetricsMiddleware,
 )
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
-from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, encode_chat, in_encoding_thread
+from paceline_services.gateway.openai.prompt_encoding import decode, encode_body, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.served_model import ServedModel
 
@@ -123,10 +123,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         model = models.model(body.model)
         tokenizer = model.tokenizer
         with model.counting_rejections():
-            if isinstance(body, TokenizeChatBody):
-                tokens = await encode_chat(body, tokenizer)
-            else:
-                tokens = await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
+            tokens = await encode_body(body, tokenizer)
         content = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         shown = tokens if body.return_token_strs else []
         strings = await in_encoding_thread(len(shown), lambda: list(map(tokenizer.token_string, shown)))
@@ -136,11 +133,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
     async def detokenize(request: Request) -> Response:
         body = _parsed(await _read_body(request, models), DetokenizeBody)
         model = models.model(body.model)
-        check_ids("tokens", body.tokens, model.vocabulary_size)
-        decoded = in_encoding_thread(
-            len(body.tokens), lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
-        return JsonResponse({"prompt": await decoded})
+        return JsonResponse({"prompt": await decode(body.tokens, model.tokenizer, model.vocabulary_size)})
 
 
 def _add_operations(app: FastAPI, models: ModelDirectory, registry: CollectorRegistry) -> None:

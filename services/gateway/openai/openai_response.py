@@ -168,8 +168,9 @@ class CompletionResponse(OpenAIResponse):
     def __init__(self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         super().__init__(body, requests, model)
         self._top_log_probs = body.top_log_probs or 0
-        self._scores_echo = bool(body.echo) and self._return_logprobs
-        self._echoed = [self._echo(body, index) for index in range(body.prompts)] if body.echo else []
+        self._scores_echo = body.scores_echo
+        prompts = [request.prompt for request in requests[:: self._choices]] if body.echo else []
+        self._echoed = [EchoedPrompt.of(body, index, each, self._tokenizer) for index, each in enumerate(prompts)]
         self._waiting: list[list[tuple[int, Delta]]] = [[] for _ in range(body.prompts)]
         """By prompt, deltas of its completions that came before the prompt's log-probabilities."""
         self._opened: set[int] = set()
@@ -238,13 +239,6 @@ class CompletionResponse(OpenAIResponse):
 
     def _echoed_prompt(self, index: int) -> EchoedPrompt | None:
         return self._echoed[index // self._choices] if self._echoed else None
-
-    def _echo(self, body: CompletionBody, index: int) -> EchoedPrompt:
-        """The index-th prompt: as the client sent it, or if each token needs its own part of the text, by its tokens."""
-        tokens, prompt = self._requests[index * self._choices].prompt, body.prompt[index]
-        if self._scores_echo or body.truncate_prompt_tokens is not None:
-            return EchoedPrompt.of_tokens(tokens, self._tokenizer, skip_special_tokens=body.skip_special_tokens)
-        return EchoedPrompt(tokens, prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt))
 
 
 class ChatCompletionResponse(OpenAIResponse):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from paceline.text import ChatTemplateError, Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError, OverloadedError
-from paceline_services.gateway.openai.bodies import ChatFields
+from paceline_services.gateway.openai.bodies import ChatFields, TokenizeChatBody, TokenizeTextBody
 
 LONG_TEXT = 16_384
 """Texts of this many characters are encoded in a thread: in the event loop they would delay every stream."""
@@ -52,6 +52,19 @@ in_encoding_thread = EncodingThreads().run
 async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -> list[int]:
     """Token ids of one text."""
     return await in_encoding_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+async def encode_body(body: TokenizeTextBody | TokenizeChatBody, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of what `/tokenize` is asked for. Raises `InvalidRequestError` or `OverloadedError`."""
+    if isinstance(body, TokenizeChatBody):
+        return await encode_chat(body, tokenizer)
+    return await encode(body.prompt, tokenizer, add_special_tokens=body.add_special_tokens)
+
+
+async def decode(tokens: Sequence[int], tokenizer: Tokenizer, vocabulary_size: int) -> str:
+    """Text of token ids, special tokens included. Raises `InvalidRequestError` or `OverloadedError`."""
+    check_ids("tokens", tokens, vocabulary_size)
+    return await in_encoding_thread(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 async def encode_prompts(
