@@ -290,7 +290,7 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
     assert 'endpoint="Generate",status="UNAUTHENTICATED"' in await stack.metrics()
 
 
-@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+@pytest.mark.parametrize("method", ["Generate", "ListModels", "Tokenize", "Detokenize", "Abort"])
 async def test_a_message_without_a_key_is_not_read(stack: Stack, method: str) -> None:
     """The response comes before the message."""
     async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:

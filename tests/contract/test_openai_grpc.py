@@ -111,7 +111,7 @@ NESTED = '{"enum": ' + "[" * 3000 + "]" * 3000 + "}"
         (Request(text="x", n=129), StatusCode.INVALID_ARGUMENT, "n:"),
         (Request(text="x", sampling={"logprob_token_ids": [5]}), StatusCode.INVALID_ARGUMENT, "logprob_token_ids"),
         (Request(text="x", truncate_prompt_tokens=0), StatusCode.INVALID_ARGUMENT, "truncate_prompt_tokens"),
-        (PROMPTS[2].__class__(chat=PROMPTS[2].chat, echo=True), StatusCode.INVALID_ARGUMENT, "echo"),
+        (Request(chat=PROMPTS[2].chat, echo=True), StatusCode.INVALID_ARGUMENT, "echo"),
         (Request(text="x", json_schema=NESTED), StatusCode.INVALID_ARGUMENT, "structured_outputs.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
@@ -136,7 +136,7 @@ SHARED = {"seed": 5, "temperature": 0.5, "allowed_token_ids": [300, 301], "bad_w
         ({"n": 2, "echo": True}, {"logprobs": 1}),
         ({"n": 2}, {"prompt_logprobs": 3, "logprobs": 0}),
         ({"echo": True, "truncate_prompt_tokens": 3}, {}),
-        ({"echo": True, "truncate_prompt_tokens": -1}, {"logprobs": 0, "max_tokens": 0}),
+        ({"echo": True, "truncate_prompt_tokens": -1}, {"logprobs": 0, "max_tokens": 0, "min_tokens": 0}),
         ({"stream_interval": 4, "priority": -2, "request_id": "a/b"}, {"logprobs": 1, "logprob_token_ids": [7, 8]}),
     ],
     ids=str,
@@ -159,9 +159,9 @@ async def test_a_call_gives_what_http_gives(more: dict[str, Any], fields: dict[s
         assert choice["token_ids"] == expected["token_ids"]
         assert choice["prompt_token_ids"] == (expected["prompt_token_ids"] if more.get("echo") else [])
         if "logprobs" in fields:
-            scored = choices[0]["prompt_log_probs"] if more.get("echo") else []
-            values = [None] * bool(scored or more.get("echo")) + [each.log_prob for each in scored]
-            values += [each.log_prob for each in choice["log_probs"]]
+            values: list[float | None] = [each.log_prob for each in choice["log_probs"]]
+            if more.get("echo"):
+                values = [None, *(each.log_prob for each in choices[0]["prompt_log_probs"]), *values]
             assert values == expected["logprobs"]["token_logprobs"]
         if "prompt_logprobs" in fields:
             for token, score, known in zip(
