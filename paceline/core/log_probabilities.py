@@ -17,9 +17,7 @@ from paceline.core.messages import LogProbs
 from paceline.core.sampling import log_softmax
 
 
-def log_probs(
-    logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()
-) -> list[LogProbs]:
+def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int, listed: Sequence[int] = ()) -> list[LogProbs]:
     """Log-probability and rank of `tokens` [R], and the `top` most probable tokens of each row.
 
     `listed`: report these tokens, in this order, in place of the most probable ones.

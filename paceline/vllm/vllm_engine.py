@@ -354,7 +354,7 @@ def _log_probs(found: Any, tokens: Sequence[int], top: int | None) -> list[LogPr
 
 
 def _prompt_log_probs(found: Any, submission: GenerationRequest) -> list[PromptLogProbs]:
-    """`found`: vLLM's, once, at the end of the prompt, to which it counts committed tokens; None for the first token."""
+    """`found`: vLLM's, all at once, also of committed tokens; None for the first token."""
     tokens = submission.prompt[1:]
     entries = _log_probs(found[1:] if found else None, tokens, submission.sampling.prompt_logprobs)
     return [PromptLogProbs(1, entries)] if entries else []

@@ -148,7 +148,7 @@ async def test_prompt_logprobs_are_by_token_id(stack: Stack, top: int) -> None:
 
 
 async def test_echo_and_prompt_logprobs_each_show_their_own_number(stack: Stack) -> None:
-    body = {"prompt_logprobs": 4, "logprobs": 1, "echo": True, "max_tokens": 1}
+    body = {"prompt_logprobs": 4, "logprobs": 1, "echo": True, "max_tokens": 1, "return_tokens_as_token_ids": True}
     [choice] = (await stack.complete(PROMPT, **body)).json()["choices"]
     check_by_id(choice["prompt_logprobs"], PROMPT, 4)
     assert [len(top) for top in choice["logprobs"]["top_logprobs"][1:-1]] == [2] * (len(PROMPT) - 1)

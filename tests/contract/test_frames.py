@@ -192,7 +192,7 @@ def test_delta(delta: Delta) -> None:
 
 def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
     message = target_pb2.DeltaFrame.Delta(prompt_log_probs=[target_pb2.DeltaFrame.PromptLogProbs(start=0)])
-    with pytest.raises(WireError, match="prompt_log_probs.start"):
+    with pytest.raises(WireError, match=r"prompt_log_probs\.start"):
         target_codec.decode_delta(message)
 
 

@@ -39,7 +39,10 @@ def test_what_json_has_no_number_for() -> None:
     impossible = LogProbs(float("-inf"), [(5, float("-inf"))], 9)
     [_, known] = prompt_log_probs([3, 7], [impossible], 1, TOKENIZER)
     assert known is not None
-    assert [(name, each["logprob"], each["rank"]) for name, each in known.items()] == [("7", -9999.0, 9), ("5", -9999.0, 1)]
+    assert [(name, each["logprob"], each["rank"]) for name, each in known.items()] == [
+        ("7", -9999.0, 9),
+        ("5", -9999.0, 1),
+    ]
 
 
 @settings(deadline=None)

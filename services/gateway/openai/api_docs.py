@@ -49,7 +49,9 @@ RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Error": object_of(
         error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     ),
-    "Completion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, text=TEXT, prompt_logprobs=PROMPT_LOGPROBS)), usage=USAGE),
+    "Completion": object_of(
+        **HEAD, choices=list_of(object_of(**CHOICE, text=TEXT, prompt_logprobs=PROMPT_LOGPROBS)), usage=USAGE
+    ),
     "ChatCompletion": object_of(
         **HEAD,
         choices=list_of(object_of(**CHOICE, message=object_of(role=TEXT, content=TEXT))),

@@ -173,11 +173,7 @@ class Fleet:
         return [target for target in self.targets.values() if target.up]
 
     def _usable(self, labels: frozenset[str]) -> dict[str, TargetConnection]:
-        return {
-            key: target
-            for key, target in self.targets.items()
-            if target.usable and labels.issubset(target.offers)
-        }
+        return {key: target for key, target in self.targets.items() if target.usable and labels.issubset(target.offers)}
 
     async def _keep_link(self, record: WorkerRecord) -> None:
         """Connect to one target, again and again, until cancelled.
