@@ -8,17 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
+from pathlib import Path
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from paceline.config import SamplingParams
 from paceline.core.log_probabilities import log_probs
 from paceline.core.messages import Delta, GenerationRequest, LogProbs
 from paceline.engine import prompt_scores, scheduler
 from paceline.engine.draft_client import NoDraftClient
 from paceline.engine.engine import Engine
+from paceline.llm import LLM
 from paceline.model.model import Model
 from paceline.model.rows import SlotTable
+from paceline.model_names import resolve_model
 from tests.exactness.test_engine import drafting, engine, llama, submissions
 from tests.helpers.llamas import peaked_llama
 
@@ -107,6 +112,19 @@ def test_scores_are_those_of_transformers(expected: dict[str, Scores], dtype: to
             row, token = theirs[at - 1], request.prompt[at]
             assert score.log_prob == pytest.approx(row[token].item(), abs=tolerance)
             assert [value for _, value in score.top] == pytest.approx(row.topk(TOP).values.tolist(), abs=tolerance)
+
+
+def test_the_shipped_model_s_scores_are_those_of_transformers() -> None:
+    llm = LLM("pydoc", None, {"dtype": "float32", "slots": 1024})
+    prompt = llm.tokenizer.encode(Path(__file__).read_text(encoding="utf-8"))[:400]
+    [completion] = llm.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=1))
+    network = AutoModelForCausalLM.from_pretrained(resolve_model("pydoc"), dtype=torch.float32)
+    with torch.no_grad():
+        theirs = network(torch.tensor([prompt])).logits[0, :-1].double().log_softmax(-1)
+    expected = theirs.gather(-1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    assert [each.log_prob for each in completion.prompt_log_probs] == pytest.approx(expected, abs=1e-3)
+    best = theirs.argmax(-1).tolist()
+    assert sum(each.top[0][0] == token for each, token in zip(completion.prompt_log_probs, best, strict=True)) > 395
 
 
 @pytest.mark.parametrize("rows", [8, 17, 64, 256])
