@@ -41,6 +41,8 @@ class Completion:
     accepted: list[bool]
     finish_reason: FinishReason
     log_probs: list[LogProbs]
+    prompt_log_probs: list[LogProbs]
+    """Of the prompt's tokens from the second one on; empty unless `SamplingParams.prompt_logprobs` is set."""
     prompt_tokens: int
     speculation: SpeculationStats
     timings: Timings
@@ -206,6 +208,7 @@ class _RunningRequest:
             output.accepted,
             output.finish_reason,
             output.log_probs,
+            [each for part in output.prompt_log_probs for each in part.entries],
             len(self._request.prompt),
             output.speculation or SpeculationStats(),
             output.timings,

@@ -30,6 +30,9 @@ class SamplingParams(Settings):
     bad_words: tuple[tuple[Annotated[int, Field(ge=0)], ...], ...] = Field(
         (), description="token sequences that must not occur"
     )
+    allowed_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="the only tokens that are drawn; empty: any"
+    )
     grammar: str = Field(
         "",
         max_length=MAX_GRAMMAR_LENGTH,
@@ -43,10 +46,16 @@ class SamplingParams(Settings):
         None, ge=0, description="there is reasoning only in an output that begins with this token; None: in any"
     )
     min_tokens: int = Field(0, ge=0)
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=0, description="0: the prompt is computed, and no token is drawn")
     seed: int = Field(0, ge=-(2 ** (SEED_BITS - 1)), lt=2**SEED_BITS)
     stop_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = ()
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=20, description="how many of the most probable tokens to report at each position of the prompt"
+    )
+    logprob_token_ids: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="with logprobs: report these tokens in place of the most probable ones"
+    )
 
     @field_validator("top_k")
     @classmethod

@@ -44,10 +44,12 @@ class GenerationRequest:
     """The scheduler alternates between clients; "" is a client, too."""
     group: str = ""
     """The scheduler alternates between the groups of a client: the choices of one API request. "": its own group."""
+    priority: int = 0
+    """Of two requests of one client, the one with the lower number starts first."""
     session: str = ""
     """The conversation that the request belongs to; "": none."""
     target_labels: frozenset[str] = frozenset()
-    """Labels that its target must have."""
+    """Labels and features that its target must have."""
     choice: int = 0
     """Index among the `n` completions of one prompt."""
     stop: Sequence[str] = ()
@@ -71,10 +73,22 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """Natural-log probability of a drawn token, and the most probable tokens as (token, log-probability)."""
+    """Natural-log probability of a token at its position, and the most probable tokens as (token, log-probability)."""
 
     log_prob: float
     top: Sequence[tuple[int, float]] = ()
+    """Best first. With `SamplingParams.logprob_token_ids`: those tokens, in that order."""
+    rank: int = 0
+    """The token's place by probability, from 1; 0: unknown (an older worker)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogProbs:
+    """Log-probabilities of consecutive tokens of a prompt; the token at position 0 has none."""
+
+    start: int
+    """Position of the first entry's token."""
+    entries: Sequence[LogProbs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +185,8 @@ class Delta:
     speculation: SpeculationStats | None = None
     timings: Timings = Timings()
     error: str = ""
+    prompt_log_probs: list[PromptLogProbs] = field(default_factory=list)
+    """In order of position. The tokens after a part of the prompt come with it or later."""
     text: str = ""
     """It may lag behind the tokens: a character may be incomplete, a stop string may have begun."""
     events: list[Event] = field(default_factory=list)
@@ -189,6 +205,7 @@ class Delta:
         self.tokens += later.tokens
         self.accepted += later.accepted
         self.log_probs += later.log_probs
+        self.prompt_log_probs += later.prompt_log_probs
         self.text += later.text
         self.events += later.events
         self.reasoning_tokens += later.reasoning_tokens
@@ -225,3 +242,5 @@ class TargetDescription:
     (an older worker)."""
     labels: Sequence[str] = ()
     """What routing rules may ask for, each KEY=VALUE."""
+    features: Sequence[str] = ()
+    """What the worker can do, see `paceline.target_features`. Empty: what every worker can (an older worker)."""

@@ -8,8 +8,8 @@ with the same ones, noise included.
 
 The steps for a row of logits, in vLLM's order:
 
-1. masks: tokens the grammar forbids. Then, unless that masks every token: a token that would complete a bad word, and
-   stop tokens before `min_tokens`
+1. masks: tokens the grammar forbids. Then, each unless that masks every token: tokens outside `allowed_token_ids`; a
+   token that would complete a bad word, and stop tokens before `min_tokens`
 2. `logit_bias`
 3. `repetition_penalty` over prompt and output, then `frequency_penalty` and `presence_penalty` over output
 4. temperature; 0 ends here, with the largest
@@ -39,7 +39,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.messages import LogProbs
 from paceline.grammar.grammar_state import GrammarState
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
@@ -87,13 +86,18 @@ class History:
         bias = {token: value for token, value in params.logit_bias.items() if token < vocabulary_size}
         self._biased = self._ids(list(bias))
         self._bias = torch.tensor(list(bias.values()))
+        self._disallowed: Tensor | None = None
+        """Tokens outside `allowed_token_ids`, bool [V]."""
+        if params.allowed_token_ids:
+            self._disallowed = torch.ones(vocabulary_size, dtype=torch.bool)
+            self._disallowed[self._ids(params.allowed_token_ids)] = False
         self._counts = torch.zeros(vocabulary_size if params.penalised else 0)
         self._seen = torch.zeros(self._counts.shape, dtype=torch.bool)
         if params.penalised:
             self._seen[self._ids(prompt)] = True
         self.extend(output)
         self.grammar = grammar
-        masked = params.bad_words or params.min_tokens or grammar is not None
+        masked = params.bad_words or params.min_tokens or params.allowed_token_ids or grammar is not None
         self.has_logits_rules = bool(masked or params.logit_bias or params.penalised)
         """Whether steps 1 to 3 can change this request's logits."""
 
@@ -117,6 +121,10 @@ class History:
         allowed = None if self.grammar is None else self.grammar.allowed(path)
         if allowed is not None:
             logits_V = logits_V.masked_fill(torch.from_numpy(~allowed).to(logits_V.device), MASKED)
+        if self._disallowed is not None:
+            self._disallowed = self._disallowed.to(logits_V.device)
+            limited_V = logits_V.masked_fill(self._disallowed, MASKED)
+            logits_V = logits_V if bool((limited_V == MASKED).all()) else limited_V
         forbidden = self._forbidden_tokens(path)
         masked_V = logits_V.index_fill(0, forbidden.to(logits_V.device), MASKED)
         nothing_left = len(forbidden) > 0 and bool((masked_V == MASKED).all())
@@ -298,25 +306,7 @@ def is_finite(logits_RV: Tensor) -> bool:
     return not bool((logits_RV.isnan() | (logits_RV == math.inf)).any())  # large finite logits may sum to infinity
 
 
-def log_probs(logits_RV: Tensor, tokens: Sequence[int], top: int) -> list[LogProbs]:
-    """Log-probabilities of `tokens` [R] and of the `top` most probable, most probable first.
-
-    They are the model's own, before masks, penalties, temperature and filters, as vLLM's `raw_logprobs`. Among equals
-    the lowest ids come first.
-    """
-    log_probs_RV = _log_softmax(logits_RV)
-    # Not topk: among equals it takes any.
-    values_RV, ids_RV = log_probs_RV.sort(dim=-1, descending=True, stable=True)
-    drawn_R = log_probs_RV.gather(-1, torch.tensor(tokens, device=log_probs_RV.device)[:, None])[:, 0]
-    return [
-        LogProbs(drawn, list(zip(ids, values, strict=True)))
-        for drawn, ids, values in zip(
-            drawn_R.tolist(), ids_RV[:, :top].tolist(), values_RV[:, :top].tolist(), strict=True
-        )
-    ]
-
-
-def _log_softmax(logits_RV: Tensor) -> Tensor:
+def log_softmax(logits_RV: Tensor) -> Tensor:
     """In float32. Rows are padded so that each is aligned: a GPU sums unaligned rows in another order."""
     vocabulary = logits_RV.shape[-1]
     padded = F.pad(logits_RV.float(), (0, -vocabulary % VECTOR), value=MASKED)
@@ -489,7 +479,7 @@ def _top_p_threshold(logits_RV: Tensor, top_p: float) -> Tensor:
     """
     # Not logsumexp: it splits a single long row among threads, so the order of summation would depend on the other
     # rows. Sums of integers are the same in any order.
-    largest_R1 = _log_softmax(logits_RV).amax(-1, keepdim=True)
+    largest_R1 = log_softmax(logits_RV).amax(-1, keepdim=True)
     enough = math.ceil(top_p * TOP_P_UNITS)
     for candidates in (64, 512, logits_RV.shape[-1]):
         values_RK = logits_RV.topk(min(candidates, logits_RV.shape[-1])).values

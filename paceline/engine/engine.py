@@ -16,18 +16,20 @@ import torch
 from torch import Tensor
 
 from paceline.config import EngineConfig, SpeculativeConfig
+from paceline.core.log_probabilities import log_probs
 from paceline.core.messages import (
     Delta,
     EngineLoad,
     FinishReason,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     Timings,
 )
 from paceline.core.policy.calibration import Calibration
 from paceline.core.policy.step_cost import FREE_ROWS, RowCost, StepCost
-from paceline.core.sampling import History, is_finite, log_probs
+from paceline.core.sampling import History, is_finite
 from paceline.core.strategies import make_verifier
 from paceline.core.tree import TokenTree
 from paceline.core.verify import strategy_of
@@ -37,6 +39,7 @@ from paceline.engine.draft_manager import DraftManager
 from paceline.engine.draft_schedule import Clock, make_draft_schedule
 from paceline.engine.drafted_request import OWN_DRAFT_SOURCE
 from paceline.engine.hidden_states import HiddenStates
+from paceline.engine.prompt_scores import score_prompts
 from paceline.engine.request import Request
 from paceline.engine.scheduler import ScheduledRequest, Scheduler
 from paceline.engine.slot_pool import SlotPool
@@ -213,7 +216,8 @@ class Engine:
             History(params, submission.prompt, submission.committed, self.model.vocabulary_size, grammar),
             tree,
             max_tokens=max_tokens,
-            limits=self._speculation.limits(submission.speculative),
+            # Without a second token of output there is no guess to verify.
+            limits=self._speculation.limits(submission.speculative) if max_tokens > 1 else (0, 0),
             calibrations=calibrations,
             arrived=self._clock(),
         )
@@ -223,14 +227,19 @@ class Engine:
         return request
 
     def _max_output_tokens(self, submission: GenerationRequest, tokens: Sequence[int]) -> int:
-        """Output tokens that fit after the prompt. Raises ValueError if there are none, or a token is invalid."""
+        """Output tokens that fit after the prompt. Raises ValueError if one is wanted and none fits.
+
+        Also if a token is invalid.
+        """
         prompt, positions = len(submission.prompt), min(self.model.max_model_len, self.model.slots)
+        longest = positions - 1 if submission.sampling.max_tokens else positions
         if not prompt:
             raise ValueError("the prompt is empty")
-        if prompt >= positions:
-            raise ValueError(f"the prompt has {prompt} tokens; there is room for {positions - 1}")
-        marker = submission.sampling.grammar_begins_after
-        if any(not 0 <= token < self.model.vocabulary_size for token in (*tokens, *marker)):
+        if prompt > longest:
+            raise ValueError(f"the prompt has {prompt} tokens; there is room for {longest}")
+        sampling = submission.sampling
+        named = (*tokens, *sampling.grammar_begins_after, *sampling.logprob_token_ids)
+        if any(not 0 <= token < self.model.vocabulary_size for token in named):
             raise ValueError(f"a token id is outside the vocabulary of {self.model.vocabulary_size}")
         return positions - prompt
 
@@ -273,44 +282,52 @@ class Engine:
         start = self._clock()
         rows: list[Row] = []
         sampled: list[int] = []
+        scored: list[int] = []
         for each in batch:
+            first = len(rows) - each.start  # where the row of the request's first token would be
+            scored += [first + i for i in each.scored_rows]
             rows += each.model_rows()
             if each.samples:
                 sampled += range(len(rows) - 1 - len(each.nodes), len(rows))
-        output = self.model.run(rows, sampled, self.hidden_layers)
+        output = self.model.run(rows, [*sampled, *scored], self.hidden_layers)
         if output.hidden is not None:
             self._hidden.store([row.slot for row in rows], output.hidden)
-        logits = output.logits
+        logits, prompt_logits = output.logits[: len(sampled)], output.logits[len(sampled) :]
         deltas: list[Delta] = []
-        if not is_finite(logits):
-            batch, logits, deltas = self._fail_not_finite(batch, logits)
+        if not (is_finite(logits) and is_finite(prompt_logits)):
+            batch, logits, prompt_logits, deltas = self._fail_not_finite(batch, logits, prompt_logits)
         committed = self._verifier.verify(logits, [each.verification_input() for each in batch if each.samples])
+        prompt_log_probs = score_prompts(batch, prompt_logits)
         seconds = self._clock() - start
         for each in batch:
             self._record_compute(each, start, seconds)
-        return deltas + self._commit_all(batch, logits, committed)
+        return deltas + self._commit_all(batch, logits, committed, prompt_log_probs)
 
     def _fail_not_finite(
-        self, batch: Sequence[ScheduledRequest], logits: Tensor
-    ) -> tuple[list[ScheduledRequest], Tensor, list[Delta]]:
-        """End the requests whose root has logits that are not finite. The rest of the batch, its logits, and deltas.
+        self, batch: Sequence[ScheduledRequest], logits: Tensor, prompt_logits: Tensor
+    ) -> tuple[list[ScheduledRequest], Tensor, Tensor, list[Delta]]:
+        """End the requests whose root or prompt has logits that are not finite.
 
-        If only nodes have such logits, the nodes are dropped: the target may never draw them.
+        If only nodes have such logits, the nodes are dropped: the target may never draw them. Returns the rest of the
+        batch with its logits, and deltas.
         """
         sizes = [1 + len(each.nodes) if each.samples else 0 for each in batch]
-        left, parts, deltas = [], [logits[:0]], []
-        for each, part in zip(batch, logits.split(sizes), strict=True):
-            if not is_finite(part):
+        scored = [len(each.scored_rows) for each in batch]
+        left, parts, prompt_parts, deltas = [], [logits[:0]], [prompt_logits[:0]], []
+        for each, part, prompt_part in zip(batch, logits.split(sizes), prompt_logits.split(scored), strict=True):
+            prompt_is_finite = is_finite(prompt_part)
+            if not (prompt_is_finite and is_finite(part)):
                 self._scheduler.pool.return_slots(each.slots)
                 each.nodes, each.slots, part = [], [], part[:1]
-            if is_finite(part):
+            if prompt_is_finite and is_finite(part):
                 left.append(each)
                 parts.append(part)
+                prompt_parts.append(prompt_part)
                 continue
             delta = Delta(each.request.id, finish_reason=FinishReason.ERROR, error=NOT_FINITE_ERROR)
             self._finish(each.request, delta, cached=False)
             deltas.append(delta)
-        return left, torch.cat(parts), deltas
+        return left, torch.cat(parts), torch.cat(prompt_parts), deltas
 
     def _record_compute(self, scheduled: ScheduledRequest, start: float, seconds: float) -> None:
         request = scheduled.request
@@ -323,17 +340,32 @@ class Engine:
     # Accepted and bonus tokens become final.
 
     def _commit_all(
-        self, batch: Sequence[ScheduledRequest], logits: Tensor, committed: Sequence[list[int]]
+        self,
+        batch: Sequence[ScheduledRequest],
+        logits: Tensor,
+        committed: Sequence[list[int]],
+        prompt_log_probs: Sequence[list[PromptLogProbs]],
     ) -> list[Delta]:
-        """`committed`: for each request that draws, in order, its accepted tokens and the bonus token."""
+        """`committed`: for each request that draws, in order, its accepted tokens and the bonus token.
+
+        `prompt_log_probs`: what each request of the batch sends of its prompt.
+        """
         deltas = []
         row, tokens = 0, iter(committed)  # `row`: the first row of the next request in `logits`
-        for scheduled in batch:
+        for scheduled, scores in zip(batch, prompt_log_probs, strict=True):
             if self.hidden_layers:
                 self._send_hidden_states(scheduled)
             if scheduled.samples:
-                deltas.append(self._commit(scheduled, next(tokens), logits, row))
+                delta = self._commit(scheduled, next(tokens), logits, row)
                 row += 1 + len(scheduled.nodes)
+            elif scheduled.complete:
+                delta = self._end(scheduled.request, FinishReason.LENGTH)  # it wants no output
+            elif scores:
+                delta = Delta(scheduled.request.id)
+            else:
+                continue
+            delta.prompt_log_probs = scores
+            deltas.append(delta)
         return deltas
 
     def _commit(self, scheduled: ScheduledRequest, drawn: Sequence[int], logits: Tensor, row: int) -> Delta:
@@ -403,8 +435,10 @@ class Engine:
     def _log_probs(
         self, request: Request, logits: Tensor, rows: Sequence[int], tokens: Sequence[int]
     ) -> list[LogProbs]:
-        top = request.submission.sampling.logprobs
-        return log_probs(logits[list(rows)], tokens, top) if top is not None else []
+        params = request.submission.sampling
+        if params.logprobs is None:
+            return []
+        return log_probs(logits[list(rows)], tokens, params.logprobs, params.logprob_token_ids)
 
     # Hidden states for drafts.
 

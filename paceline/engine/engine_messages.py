@@ -53,3 +53,5 @@ class EngineInfo:
     numerics: str
     rows_per_s: float = 0.0
     """Of full passes, as measured at start-up; 0: unknown."""
+    features: Sequence[str] = ()
+    """See `paceline.target_features`."""

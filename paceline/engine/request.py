@@ -54,6 +54,8 @@ class Request(DraftedRequest):
         self.cached_tokens = 0
         self.prefilled = 0
         """Prompt tokens that were ever computed or found in the cache. Preemption does not reset it."""
+        self.rows_scored = 0
+        """Prompt tokens, from the first on, whose rows have scored the next token. Preemption does not reset it."""
         self.times = RequestTimes(arrived)
 
     @property
@@ -66,6 +68,11 @@ class Request(DraftedRequest):
         return self.client, self.submission.group or self.id
 
     @property
+    def priority(self) -> int:
+        """The lower, the earlier, among the client's requests."""
+        return self.submission.priority
+
+    @property
     def uncomputed_tokens(self) -> int:
         """Tokens without keys and values, at least the root. If it is the only one, the next step draws."""
         return len(self.tokens) - len(self.slot_table)
@@ -74,11 +81,18 @@ class Request(DraftedRequest):
     def grammar(self) -> GrammarState | None:
         return self.history.grammar
 
+    @property
+    def rows_to_score(self) -> range:
+        """The prompt's tokens whose rows have yet to score the token after them."""
+        scores = self.submission.sampling.prompt_logprobs is not None
+        return range(self.rows_scored, self.prompt_tokens - 1) if scores else range(0)
+
     # Slots.
 
     def attach_prefix(self, pool: SlotPool) -> None:
-        """Share the cached blocks of this path. The root is always computed anew."""
-        self.shared_blocks = pool.match_prefix(self.tokens[:-1], self.submission.cache_salt)
+        """Share the cached blocks of this path. The root is always computed anew, as are rows that have to score."""
+        computed = self.rows_scored if self.rows_to_score else len(self.tokens) - 1
+        self.shared_blocks = pool.match_prefix(self.tokens[:computed], self.submission.cache_salt)
         self.slot_table.slots = [slot for block in self.shared_blocks for slot in block.slots]
 
     def start(self) -> None:

@@ -5,7 +5,8 @@ gap within the step's rows, oldest request first. Where only the root is missing
 
 The `max_num_seqs` running requests are shared fairly: among clients, then among a client's groups (the choices of one
 HTTP request are a group), then by arrival. The client with the fewest running requests starts next. If no more may run,
-the youngest request of a client with two more running ones is preempted.
+the youngest request of a client with two more running ones is preempted. A request's priority comes before its group,
+and moves no other client's requests.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from paceline.model.rows import Row
 
 GRAMMAR_WAIT_S = 0.01
 """How long an idle step waits for a grammar."""
+MAX_SCORED_ROWS = 256
+"""Rows that score prompts in one step: each has a logit for every token of the vocabulary."""
 
 
 @dataclass(slots=True)
@@ -39,9 +42,20 @@ class ScheduledRequest:
     slots: list[int] = field(default_factory=list)
 
     @property
-    def samples(self) -> bool:
-        """Whether the root is run, so that the target draws."""
+    def complete(self) -> bool:
+        """Whether the root is run."""
         return self.stop == len(self.request.tokens)
+
+    @property
+    def samples(self) -> bool:
+        """Whether the target draws: the root is run, and the request wants output."""
+        return self.complete and self.request.max_tokens > 0
+
+    @property
+    def scored_rows(self) -> range:
+        """The tokens whose rows score the token after them."""
+        wanted = self.request.rows_to_score
+        return range(max(self.start, wanted.start), min(self.stop, wanted.stop))
 
     def model_rows(self) -> list[Row]:
         """The rows of the tokens, then of the nodes."""
@@ -77,6 +91,8 @@ class Scheduler:
         self.preemptions = 0
         self.best_unverified = 0.0
         """Path probability of the best node that the last step had no row for."""
+        self._scored_rows_left = MAX_SCORED_ROWS
+        """Of the step that is being scheduled."""
         self._config = config
         self._cost = cost
 
@@ -101,7 +117,7 @@ class Scheduler:
     def schedule(self) -> list[ScheduledRequest]:
         """Give running requests, and as many waiting ones as fit, their next rows and slots."""
         self._preempt_for_fairness()
-        rows = self._config.max_num_batched_rows
+        rows, self._scored_rows_left = self._config.max_num_batched_rows, MAX_SCORED_ROWS
         batch: list[ScheduledRequest] = []
         turn = 0
         while turn < len(self.running):
@@ -159,6 +175,10 @@ class Scheduler:
         """The next missing tokens of a running request. Preempts the youngest request while slots are short."""
         start = len(request.slot_table)
         stop = min(len(request.tokens), start + rows)
+        scored = ScheduledRequest(request, start, stop).scored_rows
+        if len(scored) > self._scored_rows_left:
+            scored = scored[: self._scored_rows_left]
+            stop = scored.stop
         while stop > start:
             try:
                 request.slot_table.slots.extend(self.pool.allocate(stop - start))
@@ -169,6 +189,7 @@ class Scheduler:
                 if victim is request:
                     return None
             else:
+                self._scored_rows_left -= len(scored)
                 return ScheduledRequest(request, start, stop)
         return None
 
@@ -203,18 +224,22 @@ class Scheduler:
         return fits
 
     def _next_waiting(self) -> Request:
-        """The waiting request that starts next, by fairness and arrival."""
+        """The waiting request that starts next, by fairness, priority and arrival."""
         clients, groups = self._running_counts()
-        return min(self.waiting, key=lambda each: (clients[each.client], groups[each.group]))
+        client = min(self.waiting, key=lambda each: (clients[each.client], groups[each.group])).client
+        own = (each for each in self.waiting if each.client == client)
+        return min(own, key=lambda each: (each.priority, groups[each.group]))
 
     def _running_counts(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
         """Running requests by client and by group."""
         return Counter(each.client for each in self.running), Counter(each.group for each in self.running)
 
     def _youngest_of_largest(self, requests: Sequence[Request]) -> Request:
-        """The youngest request of the client, then of the group, with the most running requests."""
+        """Of the client with the most running requests, the youngest of the last priority and the largest group."""
         clients, groups = self._running_counts()
-        return max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group]))
+        client = max(reversed(requests), key=lambda each: (clients[each.client], groups[each.group])).client
+        own = (each for each in reversed(requests) if each.client == client)
+        return max(own, key=lambda each: (each.priority, groups[each.group]))
 
     def _preempt_for_fairness(self) -> None:
         """While the next waiting request does not fit, preempt a request of a client with two more running ones."""

@@ -20,25 +20,25 @@ AT_ONCE = GrammarStart()
 
 
 def grammar_start(
-    form: OutputFormat, tokenizer: Tokenizer, *, inside: bool, settled: bool, calls: bool
+    form: OutputFormat, prompt: str, tokenizer: Tokenizer, *, calls: bool, continued: str = ""
 ) -> GrammarStart:
-    """Where the grammar of an answer begins.
+    """Where the grammar of an answer to this rendered prompt begins.
 
-    `inside`: the answer begins inside the reasoning. `settled`: there is no more reasoning to come but that one.
-    Where both are false, the answer's first token decides. `calls`: the grammar forces calls, see
-    `forced_call_grammar`. A marker that may be written in several ways cannot be waited for: then the grammar begins
-    at once.
+    `continued`: the text that the answer continues, if there is one. It has all reasoning that is to come, or its
+    beginning. `calls`: the grammar forces calls, see `forced_call_grammar`. Where the prompt leaves it open, the answer's
+    first token decides. A marker that may be written in several ways cannot be waited for: then the grammar begins at
+    once.
     """
     reasoning = form.reasoning
     if reasoning is None or (calls and form.tools is not None and form.tools.reads_reasoning):
         return AT_ONCE
+    inside = form.begins_inside(prompt, continued)
+    settled = bool(continued) or prompt.rstrip().endswith(reasoning.end)
     closing = _fixed_tokens(reasoning.answer or reasoning.end, tokenizer)
     if closing and (inside or (reasoning.answer and not settled)):
         return GrammarStart(closing)
     opening = tokenizer.token_id(reasoning.begin)
-    if not closing or opening is None or settled:
-        return AT_ONCE
-    return GrammarStart(closing, opening)
+    return AT_ONCE if not closing or opening is None or settled else GrammarStart(closing, opening)
 
 
 def _fixed_tokens(marker: str, tokenizer: Tokenizer) -> tuple[int, ...]:

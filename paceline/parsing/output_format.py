@@ -44,9 +44,14 @@ class OutputFormat:
         reasoning = (self.reasoning.begin, self.reasoning.end) if self.reasoning is not None else ()
         return (*reasoning, *(self.tools.markers if self.tools is not None else ()))
 
-    def begins_inside(self, prompt: str) -> bool:
-        """Whether an answer to this rendered prompt begins with reasoning."""
-        return self.reasoning is not None and self.reasoning.begins_inside(prompt)
+    def begins_inside(self, prompt: str, continued: str = "") -> bool:
+        """Whether an answer to this rendered prompt begins with reasoning, or in it.
+
+        `continued`: the text that the answer continues, if there is one.
+        """
+        if self.reasoning is None or not continued:
+            return self.reasoning is not None and self.reasoning.begins_inside(prompt)
+        return continued.rfind(self.reasoning.begin) > continued.rfind(self.reasoning.end)
 
     def parser(self, tools: Tools, *, inside: bool = False) -> OutputParser:
         """A parser of one output. `tools`: that the request lets the model call; none: calls are not looked for."""

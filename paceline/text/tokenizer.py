@@ -112,6 +112,12 @@ class Tokenizer:
         return max(map(len, self.pieces), default=1) * (1 if normalizer is None else 2)
 
     @cached_property
+    def spaces_special_tokens(self) -> bool:
+        """Whether special tokens in a text have spaces before them that are not their own."""
+        spellings = ((self.piece(id_), self.token_string(id_).encode()) for id_ in self.special_ids)
+        return any(piece.startswith(b" ") and not token.startswith(b" ") for piece, token in spellings)
+
+    @cached_property
     def prefix_tokens(self) -> list[int]:
         """The special tokens that the model expects before a text, such as a BOS."""
         marked, bare = self.encode("a"), self.encode("a", add_special_tokens=False)

@@ -44,13 +44,28 @@ class InferenceServiceStub:
                 request_serializer=paceline_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=paceline_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/paceline.v1.InferenceService/Tokenize',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/paceline.v1.InferenceService/Detokenize',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/paceline.v1.InferenceService/Abort',
+                request_serializer=paceline_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+                response_deserializer=paceline_dot_v1_dot_inference__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServiceServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates one completion and streams it. A client cancels the generation by cancelling the call.
+        """Generates the completions of one prompt and streams them. A client cancels the generation by cancelling the call.
 
         INVALID_ARGUMENT: the message names the field. NOT_FOUND: unknown model. RESOURCE_EXHAUSTED: too many requests, or
         more than the API key allows. UNAVAILABLE: no target is up. With the last two, the trailer grpc-retry-pushback-ms or
@@ -70,6 +85,28 @@ class InferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Token ids of a text, or of a conversation in the model's chat template. Errors as of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """The text of token ids. Errors as of Generate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """Ends calls of Generate at this gateway: those with this request id and the same API key. Their last
+        responses have FINISH_REASON_CANCELLED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -82,6 +119,21 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=paceline_dot_v1_dot_inference__pb2.ListModelsRequest.FromString,
                     response_serializer=paceline_dot_v1_dot_inference__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=paceline_dot_v1_dot_inference__pb2.AbortRequest.FromString,
+                    response_serializer=paceline_dot_v1_dot_inference__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -138,6 +190,87 @@ class InferenceService:
             '/paceline.v1.InferenceService/ListModels',
             paceline_dot_v1_dot_inference__pb2.ListModelsRequest.SerializeToString,
             paceline_dot_v1_dot_inference__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Tokenize',
+            paceline_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Detokenize',
+            paceline_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paceline.v1.InferenceService/Abort',
+            paceline_dot_v1_dot_inference__pb2.AbortRequest.SerializeToString,
+            paceline_dot_v1_dot_inference__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

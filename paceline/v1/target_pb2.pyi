@@ -12,7 +12,7 @@ class TargetServiceDescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TargetServiceDescribeResponse(_message.Message):
-    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics", "labels")
+    __slots__ = ("worker_id", "model", "vocabulary_fingerprint", "vocabulary_size", "max_model_len", "slots", "rows_invariant", "eos_token_ids", "method", "numerics", "labels", "features")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -24,6 +24,7 @@ class TargetServiceDescribeResponse(_message.Message):
     METHOD_FIELD_NUMBER: _ClassVar[int]
     NUMERICS_FIELD_NUMBER: _ClassVar[int]
     LABELS_FIELD_NUMBER: _ClassVar[int]
+    FEATURES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     model: str
     vocabulary_fingerprint: str
@@ -35,12 +36,13 @@ class TargetServiceDescribeResponse(_message.Message):
     method: str
     numerics: str
     labels: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ...) -> None: ...
+    features: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, worker_id: _Optional[str] = ..., model: _Optional[str] = ..., vocabulary_fingerprint: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., slots: _Optional[int] = ..., rows_invariant: _Optional[bool] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., method: _Optional[str] = ..., numerics: _Optional[str] = ..., labels: _Optional[_Iterable[str]] = ..., features: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class SubmitFrame(_message.Message):
     __slots__ = ("submits", "cancels")
     class Submit(_message.Message):
-        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group")
+        __slots__ = ("request_id", "prompt_token_ids", "sampling", "speculative", "committed_token_ids", "drafts", "cache_salt", "client", "group", "priority")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +52,7 @@ class SubmitFrame(_message.Message):
         CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
         CLIENT_FIELD_NUMBER: _ClassVar[int]
         GROUP_FIELD_NUMBER: _ClassVar[int]
+        PRIORITY_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
         sampling: _common_pb2.SamplingParams
@@ -59,7 +62,8 @@ class SubmitFrame(_message.Message):
         cache_salt: str
         client: str
         group: str
-        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ...) -> None: ...
+        priority: int
+        def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., speculative: _Optional[_Union[_common_pb2.SpeculativeOptions, _Mapping]] = ..., committed_token_ids: _Optional[_Iterable[int]] = ..., drafts: _Optional[_Iterable[str]] = ..., cache_salt: _Optional[str] = ..., client: _Optional[str] = ..., group: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
     class Cancel(_message.Message):
         __slots__ = ("request_id",)
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -81,12 +85,21 @@ class DeltaFrame(_message.Message):
         log_prob: float
         def __init__(self, token_id: _Optional[int] = ..., log_prob: _Optional[float] = ...) -> None: ...
     class LogProbs(_message.Message):
-        __slots__ = ("log_prob", "top")
+        __slots__ = ("log_prob", "top", "rank")
         LOG_PROB_FIELD_NUMBER: _ClassVar[int]
         TOP_FIELD_NUMBER: _ClassVar[int]
+        RANK_FIELD_NUMBER: _ClassVar[int]
         log_prob: float
         top: _containers.RepeatedCompositeFieldContainer[DeltaFrame.TokenLogProb]
-        def __init__(self, log_prob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[DeltaFrame.TokenLogProb, _Mapping]]] = ...) -> None: ...
+        rank: int
+        def __init__(self, log_prob: _Optional[float] = ..., top: _Optional[_Iterable[_Union[DeltaFrame.TokenLogProb, _Mapping]]] = ..., rank: _Optional[int] = ...) -> None: ...
+    class PromptLogProbs(_message.Message):
+        __slots__ = ("start", "entries")
+        START_FIELD_NUMBER: _ClassVar[int]
+        ENTRIES_FIELD_NUMBER: _ClassVar[int]
+        start: int
+        entries: _containers.RepeatedCompositeFieldContainer[DeltaFrame.LogProbs]
+        def __init__(self, start: _Optional[int] = ..., entries: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ...) -> None: ...
     class Usage(_message.Message):
         __slots__ = ("prompt_tokens", "completion_tokens", "cached_tokens")
         PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -97,7 +110,7 @@ class DeltaFrame(_message.Message):
         cached_tokens: int
         def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
     class Delta(_message.Message):
-        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted")
+        __slots__ = ("request_id", "token_ids", "log_probs", "finish_reason", "usage", "speculation", "timings", "error", "stop_token_id", "accepted", "prompt_log_probs")
         REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
         TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
         LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
@@ -108,6 +121,7 @@ class DeltaFrame(_message.Message):
         ERROR_FIELD_NUMBER: _ClassVar[int]
         STOP_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
         ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+        PROMPT_LOG_PROBS_FIELD_NUMBER: _ClassVar[int]
         request_id: str
         token_ids: _containers.RepeatedScalarFieldContainer[int]
         log_probs: _containers.RepeatedCompositeFieldContainer[DeltaFrame.LogProbs]
@@ -118,7 +132,8 @@ class DeltaFrame(_message.Message):
         error: str
         stop_token_id: int
         accepted: _containers.RepeatedScalarFieldContainer[bool]
-        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ...) -> None: ...
+        prompt_log_probs: _containers.RepeatedCompositeFieldContainer[DeltaFrame.PromptLogProbs]
+        def __init__(self, request_id: _Optional[str] = ..., token_ids: _Optional[_Iterable[int]] = ..., log_probs: _Optional[_Iterable[_Union[DeltaFrame.LogProbs, _Mapping]]] = ..., finish_reason: _Optional[_Union[_common_pb2.FinishReason, str]] = ..., usage: _Optional[_Union[DeltaFrame.Usage, _Mapping]] = ..., speculation: _Optional[_Union[_common_pb2.SpeculationStats, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., error: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., accepted: _Optional[_Iterable[bool]] = ..., prompt_log_probs: _Optional[_Iterable[_Union[DeltaFrame.PromptLogProbs, _Mapping]]] = ...) -> None: ...
     class Load(_message.Message):
         __slots__ = ("running", "waiting", "free_slots", "rows", "step_s")
         RUNNING_FIELD_NUMBER: _ClassVar[int]

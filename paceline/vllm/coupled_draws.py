@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paceline.config import SamplingParams
-from paceline.core.sampling import MASKED, History, SamplingRow, draw
+from paceline.core.sampling import History, SamplingRow, draw
 from paceline.vllm.extra_arguments import ExtraArguments
 from paceline.vllm.row_description import RowDescription
 
@@ -78,6 +78,7 @@ def sampling_params(params: VllmParams, request_id: str, fields: Mapping[str, An
         repetition_penalty=min(params.repetition_penalty, MAX_REPETITION_PENALTY),
         logit_bias=bias,
         bad_words=tuple(tuple(word) for word in params.bad_words_token_ids or () if word),
+        allowed_token_ids=tuple(sorted(set(params.allowed_token_ids or ()))),
         min_tokens=params.min_tokens,
         max_tokens=max(1, params.min_tokens),  # vLLM ends requests
         seed=seed,
@@ -116,8 +117,6 @@ class _Drawn:
     history: History
     output_tokens: int
     """Of vLLM's output, how many the history has."""
-    allowed: Tensor | None
-    """Ids of the tokens that may be drawn; None: all."""
 
     def continues(self, request: VllmRequest) -> bool:
         """Whether this is the state of the request: vLLM may give its id to another one."""
@@ -176,21 +175,13 @@ class CoupledDraws:
         rows: list[SamplingRow] = []
         starts: list[int] = []
         forced: dict[int, int] = {}
-        limited: list[tuple[int, Tensor]] = []
         for request, draft in zip(requests, drafts, strict=True):
             state, output_tokens = self._state(request), len(request.output_token_ids)
             position = request.num_prompt_tokens + output_tokens
             starts.append(len(rows))
             forced.update(enumerate(state.extra.forced[output_tokens:][: len(draft) + 1], len(rows)))
             for depth in range(len(draft) + 1):
-                if state.allowed is not None:
-                    limited.append((len(rows), state.allowed))
                 rows.append(SamplingRow(state.params, position + depth, state.history, draft[:depth]))
-        if limited:
-            logits = logits.clone()
-            for row, ids in limited:
-                allowed = ids.to(logits.device)
-                logits[row] = torch.full_like(logits[row], MASKED).index_copy_(0, allowed, logits[row][allowed])
         drawn = draw(logits, rows)
         for row, token in forced.items():
             drawn[row] = token
@@ -204,10 +195,8 @@ class CoupledDraws:
             params = sampling_params(request.sampling_params, request.req_id, extra.sampling)
             start = len(prompt) - extra.committed
             history = History(params, prompt[:start], [*prompt[start:], *output], self._vocabulary_size)
-            allowed = request.sampling_params.allowed_token_ids
-            ids = None if allowed is None else torch.tensor(sorted(set(allowed)))
             state = self._requests[request.req_id] = _Drawn(
-                request, request.sampling_params, request.num_prompt_tokens, params, extra, history, len(output), ids
+                request, request.sampling_params, request.num_prompt_tokens, params, extra, history, len(output)
             )
         elif state.output_tokens < len(output):
             state.history.extend(output[state.output_tokens :])

@@ -34,12 +34,14 @@ from paceline.core.messages import (
     FinishReason,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     Timings,
     Usage,
 )
 from paceline.engine.engine_messages import EngineInfo
 from paceline.grammar.lark import PREAMBLE
+from paceline.target_features import all_features
 from paceline.telemetry.step_stats import StepStats
 from paceline.text import vocabulary_fingerprint
 from paceline.vllm.extra_arguments import ExtraArguments
@@ -133,6 +135,7 @@ class VllmEngine:
             layers=model.hf_text_config.num_hidden_layers,
             method=method,
             numerics=_numerics(self._config),
+            features=all_features(without=("logprob_token_ids",)),
         )
 
     @property
@@ -216,10 +219,11 @@ class VllmEngine:
         )
         params = VllmSamplingParams(
             temperature=0.0 if sampling.greedy else 1.0,
-            max_tokens=min(sampling.max_tokens - begun, left),
+            max_tokens=max(1, min(sampling.max_tokens - begun, left)),  # it draws a token in any case
             stop_token_ids=[*sampling.stop_token_ids, *(self._grammar_ends if sampling.grammar else ())],
             ignore_eos=True,  # the stop tokens include it, unless the client ignores it
             logprobs=sampling.logprobs,
+            prompt_logprobs=sampling.prompt_logprobs,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
             structured_outputs=_grammar(sampling.grammar),
@@ -233,7 +237,7 @@ class VllmEngine:
         self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats
     ) -> list[Delta]:
         """What a step drew for a request; nothing while it only draws committed tokens again."""
-        completion = output.outputs[0]
+        completion, sampling = output.outputs[0], request.submission.sampling
         tokens, start = list(completion.token_ids), request.replayed
         cached = min(output.num_cached_tokens or 0, len(request.submission.prompt))
         request.cached_tokens = max(request.cached_tokens, cached)
@@ -247,24 +251,28 @@ class VllmEngine:
             request.replayed = max(0, start - len(tokens))
         if completion.finish_reason == "stop" and self._ends_grammar_only(request, tokens[-1]):
             tokens.pop()
-        new = tokens[start:]
-        request.output_tokens += len(new)
         reason = None if completion.finish_reason is None else FINISH_REASONS.get(completion.finish_reason)
         if completion.finish_reason is not None and reason is None:
             reason = FinishReason.ERROR
-        if not new and reason is None:
+        if not sampling.max_tokens and reason is not None:  # it drew a token that nobody wanted
+            tokens, reason = [], FinishReason.LENGTH
+        new = tokens[start:]
+        request.output_tokens += len(new)
+        prompt_log_probs = _prompt_log_probs(output.prompt_logprobs, request.submission)
+        if not new and reason is None and not prompt_log_probs:
             return []
         delta = Delta(
             request.submission.request_id,
             new,
             [index < accepted for index in range(start, len(tokens))],
-            _log_probs(completion.logprobs, tokens, request.submission.sampling.logprobs)[start:],
+            _log_probs(completion.logprobs, tokens, sampling.logprobs)[start:],
             reason,
             error="vLLM ended the request" if reason is FinishReason.ERROR else "",
             speculation=request.stats.snapshot() if self.stats_due else None,
+            prompt_log_probs=prompt_log_probs,
         )
         if reason is not None:
-            stops = request.submission.sampling.stop_token_ids
+            stops = sampling.stop_token_ids
             delta.stop_token = new[-1] if reason is FinishReason.STOP and new and new[-1] in stops else None
             self._finish(request, delta)
         return [delta]
@@ -343,5 +351,12 @@ def _log_probs(found: Any, tokens: Sequence[int], top: int | None) -> list[LogPr
     result = []
     for token, by_token in zip(tokens, found, strict=False):
         best = sorted(((each, known.logprob) for each, known in by_token.items()), key=lambda pair: (-pair[1], pair[0]))
-        result.append(LogProbs(by_token[token].logprob, tuple(best[:top])))
+        result.append(LogProbs(by_token[token].logprob, tuple(best[:top]), by_token[token].rank or 0))
     return result
+
+
+def _prompt_log_probs(found: Any, submission: GenerationRequest) -> list[PromptLogProbs]:
+    """`found`: vLLM's, all at once, also of committed tokens; None for the first token."""
+    tokens = submission.prompt[1:]
+    entries = _log_probs(found[1:] if found else None, tokens, submission.sampling.prompt_logprobs)
+    return [PromptLogProbs(1, entries)] if entries else []

@@ -8,6 +8,7 @@ from paceline.core.messages import (
     EngineLoad,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     TargetDescription,
     Usage,
@@ -74,6 +75,7 @@ def encode_delta(delta: Delta, request_id: str) -> pb.DeltaFrame.Delta:
         error=delta.error,
         stop_token_id=delta.stop_token,
         accepted=delta.accepted,
+        prompt_log_probs=[_encode_prompt_log_probs(part) for part in delta.prompt_log_probs],
     )
 
 
@@ -94,6 +96,7 @@ def decode_delta(message: pb.DeltaFrame.Delta) -> Delta:
         speculation=decode_fields(SpeculationStats, message.speculation) if message.HasField("speculation") else None,
         timings=decode_timings(message.timings),
         error=message.error,
+        prompt_log_probs=[_decode_prompt_log_probs(part) for part in message.prompt_log_probs],
     )
 
 
@@ -122,8 +125,18 @@ def decode_target_description(message: pb.TargetServiceDescribeResponse) -> Targ
 
 def _encode_log_probs(log_probs: LogProbs) -> pb.DeltaFrame.LogProbs:
     top = [pb.DeltaFrame.TokenLogProb(token_id=token, log_prob=value) for token, value in log_probs.top]
-    return pb.DeltaFrame.LogProbs(log_prob=log_probs.log_prob, top=top)
+    return pb.DeltaFrame.LogProbs(log_prob=log_probs.log_prob, top=top, rank=log_probs.rank)
 
 
 def _decode_log_probs(message: pb.DeltaFrame.LogProbs) -> LogProbs:
-    return LogProbs(message.log_prob, [(each.token_id, each.log_prob) for each in message.top])
+    return LogProbs(message.log_prob, [(each.token_id, each.log_prob) for each in message.top], message.rank)
+
+
+def _encode_prompt_log_probs(part: PromptLogProbs) -> pb.DeltaFrame.PromptLogProbs:
+    return pb.DeltaFrame.PromptLogProbs(start=part.start, entries=[_encode_log_probs(each) for each in part.entries])
+
+
+def _decode_prompt_log_probs(message: pb.DeltaFrame.PromptLogProbs) -> PromptLogProbs:
+    if not message.start:
+        raise WireError("prompt_log_probs.start: 0; the first token has no log-probability")
+    return PromptLogProbs(message.start, [_decode_log_probs(each) for each in message.entries])

@@ -14,6 +14,7 @@ from paceline_services.gateway.api_errors import GenerationError, InvalidRequest
 from paceline_services.gateway.routing.fleet import Fleet
 from paceline_services.gateway.routing.prefix_index import block_hashes
 from paceline_services.gateway.routing.target_connection import InFlightRequest, TargetConnection
+from paceline_services.gateway.scored_prompt import ScoredPrompt
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class FailoverRequest:
         self._resume_s = resume_s
         self._metrics = metrics
         self._committed: list[int] = list(request.committed)
+        self._scored_prompt = ScoredPrompt(request)
         self._numerics: str | None = None  # of the target that drew the latest token
         self._target: TargetConnection | None = None
         self._in_flight: InFlightRequest | None = None
@@ -57,8 +59,9 @@ class FailoverRequest:
     async def deltas(self) -> AsyncGenerator[Delta]:
         """Raises an `ApiError` if the request cannot be served. Closing it cancels the request at its target."""
         while self._losses <= MAX_TARGET_LOSSES:
-            request = replace(self._request, committed=tuple(self._committed))
-            blocks = block_hashes(request.tokens, salt=request.cache_salt)
+            request = self._scored_prompt.left_of(replace(self._request, committed=tuple(self._committed)))
+            # A prompt whose log-probabilities are wanted is computed from its beginning, whatever a target has cached.
+            blocks = block_hashes(request.tokens, salt=request.cache_salt) if self._scored_prompt.complete else ()
             try:
                 async with aclosing(self._run_on(await self._next_target(request, blocks), request, blocks)) as deltas:
                     async for delta in deltas:
@@ -140,6 +143,7 @@ class FailoverRequest:
                     async for delta in deltas:
                         stats = delta.speculation
                         self._check(delta)
+                        self._scored_prompt.take(delta)
                         self._committed += delta.tokens
                         self._in_flight.add_tokens(delta.tokens)
                         if delta.finish_reason is not None:

@@ -9,8 +9,8 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-RESPONSE_ID = re.compile(r"[a-z]+[-_]([0-9a-f]{32})")
-"""The id of a response: a prefix that its API has, and the gateway's own id of the request."""
+RESPONSE_ID = re.compile(r"[a-z]+[-_](.+)")
+"""The id of a response: a prefix that its API has, and an id of the request, the client's or the gateway's own."""
 
 T = TypeVar("T")
 

@@ -177,6 +177,7 @@ def target_description(info: EngineInfo, options: argparse.Namespace) -> TargetD
         method=info.method,
         numerics=info.numerics,
         labels=options.labels,
+        features=info.features,
     )
 
 

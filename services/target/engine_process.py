@@ -19,6 +19,7 @@ from paceline.ipc.pipe import Pipe
 from paceline.launcher import StartError
 from paceline.model import Model, limit_torch_threads, load
 from paceline.model.row_probe import measure_row_cost
+from paceline.target_features import all_features
 from paceline.wire.remote_drafting import RemoteDrafting
 from paceline_services.model_entrypoint import (
     as_start_errors,
@@ -95,6 +96,7 @@ def model_facts(engine: Engine, speculation: SpeculativeConfig) -> EngineInfo:
         method=speculation.method if speculation.enabled else "",
         numerics=model.numerics,
         rows_per_s=engine.rows_per_s,
+        features=all_features(),
     )
 
 

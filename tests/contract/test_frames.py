@@ -19,6 +19,7 @@ from paceline.core.messages import (
     FinishReason,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     TargetDescription,
     Timings,
@@ -58,6 +59,9 @@ samplings = st.builds(
     logprobs=st.none() | st.integers(0, 20),
     grammar_begins_after=st.lists(tokens, max_size=3).map(tuple),
     grammar_waits_if=st.none() | tokens,
+    prompt_logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(tokens, max_size=3).map(tuple),
+    logprob_token_ids=st.lists(tokens, max_size=3).map(tuple),
 )
 options = st.builds(
     SpeculativeOptions,
@@ -74,6 +78,7 @@ submissions = st.builds(
     speculative=options,
     committed=st.lists(tokens, max_size=3),
     draft_addresses=st.lists(texts, max_size=3),
+    priority=st.integers(-(2**31), 2**31 - 1),
 )
 stats = st.builds(
     SpeculationStats,
@@ -89,7 +94,9 @@ stats = st.builds(
 )
 timings = st.builds(Timings, seconds, seconds, seconds)
 levels = st.sampled_from(LOG_ODDS).map(log_probability)
-log_probs = st.builds(LogProbs, st.floats(-100, 0), st.lists(st.tuples(tokens, st.floats(-100, 0)), max_size=3))
+negative = st.floats(-100, 0)
+log_probs = st.builds(LogProbs, negative, st.lists(st.tuples(tokens, negative), max_size=3), counts)
+prompt_log_probs = st.builds(PromptLogProbs, st.integers(1, 2**32 - 1), st.lists(log_probs, max_size=3))
 
 
 @st.composite
@@ -107,6 +114,7 @@ def deltas(draw: st.DrawFn) -> Delta:
         speculation=draw(st.none() | stats),
         timings=draw(timings),
         error=draw(texts),
+        prompt_log_probs=draw(st.lists(prompt_log_probs, max_size=2)),
     )
 
 
@@ -184,14 +192,20 @@ def test_delta(delta: Delta) -> None:
         assert target_codec.decode_delta(target_pb2.DeltaFrame.Delta.FromString(wire)) == delta
 
 
+def test_the_first_token_of_a_prompt_has_no_log_probability() -> None:
+    message = target_pb2.DeltaFrame.Delta(prompt_log_probs=[target_pb2.DeltaFrame.PromptLogProbs(start=0)])
+    with pytest.raises(WireError, match=r"prompt_log_probs\.start"):
+        target_codec.decode_delta(message)
+
+
 @given(st.builds(EngineLoad, counts, counts, counts, counts, seconds))
 def test_load(load: EngineLoad) -> None:
     assert target_codec.decode_load(target_codec.encode_load(load)) == load
 
 
 def test_descriptions() -> None:
-    labels = ["pool=long"]
-    target = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32", labels)
+    target = TargetDescription("w", "m", "f", 4096, 8192, 16384, True, (2, 3), "ngram", "native avx2; float32")
+    target = replace(target, labels=["pool=long"], features=["prompt_logprobs"])
     assert target_codec.decode_target_description(target_codec.encode_target_description(target)) == target
     facts = SpeculatorFacts("custom", "m", "f", 4096, (0, 3, 7), 2048)
     draft = draft_codec.DraftDescription("w", "custom", "m", "f", (0, 3, 7), 2048)

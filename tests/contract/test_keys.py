@@ -20,11 +20,13 @@ from typer.testing import CliRunner
 from paceline.api_keys import ApiKey, KeyFile, KeyFileError, digest, new_key, read, write
 from paceline.cli.app import main
 from paceline.v1 import inference_pb2 as pb
+from paceline.v1.common_pb2 import FINISH_REASON_CANCELLED
 from paceline_services.gateway.api_errors import OverloadedError, RateLimitError
 from paceline_services.gateway.auth import ANONYMOUS, ApiClient
 from paceline_services.gateway.openai.bodies import CompletionBody
 from paceline_services.gateway.openai.request_builder import build_requests
 from tests.helpers.openai_stack import Stack, counts, generated, open_stack, refusal
+from tests.helpers.waiting import until
 
 Request = pb.GenerateRequest
 
@@ -246,6 +248,25 @@ async def test_a_changed_file_counts_at_once_and_a_broken_one_changes_nothing(
         assert (await ask(stack, header)).status_code == 401
 
 
+async def test_nobody_aborts_another_client_s_request(stack: Stack, keys: Keys) -> None:
+    """A client at its limit can abort: that is no request."""
+    keys.add("carol", max_concurrent=1)
+    stack.decoder.gate.clear()
+    async with stack.inference() as stub:
+
+        async def aborted(name: str) -> bool:
+            answer = await stub.Abort(pb.AbortRequest(request_id="7"), metadata=tuple(keys[name].items()))
+            return bool(answer.aborted)
+
+        call = stub.Generate(Request(text="x", request_id="7"), metadata=tuple(keys["carol"].items()))
+        await until(lambda: stack.decoder.requests)
+        assert [await aborted(name) for name in ("alice", "bob", "carol", "carol")] == [False, False, True, False]
+        assert [each.finish_reason async for each in call] == [FINISH_REASON_CANCELLED]
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stub.Abort(pb.AbortRequest(request_id="7"))
+        assert refused.value.code() is StatusCode.UNAUTHENTICATED
+
+
 async def test_grpc(stack: Stack, keys: Keys) -> None:
     keys.add("carol", requests_per_minute=1)
     request = Request(text="hello")
@@ -268,7 +289,7 @@ async def test_grpc(stack: Stack, keys: Keys) -> None:
     assert 'endpoint="Generate",status="UNAUTHENTICATED"' in await stack.metrics()
 
 
-@pytest.mark.parametrize("method", ["Generate", "ListModels"])
+@pytest.mark.parametrize("method", ["Generate", "ListModels", "Tokenize", "Detokenize", "Abort"])
 async def test_a_message_without_a_key_is_not_read(stack: Stack, method: str) -> None:
     """The response comes before the message."""
     async with grpc.aio.insecure_channel(stack.addresses.grpc) as channel:

@@ -284,6 +284,9 @@ async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
         "stop_token_ids": [5, 6],
         "bad_words": ["import"],
         "logprobs": 2,
+        "allowed_token_ids": [300, 456],
+        "logprob_token_ids": [281, 5],
+        "priority": -3,
         "speculative": {"num_speculative_tokens": 2, "max_tree_nodes": 4},
     }
     await counting.text([456, 281], **body)
@@ -294,7 +297,9 @@ async def test_every_parameter_reaches_the_target(counting: Stack) -> None:
     assert request.prompt == [456, 281]
     assert sampling["logit_bias"] == {17: -100.0, 18: 2.5}
     assert sampling["stop_token_ids"] == (5, 6, EOS)
-    assert sampling["logprobs"] == 2
+    assert (sampling["logprobs"], sampling["logprob_token_ids"]) == (2, (281, 5))
+    assert sampling["allowed_token_ids"] == (300, 456)
+    assert (request.priority, plain.priority) == (-3, 0)
     assert {tuple(TOKENIZER.encode("import")), tuple(TOKENIZER.encode(" import"))} <= set(sampling["bad_words"])
     assert request.speculative.model_dump() == {
         "enabled": None,

@@ -25,6 +25,7 @@ from tests.helpers.openai_stack import (
     refusal,
     text_script,
 )
+from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -106,10 +107,14 @@ NESTED = '{"enum": ' + "[" * 3000 + "]" * 3000 + "}"
         (Request(text="x", model="gpt-4"), StatusCode.NOT_FOUND, "gpt-4"),
         (Request(text="x", sampling={"temperature": -1}), StatusCode.INVALID_ARGUMENT, "temperature"),
         (Request(text="x", sampling={"max_tokens": 1000}), StatusCode.INVALID_ARGUMENT, "max_tokens"),
-        (Request(text="x", sampling={"logprobs": 1}), StatusCode.INVALID_ARGUMENT, "logprobs"),
+        (Request(text="x", sampling={"logprobs": 21}), StatusCode.INVALID_ARGUMENT, "logprobs"),
+        (Request(text="x", n=129), StatusCode.INVALID_ARGUMENT, "n:"),
+        (Request(text="x", sampling={"logprob_token_ids": [5]}), StatusCode.INVALID_ARGUMENT, "logprob_token_ids"),
+        (Request(text="x", truncate_prompt_tokens=0), StatusCode.INVALID_ARGUMENT, "truncate_prompt_tokens"),
+        (Request(chat=PROMPTS[2].chat, echo=True), StatusCode.INVALID_ARGUMENT, "echo"),
         (Request(text="x", json_schema=NESTED), StatusCode.INVALID_ARGUMENT, "structured_outputs.json"),
     ],
-    ids=["no prompt", "empty", "model", "temperature", "max_tokens", "logprobs", "schema"],
+    ids=lambda value: value if isinstance(value, str) else None,
 )
 async def test_errors_are_status_codes_that_name_the_field(
     stub: Any, request_: Any, status: StatusCode, named: str
@@ -117,6 +122,132 @@ async def test_errors_are_status_codes_that_name_the_field(
     error = await refusal(stub, request_)
     assert error.code() == status
     assert named in (error.details() or "")
+
+
+WORDS = TOKENIZER.encode("def read(path):\n    return open(path)")
+SHARED = {"seed": 5, "temperature": 0.5, "allowed_token_ids": [300, 301], "bad_words": ["import"], "min_tokens": 2}
+
+
+@pytest.mark.parametrize(
+    ("more", "fields"),
+    [
+        ({}, {}),
+        ({"n": 3}, {"logprobs": 2}),
+        ({"n": 2, "echo": True}, {"logprobs": 1}),
+        ({"n": 2}, {"prompt_logprobs": 3, "logprobs": 0}),
+        ({"echo": True, "truncate_prompt_tokens": 3}, {}),
+        ({"echo": True, "truncate_prompt_tokens": -1}, {"logprobs": 0, "max_tokens": 0, "min_tokens": 0}),
+        ({"stream_interval": 4, "priority": -2, "request_id": "a/b"}, {"logprobs": 1, "logprob_token_ids": [7, 8]}),
+    ],
+    ids=str,
+)
+async def test_a_call_gives_what_http_gives(more: dict[str, Any], fields: dict[str, Any]) -> None:
+    """The same requests reach the target, and the same choices come back."""
+    fields = {"max_tokens": 9, **SHARED, **fields}
+    async with open_stack(counts) as stack, stack.inference() as stub:
+        request = Request(tokens={"token_ids": WORDS}, sampling=fields, **more)
+        choices = joined(await generated(stub, request))
+        answer = await stack.complete(WORDS, return_token_ids=True, **fields, **more)
+        assert answer.status_code == 200, answer.text
+        ours, theirs = (
+            [(r.prompt, r.sampling, r.choice, r.priority) for r in requests]
+            for requests in zip(*[iter(stack.decoder.requests)] * more.get("n", 1), strict=True)
+        )
+    assert ours == theirs
+    for choice, expected in zip(choices, answer.json()["choices"], strict=True):
+        assert choice["text"] == expected["text"]
+        assert choice["token_ids"] == expected["token_ids"]
+        assert choice["prompt_token_ids"] == (expected["prompt_token_ids"] if more.get("echo") else [])
+        if "logprobs" in fields:
+            values: list[float | None] = [each.log_prob for each in choice["log_probs"]]
+            if more.get("echo"):
+                values = [None, *(each.log_prob for each in choices[0]["prompt_log_probs"]), *values]
+            assert values == expected["logprobs"]["token_logprobs"]
+        if "prompt_logprobs" in fields:
+            for token, score, known in zip(
+                WORDS[1:], choices[0]["prompt_log_probs"], expected["prompt_logprobs"][1:], strict=True
+            ):
+                assert known[str(token)]["logprob"] == score.log_prob
+                assert known[str(token)]["rank"] == score.rank
+                assert {str(token), *(str(each.token_id) for each in score.top)} == set(known)
+
+
+def joined(responses: list[Any]) -> list[dict[str, Any]]:
+    """What the responses to a call add up to, by choice. Parts of a prompt follow one another."""
+    choices: dict[int, dict[str, Any]] = {}
+    for response in responses:
+        names = ("token_ids", "log_probs", "prompt_log_probs", "prompt_token_ids")
+        choice = choices.setdefault(response.index, {"text": ""} | {name: [] for name in names})
+        assert "ended" not in choice
+        choice["text"] += response.text
+        for name in ("token_ids", "log_probs", "prompt_token_ids"):
+            choice[name] += getattr(response, name)
+        for part in response.prompt_log_probs:
+            assert (response.index, part.start) == (0, 1 + len(choice["prompt_log_probs"]))
+            assert not choice["token_ids"]
+            choice["prompt_log_probs"] += part.entries
+        if response.finish_reason:
+            choice["ended"] = True
+    return [choices[index] for index in sorted(choices)]
+
+
+async def test_log_probabilities_of_a_chat(stub: Any) -> None:
+    request = Request(chat=PROMPTS[2].chat, sampling={"logprobs": 2, "max_tokens": 60, "prompt_logprobs": 0})
+    [choice] = joined(await generated(stub, request))
+    assert [each.log_prob for each in choice["log_probs"]] == [-0.5] * len(choice["token_ids"])
+    assert [top.log_prob for top in choice["log_probs"][0].top] == [-0.5, -1.5]
+    assert len(choice["prompt_log_probs"]) > 3
+
+
+@pytest.mark.parametrize(("interval", "sizes"), [(None, [1] * 9), (4, [1, 4, 4])])
+async def test_responses_wait_for_so_many_tokens(interval: int | None, sizes: list[int]) -> None:
+    async with open_stack(counts, burst=1) as stack, stack.inference() as stub:
+        request = Request(text="x", stream_interval=interval, sampling={"max_tokens": 9})
+        assert [len(response.token_ids) for response in await generated(stub, request)] == sizes
+
+
+async def test_tokenize_and_detokenize(stack: Stack, stub: Any) -> None:
+    for text in ("def f", "größer, 東京", ""):
+        for special in (None, True, False):
+            found = await stub.Tokenize(inference_pb2.TokenizeRequest(text=text, add_special_tokens=special))
+            body = {"prompt": text} | ({} if special is None else {"add_special_tokens": special})
+            assert list(found.token_ids) == (await stack.http.post("/tokenize", json=body)).json()["tokens"]
+            assert found.max_model_len == 128
+        back = await stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=TOKENIZER.encode(text)))
+        assert back.text == text
+    chat = await stub.Tokenize(inference_pb2.TokenizeRequest(chat=PROMPTS[2].chat))
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert list(chat.token_ids) == (await stack.http.post("/tokenize", json=body)).json()["tokens"]
+    for call, named in (
+        (stub.Detokenize(inference_pb2.DetokenizeRequest(token_ids=[4096])), "4096"),
+        (stub.Tokenize(inference_pb2.TokenizeRequest()), "text and chat"),
+        (stub.Tokenize(inference_pb2.TokenizeRequest(chat={})), "messages"),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match=named) as error:
+            await call
+        assert error.value.code() == StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_call_is_aborted_by_its_id() -> None:
+    """Both calls that have it; another one goes on. Once they have ended, nothing is left to abort."""
+    async with open_stack(counts, burst=1) as stack, stack.inference() as stub:
+        aborting = inference_pb2.AbortRequest(request_id="mine")
+        assert not (await stub.Abort(aborting)).aborted
+        stack.decoder.gate.clear()
+        calls = [
+            stub.Generate(Request(text="x", request_id=request_id, sampling={"max_tokens": 60}))
+            for request_id in ("mine", "mine", "other", "")
+        ]
+        await until(lambda: len(stack.decoder.requests) == len(calls))
+        assert (await stub.Abort(aborting)).aborted
+        for call in calls[:2]:
+            assert [each.finish_reason async for each in call] == [common_pb2.FINISH_REASON_CANCELLED]
+            await stack.decoder.cancelled.get()
+        assert not (await stub.Abort(aborting)).aborted
+        stack.decoder.gate.set()
+        for call in calls[2:]:
+            assert len([response async for response in call]) == 60
+        await stack.idle()
 
 
 async def test_models_and_health(stack: Stack, stub: Any) -> None:

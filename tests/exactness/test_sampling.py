@@ -13,13 +13,13 @@ from torch import Tensor
 
 from paceline.config import SamplingParams
 from paceline.core import sampling
+from paceline.core.log_probabilities import log_probs
 from paceline.core.sampling import (
     LOWEST_TEMPERATURE,
     History,
     SamplingRow,
     draw,
     gumbel,
-    log_probs,
     noise_bits,
     scores,
     top_scores,
@@ -37,6 +37,8 @@ def reference_logits(
     """Bars, bias and penalties as vLLM documents them, one token at a time."""
     result = []
     for token, logit in enumerate(logits):
+        if params.allowed_token_ids and token not in params.allowed_token_ids:
+            logit = -math.inf
         for bad_word in params.bad_words:
             before = bad_word[:-1]
             if bad_word[-1] == token and tuple(output[len(output) - len(before) :]) == before:
@@ -97,6 +99,8 @@ RULES = {
     "frequency": {"frequency_penalty": -0.6},
     "bias": {"logit_bias": {3: 4.5, 7: -100.0, 0: -0.5}},
     "bad words": {"bad_words": ((4,), (9, 5), (1, 9, 6), (5, 9, 1, 9, 8), (9, 1, 9, 6, 2))},
+    "allowed": {"allowed_token_ids": (2, 3, 5, 8, 13, 21, 99)},
+    "one allowed": {"allowed_token_ids": (8,), "logit_bias": {8: -100.0}},
     "min_tokens": {"min_tokens": 7, "max_tokens": 16, "stop_token_ids": (2, 11)},
     "min_tokens reached": {"min_tokens": 6, "max_tokens": 16, "stop_token_ids": (2, 11)},
     "everything": {
@@ -109,6 +113,7 @@ RULES = {
         "frequency_penalty": 0.2,
         "logit_bias": {3: 2.0, 9: -1.0},
         "bad_words": ((9, 5), (3,)),
+        "allowed_token_ids": tuple(range(1, 20)),
         "min_tokens": 9,
         "max_tokens": 16,
         "stop_token_ids": (2,),
@@ -324,16 +329,27 @@ def test_log_probabilities_are_the_model_s_own() -> None:
         best = probs[row].sort(descending=True, stable=True)
         assert [value for _, value in found.top] == pytest.approx(best.values[:4].tolist(), abs=1e-5)
         assert all(probs[row, token].item() == pytest.approx(value, abs=1e-5) for token, value in found.top)
+        assert found.rank == 1 + best.indices.tolist().index(token)
     (alone,) = log_probs(torch.zeros(1, VOCABULARY), [3], 0)
     assert (alone.log_prob, list(alone.top)) == (pytest.approx(-math.log(VOCABULARY)), [])
+
+
+def test_listed_tokens_take_the_place_of_the_most_probable() -> None:
+    logits = random_logits(4, 2)
+    probs = logits.double().log_softmax(-1)
+    for row, found in enumerate(log_probs(logits, [5, 0], 3, (9, 2, 5, 9))):
+        assert [token for token, _ in found.top] == [9, 2, 5, 9]
+        assert [value for _, value in found.top] == pytest.approx(probs[row, [9, 2, 5, 9]].tolist(), abs=1e-5)
+        assert found == log_probs(logits[row : row + 1], [[5, 0][row]], 0, (9, 2, 5, 9))[0]
 
 
 def test_among_equal_log_probabilities_the_lowest_ids_come_first() -> None:
     """Logits in bfloat16 often are equal, and the result must not depend on other rows."""
     logits = torch.zeros(2, 4096, dtype=torch.bfloat16)
     logits[:, 100:130], logits[:, -5:] = 2.0, 3.0
-    for found in log_probs(logits, [0, 0], 20):
+    for found, rank in zip(log_probs(logits, [103, 2], 20), (5 + 4, 5 + 30 + 3), strict=True):
         assert [token for token, _ in found.top] == [*range(4091, 4096), *range(100, 115)]
+        assert found.rank == rank
 
 
 @pytest.mark.parametrize("device", DEVICES)

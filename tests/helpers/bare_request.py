@@ -23,10 +23,11 @@ def bare_request(
     draft: str | None = None,
     client: str = "",
     group: str = "",
+    priority: int = 0,
 ) -> Request:
     """A greedy request without calibration. `limits`: depth and nodes that a step verifies."""
     params = SamplingParams(temperature=0.0, max_tokens=output)
-    submission = GenerationRequest(f"r{key}", list(prompt), params, client=client, group=group)
+    submission = GenerationRequest(f"r{key}", list(prompt), params, client=client, group=group, priority=priority)
     history = History(params, prompt, (), CONTEXT)
     tree = TokenTree(len(prompt) - 1, prompt[-1])
     request = Request(key, submission, history, tree, max_tokens=output, limits=limits, calibrations={}, arrived=0.0)

@@ -25,6 +25,7 @@ from paceline.core.messages import (
     FinishReason,
     GenerationRequest,
     LogProbs,
+    PromptLogProbs,
     SpeculationStats,
     TargetDescription,
     Timings,
@@ -32,6 +33,7 @@ from paceline.core.messages import (
 )
 from paceline.engine.engine_messages import CancelRequest
 from paceline.state import StateStore, WorkerRecord, open_store
+from paceline.target_features import all_features
 from paceline.text import Tokenizer
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2_grpc, target_pb2, target_pb2_grpc
@@ -64,6 +66,10 @@ class KillsEngines(RuntimeError):
     """A script raises it to let the engine die."""
 
 
+def log_probs(token: int, top: int) -> LogProbs:
+    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+
+
 class ScriptedDecoder:
     """A fake engine: the output of a request is `script(request)`, in deltas of `burst` tokens.
 
@@ -73,6 +79,7 @@ class ScriptedDecoder:
     hold_after: int | None = None
     first_after_s = 0.0
     """The time to a request's first token."""
+    log_probs_of = staticmethod(log_probs)
 
     def __init__(self, script: Script, burst: int) -> None:
         self.servicer: TargetServicer
@@ -122,25 +129,38 @@ class ScriptedDecoder:
         output = output[: stops[0] + 1] if stops else output
         start = len(request.committed)
         await asyncio.sleep(self.first_after_s)
+        if params.prompt_logprobs is not None:
+            await self._score(request, params.prompt_logprobs)
         for at in range(start, max(len(output), start + 1), self._burst):
             await self.gate.wait()
             tokens = output[at : at + self._burst]
             delta = Delta(request.request_id, tokens, [index > 0 for index in range(len(tokens))])
             if params.logprobs is not None:
-                delta.log_probs = [log_probs(token, params.logprobs) for token in tokens]
+                delta.log_probs = [self.log_probs_of(token, params.logprobs) for token in tokens]
             if at + self._burst >= len(output):
                 reason = FinishReason.ERROR if error else FinishReason.STOP if stops else FinishReason.LENGTH
                 delta.error = error
                 delta.stop_token = output[-1] if stops else None
                 delta = self._last(delta, reason, len(request.prompt), len(output))
                 self._tasks.pop(request.request_id)
-            self._deliver(delta)
-            if self.hold_after is not None:
-                self.hold_after -= 1
-                if not self.hold_after:
-                    self.hold_after = None
-                    self.gate.clear()
-            await asyncio.sleep(0)
+            await self._send(delta)
+
+    async def _score(self, request: GenerationRequest, top: int) -> None:
+        """Deltas with the log-probabilities of `burst` tokens of the prompt each."""
+        for start in range(1, len(request.prompt), self._burst):
+            await self.gate.wait()
+            stop = min(start + self._burst, len(request.prompt))
+            entries = [prompt_score(at, request.prompt[at], top) for at in range(start, stop)]
+            await self._send(Delta(request.request_id, prompt_log_probs=[PromptLogProbs(start, entries)]))
+
+    async def _send(self, delta: Delta) -> None:
+        self._deliver(delta)
+        if self.hold_after is not None:
+            self.hold_after -= 1
+            if not self.hold_after:
+                self.hold_after = None
+                self.gate.clear()
+        await asyncio.sleep(0)
 
     def _last(self, delta: Delta, reason: FinishReason, prompt: int, output: int) -> Delta:
         delta.finish_reason = reason
@@ -154,8 +174,10 @@ class ScriptedDecoder:
         asyncio.get_running_loop().call_soon(self.servicer.send_deltas, [delta], load)  # an engine answers later
 
 
-def log_probs(token: int, top: int) -> LogProbs:
-    return LogProbs(-0.5, [((token + rank) % 4096, -0.5 - rank) for rank in range(top)])
+def prompt_score(position: int, token: int, top: int) -> LogProbs:
+    """What a scripted target says of a prompt's token: it depends on the position, and the token is not the best."""
+    best = [((token + rank) % 4096, -0.125 * rank) for rank in range(1, top + 1)]
+    return LogProbs(-4.0 - position, best, 10 + position)
 
 
 class Bookkeeper:
@@ -221,10 +243,13 @@ class Stack:
         model: str = MODEL,
         numerics: str = "",
         labels: Sequence[str] = (),
+        features: Sequence[str] | None = None,
     ) -> RunningTarget:
-        """Start a target, and wait until the gateway uses it."""
+        """Start a target, and wait until the gateway uses it. `features`: None: those of this build."""
         worker_id = worker_id or f"target-{len(self.targets)}"
-        target = await start_target(script, burst, worker_id, model=model, numerics=numerics, labels=labels)
+        target = await start_target(
+            script, burst, worker_id, model=model, numerics=numerics, labels=labels, features=features
+        )
         self._exits.push_async_callback(target.die)
         self.targets.append(target)
         await self.store.registry.register(target.record)
@@ -325,10 +350,11 @@ async def start_target(
     labels: Sequence[str] = (),
     vocabulary_size: int = 4096,
     context: int = CONTEXT,
+    features: Sequence[str] | None = None,
 ) -> RunningTarget:
-    eos = (EOS,)
+    eos, can = (EOS,), all_features() if features is None else features
     description = TargetDescription(
-        worker_id, model, fingerprint, vocabulary_size, context, 1000, True, eos, "ngram", numerics, labels
+        worker_id, model, fingerprint, vocabulary_size, context, 1000, True, eos, "ngram", numerics, labels, can
     )
     decoder = ScriptedDecoder(script, burst)
     servicer = decoder.servicer = TargetServicer(description, Bookkeeper(), decoder.send)

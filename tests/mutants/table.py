@@ -34,6 +34,7 @@ CODEC = ("unit/test_wire_node_codec.py", "contract/test_frames.py")
 OUTPUT = ("unit/test_output_processor.py", "unit/test_llm.py")
 STOPS = ("unit/test_text_stops.py", "unit/test_output_processor.py")
 ENGINE = ("unit/test_engine.py", "exactness/test_engine.py")
+SCORES = ("exactness/test_prompt_scores.py",)
 POLICY = ("unit/test_step_cost.py", "unit/test_stat_logger.py")
 GATEWAY = ("contract/test_openai_life.py", "contract/test_openai_routing.py")
 
@@ -151,6 +152,13 @@ MUTANTS = (
         "paceline/core/sampling.py",
         ".clamp_(min=2.0**-24 - 1)",
         "",
+        SAMPLING,
+    ),
+    Mutant(
+        "a token that is not allowed may be drawn",
+        "paceline/core/sampling.py",
+        "limited_V = logits_V.masked_fill(self._disallowed, MASKED)",
+        "limited_V = logits_V - self._disallowed.float()",
         SAMPLING,
     ),
     Mutant(
@@ -299,7 +307,7 @@ MUTANTS = (
     Mutant(
         "a request runs on a target without its labels",
         "services/gateway/routing/fleet.py",
-        "if target.usable and labels.issubset(target.link.description.labels)",
+        "if target.usable and labels.issubset(target.offers)",
         "if target.usable",
         ("contract/test_target_labels.py",),
     ),
@@ -486,8 +494,15 @@ MUTANTS = (
     Mutant(
         "the oldest request gives way, not the youngest",
         "paceline/engine/scheduler.py",
-        "return max(reversed(requests), key",
-        "return max(requests, key",
+        "own = (each for each in reversed(requests) if each.client == client)",
+        "own = (each for each in requests if each.client == client)",
+        SCHEDULER,
+    ),
+    Mutant(
+        "a client's priorities come before another client's turn",
+        "paceline/engine/scheduler.py",
+        "return min(own, key=lambda each: (each.priority, groups[each.group]))",
+        "return min(self.waiting, key=lambda each: (each.priority, groups[each.group]))",
         SCHEDULER,
     ),
     Mutant(
@@ -507,9 +522,44 @@ MUTANTS = (
     Mutant(
         "a request whose logits are not finite goes on",
         "paceline/engine/engine.py",
-        "if not is_finite(logits):",
+        "if not (is_finite(logits) and is_finite(prompt_logits)):",
         "if False:",
         ("unit/test_engine.py",),
+    ),
+    Mutant(
+        "a prompt with logits that are not finite is scored",
+        "paceline/engine/engine.py",
+        "prompt_is_finite = is_finite(prompt_part)",
+        "prompt_is_finite = True",
+        ("unit/test_prompt_only.py",),
+    ),
+    Mutant(
+        "the scores of a prompt are shifted by one",
+        "paceline/engine/prompt_scores.py",
+        "tokens = request.tokens[rows.start + 1 : rows.stop + 1]",
+        "tokens = request.tokens[rows.start : rows.stop]",
+        SCORES,
+    ),
+    Mutant(
+        "a cached block that was never scored is not computed again",
+        "paceline/engine/request.py",
+        "computed = self.rows_scored if self.rows_to_score else len(self.tokens) - 1",
+        "computed = len(self.tokens) - 1",
+        SCORES,
+    ),
+    Mutant(
+        "a preempted request scores its prompt from the beginning again",
+        "paceline/engine/prompt_scores.py",
+        "    request.rows_scored = rows.stop\n",
+        "",
+        SCORES,
+    ),
+    Mutant(
+        "requests draw from the rows that score prompts",
+        "paceline/engine/engine.py",
+        "self.model.run(rows, [*sampled, *scored], self.hidden_layers)",
+        "self.model.run(rows, [*scored, *sampled], self.hidden_layers)",
+        SCORES,
     ),
     Mutant(
         "a step that computes prompts counts as one that only draws",
@@ -626,6 +676,20 @@ MUTANTS = (
         "replace(self._request, committed=tuple(self._committed))",
         "replace(self._request, committed=())",
         GATEWAY,
+    ),
+    Mutant(
+        "a target that takes over repeats the prompt's log-probabilities",
+        "services/gateway/scored_prompt.py",
+        "parts.append(PromptLogProbs(self._next, part.entries[known:]))",
+        "parts.append(part)",
+        ("contract/test_evaluation.py",),
+    ),
+    Mutant(
+        "a request goes to a target that ignores what it asks for",
+        "services/gateway/openai/request_builder.py",
+        "target_labels=labels | features",
+        "target_labels=labels",
+        ("contract/test_evaluation.py",),
     ),
     Mutant(
         "a request under which engine after engine dies is submitted again",

@@ -108,7 +108,7 @@ def test_retry_after_is_whole_seconds_and_at_least_one_request_s_rows(
 class Link:
     """The attributes of a link that `TargetConnection` reads."""
 
-    description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024))
+    description: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(slots=1024, labels=(), features=()))
     load: EngineLoad | None = None
     lost: bool = False
     draining: bool = False

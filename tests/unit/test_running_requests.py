@@ -73,7 +73,8 @@ async def test_a_task_that_is_cancelled_by_others_too_stays_cancelled() -> None:
         ("resp_" + "0" * 32, True),
         ("chatcmpl-" + "0" * 32, True),
         ("1", False),
-        ("resp_chosen-1", False),
+        ("resp_chosen-1", True),
+        ("resp_1", False),
         ("", False),
     ],
 )

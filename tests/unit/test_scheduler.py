@@ -27,9 +27,12 @@ FREE = RowCost([8, 256], [1.0, 1.001])
 STEEP = RowCost([8, 16], [1.0, 100.0])
 
 
-def request(key: int, prompt: int, output: int = 10, *, token: int = 0, client: str = "", group: str = "") -> Request:
+def request(
+    key: int, prompt: int, output: int = 10, *, token: int = 0, client: str = "", group: str = "", priority: int = 0
+) -> Request:
     """`token`: repeated in the prompt."""
-    return bare_request([token] * prompt, key=key, output=output, limits=(8, 8), client=client, group=group)
+    tokens, whose = [token] * prompt, {"client": client, "group": group}
+    return bare_request(tokens, key=key, output=output, limits=(8, 8), priority=priority, **whose)
 
 
 def scheduler(*, rows: int = 64, seqs: int = 64, caching: bool = True, cost: StepCost | None = None) -> Scheduler:
@@ -172,6 +175,35 @@ def test_clients_and_groups_share_fairly(
     before = scheduled.preemptions
     step(scheduled)
     assert scheduled.preemptions == before == len(preempted), "the shares are equal"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "started"),
+    [
+        ([("", 0), ("", 5), ("", -1), ("", 5)], [3, 1, 2, 4]),
+        ([("a", 9), ("b", 0), ("a", 1), ("b", -7)], [3, 1, 4, 2]),
+        ([("b", 0), ("b", 0), ("a", -100)], [1, 2, 3]),
+    ],
+    ids=["one client", "two clients", "no other client waits longer"],
+)
+def test_priorities_order_the_requests_of_one_client(waiting: Sequence[tuple[str, int]], started: list[int]) -> None:
+    """Each runs alone: a request starts when the one before has ended."""
+    scheduled, order = scheduler(seqs=1), list[int]()
+    scheduled.waiting += [request(key, 5, 1, client=c, priority=p) for key, (c, p) in enumerate(waiting, 1)]
+    while scheduled.waiting:
+        order += [each.request.key for each in step(scheduled)]
+    assert order == started
+
+
+def test_the_last_priority_of_a_client_is_preempted_for_slots() -> None:
+    scheduled = scheduler(rows=256)
+    scheduled.waiting += [
+        request(key, 60, 60, token=key, client=client, priority=priority)
+        for key, (client, priority) in enumerate([("a", 7), ("a", 0), ("b", 9), ("a", 0)], 1)
+    ]
+    while not scheduled.preemptions:
+        step(scheduled)
+    assert keys(scheduled.waiting) == [1]
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,24 @@ async def test_a_grammar_ends_a_request_without_an_end_token(openai_client: open
         assert (answer.choices[0].text in ("yes", "no"), answer.choices[0].finish_reason) == (True, "stop"), more
 
 
+async def test_prompts_are_scored(openai_client: openai.AsyncOpenAI) -> None:
+    """With output and without. What vLLM cannot do is refused by name."""
+    asked: Any = {"model": "pydoc", "prompt": [PROMPT, PROMPT], "logprobs": 1, "echo": True, "temperature": 0}
+    alone = (await openai_client.completions.create(**asked, max_tokens=0)).choices
+    more = (await openai_client.completions.create(**asked, max_tokens=3)).choices
+    for short, long in zip(alone, more, strict=True):
+        assert short.logprobs is not None
+        assert long.logprobs is not None
+        assert (short.text, short.finish_reason) == (PROMPT, "length")
+        scores = short.logprobs.token_logprobs
+        assert scores is not None
+        assert scores[0] is None
+        assert scores[1:] == pytest.approx((long.logprobs.token_logprobs or [])[1 : len(scores)], abs=1e-4)
+        assert len(long.logprobs.tokens or ()) == len(scores) + 3
+    with pytest.raises(openai.BadRequestError, match="logprob_token_ids"):
+        await openai_client.completions.create(**asked, extra_body={"logprob_token_ids": [5]})
+
+
 async def test_what_vllm_refuses_is_served_or_an_error(openai_client: openai.AsyncOpenAI, stack: ChaosStack) -> None:
     """vLLM takes no temperature above 2, and no prompt longer than its own limit; no request ends a target."""
     url = stack.urls["gateway-1"]

@@ -16,7 +16,7 @@ from paceline_services.gateway.openai.bodies import (
     as_speculative,
 )
 from paceline_services.gateway.openai.field_types import Body, Unsupported
-from paceline_services.gateway.structured_output import Schema
+from paceline_services.gateway.structure_fields import Schema
 
 MAX_INPUT_MESSAGES = 100_000
 """Anthropic's limit; chat completions have a lower one."""

@@ -11,11 +11,9 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 
-from paceline.core.messages import Delta
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
-from paceline.wire.common_codec import FINISH_REASONS, encode_stats, encode_timings
 from paceline.wire.grpc_server import GrpcServer
 from paceline.wire.interceptors import Statuses
 from paceline_services.gateway.api_errors import (
@@ -30,11 +28,19 @@ from paceline_services.gateway.api_errors import (
     UnknownModelError,
 )
 from paceline_services.gateway.auth import ApiClient, Authenticator
-from paceline_services.gateway.grpc.chat_codec import add_parts, chat_fields
+from paceline_services.gateway.grpc.chat_codec import chat_fields
+from paceline_services.gateway.grpc.generate_responses import GenerateResponses
 from paceline_services.gateway.model_directory import ModelDirectory
-from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
-from paceline_services.gateway.openai.chat_output import ChatOutput
+from paceline_services.gateway.openai.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    TokenizeChatBody,
+    TokenizeTextBody,
+)
+from paceline_services.gateway.openai.chat_prompt import encode_body
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
+from paceline_services.gateway.openai.prompt_encoding import decode
 from paceline_services.gateway.openai.request_builder import build_requests
 
 
@@ -59,6 +65,9 @@ STATUSES: Statuses = {
 
 PUSHBACK = "grpc-retry-pushback-ms"
 """Trailing metadata: when a client may retry (gRFC A6)."""
+
+LISTS = frozenset({"stop_token_ids", "allowed_token_ids", "logprob_token_ids", "bad_words"})
+"""Repeated fields of `GenerateRequest.Sampling`."""
 
 Context = grpc.aio.ServicerContext[Any, Any]
 Metadata = Iterable[tuple[str, str | bytes]]
@@ -100,10 +109,11 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 metadata = _metadata(context.invocation_metadata())
                 body = _body(request)
                 requests = await build_requests(body, model, uuid.uuid4().hex, client, metadata)
-                output = ChatOutput(body, requests[0], model) if isinstance(body, ChatBody) else None
+                responses = GenerateResponses(body, requests, model)
                 async with aclosing(model.generate_all(requests, client)) as deltas:
-                    async for _, delta in deltas:
-                        await _write(context, _response(delta, output))
+                    async for index, delta in deltas:
+                        for response in responses.of(index, delta):
+                            await _write(context, response)
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -119,6 +129,24 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             available = [model for model in self._models if not model.unavailable()]
             cards = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in available]
             return pb.ListModelsResponse(models=cards)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        with self._authenticated(context):
+            model = self._models.model(request.model or None)
+            with model.counting_rejections():
+                tokens = await encode_body(_tokenize_body(request), model.tokenizer)
+            return pb.TokenizeResponse(token_ids=tokens, max_model_len=model.max_model_len or 0)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        with self._authenticated(context):
+            model = self._models.model(request.model or None)
+            text = await decode(list(request.token_ids), model.tokenizer, model.vocabulary_size)
+            return pb.DetokenizeResponse(text=text)
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        # Not counted as a request: a client at its limit could not abort.
+        client = self._authenticator.client_for(_metadata(context.invocation_metadata()).get("authorization"))
+        return pb.AbortResponse(aborted=self._models.abort(client.name, request.request_id))
 
     @contextmanager
     def _authenticated(self, context: Context) -> Iterator[ApiClient]:
@@ -159,22 +187,40 @@ def _body(request: pb.GenerateRequest) -> GenerationBody:
             case "tokens":
                 return CompletionBody.model_validate(fields | {"prompt": list(request.tokens.token_ids)})
             case "chat":
+                if "logprobs" in fields:
+                    fields |= {"logprobs": True, "top_logprobs": fields["logprobs"]}
                 return ChatBody.model_validate(fields | chat_fields(request.chat))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
     raise InvalidRequestError("one of text, tokens and chat must be set", param="prompt")
 
 
+def _tokenize_body(request: pb.TokenizeRequest) -> TokenizeTextBody | TokenizeChatBody:
+    """As `_body`, for `Tokenize`."""
+    given = request.HasField("add_special_tokens")
+    fields: dict[str, Any] = {"add_special_tokens": request.add_special_tokens} if given else {}
+    try:
+        match request.WhichOneof("prompt"):
+            case "text":
+                return TokenizeTextBody.model_validate(fields | {"prompt": request.text})
+            case "chat":
+                return TokenizeChatBody.model_validate(fields | chat_fields(request.chat))
+    except ValidationError as error:
+        raise InvalidRequestError.of(error) from error
+    raise InvalidRequestError("one of text and chat must be set", param="prompt")
+
+
 def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
     """The fields of the HTTP body, without its prompt."""
     sampling = request.sampling
-    if sampling.HasField("logprobs"):
-        raise InvalidRequestError("logprobs: not carried by this API; use HTTP", param="logprobs")
     fields: dict[str, Any] = {"max_tokens": CompletionBody.default_max_tokens}
     for descriptor, value in sampling.ListFields():
-        fields[descriptor.name] = value
+        fields[descriptor.name] = list(value) if descriptor.name in LISTS else value
     fields["logit_bias"] = dict(sampling.logit_bias)
-    fields["stop_token_ids"] = list(sampling.stop_token_ids)
+    for name in ("n", "truncate_prompt_tokens", "stream_interval", "cache_salt"):
+        fields[name] = getattr(request, name) if request.HasField(name) else None
+    if request.echo:
+        fields["echo"] = True
     speculative = {descriptor.name: value for descriptor, value in request.speculative.ListFields()}
     fields["speculation_stats"] = speculative.pop("report", False)
     structure = request.WhichOneof("structure")
@@ -184,22 +230,6 @@ def _fields(request: pb.GenerateRequest) -> dict[str, Any]:
         "model": request.model or None,
         "stop": list(request.stop) or None,
         "speculative": speculative or None,
-        "cache_salt": request.cache_salt if request.HasField("cache_salt") else None,
+        "request_id": request.request_id or None,
+        "priority": request.priority,
     }
-
-
-def _response(delta: Delta, chat: ChatOutput | None) -> pb.GenerateResponse:
-    """`chat` None: the text is no chat's."""
-    response = pb.GenerateResponse(token_ids=delta.tokens, reasoning_tokens=delta.reasoning_tokens)
-    if chat is None:
-        response.text = delta.text
-    else:
-        add_parts(response, delta, chat)
-    if delta.finish_reason is not None and delta.usage is not None:
-        response.finish_reason = FINISH_REASONS[delta.finish_reason]
-        response.prompt_tokens = delta.usage.prompt_tokens
-        response.completion_tokens = delta.usage.completion_tokens
-        response.timings.CopyFrom(encode_timings(delta.timings))
-        if delta.speculation is not None:
-            response.speculation.CopyFrom(encode_stats(delta.speculation))
-    return response

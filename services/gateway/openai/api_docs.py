@@ -54,13 +54,21 @@ MESSAGE = object_of(
 )
 HEAD: Json = {"id": TEXT, "object": TEXT, "created": NUMBER, "model": TEXT, "system_fingerprint": TEXT}
 CHOICE: Json = {"index": NUMBER, "logprobs": {"type": ["object", "null"]}, "finish_reason": FINISH}
+PROMPT_LOGPROBS: Json = {"type": ["array", "null"], "items": {"type": ["object", "null"]}}
 CARD = object_of(id=TEXT, object=TEXT, created=NUMBER, owned_by=TEXT, max_model_len={"type": ["integer", "null"]})
 RESPONSE_SCHEMAS: Mapping[str, Json] = {
     "Error": object_of(
         error=object_of(message=TEXT, type=TEXT, param={"type": ["string", "null"]}, code={"type": ["string", "null"]})
     ),
-    "Completion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, text=TEXT)), usage=USAGE),
-    "ChatCompletion": object_of(**HEAD, choices=list_of(object_of(**CHOICE, message=MESSAGE)), usage=USAGE),
+    "Completion": object_of(
+        **HEAD, choices=list_of(object_of(**CHOICE, text=TEXT, prompt_logprobs=PROMPT_LOGPROBS)), usage=USAGE
+    ),
+    "ChatCompletion": object_of(
+        **HEAD,
+        choices=list_of(object_of(**CHOICE, message=MESSAGE)),
+        usage=USAGE,
+        prompt_logprobs=PROMPT_LOGPROBS,
+    ),
     "Models": object_of(object=TEXT, data=list_of(CARD)),
     "Model": CARD,
     "Tokens": object_of(

@@ -37,7 +37,12 @@ MAX_BAD_CHARACTERS = 16_384
 """Of all bad words together: every completion carries their tokens to its target."""
 MAX_STOP_TOKENS = 1024
 MAX_BIASES = 4096
+MAX_ALLOWED_TOKENS = 4096
+MAX_LOGPROB_TOKENS = 128
+"""Of `logprob_token_ids`, as in vLLM."""
 MAX_SALT = 1024
+MAX_REQUEST_ID = 128
+"""Characters."""
 INT32_MAX = 2**31 - 1
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
@@ -57,6 +62,14 @@ def _check_bad_words(words: list[str] | None) -> list[str] | None:
     if characters > MAX_BAD_CHARACTERS:
         raise ValueError(f"{characters} characters together, at most {MAX_BAD_CHARACTERS} are possible")
     return words
+
+
+def _reject_suffix(value: Any) -> None:
+    if value:
+        raise ValueError(
+            "no model here fills a gap: send the text before it as the prompt, or both in the model's own "
+            "fill-in-the-middle format"
+        )
 
 
 StringList = Annotated[
@@ -117,6 +130,7 @@ class GenerationBody(SamplingBody):
     n: int | None = Field(1, ge=1, le=MAX_CHOICES)
     stop: Annotated[StringList | None, Field(max_length=MAX_STOPS)] = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
     top_k: int | None = Field(None, le=INT32_MAX)
     logit_bias: dict[int, float] | None = Field(None, max_length=MAX_BIASES)
     stop_token_ids: list[int] | None = Field(None, max_length=MAX_STOP_TOKENS)
@@ -129,8 +143,25 @@ class GenerationBody(SamplingBody):
     speculative: Annotated[SpeculativeLimits | None, BeforeValidator(as_speculative)] = None
     speculation_stats: bool = False
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_SALT)] = None
-    prompt_logprobs: Unsupported = None
-    allowed_token_ids: Unsupported = None
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
+    allowed_token_ids: list[int] | None = Field(None, min_length=1, max_length=MAX_ALLOWED_TOKENS)
+    logprob_token_ids: list[int] | None = Field(None, max_length=MAX_LOGPROB_TOKENS)
+    return_tokens_as_token_ids: Annotated[
+        bool | None, Field(description="log-probabilities name tokens as `token_id:ID`")
+    ] = None
+    truncate_prompt_tokens: Annotated[
+        int | None, Field(ge=-1, le=INT32_MAX, description="keep so many tokens of a prompt's end; -1: as many as fit")
+    ] = None
+    priority: Annotated[
+        int | None,
+        Field(ge=-INT32_MAX, le=INT32_MAX, description="lower is earlier, among the requests of one client"),
+    ] = None
+    request_id: Annotated[
+        str | None, Field(max_length=MAX_REQUEST_ID, pattern=r"^[!-~]+$", description="the end of the response's id")
+    ] = None
+    stream_interval: Annotated[
+        int | None, Field(ge=1, le=INT32_MAX, description="least tokens of a chunk, but for the first and the last")
+    ] = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Renamed = None
@@ -139,14 +170,11 @@ class GenerationBody(SamplingBody):
     guided_grammar: Renamed = None
     use_beam_search: Unsupported = None
     early_stopping: Unsupported = None
-    truncate_prompt_tokens: Unsupported = None
-    return_tokens_as_token_ids: Unsupported = None
-    priority: Unsupported = None
     logits_processors: Unsupported = None
     kv_transfer_params: Unsupported = None
     vllm_xargs: Unsupported = None
     length_penalty: float | None = Field(None, ge=1, le=1)
-    spaces_between_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: bool | None = None
 
     user: Unused = None
     metadata: Unused = None
@@ -162,11 +190,23 @@ class GenerationBody(SamplingBody):
     def _consistent(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream: true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            message = "prompt_logprobs come with a whole response, not with stream: true"
+            raise InvalidRequestError(message, param="prompt_logprobs")
+        if self.logprob_token_ids and self.top_log_probs is None:
+            raise InvalidRequestError("logprob_token_ids needs logprobs", param="logprob_token_ids")
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequestError("truncate_prompt_tokens: 0 leaves no prompt", param="truncate_prompt_tokens")
         return self
 
     @property
     def choices(self) -> int:
-        """Completions for each prompt."""
+        """Completions that are generated for each prompt."""
+        return self.n or 1
+
+    @property
+    def kept_choices(self) -> int:
+        """Of these, how many are returned: the most probable ones."""
         return self.n or 1
 
     @property
@@ -184,6 +224,11 @@ class GenerationBody(SamplingBody):
         """How many alternatives to report for each token; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def prompt_top_log_probs(self) -> int | None:
+        """As `top_log_probs`, for the tokens of the prompt."""
+        return self.prompt_logprobs
+
 
 class CompletionBody(GenerationBody):
     prompt_field: ClassVar[str] = "prompt"
@@ -197,8 +242,8 @@ class CompletionBody(GenerationBody):
     echo: bool | None = False
     logprobs: int | None = Field(None, ge=0, le=20)
     add_special_tokens: bool = True
-    suffix: Unsupported = None
-    best_of: int | None = None
+    suffix: Annotated[None, BeforeValidator(_reject_suffix)] = None
+    best_of: int | None = Field(None, ge=1, le=MAX_CHOICES)
 
     @field_validator("prompt", mode="before")
     @classmethod
@@ -220,11 +265,15 @@ class CompletionBody(GenerationBody):
 
     @model_validator(mode="after")
     def _possible(self) -> CompletionBody:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise InvalidRequestError("best_of other than n is not supported", param="best_of")
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequestError("logprobs of an echoed prompt are not supported", param="logprobs")
+        if self.choices < self.kept_choices:
+            raise InvalidRequestError(f"best_of: must be at least n, which is {self.kept_choices}", param="best_of")
+        if self.stream and self.choices > self.kept_choices:
+            raise InvalidRequestError("best_of: which choices are best is not known in a stream", param="best_of")
         return self
+
+    @property
+    def choices(self) -> int:
+        return self.best_of or self.n or 1
 
     @property
     def prompts(self) -> int:
@@ -233,6 +282,16 @@ class CompletionBody(GenerationBody):
     @property
     def top_log_probs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def scores_echo(self) -> bool:
+        """Whether the echoed prompt has log-probabilities."""
+        return bool(self.echo) and self.logprobs is not None
+
+    @property
+    def prompt_top_log_probs(self) -> int | None:
+        echoed = self.logprobs if self.echo else None
+        return max((each for each in (self.prompt_logprobs, echoed) if each is not None), default=None)
 
 
 class ChatFields(Body):

@@ -6,7 +6,8 @@ from typing import Any
 
 from paceline.text import ChatTemplate, ChatTemplateError, Tokenizer
 from paceline_services.gateway.api_errors import InvalidRequestError
-from paceline_services.gateway.openai.bodies import ChatFields, ReasoningEffort
+from paceline_services.gateway.openai.bodies import ChatFields, ReasoningEffort, TokenizeChatBody, TokenizeTextBody
+from paceline_services.gateway.openai.prompt_encoding import encode
 
 Json = dict[str, Any]
 
@@ -26,6 +27,12 @@ def render_chat(fields: ChatFields, tokenizer: Tokenizer) -> str:
         )
     except ChatTemplateError as error:
         raise InvalidRequestError(f"the chat template refused it: {error}", param="messages") from error
+
+
+async def encode_body(body: TokenizeTextBody | TokenizeChatBody, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of what `/tokenize` is asked for. Raises `InvalidRequestError` or `OverloadedError`."""
+    text = render_chat(body, tokenizer) if isinstance(body, TokenizeChatBody) else body.prompt
+    return await encode(text, tokenizer, add_special_tokens=body.add_special_tokens)
 
 
 def template_variables(fields: ChatFields, template: ChatTemplate) -> Json:

@@ -29,7 +29,7 @@ from paceline_services.gateway.openai.bodies import (
     TokenizeChatBody,
     TokenizeTextBody,
 )
-from paceline_services.gateway.openai.chat_prompt import render_chat
+from paceline_services.gateway.openai.chat_prompt import encode_body
 from paceline_services.gateway.openai.event_stream import ClientGoneError, EventStream, while_connected
 from paceline_services.gateway.openai.http_body import JsonResponse, collect, parse_body, read_body
 from paceline_services.gateway.openai.http_metrics import (
@@ -40,7 +40,7 @@ from paceline_services.gateway.openai.http_metrics import (
 )
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.operations import add_operations
-from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, in_encoding_thread
+from paceline_services.gateway.openai.prompt_encoding import decode, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
 from paceline_services.gateway.openai.server_sent_event import ServerSentEvent
 from paceline_services.gateway.served_model import ServedModel
@@ -117,8 +117,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
         model = models.model(body.model)
         tokenizer = model.tokenizer
         with model.counting_rejections():
-            text = render_chat(body, tokenizer) if isinstance(body, TokenizeChatBody) else body.prompt
-            tokens = await encode(text, tokenizer, add_special_tokens=body.add_special_tokens)
+            tokens = await encode_body(body, tokenizer)
         content = {"count": len(tokens), "max_model_len": model.max_model_len, "tokens": tokens}
         shown = tokens if body.return_token_strs else []
         strings = await in_encoding_thread(len(shown), lambda: list(map(tokenizer.token_string, shown)))
@@ -128,11 +127,7 @@ def _add_tokens(app: FastAPI, models: ModelDirectory) -> None:
     async def detokenize(request: Request) -> Response:
         body = parse_body(await read_body(request, models), DetokenizeBody)
         model = models.model(body.model)
-        check_ids("tokens", body.tokens, model.vocabulary_size)
-        decoded = in_encoding_thread(
-            len(body.tokens), lambda: model.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        )
-        return JsonResponse({"prompt": await decoded})
+        return JsonResponse({"prompt": await decode(body.tokens, model.tokenizer, model.vocabulary_size)})
 
 
 async def _chunks(

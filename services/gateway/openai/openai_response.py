@@ -10,12 +10,20 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from statistics import fmean
 from typing import Any, ClassVar
 
 from paceline.core.messages import Delta, GenerationRequest
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.logprobs import chat_log_probs, completion_log_probs
+from paceline_services.gateway.openai.delta_buffer import DeltaBuffer
+from paceline_services.gateway.openai.echoed_prompt import EchoedPrompt
+from paceline_services.gateway.openai.logprobs import (
+    TokenSpelling,
+    chat_log_probs,
+    completion_log_probs,
+    prompt_log_probs,
+)
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.served_model import ServedModel
 
@@ -43,8 +51,12 @@ class OpenAIResponse(ABC):
         self._return_token_ids = body.return_token_ids
         self._return_accepted = body.return_accepted
         self._return_logprobs = body.top_log_probs is not None
+        self._prompt_logprobs = body.prompt_logprobs
+        self._spelling = TokenSpelling(model.tokenizer, by_id=bool(body.return_tokens_as_token_ids))
+        self._choices, self._kept_choices = body.choices, body.kept_choices
+        self._buffer = DeltaBuffer(body.stream_interval or 1)
         self._envelope: Json = {
-            "id": f"{self.id_prefix}-{requests[0].group}",
+            "id": f"{self.id_prefix}-{body.request_id or requests[0].group}",
             "object": self.chunk_object,
             "created": int(time.time()),
             "model": model.model,
@@ -53,12 +65,10 @@ class OpenAIResponse(ABC):
 
     def response(self, outputs: Sequence[Delta]) -> Json:
         """The response object, from the whole output of each completion."""
-        entries = []
         for index, output in enumerate(outputs):
             self._usage.add(index, output)
-            message = self.message(index, output)
-            end = {"finish_reason": self.finish_reason(index, output), "stop_reason": output.stop_reason}
-            entries.append(self._entry(index, message, output) | end)
+        kept = self._kept(outputs)
+        entries = [self.whole_entry(index, outputs) | {"index": number} for number, index in enumerate(kept)]
         response = {"object": self.whole_object, "choices": entries, "usage": self._usage.usage()}
         return self._envelope | response | self._statistics()
 
@@ -67,7 +77,11 @@ class OpenAIResponse(ABC):
         return []
 
     def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
-        """The chunks for one delta of the index-th completion."""
+        """The chunks for one delta of the index-th completion, and those before it that waited for it."""
+        due = self._buffer.add(index, delta)
+        return iter(()) if due is None else self._chunks_of(index, due)
+
+    def _chunks_of(self, index: int, delta: Delta) -> Iterator[Json]:
         self._usage.add(index, delta)
         by_token = self._return_token_ids or self._return_logprobs or self._return_accepted
         parts = self.parts(index, delta) or ([self.empty] if delta.tokens and by_token else [])
@@ -80,6 +94,13 @@ class OpenAIResponse(ABC):
         """Of the index-th completion. `delta`: its last one, or the whole output."""
         return delta.finish_reason
 
+    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+        """The entry of a whole completion."""
+        output = outputs[index]
+        message = self.message(index, output)
+        end = {"finish_reason": self.finish_reason(index, output), "stop_reason": output.stop_reason}
+        return self._entry(index, message, output) | end
+
     @abstractmethod
     def message(self, index: int, output: Delta) -> Json:
         """The text of a whole completion, under its field."""
@@ -89,7 +110,11 @@ class OpenAIResponse(ABC):
         """The texts of a delta, one per chunk, under their fields."""
 
     @abstractmethod
-    def log_probs(self, delta: Delta) -> Json: ...
+    def log_probs(self, index: int, delta: Delta) -> Json: ...
+
+    def offsets(self, index: int, delta: Delta) -> list[int]:
+        """By token, the characters of the choice's text before it."""
+        return delta.offsets
 
     def _entry(self, index: int, text: Json, delta: Delta | None) -> Json:
         """`delta` None: what belongs to its tokens is in another chunk."""
@@ -97,12 +122,32 @@ class OpenAIResponse(ABC):
         if delta is None:
             return entry
         if self._return_logprobs:
-            entry["logprobs"] = self.log_probs(delta)
+            entry["logprobs"] = self.log_probs(index, delta)
         if self._return_token_ids:
             entry["token_ids"] = delta.tokens
         if self._return_accepted:
-            entry["accepted"], entry["text_offset"] = delta.accepted, delta.offsets
+            entry["accepted"], entry["text_offset"] = delta.accepted, self.offsets(index, delta)
         return entry
+
+    def _kept(self, outputs: Sequence[Delta]) -> Sequence[int]:
+        """The completions to return: of each prompt's, those with the highest mean log-probability, best first."""
+        indices = range(len(outputs))
+        if self._kept_choices == self._choices:
+            return indices
+        kept: list[int] = []
+        for first in indices[:: self._choices]:
+            ranked = sorted(indices[first : first + self._choices], key=lambda index: -_mean_log_prob(outputs[index]))
+            kept += ranked[: self._kept_choices]
+        return kept
+
+    def _prompt_log_probs(self, index: int, outputs: Sequence[Delta]) -> Json:
+        """The log-probabilities of the index-th completion's prompt, if asked for: its first completion has them."""
+        if self._prompt_logprobs is None:
+            return {}
+        first = index - index % self._choices
+        entries = [each for part in outputs[first].prompt_log_probs for each in part.entries]
+        prompt = self._requests[first].prompt
+        return {"prompt_logprobs": prompt_log_probs(prompt, entries, self._prompt_logprobs, self._tokenizer)}
 
     def _ending(self, index: int, delta: Delta) -> Iterator[Json]:
         entry = {"index": index, **self.ending, "logprobs": None}
@@ -131,7 +176,7 @@ class OpenAIResponse(ABC):
 
 
 class CompletionResponse(OpenAIResponse):
-    """`/v1/completions`. `echo` puts the prompt before the text."""
+    """`/v1/completions`. `echo` puts the prompt before the text, with `logprobs` also before their lists."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -140,16 +185,46 @@ class CompletionResponse(OpenAIResponse):
 
     def __init__(self, body: CompletionBody, requests: Sequence[GenerationRequest], model: ServedModel) -> None:
         super().__init__(body, requests, model)
-        self._echoed = body.prompt if body.echo else []
-        self._choices = body.choices
+        self._top_log_probs = body.top_log_probs or 0
+        self._scores_echo = body.scores_echo
+        prompts = [request.prompt for request in requests[:: self._choices]] if body.echo else []
+        self._echoed = [EchoedPrompt.of(body, index, each, self._tokenizer) for index, each in enumerate(prompts)]
+        self._waiting: list[list[tuple[int, Delta]]] = [[] for _ in range(body.prompts)]
+        """By prompt, deltas of its completions that came before the prompt's log-probabilities."""
+        self._opened: set[int] = set()
+
+    def response(self, outputs: Sequence[Delta]) -> Json:
+        for prompt, first in zip(self._echoed, outputs[:: self._choices], strict=False):
+            prompt.add(first)
+        return super().response(outputs)
+
+    def whole_entry(self, index: int, outputs: Sequence[Delta]) -> Json:
+        entry = super().whole_entry(index, outputs) | self._prompt_log_probs(index, outputs)
+        if self._scores_echo:
+            lists = entry["logprobs"]
+            entry["logprobs"] = {name: [*first, *lists[name]] for name, first in self._prompt_lists(index).items()}
+        return entry
 
     def opening_chunks(self) -> list[Json]:
-        if not self._echoed and not self._return_token_ids:
+        if self._scores_echo or not (self._echoed or self._return_token_ids):
             return []
-        return [
-            self._chunk({**self._text(index, ""), "index": index, "logprobs": None, "finish_reason": None})
-            for index in range(len(self._requests))
-        ]
+        return [self._opening(index) for index in range(len(self._requests))]
+
+    def chunks(self, index: int, delta: Delta) -> Iterator[Json]:
+        if not self._scores_echo:
+            yield from super().chunks(index, delta)
+            return
+        prompt = index // self._choices
+        self._echoed[prompt].add(delta)
+        self._waiting[prompt].append((index, delta))
+        if not self._echoed[prompt].scored:
+            return
+        waiting, self._waiting[prompt] = self._waiting[prompt], []
+        for each, held in waiting:
+            if each not in self._opened:
+                self._opened.add(each)
+                yield self._opening(each)
+            yield from super().chunks(each, held)
 
     def message(self, index: int, output: Delta) -> Json:
         return self._text(index, output.text)
@@ -157,20 +232,34 @@ class CompletionResponse(OpenAIResponse):
     def parts(self, index: int, delta: Delta) -> list[Json]:
         return [{"text": delta.text}] if delta.text else []
 
-    def log_probs(self, delta: Delta) -> Json:
-        return completion_log_probs(delta, self._tokenizer)
-
     def _text(self, index: int, text: str) -> Json:
-        message: Json = {"text": self._echoed_prompt(index) + text}
+        echoed = self._echoed_prompt(index)
+        message: Json = {"text": text if echoed is None else echoed.text + text}
         if self._return_token_ids:
             message["prompt_token_ids"] = self._requests[index].prompt
         return message
 
-    def _echoed_prompt(self, index: int) -> str:
-        if not self._echoed:
-            return ""
-        prompt = self._echoed[index // self._choices]
-        return prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt)
+    def log_probs(self, index: int, delta: Delta) -> Json:
+        return completion_log_probs(delta.tokens, delta.log_probs, self.offsets(index, delta), self._spelling)
+
+    def offsets(self, index: int, delta: Delta) -> list[int]:
+        echoed = self._echoed_prompt(index)
+        return delta.offsets if echoed is None else [len(echoed.text) + offset for offset in delta.offsets]
+
+    def _opening(self, index: int) -> Json:
+        """The first chunk of a completion whose text begins with its prompt."""
+        log_probs = self._prompt_lists(index) if self._scores_echo else None
+        entry = {"index": index, **self._text(index, ""), "logprobs": log_probs, "finish_reason": None}
+        return self._chunk(entry)
+
+    def _prompt_lists(self, index: int) -> Json:
+        """The log-probabilities of a completion's echoed prompt."""
+        echoed = self._echoed[index // self._choices]
+        log_probs = echoed.entries(self._top_log_probs)
+        return completion_log_probs(echoed.tokens, log_probs, echoed.offsets, self._spelling)
+
+    def _echoed_prompt(self, index: int) -> EchoedPrompt | None:
+        return self._echoed[index // self._choices] if self._echoed else None
 
 
 class ChatCompletionResponse(OpenAIResponse):
@@ -188,7 +277,7 @@ class ChatCompletionResponse(OpenAIResponse):
         self._outputs = [ChatOutput(body, request, model) for request in requests]
 
     def response(self, outputs: Sequence[Delta]) -> Json:
-        return super().response(outputs) | self._prompt_ids()
+        return super().response(outputs) | self._prompt_ids() | self._prompt_log_probs(0, outputs)
 
     def opening_chunks(self) -> list[Json]:
         delta = {"role": "assistant", "content": self._first_content}
@@ -206,8 +295,12 @@ class ChatCompletionResponse(OpenAIResponse):
     def finish_reason(self, index: int, delta: Delta) -> str | None:
         return self._outputs[index].finish_reason(delta)
 
-    def log_probs(self, delta: Delta) -> Json:
-        return chat_log_probs(delta, self._tokenizer)
+    def log_probs(self, index: int, delta: Delta) -> Json:
+        return chat_log_probs(delta, self._spelling)
 
     def _prompt_ids(self) -> Json:
         return {"prompt_token_ids": self._requests[0].prompt} if self._return_token_ids else {}
+
+
+def _mean_log_prob(output: Delta) -> float:
+    return fmean(each.log_prob for each in output.log_probs) if output.log_probs else 0.0

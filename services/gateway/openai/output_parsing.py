@@ -35,15 +35,12 @@ def output_parsing(body: ChatBody, prompt: str, model: ServedModel, *, calls: bo
     if form == OutputFormat():
         return OutputParsing()
     schemas = {tool.function.name: tool.function.parameters or {} for tool in body.offered_tools}
-    inside = _begins_inside(form, body, prompt)
-    settled = body.continue_final_message or (
-        form.reasoning is not None and prompt.rstrip().endswith(form.reasoning.end)
-    )
+    continued = (body.messages[-1].content or "") if body.continue_final_message else ""
     markers = {model.tokenizer.token_id(marker) for marker in form.markers}
     return OutputParsing(
-        partial(form.parser, schemas, inside=inside),
+        partial(form.parser, schemas, inside=form.begins_inside(prompt, continued)),
         frozenset(token for token in model.tokenizer.special_ids if token in markers),
-        grammar_start(form, model.tokenizer, inside=inside, settled=settled, calls=calls),
+        grammar_start(form, prompt, model.tokenizer, calls=calls, continued=continued),
     )
 
 
@@ -58,11 +55,3 @@ def tool_format(body: ChatBody, model: ServedModel) -> ToolFormat | None:
         message = "tools: this gateway knows no format of tool calls for this model; --tool-call-parser can name one"
         raise InvalidRequestError(message, param="tools")
     return model.output_format.tools
-
-
-def _begins_inside(form: OutputFormat, body: ChatBody, prompt: str) -> bool:
-    """Whether the output begins with reasoning. A message that is continued may end in the middle of it."""
-    if form.reasoning is None or not body.continue_final_message:
-        return form.begins_inside(prompt)
-    final = body.messages[-1].content or ""
-    return final.rfind(form.reasoning.begin) > final.rfind(form.reasoning.end)

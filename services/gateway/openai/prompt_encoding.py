@@ -53,10 +53,19 @@ async def encode(text: str, tokenizer: Tokenizer, *, add_special_tokens: bool) -
     return await in_encoding_thread(len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
+async def decode(tokens: Sequence[int], tokenizer: Tokenizer, vocabulary_size: int) -> str:
+    """Text of token ids, special tokens included. Raises `InvalidRequestError` or `OverloadedError`."""
+    check_ids("tokens", tokens, vocabulary_size)
+    return await in_encoding_thread(len(tokens), lambda: tokenizer.decode(tokens, skip_special_tokens=False))
+
+
 async def encode_prompts(
-    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int, *, add_special_tokens: bool
+    prompts: Sequence[str | list[int]], tokenizer: Tokenizer, context: int | None, *, add_special_tokens: bool
 ) -> list[list[int]]:
-    """Token ids of prompts: texts, or token ids already. Raises `InvalidRequestError` for a text that cannot fit."""
+    """Token ids of prompts: texts, or token ids already.
+
+    Raises `InvalidRequestError` for a text that cannot fit into `context` tokens.
+    """
 
     def encode_one(prompt: str | list[int]) -> list[int]:
         return tokenizer.encode(prompt, add_special_tokens=add_special_tokens) if isinstance(prompt, str) else prompt
@@ -72,10 +81,13 @@ async def bad_word_tokens(words: Sequence[str], tokenizer: Tokenizer) -> tuple[t
     return await in_encoding_thread(_encoding_cost(words), lambda: tuple(_word_tokens(words, tokenizer)))
 
 
-def check_length(name: str, text: str, tokenizer: Tokenizer, context: int) -> None:
-    """Raises `InvalidRequestError`, for the field `name`, if the text has more tokens than `context` in any case."""
+def check_length(name: str, text: str, tokenizer: Tokenizer, context: int | None) -> None:
+    """Raises `InvalidRequestError`, for the field `name`, if the text has more tokens than `context` in any case.
+
+    `context` None: no limit.
+    """
     longest = tokenizer.longest_token
-    if longest is not None and len(text) > context * longest:
+    if context is not None and longest is not None and len(text) > context * longest:
         raise InvalidRequestError(
             f"the prompt has {len(text)} characters: at {longest} for the longest token they exceed the context of "
             f"{context} tokens",

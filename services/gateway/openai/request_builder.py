@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.parsing.grammar_start import AT_ONCE, GrammarStart
+from paceline.target_features import NO_OUTPUT, needed_features
 from paceline.target_labels import parse_labels
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
@@ -33,6 +34,8 @@ SESSION_HEADER = "x-session-id"
 """Names the request's conversation, in place of the body's `prompt_cache_key`: its requests go to the same target."""
 LABELS_HEADER = "x-target-labels"
 """Labels that the request's target must have."""
+MAX_PROMPT_LOG_PROBS = 262_144
+"""Log-probabilities of the tokens of prompts that one response may hold. A million of them are a body of some 70 MB."""
 
 
 async def build_requests(
@@ -52,6 +55,9 @@ async def build_requests(
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         prompts, parsing = await _encode(body, model, description.max_model_len, calls=bool(calls))
         sampling = build_sampling(body, description, grammar, bad_words, parsing.grammar_start)
+        features = _features(body, sampling, labels, model)
+        _check_special_spaces(body, model)
+        _check_prompt_log_probs(body, prompts)
     base = GenerationRequest(
         request_id,
         (),
@@ -60,15 +66,16 @@ async def build_requests(
         cache_salt=client.cache_salt_for(body.cache_salt),
         client=client.name,
         group=request_id,
+        priority=body.priority or 0,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
-        target_labels=labels,
+        target_labels=labels | features,
         stop=body.stop or (),
         include_stop=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         parser=parsing.parser,
         shown_tokens=parsing.shown_tokens,
         eos_token_ids=_eos_token_ids(body, description),
-        client_request_id=headers.get(REQUEST_ID_HEADER, ""),
+        client_request_id=body.request_id or headers.get(REQUEST_ID_HEADER, ""),
     )
     return [
         request
@@ -96,33 +103,36 @@ def build_sampling(
     given |= {"grammar": grammar, "bad_words": bad_words, "logprobs": body.top_log_probs}
     if grammar:
         given |= {"grammar_begins_after": start.begins_after, "grammar_waits_if": start.waits_if}
+    given["prompt_logprobs"] = body.prompt_top_log_probs
+    if body.choices > body.kept_choices and body.top_log_probs is None:
+        given["logprobs"] = 0  # by which the best choices are found
     given["stop_token_ids"] = (*(body.stop_token_ids or ()), *_eos_token_ids(body, description))
     try:
         sampling = SamplingParams(**given, max_tokens=max(1, given.get("min_tokens", 0)))
     except ValidationError as error:
         raise InvalidRequestError.of(error) from error
-    check_ids("logit_bias", sampling.logit_bias, description.vocabulary_size)
-    check_ids("stop_token_ids", sampling.stop_token_ids, description.vocabulary_size)
+    for name in ("logit_bias", "stop_token_ids", "allowed_token_ids", "logprob_token_ids"):
+        check_ids(name, getattr(sampling, name), description.vocabulary_size)
     return sampling
 
 
 def build_choices(
     body: GenerationBody, description: TargetDescription, base: GenerationRequest, prompt: Sequence[int], first: int = 0
 ) -> list[GenerationRequest]:
-    """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`."""
+    """The `n` completions of one prompt: copies of `base`, numbered from `first` on. Raises `InvalidRequestError`.
+
+    Only the first one asks for the prompt's log-probabilities.
+    """
     _check_prompt(body, description, prompt)
     max_tokens = _max_tokens(body, description, len(prompt), base.sampling.min_tokens)
     seed = base.sampling.seed if "seed" in base.sampling.model_fields_set else secrets.randbits(63)
-    return [
-        replace(
-            base,
-            request_id=f"{base.request_id}-{first + index}",
-            prompt=prompt,
-            sampling=base.sampling.model_copy(update={"max_tokens": max_tokens, "seed": choice_seed(seed, index)}),
-            choice=index,
-        )
-        for index in range(body.choices)
-    ]
+    requests = []
+    for index in range(body.choices):
+        changed: dict[str, int | None] = {"max_tokens": max_tokens, "seed": choice_seed(seed, index)}
+        changed |= {"prompt_logprobs": None} if index else {}
+        request_id, sampling = f"{base.request_id}-{first + index}", base.sampling.model_copy(update=changed)
+        requests.append(replace(base, request_id=request_id, prompt=prompt, sampling=sampling, choice=index))
+    return requests
 
 
 def choice_seed(seed: int, index: int) -> int:
@@ -145,21 +155,70 @@ async def _encode(
 
     Raises `InvalidRequestError`.
     """
+    kept, parsing = _truncated_length(body, context), OutputParsing()
+    longest = context if kept is None else None
     if isinstance(body, ChatBody):
         text = render_chat(body, model.tokenizer)
-        check_length("messages", text, model.tokenizer, context)
-        tokens = await encode(text, model.tokenizer, add_special_tokens=body.add_special_tokens)
-        return [tokens], output_parsing(body, text, model, calls=calls)
-    assert isinstance(body, CompletionBody)
-    prompts = encode_prompts(body.prompt, model.tokenizer, context, add_special_tokens=body.add_special_tokens)
-    return await prompts, OutputParsing()
+        check_length("messages", text, model.tokenizer, longest)
+        prompts = [await encode(text, model.tokenizer, add_special_tokens=body.add_special_tokens)]
+        parsing = output_parsing(body, text, model, calls=calls)
+    else:
+        assert isinstance(body, CompletionBody)
+        special = body.add_special_tokens
+        prompts = await encode_prompts(body.prompt, model.tokenizer, longest, add_special_tokens=special)
+    return (prompts if kept is None else [prompt[-kept:] for prompt in prompts]), parsing
+
+
+def _truncated_length(body: GenerationBody, context: int) -> int | None:
+    """Tokens to keep of each prompt's end; None: all. With -1, what the wanted output leaves of the context."""
+    if body.truncate_prompt_tokens != -1:
+        return body.truncate_prompt_tokens
+    limit = body.output_limit[1]
+    return max(1, context - (max(1, body.min_tokens or 0) if limit is None else limit))
+
+
+def _check_special_spaces(body: GenerationBody, model: ServedModel) -> None:
+    """Raises `InvalidRequestError` if the request wants no spaces where the model's tokenizer itself has them."""
+    if body.spaces_between_special_tokens is False and model.tokenizer.spaces_special_tokens:
+        name = "spaces_between_special_tokens"
+        raise InvalidRequestError(f"{name}: this model's tokenizer always has them", param=name)
+
+
+def _features(
+    body: GenerationBody, sampling: SamplingParams, labels: frozenset[str], model: ServedModel
+) -> frozenset[str]:
+    """What the target of a request must be able to do. Raises `InvalidRequestError` if none with these labels can."""
+    length, limit = body.output_limit
+    needed = needed_features(sampling) | ({NO_OUTPUT} if limit == 0 else frozenset())
+    if needed and not model.fleet.offers(labels | needed):
+        lacking = [each for each in sorted(needed) if not model.fleet.offers(labels | {each})] or sorted(needed)
+        fields = {NO_OUTPUT: length, "prompt_logprobs": _prompt_log_probs_field(body)}
+        name = fields.get(lacking[0], lacking[0])
+        message = f"{name}: no target that is up can do it: its build is too old, or its engine does not have it"
+        raise InvalidRequestError(message, param=name)
+    return needed
+
+
+def _check_prompt_log_probs(body: GenerationBody, prompts: Sequence[Sequence[int]]) -> None:
+    """Raises `InvalidRequestError` if the prompts' log-probabilities are too many for one response."""
+    if (top := body.prompt_top_log_probs) is None:
+        return
+    count, name = sum(map(len, prompts)) * body.choices * (1 + top), _prompt_log_probs_field(body)
+    if count > MAX_PROMPT_LOG_PROBS:
+        message = f"{name}: {count} log-probabilities of prompts in one response, at most {MAX_PROMPT_LOG_PROBS}"
+        raise InvalidRequestError(message, param=name)
+
+
+def _prompt_log_probs_field(body: GenerationBody) -> str:
+    """The field that asks for log-probabilities of the prompt: `logprobs` asks for them with `echo`."""
+    return "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
 
 
 def _check_count(body: GenerationBody, model: ServedModel) -> None:
     """Raises `OverloadedError` for more completions than are admitted now, `InvalidRequestError` if they never are."""
     completions, limit = body.prompts * body.choices, model.capacity.limits.max_in_flight
     if completions > limit:
-        param = "n" if body.choices > 1 else body.prompt_field
+        param = ("n" if body.choices == body.kept_choices else "best_of") if body.choices > 1 else body.prompt_field
         message = f"{param}: {completions} completions in one request, at most {limit} are generated at once"
         raise InvalidRequestError(message, param=param)
     model.queue.check(completions)
@@ -174,7 +233,7 @@ def _check_prompt(body: GenerationBody, description: TargetDescription, prompt: 
     context = description.max_model_len
     if not prompt:
         raise InvalidRequestError("the prompt is empty", param=body.prompt_field)
-    if len(prompt) >= context:
+    if len(prompt) + (body.output_limit[1] != 0) > context:
         raise InvalidRequestError(
             f"the prompt has {len(prompt)} tokens, but prompt and output share a context of {context}",
             param=body.prompt_field,
@@ -187,8 +246,8 @@ def _max_tokens(body: GenerationBody, description: TargetDescription, prompt_tok
     """Most tokens of the output: as the client says, else the endpoint's default within the context."""
     available = description.max_model_len - prompt_tokens
     name, limit = body.output_limit
-    if limit is not None and limit < 1:
-        raise InvalidRequestError(f"{name}: must be at least 1, not {limit}", param=name)
+    if limit is not None and limit < 0:
+        raise InvalidRequestError(f"{name}: must be at least 0, not {limit}", param=name)
     if limit is not None and body.cuts_output:
         limit = min(limit, available)
     if limit is not None and limit > available:

@@ -166,7 +166,7 @@ class ResponseBody(ChatFieldsPassedOn):
     previous_response_id: ItemId | None = None
     tools: list[FunctionDeclaration] | None = None
     tool_choice: ResponseToolChoice | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
     top_logprobs: int | None = Field(None, ge=0, le=20)
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None

@@ -12,7 +12,7 @@ from paceline.parsing import Content
 from paceline_services.gateway.api_errors import ApiError
 from paceline_services.gateway.openai.bodies import ChatBody
 from paceline_services.gateway.openai.chat_output import ChatOutput
-from paceline_services.gateway.openai.logprobs import chat_log_probs
+from paceline_services.gateway.openai.logprobs import TokenSpelling, chat_log_probs
 from paceline_services.gateway.openai.usage import RequestUsage
 from paceline_services.gateway.responses.response_body import ResponseBody
 from paceline_services.gateway.responses.response_output import ResponseOutput
@@ -110,7 +110,7 @@ class RunningResponse:
     def _collect_log_probs(self, delta: Delta) -> None:
         """Only a message has them: those of a delta that brings reasoning or calls alone are dropped."""
         if self._body.returns_log_probs:
-            self._log_probs += chat_log_probs(delta, self._model.tokenizer)["content"]
+            self._log_probs += chat_log_probs(delta, TokenSpelling(self._model.tokenizer))["content"]
             if delta.events and not any(isinstance(each, Content) for each in delta.events):
                 self._log_probs.clear()
 

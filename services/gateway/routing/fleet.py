@@ -67,8 +67,12 @@ class Fleet:
         return self.has_target(frozenset())
 
     def has_target(self, labels: frozenset[str]) -> bool:
-        """Whether a request for a target with these labels can be sent now."""
+        """Whether a request for a target with these labels and features can be sent now."""
         return bool(self._usable(labels))
+
+    def offers(self, wanted: frozenset[str]) -> bool:
+        """Whether a target that is up has all these labels and features."""
+        return any(wanted.issubset(target.offers) for target in self._up())
 
     @property
     def targets_up(self) -> int:
@@ -124,11 +128,11 @@ class Fleet:
         return None if best is None else (usable[best], candidates[best])
 
     def has_other_than(self, target: TargetConnection | None, labels: frozenset[str]) -> bool:
-        """Whether a request for a target with these labels could be sent elsewhere now."""
+        """Whether a request for a target with these labels and features could be sent elsewhere now."""
         return any(each is not target for each in self._usable(labels).values())
 
     async def wait_for_target(self, timeout_s: float, labels: frozenset[str] = frozenset()) -> bool:
-        """Wait until a request for a target with these labels can be sent; False after `timeout_s`."""
+        """Wait until a request for a target with these labels and features can be sent; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.has_target(labels))
@@ -169,11 +173,7 @@ class Fleet:
         return [target for target in self.targets.values() if target.up]
 
     def _usable(self, labels: frozenset[str]) -> dict[str, TargetConnection]:
-        return {
-            key: target
-            for key, target in self.targets.items()
-            if target.usable and labels.issubset(target.link.description.labels)
-        }
+        return {key: target for key, target in self.targets.items() if target.usable and labels.issubset(target.offers)}
 
     async def _keep_link(self, record: WorkerRecord) -> None:
         """Connect to one target, again and again, until cancelled.

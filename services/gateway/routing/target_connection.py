@@ -35,9 +35,13 @@ class TargetConnection:
     quarantine: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held by a request that was at another target when its engine died, until its first token here."""
     prefixes: PrefixIndex = field(init=False)
+    offers: frozenset[str] = field(init=False)
+    """Its labels and features."""
 
     def __post_init__(self) -> None:
-        self.prefixes = PrefixIndex(min(self.link.description.slots, MAX_INDEXED_TOKENS))
+        description = self.link.description
+        self.offers = frozenset((*description.labels, *description.features))
+        self.prefixes = PrefixIndex(min(description.slots, MAX_INDEXED_TOKENS))
         self.load.update_from_heartbeat(self.heartbeat, len(self.requests))
 
     def update_heartbeat(self, heartbeat: Mapping[str, float]) -> None:
@@ -114,7 +118,7 @@ class InFlightRequest:
         target = self._target
         target.requests.discard(self)
         target.without_first_token.discard(self)
-        if self._output and not target.link.lost:
+        if (self._output or self._succeeded) and not target.link.lost:
             tokens = [*self._request.tokens, *self._output]
             target.prefixes.add(block_hashes(tokens, self._blocks, self._request.cache_salt))
         if not self._output and not self._succeeded:

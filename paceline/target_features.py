@@ -1,0 +1,33 @@
+"""What a target can do beyond the first builds, by name; a gateway sends no target what it cannot do.
+
+A build ignores the fields of a message that it does not know, so a target names the sampling parameters that it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from paceline.config import SamplingParams
+
+NO_OUTPUT = "no_output"
+"""The feature of computing a prompt and drawing nothing: `max_tokens` 0."""
+COMMON_PARAMETERS = frozenset(
+    (
+        *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+        *("logit_bias", "bad_words", "grammar", "min_tokens", "max_tokens", "seed", "stop_token_ids", "logprobs"),
+    )
+)
+"""The parameters of every target, also of one that names none."""
+
+
+def all_features(without: Collection[str] = ()) -> list[str]:
+    """The features of this build, without those that its engine lacks."""
+    named = {*SamplingParams.model_fields, NO_OUTPUT} - COMMON_PARAMETERS
+    return sorted(named - set(without))
+
+
+def needed_features(sampling: SamplingParams) -> frozenset[str]:
+    """What a target must be able to do for a request: its parameters that have another value than by default."""
+    fields = SamplingParams.model_fields.keys() - COMMON_PARAMETERS
+    changed = {name for name in fields if getattr(sampling, name) != SamplingParams.model_fields[name].default}
+    return frozenset(changed | {NO_OUTPUT} if sampling.max_tokens == 0 else changed)

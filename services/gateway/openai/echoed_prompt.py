@@ -1,0 +1,54 @@
+"""A prompt that the text of its completions begins with (`echo`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from paceline.core.messages import Delta, LogProbs
+from paceline.text import Detokenizer, Tokenizer
+from paceline_services.gateway.openai.bodies import CompletionBody
+
+
+@dataclass(slots=True)
+class EchoedPrompt:
+    """One prompt; `add` collects the log-probabilities of its tokens."""
+
+    tokens: Sequence[int]
+    text: str
+    offsets: Sequence[int] = ()
+    """By token, the characters of the text before it. Empty if the text is the client's own."""
+    log_probs: list[LogProbs] = field(default_factory=list)
+    """Of the tokens from the second one on, as far as they have come."""
+
+    @classmethod
+    def of(cls, body: CompletionBody, index: int, tokens: Sequence[int], tokenizer: Tokenizer) -> EchoedPrompt:
+        """The index-th prompt of a body: as the client sent it, or by its tokens where these are not all of it, or each
+        needs its own part of the text."""
+        prompt = body.prompt[index]
+        if body.scores_echo or body.truncate_prompt_tokens is not None:
+            return cls.of_tokens(tokens, tokenizer, skip_special_tokens=body.skip_special_tokens)
+        return cls(tokens, prompt if isinstance(prompt, str) else tokenizer.decode(prompt))
+
+    @classmethod
+    def of_tokens(cls, tokens: Sequence[int], tokenizer: Tokenizer, *, skip_special_tokens: bool) -> EchoedPrompt:
+        """The text is what the tokens add up to: it may differ from the client's in what its tokenizer normalises."""
+        detokenizer, text, offsets = Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens), "", []
+        for token in tokens:
+            offsets.append(len(text))
+            text += detokenizer.feed((token,))
+        return cls(tokens, text + detokenizer.flush(), offsets)
+
+    @property
+    def scored(self) -> bool:
+        """Whether the log-probabilities of all tokens have come."""
+        return len(self.log_probs) >= len(self.tokens) - 1
+
+    def add(self, delta: Delta) -> None:
+        """Take the prompt's log-probabilities from a delta of its first completion."""
+        for part in delta.prompt_log_probs:
+            self.log_probs += part.entries
+
+    def entries(self, top: int) -> list[LogProbs | None]:
+        """One per token, with the `top` most probable tokens; None for the first token."""
+        return [None, *(LogProbs(each.log_prob, each.top[:top], each.rank) for each in self.log_probs)]
