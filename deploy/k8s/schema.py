@@ -100,6 +100,7 @@ SHAPES: dict[str, Schema] = {
     "moreModels": {"type": "array", "items": {**closed({"path": TEXT, "servedName": TEXT}), "required": ["path"]}},
     "aliases": NAMED_TEXTS,
     "monitoringNamespaces": TEXTS,
+    "otlpEndpoint": {"type": "string", "pattern": "^(https?://[^/].*)?$"},
     "logLevel": one_of(*LEVELS),
     "pullPolicy": one_of("Always", "IfNotPresent", "Never"),
     "service.type": one_of("ClusterIP", "NodePort", "LoadBalancer"),

@@ -62,6 +62,7 @@ def serve(
     api_keys: Annotated[Path | None, typer.Option(help="Require API keys: see `paceline keys`.")] = None,
     engine: Annotated[EngineName, typer.Option(help="What computes for the targets.")] = EngineName.PACELINE,
     vllm_options: VllmSettings = None,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help="Send traces to this OTLP collector.")] = None,
     *,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run a model's own code.")] = False,
     config: Config = None,
@@ -86,6 +87,7 @@ def serve(
         served_model_name,
         api_keys,
         (vllm_options or VllmOptions()) if engine is EngineName.VLLM else None,
+        otlp_traces_endpoint,
     )
     with start_errors():
         code = command.serve(deployment.plan_deployment(options), redis_url)

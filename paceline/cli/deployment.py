@@ -74,6 +74,8 @@ class Deployment:
     """The gateway's gRPC port; 0: any."""
     vllm: VllmOptions | None = None
     """How vLLM computes for the targets; None: our own engine does."""
+    otlp_traces_endpoint: str | None = None
+    """The collector for all services' traces; None: as their environment says."""
 
     @property
     def target_cores(self) -> list[int]:
@@ -96,10 +98,14 @@ class Deployment:
     def _names(self) -> tuple[str, ...]:
         return ("--model", self.model, "--served-model-name", self.served_model_name)
 
+    @property
+    def _traces(self) -> tuple[str, ...]:
+        return () if self.otlp_traces_endpoint is None else ("--otlp-traces-endpoint", self.otlp_traces_endpoint)
+
     def _gateway(self, redis_url: str) -> Program:
         address = ("--host", self.host, "--port", str(self.port), "--grpc-port", str(self.grpc_port))
         keys = () if self.api_keys is None else ("--api-keys", str(self.api_keys))
-        options = (*self._names, *address, "--redis-url", redis_url, *keys, "--drain-s", str(DRAIN_S))
+        options = (*self._names, *address, "--redis-url", redis_url, *keys, "--drain-s", str(DRAIN_S), *self._traces)
         return _service("gateway", "gateway", *options, drain_s=DRAIN_S)
 
     def _target(self, redis_url: str, index: int, worker_id: str) -> list[Program]:
@@ -151,6 +157,7 @@ class Deployment:
             *("--redis-url", redis_url, "--worker-id", worker_id),
             *("--speculative-config", self.speculation.model_dump_json()),
             *("--engine-config", engine.model_copy(update=rank_0_only).model_dump_json()),
+            *self._traces,
             *options,
             drain_s=drain_s,
         )
@@ -180,6 +187,7 @@ class DeploymentOptions:
     served_model_name: str | None = None
     api_keys: Path | None = None
     vllm: VllmOptions | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 def plan_deployment(options: DeploymentOptions) -> Deployment:
@@ -212,6 +220,7 @@ def plan_deployment(options: DeploymentOptions) -> Deployment:
         rendezvous_ports=dict(zip(shared, free[2 * len(workers) :], strict=False)),
         api_keys=options.api_keys,
         vllm=options.vllm,
+        otlp_traces_endpoint=options.otlp_traces_endpoint,
     )
 
 

@@ -35,10 +35,10 @@ from paceline.core.messages import (
     GenerationRequest,
     LogProbs,
     SpeculationStats,
-    Timings,
     Usage,
 )
 from paceline.engine.engine_messages import EngineInfo
+from paceline.engine.request_times import RequestTimes
 from paceline.grammar.lark import PREAMBLE
 from paceline.telemetry.step_stats import StepStats
 from paceline.text import vocabulary_fingerprint
@@ -82,15 +82,13 @@ class _Running:
     submission: GenerationRequest
     id: str
     """vLLM's own."""
-    arrived: float
+    times: RequestTimes
     replayed: int
     """Committed tokens that vLLM still has to draw again."""
     output_tokens: int
     cached_tokens: int = 0
     draws: bool = False
     """Whether it has drawn a token here."""
-    started: float | None = None
-    compute_s: float = 0.0
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
     def usage(self) -> Usage:
@@ -180,8 +178,9 @@ class VllmEngine:
         rows, drafted = self._scheduler.take_scheduled()
         for request in self._requests.values():
             if request.id in rows:
-                request.started = start if request.started is None else request.started
-                request.compute_s += seconds
+                times = request.times
+                times.started = start if times.started is None else times.started
+                times.compute_s += seconds
         total, drawn = SpeculationStats(), 0
         for output in outputs:
             request = self._requests[output.request_id]
@@ -225,7 +224,7 @@ class VllmEngine:
         )
         salt = {"cache_salt": submission.cache_salt} if submission.cache_salt else {}
         name = self._engine.add_request(submission.request_id, {"prompt_token_ids": prompt, **salt}, params)
-        return _Running(submission, name, self._clock(), len(again), len(committed))
+        return _Running(submission, name, RequestTimes(self._clock()), len(again), len(committed))
 
     def _delta(
         self, request: _Running, output: RequestOutput, drafts: Sequence[int], total: SpeculationStats
@@ -247,6 +246,8 @@ class VllmEngine:
             tokens.pop()
         new = tokens[start:]
         request.output_tokens += len(new)
+        if new and request.times.first_token is None:
+            request.times.first_token = self._clock()
         reason = None if completion.finish_reason is None else FINISH_REASONS.get(completion.finish_reason)
         if completion.finish_reason is not None and reason is None:
             reason = FinishReason.ERROR
@@ -274,10 +275,8 @@ class VllmEngine:
 
     def _finish(self, request: _Running, delta: Delta) -> None:
         """Complete a final delta, and forget the request."""
-        now = self._clock()
         delta.usage, delta.speculation = request.usage(), request.stats.snapshot()
-        queued = (now if request.started is None else request.started) - request.arrived
-        delta.timings = Timings(queued, request.compute_s, now - request.arrived)
+        delta.timings = request.times.timings(self._clock())
         del self._requests[request.submission.request_id]
 
     def _record_step(

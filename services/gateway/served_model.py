@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage
+from paceline.core.messages import Delta, GenerationRequest, TargetDescription, Usage, choices_of
 from paceline.output_processor import OutputProcessor
 from paceline.telemetry.gateway_metrics import GatewayMetrics
+from paceline.telemetry.tracing import NO_TRACING, Tracing
 from paceline.text import Tokenizer
 from paceline_services.gateway.admission import AdmissionQueue, Capacity
 from paceline_services.gateway.api_errors import RetryLaterError, UnavailableError
@@ -25,7 +27,8 @@ FINAL_STATS_TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class ServedModel:
-    """One model and the fleet that serves it. All models of a gateway share `capacity`, `metrics` and `grammars`."""
+    """One model and the fleet that serves it. All models of a gateway share `capacity`, `metrics`, `grammars` and
+    `tracing`."""
 
     model: str
     tokenizer: Tokenizer
@@ -33,6 +36,7 @@ class ServedModel:
     metrics: GatewayMetrics
     capacity: Capacity = field(default_factory=Capacity)
     grammars: GrammarChecks = field(default_factory=GrammarChecks)
+    tracing: Tracing = NO_TRACING
     created: int = field(default_factory=lambda: int(time.time()))
     queue: AdmissionQueue = field(init=False)
 
@@ -85,7 +89,7 @@ class ServedModel:
             client.count_tokens(len(request.prompt), "prompt")
         output = OutputProcessor(request, self.tokenizer)
         with self.metrics.track(self.model) as metrics:
-            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics)
+            run = FailoverRequest(self.fleet, request, self.capacity.limits.resume_s, metrics, self.tracing)
             async with aclosing(run.deltas()) as deltas:
                 async for delta in deltas:
                     target_finished = delta.finish_reason is not None
@@ -98,7 +102,7 @@ class ServedModel:
                             if request.speculative.report:
                                 await _add_final_stats(delta, deltas)
                         assert delta.usage is not None
-                        metrics.finished(delta.finish_reason, delta.usage)
+                        metrics.finished(delta.finish_reason, delta.usage, request.sampling.max_tokens)
                     yield delta
                     if delta.finish_reason is not None:
                         return
@@ -113,7 +117,8 @@ class ServedModel:
         with self.counting_rejections():
             self.description()
             self.queue.acquire(len(requests))
-        held = len(requests)
+        held, choices = len(requests), choices_of(requests)
+        sizes: defaultdict[int, list[int]] = defaultdict(list)  # by prompt
         try:
             outputs = [self.generate(request, client) for request in requests]
             async with aclosing(_single(outputs[0]) if len(outputs) == 1 else interleaved(outputs)) as deltas:
@@ -122,6 +127,10 @@ class ServedModel:
                     if delta.finish_reason is not None:
                         held -= 1
                         self.queue.release(1)
+                        finished = sizes[index // choices]
+                        finished.append(delta.usage.completion_tokens if delta.usage else 0)
+                        if len(finished) == choices:
+                            self.metrics.observe_choices(self.model, finished)
         finally:
             self.queue.release(held)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
@@ -12,6 +12,7 @@ import grpc
 from pydantic import ValidationError
 
 from paceline.core.messages import Delta
+from paceline.telemetry.tracing import TraceSpan
 from paceline.tls import Certificates
 from paceline.v1 import inference_pb2 as pb
 from paceline.v1 import inference_pb2_grpc
@@ -34,6 +35,7 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.request_builder import build_requests
+from paceline_services.gateway.request_trace import recording_failure, start_request_span, traced
 
 
 class ClientNotReadingError(ClientGoneError):
@@ -96,10 +98,12 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
                 self._models.check_capacity()
                 model = self._models.model(request.model or None)
                 metadata = _metadata(context.invocation_metadata())
-                requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata)
-                async with aclosing(model.generate_all(requests, client)) as deltas:
-                    async for _, delta in deltas:
-                        await _write(context, _response(delta))
+                with self._traced(request, metadata) as span:
+                    requests = await build_requests(_body(request), model, uuid.uuid4().hex, client, metadata, span)
+                    output = model.generate_all(requests, client)
+                    async with aclosing(traced(span, model.model, requests, output, streamed=True)) as deltas:
+                        async for _, delta in deltas:
+                            await _write(context, _response(delta))
         except (ApiError, ClientNotReadingError) as error:
             self._metrics.count_response("Generate", STATUSES[type(error)].name)
             if isinstance(error, ClientNotReadingError):
@@ -115,6 +119,17 @@ class GatewayInferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
             available = [model for model in self._models if not model.unavailable()]
             cards = [pb.ListModelsResponse.Model(id=each.model, max_model_len=each.max_model_len) for each in available]
             return pb.ListModelsResponse(models=cards)
+
+    @contextmanager
+    def _traced(self, request: pb.GenerateRequest, metadata: Mapping[str, str]) -> Iterator[TraceSpan]:
+        """The span of a call, which ends with the context."""
+        chat = request.WhichOneof("prompt") == "chat"
+        span = start_request_span(self._models.first.tracing, metadata, chat=chat)
+        try:
+            with recording_failure(span):
+                yield span
+        finally:
+            span.end()
 
     @contextmanager
     def _authenticated(self, context: Context) -> Iterator[ApiClient]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from paceline.config import SamplingParams, SpeculativeOptions
 from paceline.core.messages import GenerationRequest, TargetDescription
 from paceline.target_labels import parse_labels
+from paceline.telemetry.tracing import NO_SPAN, TraceSpan
 from paceline_services.gateway.api_errors import InvalidRequestError
 from paceline_services.gateway.auth import ApiClient
 from paceline_services.gateway.openai.bodies import SHARED_FIELDS, ChatBody, CompletionBody, GenerationBody
@@ -25,21 +26,28 @@ LABELS_HEADER = "x-target-labels"
 
 
 async def build_requests(
-    body: GenerationBody, model: ServedModel, request_id: str, client: ApiClient, headers: Mapping[str, str]
+    body: GenerationBody,
+    model: ServedModel,
+    request_id: str,
+    client: ApiClient,
+    headers: Mapping[str, str],
+    span: TraceSpan = NO_SPAN,
 ) -> list[GenerationRequest]:
     """`n` completions for each prompt, in OpenAI's order; their ids are `request_id` with an index.
 
-    `headers`: of the HTTP request, or the metadata of the gRPC call. Raises `InvalidRequestError`, `OverloadedError` or
-    `UnavailableError`.
+    `headers`: of the HTTP request, or the metadata of the gRPC call. `span`: of the API request. Raises
+    `InvalidRequestError`, `OverloadedError` or `UnavailableError`.
     """
     labels = client.target_labels | _labels(headers.get(LABELS_HEADER, ""))
     with model.counting_rejections():
         description = model.description(labels)
         _check_count(body, model)
-        grammar = await model.grammars.grammar_of(body)
+        with span.child("grammar_check"):
+            grammar = await model.grammars.grammar_of(body)
         bad_words = await bad_word_tokens(body.bad_words or (), model.tokenizer)
         sampling = build_sampling(body, description, grammar, bad_words)
-        prompts = await _encode(body, model, description.max_model_len)
+        with span.child("tokenize"):
+            prompts = await _encode(body, model, description.max_model_len)
     base = GenerationRequest(
         request_id,
         (),
@@ -48,6 +56,7 @@ async def build_requests(
         cache_salt=client.cache_salt_for(body.cache_salt),
         client=client.name,
         group=request_id,
+        trace_parent=span.trace_parent,
         session=headers.get(SESSION_HEADER) or body.prompt_cache_key or "",
         target_labels=labels,
         stop=body.stop or (),
