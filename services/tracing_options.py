@@ -12,7 +12,7 @@ from paceline.launcher import StartError
 from paceline.telemetry.tracing import NO_TRACING, Tracing
 
 EXPORTER_VARIABLE = "OTEL_TRACES_EXPORTER"
-"""OpenTelemetry's own variable: otlp, console or both, with a comma between. Without it, SDKs export by OTLP; we do not."""
+"""OpenTelemetry's own: otlp, console or both, with a comma between. Unset it means otlp to an SDK, and none here."""
 EXPORTERS = frozenset({"otlp", "console"})
 OTLP_PATH = "/v1/traces"
 

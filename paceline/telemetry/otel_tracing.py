@@ -126,10 +126,10 @@ def _started(
 
 
 def make_provider(service: str, worker_id: str, exporters: Collection[str], endpoint: str | None) -> TracerProvider:
-    """`exporters`: console and otlp. `endpoint`: of a collector, for OTLP over HTTP; None: as `OTEL_EXPORTER_OTLP_*` say.
+    """`exporters`: console, otlp or both. `endpoint`: a collector's URL; None: as `OTEL_EXPORTER_OTLP_*` say.
 
-    The SDK's other variables apply, such as `OTEL_TRACES_SAMPLER` and `OTEL_RESOURCE_ATTRIBUTES`. Without a sampler
-    named there, all requests are traced except those whose client's span is not sampled.
+    The SDK's other variables apply, such as `OTEL_TRACES_SAMPLER` and `OTEL_RESOURCE_ATTRIBUTES`. Unless they name a
+    sampler, all requests are traced except those whose client's span is not sampled.
     """
     names = {"service.name": f"paceline-{service}", "service.instance.id": worker_id, "service.version": __version__}
     named = Resource(names).merge(OTELResourceDetector().detect())

@@ -36,6 +36,12 @@ def test_options_become_settings() -> None:
     given = settings("--model", "pydoc", "--port", "7", "--drain-s", "3", "--max-queue", "9", "--resume-s", "2")
     assert given.models == {"pydoc": "pydoc"}
     assert (given.port, given.drain_s, given.limits.max_queue, given.limits.resume_s) == (7, 3.0, 9, 2.0)
+    assert given.otlp_traces_endpoint is None
+    assert settings("--model", "a", "--otlp-traces-endpoint", "http://c:4318").otlp_traces_endpoint == (
+        "http://c:4318/v1/traces"
+    )
+    named = "https://c/any/path"
+    assert settings("--model", "a", "--otlp-traces-endpoint", named).otlp_traces_endpoint == named
     names = ("--served-model-name", "docs", "--served-model-name", "numbers")
     both = settings("--model", "pydoc", "--model", "table:512", *names, "--alias", "d=docs", "--alias", "n=numbers")
     assert both.models == {"docs": "pydoc", "numbers": "table:512"}
@@ -55,6 +61,7 @@ def test_options_become_settings() -> None:
         (("--model", "a", "--max-queue", "0"), "--max-queue"),
         (("--model", "a", "--max-queue", "-1"), "--max-queue"),
         (("--model", "a", "--max-queue", "many"), "--max-queue"),
+        (("--model", "a", "--otlp-traces-endpoint", "collector:4317"), "--otlp-traces-endpoint"),
     ],
 )
 def test_wrong_options_are_refused_by_name(

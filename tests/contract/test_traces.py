@@ -1,4 +1,4 @@
-"""Spans of requests: one tree over gateway, target and draft; the client's context; nothing where there are no traces."""
+"""Spans of requests: one tree over gateway, target and draft, in the client's trace; none without traces."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class TracedStack:
 
 @asynccontextmanager
 async def traced_stack(targets: int = 1) -> AsyncIterator[TracedStack]:
-    """A gateway, targets with an engine of ours, and a draft worker, all with traces. Models are held if not released."""
+    """A gateway, targets with our engine, and a draft worker, all with traces. Models are held until released."""
     recorder, released = Recorder(), threading.Event()
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
