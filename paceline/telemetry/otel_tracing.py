@@ -1,4 +1,4 @@
-"""Traces by OpenTelemetry's SDK. Only this module imports it, and only services with traces import this module."""
+"""Traces by OpenTelemetry's SDK. Only this module imports it, and only a service that makes traces imports this one."""
 
 from __future__ import annotations
 

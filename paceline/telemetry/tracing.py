@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType, TracebackType
 from typing import Literal, Self, TypeAlias
 
+from paceline.core.messages import Timings
+
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str]
 Attributes: TypeAlias = Mapping[str, AttributeValue]
 NO_ATTRIBUTES: Attributes = MappingProxyType({})
@@ -99,3 +101,13 @@ class Tracing:
 
 
 NO_TRACING = Tracing()
+
+
+def latency_attributes(timings: Timings) -> Attributes:
+    """The phases of a request at its target, by vLLM's names, in seconds."""
+    return {
+        "gen_ai.latency.time_in_queue": timings.queue_s,
+        "gen_ai.latency.time_in_model_prefill": timings.prefill_s,
+        "gen_ai.latency.time_in_model_decode": timings.decode_s,
+        "gen_ai.latency.time_in_model_inference": timings.inference_s,
+    }

@@ -33,9 +33,7 @@ SendToLoop: TypeAlias = Callable[[LinkEvents | LinkClosed], None]
 
 
 class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
-    def __init__(
-        self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop, tracing: Tracing = NO_TRACING
-    ) -> None:
+    def __init__(self, worker_id: str, facts: SpeculatorFacts, send: SendToLoop, tracing: Tracing = NO_TRACING) -> None:
         """`send` passes a message to the draft loop."""
         self._worker_id = worker_id
         self._facts = facts

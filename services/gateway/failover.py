@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from paceline.core.messages import GRAMMAR_ERROR, Delta, FinishReason, GenerationRequest
 from paceline.telemetry.gateway_metrics import RequestMetrics
-from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, TraceSpan, Tracing
+from paceline.telemetry.tracing import NO_SPAN, NO_TRACING, Attributes, TraceSpan, Tracing
 from paceline.wire.link_errors import HandedOver, TargetEngineDied, TargetLost, WireError
 from paceline_services.gateway.api_errors import GenerationError, InvalidRequestError, UnavailableError
 from paceline_services.gateway.routing.fleet import Fleet
@@ -109,9 +109,11 @@ class FailoverRequest:
         """The span of the request at one target."""
         if not request.trace_parent:
             return NO_SPAN
-        attributes = {
+        host, _, port = target.record.address.rpartition(":")
+        attributes: Attributes = {
             "gen_ai.request.id": request.request_id,
-            "server.address": target.record.address,
+            "server.address": host,
+            "server.port": int(port),
             "paceline.worker.id": target.record.worker_id,
             "paceline.committed_tokens": len(request.committed),
         }

@@ -8,7 +8,14 @@ from __future__ import annotations
 import time
 
 from paceline.core.messages import Delta, FinishReason, GenerationRequest, TargetDescription, Timings
-from paceline.telemetry.tracing import NO_TRACING, Attributes, TraceSpan, Tracing
+from paceline.telemetry.tracing import (
+    NO_TRACING,
+    Attributes,
+    AttributeValue,
+    TraceSpan,
+    Tracing,
+    latency_attributes,
+)
 
 SECOND_NS = 1_000_000_000
 
@@ -67,15 +74,11 @@ def _add_phases(span: TraceSpan, timings: Timings, end_ns: int) -> None:
 
 def outcome_attributes(delta: Delta, submission: GenerationRequest) -> Attributes:
     """What a last delta reports. `paceline.committed_tokens`: output that another target produced before."""
-    timings = delta.timings
-    attributes: dict[str, str | int | float | list[str]] = {
+    attributes: dict[str, AttributeValue] = {
         "gen_ai.request.id": submission.request_id,
         "gen_ai.response.finish_reasons": [delta.finish_reason.value] if delta.finish_reason else [],
-        "gen_ai.latency.time_in_queue": timings.queue_s,
-        "gen_ai.latency.time_in_model_prefill": timings.prefill_s,
-        "gen_ai.latency.time_in_model_decode": timings.decode_s,
-        "gen_ai.latency.time_in_model_inference": timings.inference_s,
-        "gen_ai.latency.time_in_model_execute": timings.compute_s,
+        **latency_attributes(delta.timings),
+        "gen_ai.latency.time_in_model_execute": delta.timings.compute_s,
         "paceline.committed_tokens": len(submission.committed),
     }
     if (usage := delta.usage) is not None:

@@ -13,7 +13,9 @@ async def test_sizes_are_counted_for_every_completion_and_choices_for_every_prom
         assert (await stack.complete(prompt=["a", "b"], n=3, max_tokens=5)).status_code == 200
         assert (await stack.complete(prompt="c", max_tokens=2)).status_code == 200
         families = text_string_to_metric_families(await stack.metrics())
-    samples = {sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels}
+    samples = {
+        sample.name: sample.value for family in families for sample in family.samples if "le" not in sample.labels
+    }
     counted = {
         name: (samples[f"vllm:{name}_count"], samples[f"vllm:{name}_sum"])
         for name in (

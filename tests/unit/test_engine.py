@@ -590,7 +590,7 @@ class TestEnds:
             assert (len(result.tokens), result.error) == (longest - prompt, "")
 
     def test_the_phases_of_requests_are_timed(self) -> None:
-        """A pass takes a second. Three passes compute the first prompt; the second request waits for the first's end."""
+        """A pass takes a second. Three passes compute the first prompt; the second request waits for it."""
         now = [0.0]
 
         def tick(_: int) -> None:

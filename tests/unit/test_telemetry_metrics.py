@@ -56,6 +56,7 @@ def test_a_target_counts_its_steps_and_shows_the_last_one(scraped: Scraped) -> N
     """The bonus token is not counted; a step without rows ran no pass."""
     metrics = TargetMetrics(scraped, "m", slots=1000)
     metrics.observe_step(step((5, 3, 2), (2, 2, 0), (0, 0, 0), running=9, nodes_received=10, nodes_grafted=7))
+    metrics.observe_step(step(prompt_tokens=6, generation_tokens=4))
     metrics.observe_step(step((2, 2, 2), rows=0, prompt_tokens=100, generation_tokens=5, preemptions=1))
     metrics.draft_links.set_function(lambda: 3)
     metrics.rows_invariant.set(True)
@@ -72,18 +73,18 @@ def test_a_target_counts_its_steps_and_shows_the_last_one(scraped: Scraped) -> N
         "growth_nodes_received_total": 10,
         "growth_nodes_grafted_total": 7,
         "growth_nodes_dropped_total": 3,
-        "step_seconds_count": 1,
-        "step_seconds_sum": 0.02,
-        "computed_prompt_tokens_total": 100,
-        "committed_tokens_total": 5,
+        "step_seconds_count": 2,
+        "step_seconds_sum": 0.04,
+        "computed_prompt_tokens_total": 106,
+        "committed_tokens_total": 9,
         "num_preemptions_total": 1,
-        "iteration_tokens_total_count": 1,
-        "iteration_tokens_total_sum": 11,
+        "iteration_tokens_total_count": 2,
+        "iteration_tokens_total_sum": 10,
     }
     assert {name: scraped.value(name) for name in expected} == pytest.approx(expected)
     by_position = [scraped.value("spec_decode_num_accepted_tokens_per_pos_total", position=each) for each in "012"]
     assert by_position == [2, 2, 0]
-    assert [scraped.value("step_rows_bucket", le=bound) for bound in ("8.0", "16.0")] == [0, 1]
+    assert [scraped.value("step_rows_bucket", le=bound) for bound in ("8.0", "16.0")] == [0, 2]
 
 
 def test_a_target_times_the_phases_of_a_request(scraped: Scraped) -> None:

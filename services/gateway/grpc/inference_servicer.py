@@ -35,7 +35,7 @@ from paceline_services.gateway.model_directory import ModelDirectory
 from paceline_services.gateway.openai.bodies import ChatBody, CompletionBody, GenerationBody
 from paceline_services.gateway.openai.event_stream import ClientGoneError, send_within_timeout
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.request_trace import recording_failure, start_request_span, traced
+from paceline_services.gateway.openai.request_trace import recording_failure, start_request_span, traced
 
 
 class ClientNotReadingError(ClientGoneError):

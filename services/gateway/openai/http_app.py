@@ -47,7 +47,7 @@ from paceline_services.gateway.openai.http_metrics import (
 from paceline_services.gateway.openai.openai_response import ChatCompletionResponse, CompletionResponse, OpenAIResponse
 from paceline_services.gateway.openai.prompt_encoding import check_ids, encode, encode_chat, in_encoding_thread
 from paceline_services.gateway.openai.request_builder import build_requests
-from paceline_services.gateway.request_trace import start_request_span, traced
+from paceline_services.gateway.openai.request_trace import start_request_span, traced
 from paceline_services.gateway.served_model import ServedModel
 
 AnyBody = TypeVar("AnyBody", bound=BaseModel)

@@ -10,7 +10,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paceline.telemetry.gateway_metrics import GatewayMetrics
-from paceline_services.gateway.request_trace import end_response_span
+from paceline_services.gateway.openai.request_trace import end_response_span
 
 log = logging.getLogger(__name__)
 

@@ -11,8 +11,9 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 
 from paceline.core.messages import Delta, GenerationRequest, Timings, choices_of
-from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing
+from paceline.telemetry.tracing import Attributes, AttributeValue, TraceSpan, Tracing, latency_attributes
 from paceline_services.gateway.api_errors import ApiError
+from paceline_services.gateway.openai.usage import RequestUsage
 
 PROVIDER = "paceline"
 MAX_INT = 2**63 - 1
@@ -107,39 +108,34 @@ class RequestOutcome:
 
     def __init__(self, model: str, requests: Sequence[GenerationRequest], span: TraceSpan) -> None:
         self._model = model
-        self._requests = requests
+        self._sequences = len(requests)
+        self._usage = RequestUsage(requests, choices_of(requests))
         self._span = span
         self._first_token_s: float | None = None
-        self._last: dict[int, Delta] = {}
+        self._finish_reasons: dict[int, str] = {}
 
     def add(self, index: int, delta: Delta) -> None:
         """Take note of a delta of the index-th completion."""
         if self._first_token_s is None and delta.tokens:
             self._first_token_s = self._span.elapsed_s
+        self._usage.add(index, delta)
         if delta.finish_reason is not None:
-            self._last[index] = delta
+            self._finish_reasons[index] = delta.finish_reason.value
 
     def attributes(self) -> Attributes:
         """As far as the request has come. Phases are those of the completion that took longest."""
-        lasts = [self._last[index] for index in sorted(self._last)]
-        longest = max((last.timings for last in lasts), key=lambda timings: timings.total_s, default=Timings())
-        usages = [last.usage for last in lasts if last.usage is not None]
-        prompt_tokens = sum(len(request.prompt) for request in self._requests if request.choice == 0)
-        output_tokens = sum(usage.completion_tokens for usage in usages)
+        usage, timings = self._usage.usage(), Timings(**self._usage.timings())
         attributes: dict[str, AttributeValue] = {
             "gen_ai.response.model": self._model,
-            "gen_ai.response.finish_reasons": [last.finish_reason.value for last in lasts if last.finish_reason],
-            "gen_ai.usage.input_tokens": prompt_tokens,
-            "gen_ai.usage.output_tokens": output_tokens,
-            "gen_ai.usage.cache_read.input_tokens": sum(usage.cached_tokens for usage in usages),
-            "gen_ai.usage.prompt_tokens": prompt_tokens,
-            "gen_ai.usage.completion_tokens": output_tokens,
-            "gen_ai.usage.num_sequences": len(self._requests),
+            "gen_ai.response.finish_reasons": [reason for _, reason in sorted(self._finish_reasons.items())],
+            "gen_ai.usage.input_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.output_tokens": usage["completion_tokens"],
+            "gen_ai.usage.cache_read.input_tokens": usage["prompt_tokens_details"]["cached_tokens"],
+            "gen_ai.usage.prompt_tokens": usage["prompt_tokens"],
+            "gen_ai.usage.completion_tokens": usage["completion_tokens"],
+            "gen_ai.usage.num_sequences": self._sequences,
             "gen_ai.latency.e2e": self._span.elapsed_s,
-            "gen_ai.latency.time_in_queue": longest.queue_s,
-            "gen_ai.latency.time_in_model_prefill": longest.prefill_s,
-            "gen_ai.latency.time_in_model_decode": longest.decode_s,
-            "gen_ai.latency.time_in_model_inference": longest.inference_s,
+            **latency_attributes(timings),
         }
         if self._first_token_s is not None:
             attributes["gen_ai.latency.time_to_first_token"] = self._first_token_s
